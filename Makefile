@@ -1,0 +1,42 @@
+# Everything runs from a virtual environment that the first target makes and later ones reuse.
+# Needs Python 3.10 or newer with venv and pip:  make test PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: train test check coverage clean
+
+train: $(STAMP)
+	@procs=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
+	threads=$$($(BIN)/python -c "import os; print(max(1, (os.cpu_count() or 1) // $$procs))") && \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} $(BIN)/torchrun --standalone \
+		--nproc-per-node $$procs tutorials/train_language_model.py $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(STAMP)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+coverage: $(STAMP)
+	@$(BIN)/coverage erase
+	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/coverage run -m pytest -q $(ARGS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache \
+		.hypothesis .coverage .coverage.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[test,check,tutorial]'
+	@touch $@

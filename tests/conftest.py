@@ -1,0 +1,89 @@
+"""Session rules: no test hangs, no skip goes unnoticed, no worker outlives pytest."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Generator
+from types import FrameType
+from typing import TextIO
+
+import pytest
+import torch
+
+from tests import helpers
+
+NEEDS_GPU = "needs a CUDA GPU"
+ALLOWED_SKIPS = frozenset({NEEDS_GPU})
+DEADLINE_S = 120.0
+BACKSTOP_S = 30.0  # after the deadline: for a test that is stuck where no signal handler runs
+
+_stderr = pytest.StashKey[TextIO]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # While a test runs, pytest captures descriptor 2; the backstop must write past that.
+    config.stash[_stderr] = os.fdopen(os.dup(2), "w")
+    args = [f"--rootdir={config.rootpath}"]
+    args += [f"-c{config.inipath}"] if config.inipath else []
+    args += [f"-W{option}" for option in config.getoption("pythonwarnings") or ()]
+    helpers.configure_workers(args)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    helpers.shut_down_workers()
+    config.stash[_stderr].close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a test that has not ended by its deadline, fixtures included."""
+    marker = item.get_closest_marker("deadline")
+    deadline_s: float = marker.args[0] if marker else DEADLINE_S
+
+    def fail(signum: int, frame: FrameType | None) -> None:
+        pytest.fail(f"{item.nodeid} has not ended after {deadline_s} s")
+
+    faulthandler.dump_traceback_later(
+        deadline_s + BACKSTOP_S, exit=True, file=item.config.stash[_stderr]
+    )
+    previous = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, deadline_s)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if os.environ.get("CI") and _unknown_skips(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if os.environ.get("CI"):
+        for skip in _unknown_skips(config):
+            terminalreporter.write_line(f"SKIP NOT ALLOWED IN CI: {skip}", red=True)
+
+
+def _unknown_skips(config: pytest.Config) -> list[str]:
+    """Return the skips of this session, as `test: reason`, that `ALLOWED_SKIPS` does not name."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    unknown = []
+    for report in reporter.stats.get("skipped", []) if reporter else []:
+        reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        if reason not in ALLOWED_SKIPS:
+            unknown.append(f"{report.nodeid}: {reason}")
+    return unknown

@@ -1,0 +1,565 @@
+"""Test support: functions run on every rank of a worker pool, exact memory counts, exact equality.
+
+A worker is a Python process that starts once per world size and session, joins a gloo group, and
+then runs the functions it is sent, so a test pays for a round trip, not for a spawn. Everything
+the parent asks of the workers, their set-up included, is one kind of *round*: the same call to
+every rank, one answer from every rank, one deadline. See [Note: One round].
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import functools
+import importlib
+import inspect
+import itertools
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+GROUP_TIMEOUT_S = 20  # a collective that some rank does not join raises after this long
+START_TIMEOUT_S = 90  # importing torch in every worker of a busy machine
+GRACE_S = 3  # what the other ranks still get once one has failed
+DUMP_S = 1  # writing the stacks of the hanging ranks
+MAX_NUM_GROUPS = 200  # made by one pool; each holds threads and sockets until the worker ends
+
+
+class RankError(AssertionError):
+    """Some ranks of a `run_ranks` call failed; `errors` maps each of them to its full report."""
+
+    def __init__(self, errors: dict[int, str], *, name: str, world_size: int) -> None:
+        self.errors = errors
+        reports = [f"----- rank {rank} -----\n{errors[rank]}" for rank in sorted(errors)]
+        title = f"{name} failed on {len(errors)} of {world_size} ranks"
+        super().__init__("\n".join([title, *reports]))
+
+
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[Any]:
+    """Run `fn(*args, **kwargs)` on every rank of a gloo group; return the results in rank order.
+
+    `fn` is a module-level function; arguments and results are pickled. The default group has
+    `world_size` ranks, torch is seeded with 0, and a warning is an error where pytest's filters
+    say so. Of the call, only imported modules and process groups outlive it.
+
+    Raises:
+        RankError: A rank raised, died, or gave no answer within `timeout` seconds. The pool is
+            then discarded, and the next call starts a fresh one.
+        ValueError: `fn` cannot be imported by name.
+    """
+    __tracebackhide__ = True
+    call = _Call.of(fn, args, kwargs)
+    pool = _pools.get(world_size)
+    try:
+        results = pool.round(call, timeout)
+        # A second round, so that a rank whose peer raised does not wait in this barrier.
+        closing = f"the barrier after {call.name}"
+        num_groups = max(pool.round(_Call.of(_end_call), timeout, name=closing))
+    except BaseException:
+        # Also for Ctrl-C and the test's own deadline: an answer may be outstanding.
+        _pools.discard(world_size)
+        raise
+    if num_groups > MAX_NUM_GROUPS:
+        _pools.discard(world_size)
+    return results
+
+
+def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Any]:
+    """Turn the body of a module-level test into what every rank runs, once per world size.
+
+    Arguments from `parametrize` and fixtures reach the body pickled; a body that has an argument
+    `world_size` gets it. Combines with `pytest.mark` decorators above and below.
+    """
+
+    def decorate(body: Callable[..., None]) -> Any:
+        signature = inspect.signature(body)
+        parameters = dict(signature.parameters)
+        is_size_wanted = "world_size" in parameters
+
+        @functools.wraps(body)
+        def test(world_size: int, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            if is_size_wanted:
+                kwargs["world_size"] = world_size
+            run_ranks(world_size, body, timeout=timeout, **kwargs)
+
+        size = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+        parameters.setdefault("world_size", size)
+        test.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]  # read by inspect
+        test.rank_body = body  # type: ignore[attr-defined]  # read by _resolve
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate
+
+
+def configure_workers(pytest_args: Sequence[str]) -> None:
+    """Give the pytest arguments with which workers started from now on read the configuration."""
+    _pools.pytest_args = tuple(pytest_args)
+
+
+def worker_pids(world_size: int) -> list[int]:
+    """Return the process ids of the live pool of `world_size` ranks, empty if there is none."""
+    return _pools.pids(world_size)
+
+
+def shut_down_workers() -> None:
+    """Let every worker leave, and wait until it has; the next `run_ranks` starts anew."""
+    _pools.close()
+
+
+# ---------------------------------------------------------------------------------------------
+# The parent's side
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One function call as it travels: the function by name, the arguments pickled."""
+
+    module: str
+    qualname: str
+    payload: bytes
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> _Call:
+        module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+        try:
+            if module == "__main__" or _resolve(str(module), str(qualname)) is not fn:
+                raise AttributeError
+        except (ImportError, AttributeError):
+            raise ValueError(
+                f"expected a module-level function, which the workers import by name; got {fn!r}: "
+                "move it to the top level of its module and pass what it closes over as arguments"
+            ) from None
+        return cls(str(module), str(qualname), pickle.dumps((args, kwargs or {})))
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.qualname}"
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What one rank says to one call: the function's value, or the text of its error."""
+
+    value: Any = None
+    error: str | None = None
+
+
+_BOOTSTRAP = f"""\
+import json, sys
+spec = json.loads(sys.argv[1])
+sys.path[:] = spec["path"]
+from {__name__} import _worker_main
+_worker_main(spec)
+"""
+
+
+class _Worker:
+    """One worker process, the pipe to it, and the file that takes its output and its stacks."""
+
+    def __init__(self, log_path: Path, pytest_args: Sequence[str]) -> None:
+        self._log_path = log_path
+        self._log_offset = 0
+        self.connection, theirs = Pipe()
+        spec = {
+            "fd": theirs.fileno(),
+            "parent": os.getpid(),
+            "path": sys.path,
+            "pytest_args": pytest_args,
+        }
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, json.dumps(spec)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                env=_worker_environment(),
+                start_new_session=True,  # Ctrl-C is the parent's; kill() takes grandchildren along
+            )
+        theirs.close()
+
+    def send(self, call: _Call) -> None:
+        self._log_offset = self._log_path.stat().st_size
+        with suppress(BrokenPipeError):  # a dead worker is reported by receive()
+            self.connection.send_bytes(pickle.dumps(call))
+
+    def receive(self) -> _Answer:
+        try:
+            answer = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.process.wait()
+            answer = _Answer(error=f"the worker died with exit status {self.process.returncode}")
+        if answer.error is None:
+            return answer
+        return _Answer(error=f"{answer.error}{self._output()}")
+
+    def request_stack(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)
+
+    def stack(self, reason: str) -> _Answer:
+        return _Answer(error=f"{reason}{self._output()}")
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+
+    def _output(self) -> str:
+        """Return what the worker has written since the last call, its stack included."""
+        with self._log_path.open("rb") as log:
+            log.seek(self._log_offset)
+            text = log.read().decode(errors="replace").strip()
+        return f"\n--- its output ---\n{text}" if text else ""
+
+
+class _Pool:
+    """The workers of one world size.
+
+    [Note: One round]
+    A round sends one call to every rank and collects one answer from each until a deadline. No
+    rank is sent the next call before all have answered, so rounds also order the ranks: set-up,
+    test function, closing barrier and farewell are rounds like any other.
+    """
+
+    def __init__(self, world_size: int, pytest_args: tuple[str, ...]) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._workers: list[_Worker] = []
+        try:
+            for rank in range(world_size):
+                self._workers.append(_Worker(self._directory / f"rank{rank}.log", pytest_args))
+            # Imports take each rank its own time; joining must not start before they are done.
+            self.round(_Call.of(_is_ready), START_TIMEOUT_S)
+            store = str(self._directory / "store")
+            self.round(_Call.of(_join_group, (self.pids, store)), START_TIMEOUT_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
+
+    @property
+    def is_alive(self) -> bool:
+        return all(worker.process.poll() is None for worker in self._workers)
+
+    def round(self, call: _Call, timeout: float, *, name: str = "") -> list[Any]:
+        """Return every rank's value of `call`; raise `RankError` if one has none in time."""
+        __tracebackhide__ = True
+        started = time.monotonic()
+        for worker in self._workers:
+            worker.send(call)
+        answers = self._collect(started + timeout)
+        ranks = range(len(self._workers))
+        if missing := [rank for rank in ranks if rank not in answers]:
+            reason = f"no answer after {time.monotonic() - started:.1f} s"
+            if any(answer.error for answer in answers.values()):
+                reason += f", {GRACE_S} s after another rank had failed"
+            answers |= self._collect_stacks(missing, reason)
+        errors = {rank: a.error for rank, a in answers.items() if a.error is not None}
+        if errors:
+            raise RankError(errors, name=name or call.name, world_size=len(ranks))
+        return [answers[rank].value for rank in ranks]
+
+    def close(self) -> None:
+        """Let the workers leave together, then make sure that they have."""
+        for worker in self._workers:
+            worker.send(_Call.of(_leave))
+        deadline = time.monotonic() + GROUP_TIMEOUT_S
+        for worker in self._workers:
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _collect(self, deadline: float) -> dict[int, _Answer]:
+        answers: dict[int, _Answer] = {}
+        pending = {worker.connection: rank for rank, worker in enumerate(self._workers)}
+        while pending and (left_s := deadline - time.monotonic()) > 0:
+            for connection in wait(list(pending), timeout=left_s):
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                answers[rank] = self._workers[rank].receive()
+                if answers[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _collect_stacks(self, ranks: list[int], reason: str) -> dict[int, _Answer]:
+        for rank in ranks:
+            self._workers[rank].request_stack()
+        time.sleep(DUMP_S)
+        return {rank: self._workers[rank].stack(reason) for rank in ranks}
+
+
+class _Pools:
+    """The session's pools by world size, each started when it is first needed."""
+
+    def __init__(self) -> None:
+        self.pytest_args: tuple[str, ...] = ()
+        self._pools: dict[int, _Pool] = {}
+
+    def get(self, world_size: int) -> _Pool:
+        pool = self._pools.get(world_size)
+        if pool is None or not pool.is_alive:
+            self.discard(world_size)
+            pool = self._pools[world_size] = _Pool(world_size, self.pytest_args)
+        return pool
+
+    def pids(self, world_size: int) -> list[int]:
+        pool = self._pools.get(world_size)
+        return [] if pool is None else pool.pids
+
+    def discard(self, world_size: int) -> None:
+        if pool := self._pools.pop(world_size, None):
+            pool.kill()
+
+    def close(self) -> None:
+        while self._pools:
+            self._pools.popitem()[1].close()
+
+
+_pools = _Pools()
+
+
+def _worker_environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["PYTHONUNBUFFERED"] = "1"  # what a killed worker printed is in its report
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        # Otherwise gloo looks up the host name, which not every machine can resolve.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+# ---------------------------------------------------------------------------------------------
+# The workers' side
+# ---------------------------------------------------------------------------------------------
+
+
+def _worker_main(spec: dict[str, Any]) -> NoReturn:
+    """Serve calls until the parent says or shows that it is gone."""
+    _die_with_parent(spec["parent"])
+    if "COVERAGE_PROCESS_START" in os.environ:
+        importlib.import_module("coverage").process_startup()
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    # Inside pytest, because that gives the configured filters and test modules with rewritten
+    # asserts. Exceptions nobody can catch stay ours: see _Unraisable.
+    plugins = ("faulthandler", "unraisableexception", "threadexception", "cacheprovider")
+    args = ["-s", "--noconftest", *(f"-pno:{plugin}" for plugin in plugins), *spec["pytest_args"]]
+    pytest.main(args, plugins=[_ServePlugin(Connection(spec["fd"]))])
+    os._exit(1)
+
+
+class _ServePlugin:
+    """Makes pytest serve calls, with its configuration read, where it would run tests."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_cmdline_main(self, config: pytest.Config) -> NoReturn:
+        while True:
+            try:
+                call = pickle.loads(self._connection.recv_bytes())
+            except EOFError:
+                os._exit(1)
+            self._connection.send_bytes(_answer(call, config))
+
+
+def _answer(call: _Call, config: pytest.Config) -> bytes:
+    """Run the call; return the pickled answer, which is an error if the value has no pickle."""
+    try:
+        with warnings.catch_warnings(), _Unraisable() as unraisable:
+            _apply_filters(config)
+            torch.manual_seed(0)
+            random.seed(0)
+            args, kwargs = pickle.loads(call.payload)
+            value = _resolve(call.module, call.qualname)(*args, **kwargs)
+            unraisable.check()
+            return pickle.dumps(_Answer(value=value))
+    except BaseException:  # SystemExit and pytest's outcomes too: the parent waits for an answer
+        return pickle.dumps(_Answer(error=traceback.format_exc()))
+
+
+class _Unraisable:
+    """Turns exceptions of finalizers and engine threads, which only print, into errors."""
+
+    def __init__(self) -> None:
+        self._seen: list[BaseException | None] = []
+        self._hook = sys.unraisablehook
+
+    def __enter__(self) -> _Unraisable:
+        sys.unraisablehook = self._record
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.unraisablehook = self._hook
+
+    def _record(self, unraisable: Any) -> None:
+        self._hook(unraisable)
+        self._seen.append(unraisable.exc_value)
+
+    def check(self) -> None:
+        if self._seen:
+            raise AssertionError(f"{len(self._seen)} unraisable exceptions") from self._seen[0]
+
+
+def _apply_filters(config: pytest.Config) -> None:
+    # pytest has no public way to apply its filters; this one has been the same since 6.2.
+    from _pytest.config import apply_warning_filters  # noqa: PLC0415 -- private: workers only
+
+    command_line = config.getoption("pythonwarnings") or []
+    apply_warning_filters(config.getini("filterwarnings"), command_line)
+
+
+def _resolve(module: str, qualname: str) -> Callable[..., Any]:
+    found: Any = importlib.import_module(module)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return getattr(found, "rank_body", found)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when its parent dies; elsewhere the closed pipe must do."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _is_ready() -> bool:
+    return True
+
+
+def _join_group(pids: list[int], store_path: str) -> None:
+    world_size = len(pids)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store_path, world_size),
+        rank=pids.index(os.getpid()),
+        world_size=world_size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+
+
+def _end_call() -> int:
+    """Check that no rank is a collective ahead; return the number of groups made so far."""
+    dist.barrier()
+    return dist.distributed_c10d.get_pg_count()
+
+
+def _leave() -> NoReturn:
+    """Leave without the interpreter's exit, in which gloo's threads abort now and then."""
+    with suppress(RuntimeError):
+        dist.barrier()
+    coverage = sys.modules.get("coverage")
+    if coverage and (measuring := coverage.Coverage.current()):
+        measuring.stop()
+        measuring.save()
+    os._exit(0)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory and equality
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MemoryCount:
+    """CPU tensor bytes of a `peak_bytes` scope, relative to its entry; known once it is left."""
+
+    peak: int = 0  # the most that was held at any moment
+    current: int = 0  # held at the end
+    allocated: int = 0  # all allocations together, freed or not
+
+
+@contextmanager
+def peak_bytes() -> Iterator[MemoryCount]:
+    """Count the bytes of the CPU tensor storages allocated inside the scope, exactly.
+
+    Counts what this thread allocates, inside operators, autograd and `UntypedStorage.resize_`
+    too, and what gloo's threads allocate on its behalf. Freeing a storage that is older than the
+    scope subtracts nothing. Scopes do not nest, and no other profiler may run.
+    """
+    memory = MemoryCount()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield memory
+    sizes: dict[int, int] = {}
+    for address, size in _cpu_allocations(profiler):
+        if size > 0:
+            sizes[address] = size
+            memory.allocated += size
+            memory.current += size
+            memory.peak = max(memory.peak, memory.current)
+        else:
+            # By address, because the profiler remembers sizes from earlier scopes: it can report
+            # the free of a storage that was allocated outside at an address it knew once.
+            memory.current -= sizes.pop(address, 0)
+
+
+def _cpu_allocations(profiler: profile) -> Iterable[tuple[int, int]]:
+    """Return (address, size) in order of time; a negative size frees."""
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    found = []
+    pending = list(results.experimental_event_tree())
+    order = itertools.count()
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        fields = event.extra_fields
+        if event.tag == _EventType.Allocation and fields.device.type == "cpu":
+            found.append((event.start_time_ns, next(order), fields.ptr, fields.alloc_size))
+    return [(address, size) for _, _, address, size in sorted(found)]
+
+
+def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensor") -> None:
+    """Assert the same shape, dtype, device and exactly equal values, where NaN equals NaN."""
+    __tracebackhide__ = True
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
