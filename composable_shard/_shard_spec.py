@@ -1,0 +1,148 @@
+"""What a FlatShard is a shard of: the logical tensor, and the range of it that this rank holds."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from composable_shard._layout import intersect
+
+__all__ = ["ParamLabel", "ShardSpec", "WriteGuard"]
+
+
+class ParamLabel:
+    """The name a parameter goes by in messages.
+
+    Mutable on purpose: an inner unit learns its full name only when an outer one is sharded.
+    """
+
+    __slots__ = ("fqn",)
+
+    def __init__(self, fqn: str) -> None:
+        self.fqn = fqn
+
+    def __repr__(self) -> str:
+        return self.fqn
+
+
+class WriteGuard:
+    """Counts the writes to a handle's sharded parameters.
+
+    Version counters can't serve: fused and foreach optimizer steps bump none.
+    """
+
+    __slots__ = ("is_in_backward", "num_writes", "owner")
+
+    def __init__(self, owner: weakref.ref[object] | None = None) -> None:
+        self.num_writes = 0
+        self.is_in_backward = False
+        self.owner = owner  # the handle; a unit that shares a parameter finds it here
+
+    def note_write(self, fqn: str) -> None:
+        """Count a write, before it happens.
+
+        Raises:
+            RuntimeError: If a backward pass that still needs the parameter is running.
+        """
+        # Both conditions: the flag stays set when a backward is aborted, and a later write
+        # outside of any backward is then legitimate.
+        if self.is_in_backward and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"parameter '{fqn}' was written while a backward pass that still needs it is "
+                "running. Call optimizer.step() and edit parameters after backward() has returned."
+            )
+        self.num_writes += 1
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Immutable description of one rank's flat range of one tensor.
+
+    The *dense* tensor is what the ranks of the shard group hold together: the original parameter,
+    or its local part where it is a DTensor of a tensor-parallel mesh. Its elements, in memory
+    order, occupy `[offset, offset + numel)` of a flat index space that is cut every
+    `shard_numel` elements. Compares and hashes by value; `label` is for messages only.
+    """
+
+    shape: torch.Size  # logical shape, what `tensor.shape` says
+    dense_shape: torch.Size  # shape of the dense tensor; differs from `shape` for DTensors only
+    dense_stride: tuple[int, ...]
+    offset: int
+    shard_numel: int
+    world_size: int
+    rank: int
+    group_name: str
+    tensor_parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
+    label: ParamLabel = field(default_factory=lambda: ParamLabel("?"), compare=False)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the dense tensor."""
+        return self.dense_shape.numel()
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """Return the half-open range of the dense tensor's elements that `rank` holds."""
+        cut = rank * self.shard_numel - self.offset
+        start, end = intersect((0, self.numel), (cut, cut + self.shard_numel))
+        low = min(start, self.numel)
+        return low, low + end - start
+
+    @cached_property
+    def local_range(self) -> tuple[int, int]:
+        """This rank's half-open range of the dense tensor's elements."""
+        return self.range_of(self.rank)
+
+    @cached_property
+    def numels(self) -> list[int]:
+        """Elements that each rank of the shard group holds."""
+        return [end - start for start, end in map(self.range_of, range(self.world_size))]
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Stride of the logical tensor."""
+        if self.tensor_parallel is None:
+            return self.dense_stride
+        return torch.empty(self.shape, device="meta").stride()
+
+    def flatten(self, dense: Tensor) -> Tensor:
+        """Return the dense tensor's elements in memory order, shape `(numel,)`; a view if it can.
+
+        A tensor laid out differently is copied into the recorded layout first.
+        """
+        if dense.stride() != self.dense_stride:
+            laid_out = torch.empty_strided(
+                self.dense_shape, self.dense_stride, dtype=dense.dtype, device=dense.device
+            )
+            dense = laid_out.copy_(dense)
+        return dense.as_strided((self.numel,), (1,))
+
+    def slice(self, dense: Tensor) -> Tensor:
+        """Return this rank's part of a dense tensor, shape `(end - start,)`; a view if it can."""
+        start, end = self.local_range
+        return self.flatten(dense)[start:end]
+
+    def unflatten(self, flat: Tensor) -> Tensor:
+        """View the elements of the dense tensor, shape `(numel,)`, in its shape and stride.
+
+        For a parameter of a tensor-parallel mesh the result is a DTensor.
+        """
+        dense = flat.as_strided(self.dense_shape, self.dense_stride)
+        if self.tensor_parallel is None:
+            return dense
+        mesh, placements = self.tensor_parallel
+        return DTensor.from_local(
+            dense, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def with_view(self, shape: torch.Size, shift: int = 0) -> ShardSpec:
+        """Return the spec of a contiguous view that begins `shift` elements into the tensor."""
+        stride = torch.empty(shape, device="meta").stride()
+        return replace(
+            self, shape=shape, dense_shape=shape, dense_stride=stride, offset=self.offset + shift
+        )

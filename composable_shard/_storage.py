@@ -1,0 +1,135 @@
+"""Storages that come and go under tensors that stay, and parameters that change places."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Slot",
+    "alloc_storage",
+    "dense_stride",
+    "find_slots",
+    "free_storage",
+    "swap_parameter",
+]
+
+
+def alloc_storage(tensor: Tensor) -> None:
+    """Give `tensor`, which spans its whole storage, its memory again; no-op if it has it."""
+    storage = tensor.untyped_storage()
+    nbytes = tensor.numel() * tensor.element_size()
+    if storage.size() != nbytes:
+        storage.resize_(nbytes)
+
+
+def free_storage(tensor: Tensor) -> None:
+    """Give back the memory of `tensor`'s storage; the tensor and its views stay, unreadable."""
+    storage = tensor.untyped_storage()
+    if storage.size() != 0:
+        storage.resize_(0)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the stride a tensor gets in a flat parameter.
+
+    That is its own where its elements fill a contiguous range in any order of dims (row-major,
+    channels-last, transposed), and row-major otherwise (expanded, strided slices).
+    """
+    expected = 1
+    for size, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: (dim[1], dim[0])
+    ):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    if any(size == 1 for size in tensor.shape):
+        # Strides of dims of size 1 are arbitrary; canonical ones compare equal on all ranks.
+        return torch.empty_like(
+            torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+        ).stride()
+    return tensor.stride()
+
+
+class _Container(Protocol):
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def __setitem__(self, key: Any, value: Any, /) -> None: ...
+
+
+Slot = tuple[_Container, Any]  # container[key] is where a module shows a parameter
+
+
+class _ModuleItems:
+    """A container that is found through its module on every access.
+
+    Holds the module weakly: the module's hooks lead to the handle that holds the slot, and a
+    strong reference would close a cycle.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def _get(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module that shows this parameter was deleted")
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleItems:
+        # Hooks are copied before child modules, so the module may not have been reached yet.
+        return type(self)(copy.deepcopy(self._get(), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._get(),)
+
+
+class _Attributes(_ModuleItems):
+    """The parameters of a module that overrides `__setattr__`."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self._get()._parameters[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._get(), name, value)
+
+
+class _FlatWeights(_ModuleItems):
+    """The list that an RNN's forward reads; RNNBase makes a new one in `.to()` and `to_empty()`."""
+
+    def __getitem__(self, position: int) -> Any:
+        return self._get()._flat_weights[position]
+
+    def __setitem__(self, position: int, value: Any) -> None:
+        self._get()._flat_weights[position] = value
+
+
+def find_slots(module: nn.Module, name: str) -> list[Slot]:
+    """Return every place where `module` itself keeps its parameter `name`."""
+    if isinstance(module, nn.RNNBase):
+        position = module._flat_weights_names.index(name)
+        return [(module._parameters, name), (_FlatWeights(module), position)]
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        return [(module._parameters, name)]
+    return [(_Attributes(module), name)]
+
+
+def swap_parameter(original: nn.Parameter, replacement: Tensor) -> None:
+    """Make the object `original` be `replacement`: class, attributes, data; and the reverse.
+
+    Like `torch.utils.swap_tensors`, which refuses tensors with weak references (LSTM and GRU keep
+    some to their weights); those go on pointing to the same, changed, object.
+    """
+    slots = [name for name in ("_local_tensor", "_spec") if hasattr(type(original), name)]
+    for name in slots:
+        ours, theirs = getattr(original, name, None), getattr(replacement, name, None)
+        setattr(original, name, theirs)
+        setattr(replacement, name, ours)
+    original.__class__, replacement.__class__ = replacement.__class__, original.__class__
+    original.__dict__, replacement.__dict__ = replacement.__dict__, original.__dict__
+    torch._C._swap_tensor_impl(original, replacement)

@@ -1,0 +1,48 @@
+"""A log of what the engine did, for tests and benchmarks; it costs one list check when unused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+__all__ = ["Event", "is_traced", "record", "trace_events"]
+
+
+class Event(NamedTuple):
+    """One thing the engine did.
+
+    `kind` is `issue_gather`, `wait_gather`, `free`, `compute`, `issue_reduce`, `wait_reduce` (with
+    the name of a unit), or `all_gather`, `reduce_scatter`, `all_reduce`, `broadcast` (with the name
+    of the process group and the bytes of the full-size payload).
+    """
+
+    kind: str
+    name: str
+    nbytes: int = 0
+
+
+_logs: list[list[Event]] = []
+
+
+def is_traced() -> bool:
+    """Return whether any `trace_events` block is open."""
+    return bool(_logs)
+
+
+def record(kind: str, name: str, nbytes: int = 0) -> None:
+    """Append an event to every open log; does nothing when none is open."""
+    for log in _logs:
+        log.append(Event(kind, name, nbytes))
+
+
+@contextmanager
+def trace_events() -> Iterator[list[Event]]:
+    """Collect the events of the enclosed block, of all units of this process, in order."""
+    log: list[Event] = []
+    _logs.append(log)
+    try:
+        yield log
+    finally:
+        # By identity: two open logs may be equal, and list.remove compares by value.
+        _logs[:] = [other for other in _logs if other is not log]
