@@ -26,7 +26,7 @@ class _MetaBuffer(Tensor):
     ) -> Any:
         """Run `func`; fill and mark the result of `torch.empty_like`."""
         if func is not torch.empty_like:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call, unused-ignore]
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if not result.is_meta:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ __all__ = [
     "dense_stride",
     "find_slots",
     "free_storage",
+    "restore_versions",
     "swap_parameter",
 ]
 
@@ -55,6 +57,11 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
             torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
         ).stride()
     return tensor.stride()
+
+
+def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Set version counters back, where the content is again what it was at that version."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 class _Container(Protocol):
@@ -103,10 +110,10 @@ class _FlatWeights(_ModuleItems):
     """The list that an RNN's forward reads; RNNBase makes a new one in `.to()` and `to_empty()`."""
 
     def __getitem__(self, position: int) -> Any:
-        return self._get()._flat_weights[position]
+        return self._get()._flat_weights[position]  # type: ignore[index]
 
     def __setitem__(self, position: int, value: Any) -> None:
-        self._get()._flat_weights[position] = value
+        self._get()._flat_weights[position] = value  # type: ignore[operator]
 
 
 def find_slots(module: nn.Module, name: str) -> list[Slot]:
@@ -130,6 +137,7 @@ def swap_parameter(original: nn.Parameter, replacement: Tensor) -> None:
         ours, theirs = getattr(original, name, None), getattr(replacement, name, None)
         setattr(original, name, theirs)
         setattr(replacement, name, ours)
-    original.__class__, replacement.__class__ = replacement.__class__, original.__class__
+    old_class, new_class = type(original), type(replacement)
+    original.__class__, replacement.__class__ = new_class, old_class  # type: ignore[assignment]
     original.__dict__, replacement.__dict__ = replacement.__dict__, original.__dict__
     torch._C._swap_tensor_impl(original, replacement)

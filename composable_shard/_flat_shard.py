@@ -1,0 +1,309 @@
+"""What `model.parameters()` yields at rest: a tensor that holds one rank's slice of a parameter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from composable_shard._collectives import all_gather_uneven, resolve_group
+from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
+
+__all__ = ["OP_RULES", "FlatShard", "FlatShardOfDTensor", "Rule", "RuleTable", "wrap"]
+
+Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+_OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
+
+
+class RuleTable(dict[OpOverload, Rule]):
+    """How each op runs on FlatShards: rules by op, and families that make rules for whole kinds.
+
+    Filled once by `register_op_rules`; what a family makes is kept.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.families: list[Callable[[OpOverload], Rule | None]] = []
+
+    def __missing__(self, func: OpOverload) -> Rule:
+        """Ask the families in order; the last one makes a rule that raises, for any op."""
+        made = (family(func) for family in self.families)
+        self[func] = rule = next(rule for rule in made if rule is not None)
+        return rule
+
+
+OP_RULES = RuleTable()
+
+
+class FlatShard(Tensor):
+    """One rank's flat range of a tensor, under the tensor's logical shape, stride and dtype.
+
+    Elementwise ops run on the slices alone; reductions to one value are exact, global and
+    collective; what would be wrong on a slice raises on every rank. Attributes set by the user
+    survive `detach`, `to` and deep copies.
+    """
+
+    _local: Tensor  # (end - start,); a parameter's is a view of its handle's local shard
+    _shard_spec: ShardSpec
+    _guard: WriteGuard | None
+
+    @staticmethod
+    def __new__(
+        cls: type[FlatShard],
+        local: Tensor,
+        spec: ShardSpec,
+        *,
+        guard: WriteGuard | None = None,
+        requires_grad: bool = False,
+    ) -> FlatShard:
+        """Make the shard that this rank holds.
+
+        Args:
+            local: Shape `(end - start,)` for `spec.local_range`; used as it is, not copied.
+            spec: What the shard is a shard of.
+            guard: Told of every write; only parameters and their aliases have one.
+            requires_grad: As for any tensor.
+        """
+        self: FlatShard = Tensor._make_wrapper_subclass(
+            cls,
+            spec.shape,
+            spec.stride,
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=requires_grad,
+        )
+        self._local = local
+        self._shard_spec = spec
+        self._guard = guard
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub lacks `func`
+        cls,
+        func: OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the op by its rule."""
+        return OP_RULES[func](func, args, kwargs or {})
+
+    @classmethod
+    def from_full(cls, full: Tensor, spec: ShardSpec) -> FlatShard:
+        """Return a shard with a copy of this rank's slice of `full`.
+
+        Args:
+            full: A tensor of `spec.shape`; for a parameter of a tensor-parallel mesh a DTensor, or
+                its dense local tensor.
+            spec: What the shard shall be a shard of.
+
+        Raises:
+            ValueError: If the shape is another one.
+        """
+        dense = full.detach()
+        if isinstance(dense, DTensor):
+            dense = dense.to_local()
+        if dense.shape != spec.dense_shape:
+            raise ValueError(
+                f"expected a tensor of shape {tuple(spec.dense_shape)} for '{spec.label.fqn}', "
+                f"got {tuple(dense.shape)}"
+            )
+        return cls(spec.slice(dense).clone(), spec)
+
+    def to_local(self) -> Tensor:
+        """Return this rank's slice, shape `(end - start,)`; it shares memory and has no grad.
+
+        Writes to it pass the shard's write guard by: write to the shard itself.
+        """
+        return self._local
+
+    def full_tensor(self) -> Tensor:
+        """Gather and return the whole tensor, without autograd; a collective, for all ranks."""
+        spec, local = self._shard_spec, self._local
+        with torch.no_grad():
+            if local.is_meta:
+                flat = local.new_empty(spec.numel)
+            elif spec.world_size == 1:
+                flat = local.clone()
+            else:
+                flat = all_gather_uneven(local, spec.numels, resolve_group(spec.group_name))
+            logical = spec.unflatten(flat)
+            return logical.full_tensor() if isinstance(logical, DTensor) else logical
+
+    @property
+    def data(self) -> Tensor:
+        """The shard without autograd; it shares memory and write guard."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        spec = self._shard_spec
+        # Torch's setter would replace what the wrapper says, and leave the slice as it was.
+        if not isinstance(value, FlatShard):
+            value = FlatShard.from_full(value, spec)
+        elif value._shard_spec != spec:
+            raise ValueError(
+                f"expected a shard of the same range for '{spec.label.fqn}'.data, "
+                f"got one of '{value._shard_spec.label.fqn}'"
+            )
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local = value._local
+        if self._guard is not None:
+            self._guard.note_write(spec.label.fqn)
+
+    def sum(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the sum of all elements; its gradient is sharded like the parameter."""
+        return Tensor.sum(self._with_sharded_gradient(), *args, **kwargs)
+
+    def mean(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the mean of all elements; its gradient is sharded like the parameter."""
+        return Tensor.mean(self._with_sharded_gradient(), *args, **kwargs)
+
+    def _with_sharded_gradient(self) -> FlatShard:
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return self
+        return _SharedGradient.apply(self)  # type: ignore[no-any-return] # untyped in torch
+
+    def user_attributes(self) -> dict[str, Any]:
+        """Return the attributes that are not ours, `_is_param` of nn.Parameter among them."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OWN_FIELDS}
+
+    @property
+    def _taken_apart(self) -> Tensor:
+        """The slice, under the name by which `torch.compile` reads it.
+
+        A compiled graph may write to it without any dispatch, so reading counts as a write.
+        """
+        if self._guard is not None:
+            self._guard.note_write(self._shard_spec.label.fqn)
+        return self._local
+
+    def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:
+        """Name the tensors inside; marks this as a wrapper for `torch.compile` and `Module.to`."""
+        return ["_taken_apart"], self._shard_spec
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, Tensor],
+        spec: ShardSpec,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+    ) -> FlatShard:
+        """Rebuild what `__tensor_flatten__` took apart."""
+        return cls(inner["_taken_apart"], spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
+        """Copy the slice, the attributes and `.grad`; the copy has no write guard."""
+        if id(self) in memo:
+            known: FlatShard = memo[id(self)]
+            return known
+        if not self.is_leaf:
+            raise RuntimeError(
+                f"expected a leaf tensor to deep-copy, got one computed from "
+                f"'{self._shard_spec.label.fqn}': call detach() first"
+            )
+        local = self._local.clone()
+        twin = type(self)(local, self._shard_spec, requires_grad=self.requires_grad)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.user_attributes(), memo))
+        twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle a copy of the slice, so that the unit's whole storage isn't written."""
+        spec = self._shard_spec
+        fields = (
+            spec.shape,
+            spec.dense_shape,
+            spec.dense_stride,
+            spec.offset,
+            spec.shard_numel,
+            spec.world_size,
+            spec.rank,
+            spec.group_name,
+            spec.tensor_parallel,
+            spec.label.fqn,
+        )
+        is_of_dtensor = isinstance(self, FlatShardOfDTensor)
+        state = (is_of_dtensor, self.requires_grad, self.user_attributes())
+        return _rebuild_flat_shard, (self._local.clone(), fields, state)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # the stub returns Any
+        """Describe this rank's part; no communication."""
+        spec = self._shard_spec
+        start, end = spec.local_range
+        return (
+            f"{type(self).__name__}('{spec.label.fqn}', shape={tuple(spec.shape)}, "
+            f"dtype={self.dtype}, elements [{start}, {end}) of {spec.numel}, local={self._local})"
+        )
+
+
+class _SharedGradient(torch.autograd.Function):
+    """Identity that takes this rank's slice of a full-size gradient.
+
+    Autograd spreads the gradient of a sum over the logical shape without an op that we see.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: FlatShard) -> FlatShard:
+        """Return an alias, as autograd wants an output of its own."""
+        ctx.spec = shard._shard_spec
+        return wrap(shard._local, shard._shard_spec)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator] # untyped in torch
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Slice a plain gradient, which is the same on every rank."""
+        if isinstance(gradient, FlatShard):
+            return gradient
+        return wrap(ctx.spec.slice(gradient.expand(ctx.spec.dense_shape)).clone(), ctx.spec)
+
+
+class _DTensorSlots(Tensor):
+    # A direct subclass of Tensor with DTensor's slots: Python lets an object change its class only
+    # if both classes add the same slots to the same base.
+    __slots__ = ("_local_tensor", "_spec")  # never set
+
+
+class FlatShardOfDTensor(FlatShard, _DTensorSlots):
+    """A FlatShard that can take the place of a DTensor by `torch.utils.swap_tensors`."""
+
+
+def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
+    """Return `FlatShard(local, spec)`; for results of ops, where every microsecond counts."""
+    shard: FlatShard = _make_wrapper(
+        FlatShard, spec.shape, spec.stride, dtype=local.dtype, device=local.device
+    )
+    shard._local = local
+    shard._shard_spec = spec
+    shard._guard = None
+    return shard
+
+
+_make_wrapper = Tensor._make_wrapper_subclass
+
+
+def _rebuild_flat_shard(
+    local: Tensor, fields: tuple[Any, ...], state: tuple[bool, bool, dict[str, Any]]
+) -> FlatShard:
+    *others, fqn = fields
+    spec = ShardSpec(*(*others, ParamLabel(fqn)))
+    is_of_dtensor, requires_grad, attributes = state
+    shard_class = FlatShardOfDTensor if is_of_dtensor else FlatShard
+    shard = shard_class(local, spec, requires_grad=requires_grad)
+    shard.__dict__.update(attributes)
+    return shard
+
+
+def allow_loading() -> None:
+    """Let `torch.load(weights_only=True)` read FlatShards."""
+    torch.serialization.add_safe_globals([_rebuild_flat_shard])

@@ -1,0 +1,152 @@
+"""Ops on lists of tensors: `_foreach_*`, and the fused optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from composable_shard._flat_shard import FlatShard, Rule, wrap
+from composable_shard._operands import (
+    check_same_spec,
+    plain_scalar,
+    schema_arguments,
+    unsupported,
+    write_to_plain,
+)
+from composable_shard._pointwise_rules import copy
+from composable_shard._shard_spec import ShardSpec
+
+__all__ = ["RULES", "list_family"]
+
+aten = torch.ops.aten
+
+# Lists of these names hold one plain value per parameter; tensors are single values for the op.
+_PLAIN_LISTS = frozenset({"state_steps", "scalars"})
+_FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
+_NOT_ELEMENTWISE = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
+
+
+def list_family(func: OpOverload) -> Rule | None:
+    """Return a rule if the op is an elementwise `_foreach_*` op or a fused optimizer step."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in _FUSED or (name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE):
+        return _ListRule(func)
+    return None
+
+
+class _ListRule:
+    """Runs one op on lists of shards; all lists agree, item by item, in the range they hold."""
+
+    __slots__ = ("_lists", "_written")
+
+    def __init__(self, func: OpOverload) -> None:
+        arguments = schema_arguments(func)
+        self._lists = [
+            position
+            for position, argument in enumerate(arguments)
+            if isinstance(argument.type, torch.ListType)
+            and isinstance(argument.type.getElementType(), torch.TensorType)
+            and argument.name not in _PLAIN_LISTS
+        ]
+        self._written = [place for place in self._lists if arguments[place].is_write]
+
+    def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            operands, specs = self._all_shards(func, args)
+        except AttributeError:  # a plain tensor in a list; rare, so found by trying
+            operands, specs = self._some_shards(func, args)
+        self._check_others(func, args)
+        self._note_writes(args)
+        results = func(*operands, **kwargs)
+        if results is None:
+            return None
+        return [
+            item if spec is None else wrap(item, spec)
+            for item, spec in zip(results, specs, strict=True)
+        ]
+
+    def _all_shards(
+        self, func: OpOverload, args: tuple[Any, ...]
+    ) -> tuple[list[Any], Sequence[ShardSpec | None]]:
+        operands = list(args)
+        specs: list[ShardSpec] | None = None
+        for place in self._lists:
+            if place >= len(args) or not args[place]:
+                continue
+            shards = args[place]
+            own_specs = [shard._shard_spec for shard in shards]
+            if specs is None:
+                specs = own_specs
+            elif own_specs != specs:  # lists compare items by identity first
+                self._raise_mismatch(func, specs, own_specs)
+            operands[place] = [shard._local for shard in shards]
+        return operands, specs or []
+
+    def _raise_mismatch(
+        self, func: OpOverload, specs: list[ShardSpec], others: list[ShardSpec]
+    ) -> None:
+        if len(specs) != len(others):
+            raise RuntimeError(
+                f"{func.overloadpacket} got lists of {len(specs)} and {len(others)} tensors"
+            )
+        for spec, other in zip(specs, others, strict=True):
+            check_same_spec(func, spec, other)
+
+    def _some_shards(
+        self, func: OpOverload, args: tuple[Any, ...]
+    ) -> tuple[list[Any], Sequence[ShardSpec | None]]:
+        """Take the lists apart item by item, where some items are plain on all lists."""
+        places = [place for place in self._lists if place < len(args) and args[place]]
+        operands = [list(arg) if place in places else arg for place, arg in enumerate(args)]
+        specs: list[ShardSpec | None] = []
+        for index in range(len(args[places[0]])):
+            items = [args[place][index] for place in places]
+            shards = [item for item in items if isinstance(item, FlatShard)]
+            specs.append(shards[0]._shard_spec if shards else None)
+            if not shards:
+                continue
+            for place, item in zip(places, items, strict=True):
+                operands[place][index] = self._local_item(func, place, item, shards[0])
+        return operands, specs
+
+    def _local_item(self, func: OpOverload, place: int, item: Tensor, shard: FlatShard) -> Tensor:
+        if isinstance(item, FlatShard):
+            check_same_spec(func, shard._shard_spec, item._shard_spec)
+            return item._local
+        if place in self._written:
+            raise write_to_plain(func, item, (shard,))
+        return plain_scalar(func, item, shard._shard_spec, shard._local.numel())
+
+    def _check_others(self, func: OpOverload, args: tuple[Any, ...]) -> None:
+        for place, arg in enumerate(args):
+            if place not in self._lists and isinstance(arg, FlatShard):
+                raise unsupported(func, args)
+
+    def _note_writes(self, args: tuple[Any, ...]) -> None:
+        noted = None
+        for place in self._written:
+            for item in args[place] if place < len(args) else ():
+                guard = item._guard if isinstance(item, FlatShard) else None
+                # Once per run of one handle's parameters: this is most of a fused step's cost.
+                if guard is not None and guard is not noted:
+                    guard.note_write(item._shard_spec.label.fqn)
+                    noted = guard
+
+
+def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Copy item by item where a source is plain and full-size, else in one call."""
+    targets, sources, *others = args
+    if all(isinstance(source, FlatShard) for source in sources):
+        _copy_lists(func, args, kwargs)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        copy(aten.copy_.default, (target, source, *others), kwargs)
+
+
+_copy_lists = _ListRule(aten._foreach_copy_.default)
+
+RULES: dict[OpOverload, Rule] = {aten._foreach_copy_.default: _foreach_copy}

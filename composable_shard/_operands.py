@@ -1,0 +1,138 @@
+"""What the op rules check about the tensors an op is given, and what they say when it is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from composable_shard._flat_shard import FlatShard
+from composable_shard._shard_spec import ShardSpec
+
+__all__ = [
+    "SchemaArgument",
+    "check_same_spec",
+    "describe_operands",
+    "note_write",
+    "plain_scalar",
+    "schema_arguments",
+    "unsupported",
+    "write_to_plain",
+]
+
+
+class SchemaArgument(Protocol):
+    """The part of an op's schema argument that the rules read."""
+
+    name: str
+    type: Any
+    kwarg_only: bool
+    is_write: bool
+
+
+def schema_arguments(func: OpOverload) -> list[SchemaArgument]:
+    """Return the op's arguments in order."""
+    return cast("list[SchemaArgument]", func._schema.arguments)
+
+
+def note_write(shard: FlatShard) -> None:
+    """Tell the shard's guard, if it has one, that the shard is about to be written."""
+    if shard._guard is not None:
+        shard._guard.note_write(shard._shard_spec.label.fqn)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _describe(tensor: Tensor) -> str:
+    if isinstance(tensor, FlatShard):
+        return f"'{tensor._shard_spec.label.fqn}' {tuple(tensor.shape)}"
+    return f"{type(tensor).__name__} {tuple(tensor.shape)}"
+
+
+def describe_operands(args: Iterable[Any], limit: int = 4) -> str:
+    """Return names and shapes of the tensors among an op's arguments, the first few of them.
+
+    Holds nothing that differs between ranks, as every rank must raise the same error.
+    """
+    tensors = [tensor for arg in args for tensor in _tensors(arg)]
+    named = [_describe(tensor) for tensor in tensors[:limit]]
+    return ", ".join(named) + (", ..." if len(tensors) > limit else "")
+
+
+def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
+    """Return the error for an op that has no meaning on one rank's slice."""
+    return RuntimeError(
+        f"{func.overloadpacket} can't run on a sharded parameter, of which each rank holds only a "
+        f"flat range: got {describe_operands(args)}. Call unshard(module) before the module's "
+        "parameters are used, or use p.full_tensor() for one whole tensor."
+    )
+
+
+def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> None:
+    """Raise if two operands are shards of different ranges; compares by identity first."""
+    if other is not first and other != first:
+        raise RuntimeError(
+            f"{func.overloadpacket} needs shards of one and the same range, got "
+            f"{_describe_spec(first)} and {_describe_spec(other)}. Use p.full_tensor() to combine "
+            "different parameters."
+        )
+
+
+def _describe_spec(spec: ShardSpec) -> str:
+    return (
+        f"'{spec.label.fqn}' {tuple(spec.shape)} at offset {spec.offset} "
+        f"({spec.shard_numel} elements per rank, group '{spec.group_name}')"
+    )
+
+
+def plain_scalar(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int) -> Tensor:
+    """Return a plain operand in a form that fits a slice of `numel` elements.
+
+    Only tensors that are the same everywhere fit: 0-dim ones, and expanded ones (all strides
+    zero), as the gradient of a sum is.
+
+    Raises:
+        RuntimeError: For any other tensor, such as a full-size gradient or optimizer state.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        shape = tensor.shape
+        if not shape:
+            # A slice is 1-dim where the parameter is 0-dim: without this, type promotion would
+            # rank the two differently.
+            return tensor if spec.shape else tensor.expand(numel)
+        if not any(tensor.stride()) and _broadcasts(shape, spec.shape):
+            return tensor.as_strided((numel,), (0,))
+    raise RuntimeError(
+        f"{func.overloadpacket} combines the sharded parameter '{spec.label.fqn}' "
+        f"{tuple(spec.shape)} with a {type(tensor).__name__} of shape {tuple(tensor.shape)}, of "
+        "which each rank would need its own part. Optimizer state made before sharding: call "
+        "shard_optimizer_state(optimizer). Otherwise use p.full_tensor()."
+    )
+
+
+def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    if len(shape) > len(target):
+        return False
+    trailing = target[len(target) - len(shape) :]
+    return all(size in (1, wanted) for size, wanted in zip(shape, trailing, strict=True))
+
+
+def write_to_plain(func: OpOverload, tensor: Any, args: Iterable[Any]) -> RuntimeError:
+    """Return the error for an op that would write a slice's result into a plain tensor."""
+    shards = [item for item in _tensors(list(args)) if isinstance(item, FlatShard)]
+    shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
+    return RuntimeError(
+        f"{func.overloadpacket} would write a slice of the sharded parameter "
+        f"{describe_operands(shards[:1])} into a {type(tensor).__name__} of shape {shape}. "
+        "Optimizer state made before sharding: call shard_optimizer_state(optimizer). Otherwise "
+        "use p.full_tensor()."
+    )

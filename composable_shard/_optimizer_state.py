@@ -1,0 +1,90 @@
+"""Shard optimizer state that was made, at full size, before its parameters were sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from composable_shard._flat_shard import FlatShard
+
+__all__ = ["shard_optimizer_state"]
+
+# State of torch's optimizers that is one number per parameter, whatever the parameter's shape.
+_SCALAR_KEYS = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+class _Entry(NamedTuple):
+    """One tensor of an optimizer's state for one sharded parameter."""
+
+    state: dict[str, Any]
+    key: str
+    value: Tensor
+    param: FlatShard
+
+
+def shard_optimizer_state(optimizer: Optimizer) -> None:
+    """Replace full-size state of sharded parameters by this rank's slice of it.
+
+    Needed for state that exists before `fully_shard` is called: Adagrad makes its state in the
+    constructor, other optimizers in their first step. Every rank must hold the same full-size
+    state. State that is one number per parameter (`step`) stays as it is, and so does all state of
+    parameters that are not sharded. No-op the second time; no communication.
+
+    Raises:
+        ValueError: If a state tensor has neither the parameter's shape nor a single element, such
+            as Adafactor's row statistics. Nothing has been changed then.
+    """
+    entries = list(_entries(optimizer))
+    scalar_keys = _scalar_keys(entries)
+    full_size = [entry for entry in entries if _is_full_size(entry, scalar_keys)]
+    for entry in full_size:
+        spec = entry.param._shard_spec
+        entry.state[entry.key] = FlatShard.from_full(entry.value, spec)
+
+
+def _entries(optimizer: Optimizer) -> Iterator[_Entry]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, FlatShard) and param in optimizer.state:
+                state = optimizer.state[param]
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        yield _Entry(state, key, value, param)
+
+
+def _scalar_keys(entries: list[_Entry]) -> frozenset[str]:
+    """Return the keys that hold one number per parameter.
+
+    For a parameter of one element the shape doesn't tell: the same key of other parameters does,
+    and where there are none, the names that torch uses.
+    """
+    told = {
+        entry.key: entry.value.shape != entry.param.shape
+        for entry in entries
+        if entry.param.numel() != 1
+    }
+    found = {key for key, is_scalar in told.items() if is_scalar}
+    return frozenset(found | (_SCALAR_KEYS - told.keys()))
+
+
+def _is_full_size(entry: _Entry, scalar_keys: frozenset[str]) -> bool:
+    value, spec = entry.value, entry.param._shard_spec
+    if isinstance(value, FlatShard):
+        if value._shard_spec == spec:
+            return False
+        raise ValueError(
+            f"expected the state '{entry.key}' of '{spec.label.fqn}' to be a shard of the same "
+            f"range as the parameter, got a shard of '{value._shard_spec.label.fqn}'"
+        )
+    if value.shape == spec.shape:
+        return entry.param.numel() != 1 or entry.key not in scalar_keys
+    if value.numel() == 1:
+        return False
+    raise ValueError(
+        f"expected the state '{entry.key}' of '{spec.label.fqn}' to have the parameter's shape "
+        f"{tuple(spec.shape)} or a single element, got shape {tuple(value.shape)}: it can't be "
+        "cut like the parameter. Use an elementwise optimizer."
+    )

@@ -1,0 +1,276 @@
+"""Elementwise ops on FlatShards: they run on the slices alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+
+from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor, Rule, wrap
+from composable_shard._operands import (
+    check_same_spec,
+    note_write,
+    plain_scalar,
+    schema_arguments,
+    unsupported,
+    write_to_plain,
+)
+from composable_shard._shard_spec import ShardSpec
+
+__all__ = ["RULES", "copy", "fill_mask", "local_operands", "pointwise_family", "slice_of"]
+
+aten = torch.ops.aten
+
+
+def pointwise_family(func: OpOverload) -> Rule | None:
+    """Return a rule if the op is elementwise; which arguments it writes is worked out once."""
+    if not _is_pointwise(func):
+        return None
+    written = [argument for argument in schema_arguments(func) if argument.is_write]
+    if not written:
+        return _run
+    if written[0].kwarg_only:
+        return _run_out
+    return _run_in_place
+
+
+def _is_pointwise(func: OpOverload) -> bool:
+    if torch.Tag.pointwise in func.tags:
+        return True
+    # Some in-place variants lack the tag that their functional form has.
+    name = func._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or name.endswith("__"):
+        return False
+    functional = getattr(getattr(aten, name[:-1], None), func._overloadname, None)
+    return functional is not None and torch.Tag.pointwise in functional.tags
+
+
+def local_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any], ShardSpec]:
+    """Return the arguments with slices in place of shards, and the spec they share."""
+    spec: ShardSpec | None = None
+    operands: list[Any] = []
+    plain: list[int] = []
+    numel = 0
+    for arg in args:
+        kind = type(arg)
+        if kind is FlatShard or kind is FlatShardOfDTensor:
+            other = arg._shard_spec
+            if spec is None:
+                spec = other
+                numel = arg._local.numel()
+            elif other is not spec:
+                check_same_spec(func, spec, other)
+            operands.append(arg._local)
+        else:
+            if kind is not float and kind is not int and isinstance(arg, Tensor):
+                plain.append(len(operands))
+            operands.append(arg)
+    if spec is None:
+        raise unsupported(func, args)
+    for position in plain:
+        operands[position] = plain_scalar(func, operands[position], spec, numel)
+    return operands, spec
+
+
+def _fill_value(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that takes one plain 0-dim tensor as a value, whose dtype counts for nothing."""
+    *shards, value = args
+    if not isinstance(shards[0], FlatShard):
+        raise write_to_plain(func, shards[0], args)
+    if isinstance(value, FlatShard) or value.dim():
+        raise unsupported(func, args)
+    operands, spec = local_operands(func, tuple(shards))
+    if func is aten.masked_fill.Tensor:
+        return wrap(func(*operands, value), spec)
+    note_write(shards[0])
+    func(*operands, value)
+    return shards[0]
+
+
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    operands, spec = local_operands(func, args)
+    result = func(*operands, **kwargs)
+    if isinstance(result, tuple):
+        return tuple(wrap(item, spec) for item in result)
+    return wrap(result, spec)
+
+
+def _run_in_place(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    if not isinstance(target, FlatShard):
+        raise write_to_plain(func, target, args)
+    operands, spec = local_operands(func, args)
+    guard = target._guard
+    if guard is not None:
+        guard.note_write(spec.label.fqn)
+    func(*operands, **kwargs)
+    return target
+
+
+def _run_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = kwargs["out"]
+    if not isinstance(target, FlatShard):
+        raise write_to_plain(func, target, args)
+    # The target takes part in the check of equal specs, and comes last to be taken off again.
+    operands, _ = local_operands(func, (*args, target))
+    note_write(target)
+    func(*operands[:-1], **{**kwargs, "out": operands[-1]})
+    return target
+
+
+def _keep_layout(func: OpOverload, shard: FlatShard, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments for the slice; raise if the memory order would change."""
+    requested = kwargs.get("memory_format", torch.preserve_format)
+    if requested is torch.preserve_format:
+        return kwargs
+    if not torch.empty_strided(shard.shape, shard.stride(), device="meta").is_contiguous(
+        memory_format=requested
+    ):
+        raise RuntimeError(
+            f"{func.overloadpacket} can't change the memory format of the sharded parameter "
+            f"'{shard._shard_spec.label.fqn}' {tuple(shard.shape)} to {requested}: its elements "
+            "lie on the ranks in their present order. Convert the module before sharding it."
+        )
+    return {name: value for name, value in kwargs.items() if name != "memory_format"}
+
+
+def _like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    """Run an op that makes a tensor like its first argument: same spec, own memory."""
+    shard = args[0]
+    if not isinstance(shard, FlatShard):
+        raise unsupported(func, args)
+    local = func(shard._local, *args[1:], **_keep_layout(func, shard, kwargs))
+    # Of the same class, as `Module.to` and `to_empty` swap a parameter with what this returns.
+    return type(shard)(local, shard._shard_spec)
+
+
+def _convert(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    """Run `to` or `empty_like`; the parameter keeps its attributes when it is swapped."""
+    return _carry_attributes(args[0], _like(func, args, kwargs))
+
+
+def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    shard: FlatShard = args[0]
+    # The very same slice: handles tell by its identity whether a parameter is still theirs.
+    result = type(shard)(shard._local, shard._shard_spec, guard=shard._guard)
+    return _carry_attributes(shard, result)
+
+
+def _carry_attributes(source: FlatShard, result: FlatShard) -> FlatShard:
+    attributes = source.user_attributes()
+    attributes.pop("_is_param", None)
+    result.__dict__.update(attributes)
+    return result
+
+
+def copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy from a shard of the same range, or this rank's slice from a plain full-size tensor.
+
+    The latter is the one exception to "no plain operand": every rank passes the same values.
+    """
+    target, source, *others = args
+    if not isinstance(target, FlatShard):
+        raise write_to_plain(func, target, args)
+    spec = target._shard_spec
+    if isinstance(source, FlatShard):
+        check_same_spec(func, spec, source._shard_spec)
+        local = source._local
+    else:
+        local = slice_of(func, source, spec)
+    note_write(target)
+    target._local.copy_(local, *others)
+    return target
+
+
+def slice_of(func: OpOverload, full: Tensor, spec: ShardSpec) -> Tensor:
+    """Return this rank's slice of a plain tensor that broadcasts to the logical shape."""
+    if isinstance(full, DTensor):
+        if spec.tensor_parallel != (full.device_mesh, tuple(full.placements)):
+            raise unsupported(func, (full,))
+        return spec.slice(full.to_local())
+    # A plain tensor for a parameter of a tensor-parallel mesh can only be the dense local part.
+    if spec.tensor_parallel is not None and full.dim() and full.shape != spec.dense_shape:
+        raise unsupported(func, (full,))
+    return spec.slice(full.expand(spec.dense_shape))
+
+
+def _new_filled(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a shard if the size is the shard's own, else a plain tensor."""
+    shard, size, *others = args
+    local, spec = shard._local, shard._shard_spec
+    if tuple(size) != tuple(spec.shape):
+        return func(local, size, *others, **kwargs)
+    return wrap(func(local, [local.numel()], *others, **kwargs), spec)
+
+
+def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Plain even for the own size: nn.init.orthogonal_ factorises such a tensor as a whole.
+    return func(args[0]._local, *args[1:], **kwargs)
+
+
+def _new_empty_strided(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Autograd asks for the memory of a gradient this way."""
+    shard, size, stride = args
+    local, spec = shard._local, shard._shard_spec
+    if tuple(size) != tuple(spec.shape) or tuple(stride) != tuple(spec.stride):
+        return func(local, size, stride, **kwargs)
+    return wrap(func(local, [local.numel()], [1], **kwargs), spec)
+
+
+def _fill_mask(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `tensor[mask] = scalar` for a mask that is a shard of the same range."""
+    target, indices, values, *others = args
+    operands, _ = local_operands(func, (target, indices[0], values))
+    note_write(target)
+    # A scalar for masked elements; expanded to the slice it would have to match their number.
+    scalar = operands[2] if operands[2].dim() == 0 else values.as_strided((), ())
+    func(operands[0], [operands[1]], scalar, *others, **kwargs)
+    return target
+
+
+def fill_mask(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `index_put_` with one boolean mask that is a FlatShard; None if it is not that."""
+    target, indices = args[0], args[1]
+    is_mask = len(indices) == 1 and isinstance(indices[0], FlatShard)
+    if not is_mask or not isinstance(target, FlatShard) or indices[0].dtype is not torch.bool:
+        return None
+    return _fill_mask(func, args, kwargs)
+
+
+def _is_same_size(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+def _on_local(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(args[0]._local, *args[1:], **kwargs)
+
+
+RULES: dict[OpOverload, Rule] = {
+    aten.alias.default: _alias,
+    aten.detach.default: _alias,
+    aten.lift_fresh.default: _alias,
+    aten.clone.default: _like,
+    aten.zeros_like.default: _like,
+    aten.ones_like.default: _like,
+    aten.full_like.default: _like,
+    aten._pin_memory.default: _like,
+    aten.empty_like.default: _convert,
+    aten._to_copy.default: _convert,
+    aten.copy_.default: copy,
+    aten.zero_.default: _run_in_place,
+    aten.fill_.Scalar: _run_in_place,
+    aten.fill_.Tensor: _fill_value,
+    aten.masked_fill.Tensor: _fill_value,
+    aten.masked_fill_.Tensor: _fill_value,
+    aten.new_zeros.default: _new_filled,
+    aten.new_ones.default: _new_filled,
+    aten.new_full.default: _new_filled,
+    aten.new_empty.default: _new_empty,
+    aten.new_empty_strided.default: _new_empty_strided,
+    aten.is_same_size.default: _is_same_size,
+    aten.is_pinned.default: _on_local,
+    aten.record_stream.default: _on_local,
+}
