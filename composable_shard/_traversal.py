@@ -1,0 +1,97 @@
+"""Find states, handles and names in a tree of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from composable_shard._contract import read_state
+from composable_shard._flat_param import FlatParamHandle
+from composable_shard._state import ShardState
+
+__all__ = [
+    "get_handles",
+    "get_root_states",
+    "get_states",
+    "is_sharded",
+    "iter_unmanaged_modules",
+    "rename",
+]
+
+
+def get_states(module: nn.Module) -> list[ShardState]:
+    """Return the states of `module` and everything below it, outermost first, each once."""
+    states = (read_state(child) for child in module.modules())
+    return list(dict.fromkeys(state for state in states if state is not None))
+
+
+def get_handles(module: nn.Module) -> list[FlatParamHandle]:
+    """Return the handles of all units in `module`, in the order of `get_states`."""
+    return [handle for state in get_states(module) for handle in state.handles]
+
+
+def get_root_states(module: nn.Module) -> list[ShardState]:
+    """Return the outermost states in `module`: those with no sharded module between."""
+    roots: dict[ShardState, None] = {}
+    seen: set[int] = set()
+    pending = [module]
+    while pending:
+        child = pending.pop()
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        state = read_state(child)
+        if state is not None:
+            roots[state] = None
+        else:
+            pending.extend(reversed(list(child.children())))
+    nested = {
+        state
+        for child in module.modules()
+        if read_state(child) in roots
+        for below in child.modules()
+        if (state := read_state(below)) is not None and state is not read_state(child)
+    }
+    return [state for state in roots if state not in nested]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was applied to `module` itself."""
+    return read_state(module) is not None
+
+
+def iter_unmanaged_modules(
+    module: nn.Module, prefix: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield `module` and what is below it with names, not descending into sharded modules."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield prefix, module
+    for name, child in module.named_children():
+        if read_state(child) is None:
+            yield from iter_unmanaged_modules(child, f"{prefix}.{name}".lstrip("."), seen)
+
+
+def rename(module: nn.Module) -> None:
+    """Name all units and parameters in `module` as seen from it, for messages."""
+    labels = {
+        id(entry.sharded): entry.label
+        for handle in get_handles(module)
+        for entry in handle.entries
+    }
+    for fqn, param in module.named_parameters():
+        if id(param) in labels:
+            labels[id(param)].fqn = fqn
+    named: set[ShardState] = set()
+    for name, child in module.named_modules():
+        state = read_state(child)
+        if state is None or state in named:
+            continue
+        named.add(state)
+        state.name = name or type(child).__name__
+        for handle in state.handles:
+            handle.name = state.name
+            handle.grad.name = state.name
