@@ -1,0 +1,103 @@
+"""How much memory does a training step hold at its peak, and at rest?
+
+Bytes held from malloc, exact, in all threads: tensors, and whatever else the process allocates
+beyond what it held before the model was built. Two gloo ranks, every peer in processes of its own
+that have trained the plain model and a small one of the peer's before (so that nothing is counted
+that only a first time costs), fused AdamW, rank 0's figures in units of P (all parameters). Needs
+gcc.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks import malloc_counter, peers, report
+from benchmarks.models import make_batch, make_llama, param_nbytes
+from benchmarks.ranks import run_ranks
+
+Levels = dict[str, int]  # bytes, by column
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
+) -> Levels:
+    """Take one step and return the bytes held at its stages, in absolute figures."""
+    malloc_counter.restart_peak()
+    loss = model(*batch)
+    levels = {"peak forward": malloc_counter.peak_nbytes()}
+    malloc_counter.restart_peak()
+    loss.backward()
+    levels["peak backward"] = malloc_counter.peak_nbytes()
+    levels["after backward"] = malloc_counter.held_nbytes()
+    malloc_counter.restart_peak()
+    optimizer.step()
+    levels["peak optimizer"] = malloc_counter.peak_nbytes()
+    optimizer.zero_grad()
+    del loss
+    dist.barrier()  # gloo's threads have let go of their buffers
+    levels["at rest"] = malloc_counter.held_nbytes()
+    return levels
+
+
+def train(model_name: str, peer: str, rank: int, steps: int) -> Levels:
+    """Build, warm up, take some steps and return their highest levels, less the start's."""
+    gc.collect()
+    start = malloc_counter.held_nbytes()
+    model = peers.build(peer, make_llama(model_name))
+    optimizer = peers.make_optimizer(peer, model)
+    batch = make_batch(model_name, rank)
+    for _ in range(2):
+        train_step(model, optimizer, batch)
+    levels = [train_step(model, optimizer, batch) for _ in range(steps)]
+    return {stage: max(level[stage] for level in levels) - start for stage in levels[0]}
+
+
+def measure(rank: int, model_name: str, peer: str, steps: int) -> Levels:
+    """Return the levels of one peer; with asynchronous collectives the peaks vary a little."""
+    train(model_name, "bare", rank, 1)  # the buffers the matrix library keeps for this model
+    train("micro", peer, rank, steps)  # what the peer imports and builds the first time
+    return train(model_name, peer, rank, steps)
+
+
+def main() -> None:
+    """Parse the options, measure, report."""
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--model", default="std", help="out of std, tiny, micro")
+    parser.add_argument(
+        "--peers",
+        default="bare,ddp,ddp_view,zero1,fsdp1,fsdp2,fsdp2_raf,fsdp2_keep,ours,ours_keep",
+        help="comma-separated",
+    )
+    parser.add_argument("--world-size", type=int, default=2, help="gloo ranks")
+    parser.add_argument("--steps", type=int, default=3, help="steps after two warm-up steps")
+    args = parser.parse_args()
+    size = param_nbytes(make_llama(args.model))
+    with malloc_counter.preloaded():
+        results: dict[str, Levels] = {
+            peer: run_ranks(args.world_size, measure, args.model, peer, args.steps)
+            for peer in peers.parse_peers(args.peers)
+        }
+    rows = [
+        [peer, *(f"{nbytes / size:.3f}" for nbytes in levels.values())]
+        for peer, levels in results.items()
+    ]
+    markdown = report.header(
+        f"Memory of a training step: {args.model}",
+        f"fp32, {args.world_size} gloo ranks, fused AdamW; in P = {size / 1e6:.1f} MB",
+        f"malloc bytes beyond those before building; highest of {args.steps} steps, rank 0",
+        "fsdp2 and ours keep the root gathered from forward to backward, fsdp2_raf does not",
+    )
+    columns = ["peer", *next(iter(results.values()))]
+    report.emit(markdown + "\n" + report.table(columns, rows), args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The models under measurement: plain PyTorch, nothing here knows about sharding.
+
+Shapes: B sequences, T positions, D model width, H heads, K = D / H, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a Llama-style model and of the batch each rank feeds it."""
+
+    layers: int
+    dim: int
+    hidden_dim: int
+    vocabulary: int
+    heads: int
+    batch: int
+    length: int
+
+
+CONFIGS = {
+    "std": ModelConfig(12, 512, 1408, 8192, 8, 2, 128),  # 187.8 MB in fp32, 13 units
+    "tiny": ModelConfig(48, 128, 384, 1024, 4, 2, 128),  # 42.0 MB, 49 units, 435 parameters
+    "micro": ModelConfig(48, 32, 96, 256, 2, 2, 16),  # copies negligible: host cost only
+}
+
+
+class Attention(nn.Module):
+    """Causal self-attention with four separate matrices."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = nn.Linear(config.dim, config.dim, bias=False)
+        self.value = nn.Linear(config.dim, config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        q, k, v = (
+            projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, K)
+            for projection in (self.query, self.key, self.value)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block of nine parameters: 4 attention, 3 SwiGLU, 2 norms."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim)
+        self.gate = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.down = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        x = x + self.attention(self.attention_norm(x))
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """Embedding, blocks, norm and an untied head; the output is the mean cross-entropy."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocabulary, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Map tokens and targets, both (B, T), to the loss, a scalar."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class MatrixChain(nn.Module):
+    """`num_layers + 1` equal groups of small matrices; the last group belongs to the root.
+
+    The least model that gives every unit `num_params` parameters: one 16x16 matrix multiply each.
+    """
+
+    def __init__(self, num_layers: int, num_params: int, dim: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_matrices(num_params, dim) for _ in range(num_layers))
+        self.tail = _matrices(num_params, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, D) to a scalar."""
+        for layer in self.layers:
+            x = layer(x)
+        return self.tail(x).sum()
+
+
+def _matrices(num_params: int, dim: int) -> nn.Sequential:
+    matrices = nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(num_params)))
+    for matrix in matrices:
+        nn.init.eye_(matrix.weight)  # a long chain must neither vanish (denormals) nor explode
+    return matrices
+
+
+def make_llama(name: str, seed: int = 0) -> Llama:
+    """Return the named model with the same weights on every rank."""
+    torch.manual_seed(seed)
+    return Llama(CONFIGS[name])
+
+
+def make_batch(name: str, rank: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's tokens and targets, (B, T) each."""
+    config = CONFIGS[name]
+    generator = torch.Generator().manual_seed(1000 + rank)
+    shape = (config.batch, config.length + 1)
+    tokens = torch.randint(config.vocabulary, shape, generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def param_nbytes(model: nn.Module) -> int:
+    """Return P, the bytes of all parameters."""
+    return sum(param.nbytes for param in model.parameters())

@@ -1,0 +1,97 @@
+"""Ways to train one model on several ranks, each built around a model with a `layers` list.
+
+`fsdp2` and `ours` are the defaults of both: every layer is freed after its forward, the root kept.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+Builder = Callable[[nn.Module], nn.Module]
+
+
+def _ddp(model: nn.Module, *, bucket_view: bool) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+
+
+def _fsdp1(model: nn.Module, *, strategy: ShardingStrategy) -> nn.Module:
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in model.layers}),
+        device_id=torch.device("cpu"),
+    )
+
+
+def _fsdp2(model: nn.Module, *, reshard_after_forward: bool | None) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=reshard_after_forward)
+    return fully_shard(model, reshard_after_forward=reshard_after_forward)
+
+
+def _ours(model: nn.Module, *, reshard_after_forward: bool | None) -> nn.Module:
+    shard = importlib.import_module("composable_shard").fully_shard
+    for layer in model.layers:
+        shard(layer, reshard_after_forward=reshard_after_forward)
+    return shard(model, reshard_after_forward=reshard_after_forward)
+
+
+_BUILDERS: dict[str, Builder] = {
+    "bare": lambda model: model,
+    "ddp": partial(_ddp, bucket_view=False),
+    "ddp_view": partial(_ddp, bucket_view=True),
+    "zero1": partial(_ddp, bucket_view=True),
+    "fsdp1": partial(_fsdp1, strategy=ShardingStrategy.FULL_SHARD),
+    "fsdp1_gradop": partial(_fsdp1, strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "fsdp2": partial(_fsdp2, reshard_after_forward=None),
+    "fsdp2_raf": partial(_fsdp2, reshard_after_forward=True),  # the root as well
+    "fsdp2_keep": partial(_fsdp2, reshard_after_forward=False),
+    "ours": partial(_ours, reshard_after_forward=None),
+    "ours_keep": partial(_ours, reshard_after_forward=False),
+}
+PEERS = tuple(_BUILDERS)
+
+
+def is_available(peer: str) -> bool:
+    """Return whether the peer can be built here; only ours may be missing."""
+    if peer not in _BUILDERS:
+        raise ValueError(f"expected a peer out of {', '.join(PEERS)}, got {peer!r}")
+    if not peer.startswith("ours"):
+        return True
+    if importlib.util.find_spec("composable_shard") is None:
+        return False
+    return hasattr(importlib.import_module("composable_shard"), "fully_shard")
+
+
+def parse_peers(text: str) -> list[str]:
+    """Return the available peers of a comma-separated list, in order."""
+    names = text.split(",")
+    missing = [name for name in names if not is_available(name)]
+    if missing:
+        print(
+            f"left out: {', '.join(missing)} (composable_shard has no fully_shard)", file=sys.stderr
+        )
+    return [name for name in names if name not in missing]
+
+
+def build(peer: str, model: nn.Module) -> nn.Module:
+    """Return the model made ready for training by this peer; most change it in place."""
+    return _BUILDERS[peer](model)
+
+
+def make_optimizer(peer: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Return fused AdamW over the built model's parameters."""
+    if peer == "zero1":
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -1,0 +1,124 @@
+"""How long does a training step take, next to FSDP2?
+
+Wall time of forward, backward and fused AdamW on two gloo ranks of one thread each. All peers live
+in the same two processes and take turns in rotating order; a step's time is the slower rank's; the
+ratio to FSDP2 is taken inside each round, so that the machine's load cancels out. The CPU time of
+all threads, likewise of the slower rank, hardly depends on that load. The last loss is shown
+because a fast step that computes something else is worth nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks import peers, report
+from benchmarks.models import make_batch, make_llama
+from benchmarks.ranks import run_ranks
+
+Trainer = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def train_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> tuple[float, float, float]:
+    """Take one step and return its wall and CPU seconds on this rank, and its loss."""
+    model, optimizer = trainer
+    dist.barrier()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    loss = model(*batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - start, time.process_time() - cpu_start, loss.item()
+
+
+def measure(rank: int, model_name: str, names: list[str], rounds: int, steps: int) -> Any:
+    """Return each peer's wall and CPU seconds, medians of every round, and its last loss."""
+    trainers: dict[str, Trainer] = {}
+    for name in names:
+        model = peers.build(name, make_llama(model_name))
+        trainers[name] = model, peers.make_optimizer(name, model)
+    batch = make_batch(model_name, rank)
+    for trainer in trainers.values():
+        for _ in range(2):
+            train_step(trainer, batch)
+    times: dict[str, list[list[float]]] = {name: [] for name in names}
+    losses: dict[str, float] = {}
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            results = [train_step(trainers[name], batch) for _ in range(steps)]
+            seconds = torch.tensor(results)[:, :2]
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            times[name].append([statistics.median(column) for column in seconds.T.tolist()])
+            losses[name] = results[-1][2]
+    return {"seconds": times, "losses": losses}
+
+
+def rows(result: Any) -> list[list[str]]:
+    """Return one table row per peer, fastest first."""
+    wall, cpu = (
+        {name: [pair[column] for pair in pairs] for name, pairs in result["seconds"].items()}
+        for column in (0, 1)
+    )
+    lines = []
+    for name in sorted(wall, key=lambda name: statistics.median(wall[name])):
+        milliseconds = [seconds * 1e3 for seconds in wall[name]]
+        ratios, cpu_ratios = (_ratios(times, name) for times in (wall, cpu))
+        extremes = f"{min(ratios):.2f}-{max(ratios):.2f}"
+        times_cells = [report.spread(milliseconds, 0), report.spread(ratios), extremes]
+        loss = f"{result['losses'][name]:.7g}"
+        lines.append([name, *times_cells, report.spread(cpu_ratios), loss])
+    return lines
+
+
+def _ratios(times: dict[str, list[float]], name: str) -> list[float]:
+    return [a / b for a, b in zip(times[name], times["fsdp2"], strict=True)]
+
+
+def main() -> None:
+    """Parse the options, measure, report."""
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--model", default="tiny", help="out of std, tiny, micro")
+    parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds")
+    parser.add_argument("--steps", type=int, default=2, help="steps per peer and round")
+    parser.add_argument(
+        "--peers",
+        default="bare,ddp_view,zero1,fsdp1,fsdp2,fsdp2_keep,ours,ours_keep",
+        help="comma-separated; must hold fsdp2",
+    )
+    parser.add_argument("--world-size", type=int, default=2, help="gloo ranks")
+    parser.add_argument("--deadline", type=float, default=1800.0, help="give up after seconds")
+    args = parser.parse_args()
+    names = peers.parse_peers(args.peers)
+    if "fsdp2" not in names:
+        parser.error("--peers must hold fsdp2: the ratios are to it")
+    result = run_ranks(
+        args.world_size,
+        measure,
+        args.model,
+        names,
+        args.rounds,
+        args.steps,
+        deadline=args.deadline,
+    )
+    markdown = report.header(
+        f"Step time: {args.model}",
+        f"fp32, forward + backward + fused AdamW, {args.world_size} gloo ranks of one thread",
+        f"{args.rounds} rounds, each the median of {args.steps} steps; median (quartiles)",
+        "bare trains without communication, so its loss is that of rank 0's data alone",
+    )
+    columns = ["peer", "step ms", "ratio to fsdp2", "min-max", "CPU time ratio", "last loss"]
+    report.emit(markdown + "\n" + report.table(columns, rows(result)), args.output)
+
+
+if __name__ == "__main__":
+    main()
