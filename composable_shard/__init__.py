@@ -12,6 +12,7 @@ from composable_shard._flat_shard import FlatShard
 from composable_shard._grad_norm import clip_grad_norm_
 from composable_shard._layout import FlatLayout
 from composable_shard._op_rules import register_op_rules
+from composable_shard._optimizer_state import shard_optimizer_state
 from composable_shard._runtime import lazy_init
 from composable_shard._traversal import get_handles, get_root_states, get_states, is_sharded
 from composable_shard.api import ShardingStrategy
@@ -33,6 +34,7 @@ __all__ = [
     "no_sync",
     "reshard",
     "set_requires_gradient_sync",
+    "shard_optimizer_state",
     "unshard",
 ]
 

@@ -61,6 +61,8 @@ def is_never_written(buffer: Tensor) -> bool:
         return False
     expected = torch.empty_like(buffer)
     _fill(expected)
-    return torch.equal(buffer.isnan(), expected.isnan()) if (
-        buffer.is_floating_point() or buffer.is_complex()
-    ) else torch.equal(buffer, expected)
+    return (
+        torch.equal(buffer.isnan(), expected.isnan())
+        if (buffer.is_floating_point() or buffer.is_complex())
+        else torch.equal(buffer, expected)
+    )

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
 _KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
 _MAX_EXCHANGE_SIZE = 8
 _TAGS = range(1 << 20, 1 << 24)  # out of the way of tags that users choose
+_ABANDONED_TIMEOUT = timedelta(seconds=10)
 _depth = 0
 
 
@@ -134,6 +136,13 @@ class _Works:
         works, self._works = self._works, []
         for work in works:
             work.wait()
+
+    def __del__(self) -> None:
+        # Nobody waits any more, after an error perhaps. Gloo closes the connection to a rank for
+        # good when a message in flight loses its buffer.
+        for work in self._works:
+            with suppress(RuntimeError):
+                work.wait(_ABANDONED_TIMEOUT)
 
 
 class Waitable(Protocol):

@@ -117,7 +117,8 @@ def _check_modules(modules: list[nn.Module]) -> None:
                 f"torch's composable '{applied}' was already applied to this {kind}; "
                 "a module can have only one data-parallel API"
             )
-        if type(module).forward is nn.Module.forward:
+        # torch.compile(module) has one as an attribute.
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):
             raise ValueError(
                 f"{kind} has no forward, so its unit would never be gathered. Pass the modules in "
                 "it: `for child in container: fully_shard(child)`, or "
@@ -128,6 +129,11 @@ def _check_modules(modules: list[nn.Module]) -> None:
                 raise ValueError(
                     f"'{name or kind}' is sharded by torch's FSDP already; "
                     "shard a tree with one library only"
+                )
+            if name and find_applied(child) == "replicate":
+                raise ValueError(
+                    f"'{name}' is managed by torch's composable 'replicate' already, which would "
+                    "reduce its gradients a second time. Apply only one of the two to it."
                 )
 
 

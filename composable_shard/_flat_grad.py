@@ -39,16 +39,15 @@ class FlatGradient:
     [Note: Packing in place]
     When autograd has accumulated the whole gradient of a parameter, every node that used the
     parameter has run, so the gradient may take the place of the value: the unsharded buffer has
-    just the right layout, and the backward of a unit then needs no second buffer. A node that used
-    a detached alias may still want the value. It finds the alias's version counter changed and
-    raises, as after any in-place write; the next gather restores the counters. Where a later use
-    is in order (create_graph, a backward nested in a backward, a forward that still runs), the
-    gradients are packed into a buffer of their own.
+    just the right layout, and the backward of a unit then needs no second buffer. Where a later use
+    is possible (create_graph, a backward nested in a backward, a forward that still runs, a
+    detached alias), the gradients are packed into a buffer of their own. The write changes the
+    parameter's version counter, so what the last resort misses raises in autograd; the next
+    gather restores the counters.
 
     Attributes:
         arrived: Which parameters' gradients are in the buffer.
         num_arrived: How many are.
-        was_used: Which parameters got a gradient on this rank since the last `publish`.
         reduced: Shape `(layout.shard_numel,)`, or None before the first `finish`.
         uses_shared: Gradients, or other ranks' terms of them, are in the unsharded buffer.
     """
@@ -61,12 +60,11 @@ class FlatGradient:
         num_params = len(layout.numels)
         self.arrived = [False] * num_params
         self.num_arrived = 0
-        self.was_used = [False] * num_params
+        self._was_used = [False] * num_params
         self.reduced: Tensor | None = None
         self.uses_shared = False
-        self._is_expected = [True] * num_params  # False: no rank used it in the last backward
-        self._num_expected = num_params
-        self._num_counted = 0
+        self._is_awaited = [True] * num_params  # not counted yet in this backward
+        self._num_awaited = num_params
         self._own = torch.empty(0)  # (padded_numel,), storage size 0 unless a round needs it
         self._shared = self._own  # the unsharded buffer, of the same shape
         self._own_views: list[Tensor] = []  # by parameter, in its dense shape
@@ -96,50 +94,36 @@ class FlatGradient:
         is_half = shared.dtype is torch.float16
         self._prescale = 1.0 / self._shard_group.size if is_half else 1.0
 
-    # Which gradients are awaited
-
     def count(self, index: int) -> bool:
-        """Count an accumulated gradient; return whether all expected ones have been counted."""
-        if not self._is_expected[index]:
+        """Count an accumulated gradient; return whether it was the last that was awaited."""
+        if not self._is_awaited[index]:
             return False
-        self._num_counted += 1
-        if self._num_counted < self._num_expected:
+        # Once each: a backward nested in another, as reentrant checkpointing runs it, may
+        # accumulate the gradient of one parameter again before that of another has come.
+        self._is_awaited[index] = False
+        self._num_awaited -= 1
+        if self._num_awaited:
             return False
-        self._num_counted = 0
+        self.reset_count()
         return True
 
     def reset_count(self) -> None:
         """Start counting anew, for the next backward."""
-        self._num_counted = 0
+        self._is_awaited = [True] * len(self.arrived)
+        self._num_awaited = len(self.arrived)
 
     @property
-    def expects_all(self) -> bool:
-        """Whether every parameter is expected to get a gradient."""
-        return self._num_expected == len(self._is_expected)
-
-    def expect(self, used: list[bool]) -> bool:
-        """Expect next time what some rank used this time.
-
-        Returns:
-            Whether a parameter was used that was not expected to be.
-        """
-        is_surprised = any(
-            flag and not expected for flag, expected in zip(used, self._is_expected, strict=True)
-        )
-        if any(used):
-            self._is_expected = list(used)
-            self._num_expected = sum(used)
-        return is_surprised
-
-    @property
-    def has_late(self) -> bool:
-        """Whether an expected gradient is packed and not reduced."""
-        return self.num_arrived > 0 and any(
-            arrived and expected
-            for arrived, expected in zip(self.arrived, self._is_expected, strict=True)
-        )
+    def used(self) -> list[bool]:
+        """Which parameters got a gradient on this rank since the last `publish`."""
+        pairs = zip(self._was_used, self.arrived, strict=True)
+        return [used or arrived for used, arrived in pairs]
 
     # From unsharded gradients to the reduced shard
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether there are buffers for gradients."""
+        return bool(self._own_views)
 
     @property
     def is_in_flight(self) -> bool:
@@ -262,7 +246,7 @@ class FlatGradient:
             RuntimeError: If a parameter's existing `.grad` is not a shard like the parameter.
         """
         shard, self.reduced = self.reduced, None
-        self.was_used = [False] * len(self.was_used)
+        self._was_used = [False] * len(self._was_used)
         if shard is None:
             return
         pieces = shard.split_with_sizes(self._piece_numels)[1::2]
@@ -282,18 +266,14 @@ class FlatGradient:
         self._event = None
         self.reduced = None
         self._close()
-        self.was_used = [False] * len(self.was_used)
-        self._num_counted = 0
+        self._was_used = [False] * len(self._was_used)
+        self.reset_count()
         free_storage(self._own)
         self.uses_shared = False
 
     def _close(self) -> None:
         """End the round: what comes next begins a new one."""
-        if self.num_arrived == len(self.arrived):
-            self.was_used = self.arrived
-        else:
-            pairs = zip(self.was_used, self.arrived, strict=True)
-            self.was_used = [used or arrived for used, arrived in pairs]
+        self._was_used = self.used
         self.arrived = [False] * len(self.arrived)
         self.num_arrived = 0
         self._views = None

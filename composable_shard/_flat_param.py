@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.autograd.graph import get_gradient_edge
 
 from composable_shard import _collectives, _trace
 from composable_shard._collectives import Waitable
@@ -28,6 +29,7 @@ from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
 from composable_shard._storage import Slot, alloc_storage, free_storage, restore_versions
+from composable_shard._unsharded_param import alias_of, make_unsharded
 
 __all__ = ["FlatParamHandle", "GradientHook", "ParamEntry"]
 
@@ -47,6 +49,7 @@ class ParamEntry:
     # spec.shape, a view of the unsharded buffer; printing it without storage would crash
     unsharded: nn.Parameter | None = field(default=None, repr=False)
     shard_view: Tensor | None = None  # (spec's local numel,) view of the local shard
+    runs_hooks: bool = False  # `unsharded` runs the hooks that users registered on `sharded`
 
 
 @dataclass
@@ -69,7 +72,7 @@ class FlatParamHandle:
         layout: Where each parameter lies, and who owns what.
         shard_group: The ranks that share the flat parameter.
         entries: The managed parameters, in order.
-        requires_grad: Whether the parameters were trainable when sharded.
+        requires_grad: Whether any of the parameters is trainable.
     """
 
     def __init__(
@@ -100,17 +103,7 @@ class FlatParamHandle:
             max(1, _ALIGNMENT_NBYTES // itemsize),
         )
         self.entries: list[ParamEntry] = []
-        self.guard = WriteGuard(weakref.ref(self))
-        self.num_holders = 0  # units in forward, and unshard() calls, that need the full values
-        self.is_complete = False  # all expected gradients of this backward are packed
-        self._has_new_versions = False  # gradients were packed in place since the last gather
-        self.gathered_writes = -1  # guard.num_writes when the unsharded buffer was filled
-        self.is_registered_unsharded = False
-        self.grad = FlatGradient(self.layout, shard_group, self.name)
-        self._on_gradient: GradientHook | None = None
-        self._versions: list[int] = []  # of the unsharded parameters, while they hold values
-        self._slots: list[tuple[Any, Any, Tensor, Tensor]] = []
-        self._gather: Waitable | torch.Event | None = None
+        self._reset()
         device = params[0].device
         if device.type != "meta":
             device = shard_group.device
@@ -128,15 +121,31 @@ class FlatParamHandle:
             )
             self.entries.append(ParamEntry(sharded, label, [], spec, None, view))
 
+    def _reset(self) -> None:
+        """Set what a new handle, or a copy of one, begins with."""
+        self.guard = WriteGuard(weakref.ref(self))
+        self.num_holders = 0  # units in forward, and unshard() calls, that need the full values
+        self.end_position: int | None = None  # in the running backward, which needs it until then
+        self.is_unsynced = False  # gradients of earlier microbatches wait for a reduction
+        self._has_new_versions = False  # gradients were packed in place since the last gather
+        self.gathered_writes = -1  # guard.num_writes when the unsharded buffer was filled
+        self.is_registered_unsharded = False
+        self.grad = FlatGradient(self.layout, self.shard_group, self.name)
+        self._on_gradient: GradientHook | None = None
+        self._versions: list[int] = []  # of the unsharded parameters, while they hold values
+        self._slots: list[tuple[Any, Any, Tensor, Tensor]] = []
+        self._gather: Waitable | torch.Event | None = None
+
     # Storage
 
     def _make_buffers(self, dtype: torch.dtype, device: torch.device) -> _Buffers:
+        unsharded = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
+        # At once: what is needed only later must not add to a peak.
+        free_storage(unsharded)
         shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
         if not self.is_sharded:
             # Nothing is gathered, so nothing is stored twice.
             unsharded = shard
-        else:
-            unsharded = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
         return _Buffers(shard, unsharded, unsharded.data)
 
     @property
@@ -215,24 +224,27 @@ class FlatParamHandle:
         if buffers.local_shard.is_meta:
             return
         rank = self.shard_group.rank
+        alloc_storage(buffers.unsharded)  # views of a storage without memory can't be made
         for index, entry in enumerate(self.entries):
             start, end = self.layout.offsets[index], sum(self._extent(index))
             # [Note: Storage and autograd]: .data gives each parameter its own version counter.
             dense = entry.spec.unflatten(buffers.unsharded.data[start:end])
-            entry.unsharded = nn.Parameter(dense, requires_grad=self.requires_grad)
+            entry.unsharded = make_unsharded(dense, self.requires_grad)
+            entry.runs_hooks = False
             low, high = self.layout.local_range(index, rank)
             entry.shard_view = buffers.local_shard[low:high]
             entry.sharded._local = entry.shard_view
             if self.requires_grad:
                 self._hook_gradient(index, entry.unsharded)
         self.index_slots()
-        if self.requires_grad:
-            views = [_dense_alias(param) for param in self.unsharded_params]
-            self.grad.bind([e.spec for e in self.entries], buffers.gather_output, views)
+        views = [alias_of(param) for param in self.unsharded_params]
         self._versions = [param._version for param in self.unsharded_params]
         if self.is_sharded:
+            # Before the gradients' own buffer is made: no more than one is there at a time.
             free_storage(buffers.unsharded)
             self.gathered_writes = -1
+        if self.requires_grad:
+            self.grad.bind([e.spec for e in self.entries], buffers.gather_output, views)
 
     def _extent(self, index: int) -> tuple[int, int]:
         return self.layout.offsets[index], self.layout.numels[index]
@@ -259,10 +271,10 @@ class FlatParamHandle:
         ]
 
     def adopt_changes(self) -> None:
-        """Take over parameters whose data was replaced, as by `.to()` or `to_empty()`.
+        """Take over what was done to the sharded parameters: `.to()`, `requires_grad_()`.
 
-        Identity alone says nothing: those keep the Parameter object and give it other data. The
-        new slices are copied into a new flat shard, which the parameters become views of again.
+        Identity says nothing of the former: it gives the Parameter object other data. The new
+        slices are copied into a new flat shard, which the parameters become views of again.
 
         Raises:
             RuntimeError: If the parameters now differ in dtype or device.
@@ -271,6 +283,23 @@ class FlatParamHandle:
             if entry.sharded._local is not entry.shard_view:
                 self._rebuild()
                 return
+        for entry in self.entries:
+            unsharded = entry.unsharded
+            if unsharded is not None and unsharded.requires_grad is not entry.sharded.requires_grad:
+                self._adopt_requires_grad()
+                return
+
+    def _adopt_requires_grad(self) -> None:
+        self.requires_grad = any(entry.sharded.requires_grad for entry in self.entries)
+        if self.requires_grad and not self.grad.is_bound:
+            # They were frozen when the full parameters were built.
+            self.register_sharded()
+            with torch.inference_mode(False), torch.no_grad():
+                alloc_storage(self._buffers.unsharded)
+                self._build_unsharded_params()
+        for entry in self.entries:
+            if entry.unsharded is not None:
+                entry.unsharded.requires_grad_(entry.sharded.requires_grad)
 
     def _rebuild(self) -> None:
         locals_ = [entry.sharded._local for entry in self.entries]
@@ -284,15 +313,52 @@ class FlatParamHandle:
                 "expected the parameters of one unit that were sharded together to change dtype "
                 f"and device together, got {detail}. Convert the whole unit."
             )
-        dtype, device = kinds.pop()
+        del locals_
         with torch.inference_mode(False), torch.no_grad():
-            self._buffers = self._make_buffers(dtype, device)
-            for index, (entry, local) in enumerate(zip(self.entries, locals_, strict=True)):
-                low, high = self.layout.local_range(index, self.shard_group.rank)
-                self._buffers.local_shard[low:high] = local
-                entry.sharded._guard = self.guard
-            del locals_
+            self._take_slices()
             self._build_unsharded_params()
+
+    def _take_slices(self) -> None:
+        """Copy the sharded parameters into a new flat shard, and make them views of it."""
+        local = self.entries[0].sharded._local
+        self._buffers = self._make_buffers(local.dtype, local.device)
+        for index, entry in enumerate(self.entries):
+            low, high = self.layout.local_range(index, self.shard_group.rank)
+            entry.shard_view = self._buffers.local_shard[low:high].copy_(entry.sharded._local)
+            entry.sharded._local = entry.shard_view
+            entry.sharded._guard = self.guard
+
+    # Copies and pickles
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep what defines the flat parameter; the copy makes buffers and hooks of its own.
+
+        Raises:
+            RuntimeError: While modules show the full parameters, which the copy does not manage.
+        """
+        if self.is_registered_unsharded:
+            raise RuntimeError(
+                f"unit '{self.name}' can't be copied or pickled while it shows its full "
+                "parameters. Call reshard(module) first, and not during its forward or backward."
+            )
+        return {
+            "name": self.name,
+            "layout": self.layout,
+            "shard_group": self.shard_group,
+            "requires_grad": self.requires_grad,
+            "entries": [(entry.sharded, entry.slots) for entry in self.entries],
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.entries = [
+            # The parameter's own spec: optimizers compare specs by identity first.
+            ParamEntry(sharded, sharded._shard_spec.label, slots, sharded._shard_spec)
+            for sharded, slots in state["entries"]
+        ]
+        self._reset()
+        with torch.inference_mode(False), torch.no_grad():
+            self._take_slices()
 
     # Gather and free
 
@@ -362,7 +428,10 @@ class FlatParamHandle:
         if not self.is_sharded or self.gathered_writes < 0:
             return
         if self._gather is not None:
-            self.wait_unshard()  # the backend still writes into the storage
+            # The backend still writes into the storage. An error is not ours to raise here: nobody
+            # wants the values, and an earlier error may be why.
+            with suppress(RuntimeError):
+                self.wait_unshard()
         self.gathered_writes = -1
         free_storage(self._buffers.unsharded)
         if _trace.is_traced():
@@ -383,9 +452,11 @@ class FlatParamHandle:
 
     def _raise_replaced(self, sharded: Tensor, found: object) -> None:
         label = next(entry.label for entry in self.entries if entry.sharded is sharded)
-        what = f"{type(found).__name__}{tuple(found.shape)}" if isinstance(
-            found, Tensor
-        ) else repr(found)
+        what = (
+            f"{type(found).__name__}{tuple(found.shape)}"
+            if isinstance(found, Tensor)
+            else repr(found)
+        )
         raise RuntimeError(
             f"parameter '{label}' was replaced by another object ({what}) after fully_shard, as by "
             "assignment, functional_call or load_state_dict(assign=True). Its new value would be "
@@ -395,6 +466,9 @@ class FlatParamHandle:
 
     def register_unsharded(self) -> None:
         """Make the modules show the unsharded parameters."""
+        for entry in self.entries:
+            if entry.sharded._backward_hooks and not entry.runs_hooks:
+                _connect_hooks(entry)
         if self.is_registered_unsharded:
             return
         for container, key, _, unsharded in self._slots:
@@ -411,6 +485,18 @@ class FlatParamHandle:
 
     # Gradients
 
+    def will_get_gradient(self) -> bool:
+        """Return whether the running backward pass accumulates a gradient of any parameter."""
+        if not self.requires_grad:
+            return False
+        for param in self.unsharded_params:
+            # It raises where autograd.grad() differentiates with respect to the parameter.
+            with suppress(RuntimeError):
+                node = get_gradient_edge(param).node if param.requires_grad else None
+                if node is not None and torch._C._will_engine_execute_node(node):
+                    return True
+        return False
+
     def pack_gradient(self, index: int, *, may_overwrite: bool) -> None:
         """Move the accumulated gradient of parameter `index` into the reduce buffer.
 
@@ -418,12 +504,17 @@ class FlatParamHandle:
             index: Position of the parameter.
             may_overwrite: Whether the backward does not need the parameter's value any more,
                 see [Note: Packing in place].
+
+        Raises:
+            RuntimeError: If a nested backward has used a value that was overwritten.
         """
         entry = self.entries[index]
         unsharded = entry.unsharded
         gradient = unsharded.grad  # type: ignore[union-attr]
         if gradient is None:
             return
+        if self.grad.is_in_flight:
+            self.finish_reduction()  # it frees the buffers that this round is going to use
         # Dropped at once: a unit never holds its gradients twice.
         unsharded.grad = None  # type: ignore[union-attr]
         if entry.spec.tensor_parallel is not None:
@@ -434,11 +525,25 @@ class FlatParamHandle:
             and self.gathered_writes >= 0
             and self.num_holders == 0
             and self._gather is None
+            and not any(getattr(p, "has_hidden_alias", False) for p in self.unsharded_params)
         )
+        if self.grad.uses_shared and self.grad.arrived[index]:
+            raise RuntimeError(
+                f"parameter '{entry.label}' was used inside and outside of a reentrant checkpoint: "
+                "its recomputation ran after the value had given way to the gradient. Pass "
+                "use_reentrant=False to torch.utils.checkpoint, or call fully_shard on the module "
+                "that holds the parameter, so that it is gathered again."
+            )
         self.grad.pack(index, gradient, in_place=in_place)
         if in_place and self.grad.uses_shared:
             self.gathered_writes = -1
             self._has_new_versions = True
+
+    def pack_rest(self, *, may_overwrite: bool) -> None:
+        """Pack the gradients that are not packed yet: those of earlier microbatches."""
+        if self.grad.num_arrived < len(self.entries):
+            for index in range(len(self.entries)):
+                self.pack_gradient(index, may_overwrite=may_overwrite)
 
     def issue_reduction(self, streams: Streams | None, *, keep_unsharded: bool) -> None:
         """Start reducing the packed gradients, and those kept unsharded by earlier microbatches.
@@ -447,9 +552,8 @@ class FlatParamHandle:
             streams: The side streams of an accelerator.
             keep_unsharded: Whether the full values are still needed.
         """
-        if self.grad.num_arrived < len(self.entries):
-            for index in range(len(self.entries)):
-                self.pack_gradient(index, may_overwrite=not keep_unsharded)
+        self.pack_rest(may_overwrite=not keep_unsharded)
+        self.is_unsynced = False
         if not keep_unsharded and self._gather is not None:
             self.wait_unshard()  # the backend still writes into what may become scratch
         self.grad.issue(streams, may_share=self.is_sharded and not keep_unsharded)
@@ -471,6 +575,7 @@ class FlatParamHandle:
     def drop_gradients(self) -> None:
         """Forget all gradients that are not published, after an aborted backward."""
         self.grad.drop()
+        self.is_unsynced = False
         for entry in self.entries:
             if entry.unsharded is not None:
                 entry.unsharded.grad = None
@@ -492,7 +597,20 @@ class FlatParamHandle:
                     hook(entry.sharded)
 
 
-def _dense_alias(param: nn.Parameter) -> Tensor:
-    """Return the parameter's data (of a DTensor: the local part) under its version counter."""
-    alias = param.detach()
-    return alias.to_local() if isinstance(alias, DTensor) else alias
+def _connect_hooks(entry: ParamEntry) -> None:
+    """Make backward run the hooks that users put on a parameter with `register_hook`."""
+    if entry.unsharded is None or not entry.unsharded.requires_grad:
+        return
+    # Weak, as in FlatParamHandle._hook_gradient: a user's hook may lead anywhere.
+    sharded_ref = weakref.ref(entry.sharded)
+
+    def run_hooks(gradient: Tensor) -> Tensor:
+        sharded = sharded_ref()
+        hooks = None if sharded is None else sharded._backward_hooks
+        for hook in list((hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    entry.unsharded.register_hook(run_hooks)
+    entry.runs_hooks = True

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard._collectives import all_gather_uneven, resolve_group
 from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
@@ -121,7 +121,7 @@ class FlatShard(Tensor):
     def to_local(self) -> Tensor:
         """Return this rank's slice, shape `(end - start,)`; it shares memory and has no grad.
 
-        Writes to it pass the shard's write guard by: write to the shard itself.
+        Writes to it bypass the shard's write guard: write to the shard itself.
         """
         return self._local
 
@@ -154,10 +154,10 @@ class FlatShard(Tensor):
                 f"expected a shard of the same range for '{spec.label.fqn}'.data, "
                 f"got one of '{value._shard_spec.label.fqn}'"
             )
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._local = value._local
         if self._guard is not None:
             self._guard.note_write(spec.label.fqn)
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local = value._local
 
     def sum(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the sum of all elements; its gradient is sharded like the parameter."""
@@ -170,7 +170,8 @@ class FlatShard(Tensor):
     def _with_sharded_gradient(self) -> FlatShard:
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self
-        return _SharedGradient.apply(self)  # type: ignore[no-any-return] # untyped in torch
+        connected: FlatShard = _SharedGradient.apply(self)  # type: ignore[no-untyped-call]
+        return connected
 
     def user_attributes(self) -> dict[str, Any]:
         """Return the attributes that are not ours, `_is_param` of nn.Parameter among them."""
@@ -260,12 +261,16 @@ class _SharedGradient(torch.autograd.Function):
         return wrap(shard._local, shard._shard_spec)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator] # untyped in torch
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """Slice a plain gradient, which is the same on every rank."""
         if isinstance(gradient, FlatShard):
             return gradient
-        return wrap(ctx.spec.slice(gradient.expand(ctx.spec.dense_shape)).clone(), ctx.spec)
+        if ctx.spec.tensor_parallel is not None:
+            mesh, placements = ctx.spec.tensor_parallel
+            # src_data_rank=None: cut locally, as every rank has the same values.
+            gradient = distribute_tensor(gradient, mesh, placements, src_data_rank=None).to_local()
+        return wrap(ctx.spec.slice(gradient).clone(), ctx.spec)
 
 
 class _DTensorSlots(Tensor):

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 
 from composable_shard._flat_shard import FlatShard, Rule, wrap
 from composable_shard._operands import (
+    binding,
     check_same_spec,
     plain_scalar,
     schema_arguments,
@@ -41,9 +42,11 @@ def list_family(func: OpOverload) -> Rule | None:
 class _ListRule:
     """Runs one op on lists of shards; all lists agree, item by item, in the range they hold."""
 
-    __slots__ = ("_lists", "_written")
+    __slots__ = ("_call", "_has_results", "_lists", "_written")
 
     def __init__(self, func: OpOverload) -> None:
+        self._call = binding(func)
+        self._has_results = bool(func._schema.returns)  # the binding returns its input otherwise
         arguments = schema_arguments(func)
         self._lists = [
             position
@@ -61,8 +64,8 @@ class _ListRule:
             operands, specs = self._some_shards(func, args)
         self._check_others(func, args)
         self._note_writes(args)
-        results = func(*operands, **kwargs)
-        if results is None:
+        results = self._call(*operands, **kwargs)
+        if not self._has_results:
             return None
         return [
             item if spec is None else wrap(item, spec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor, Rule, wrap
 from composable_shard._operands import (
+    binding,
     check_same_spec,
     note_write,
     plain_scalar,
@@ -31,10 +34,10 @@ def pointwise_family(func: OpOverload) -> Rule | None:
         return None
     written = [argument for argument in schema_arguments(func) if argument.is_write]
     if not written:
-        return _run
+        return partial(_run, binding(func))
     if written[0].kwarg_only:
         return _run_out
-    return _run_in_place
+    return partial(_run_in_place, binding(func))
 
 
 def _is_pointwise(func: OpOverload) -> bool:
@@ -76,29 +79,58 @@ def local_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any], 
 
 
 def _fill_value(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op that takes one plain 0-dim tensor as a value, whose dtype counts for nothing."""
-    *shards, value = args
-    if not isinstance(shards[0], FlatShard):
-        raise write_to_plain(func, shards[0], args)
-    if isinstance(value, FlatShard) or value.dim():
+    """Run `fill_` with a 0-dim tensor, whose dtype counts for nothing."""
+    target, value = args
+    if not isinstance(target, FlatShard):
+        raise write_to_plain(func, target, args)
+    note_write(target)
+    func(target._local, _value_of(func, value, args))
+    return target
+
+
+def _masked_fill(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    """Run `masked_fill` or `masked_fill_`.
+
+    The latter takes a plain full-size mask too, as torch turns `p[mask] = 0` into it: every rank
+    passes the same.
+    """
+    target, mask, value = args
+    if not isinstance(target, FlatShard):
         raise unsupported(func, args)
-    operands, spec = local_operands(func, tuple(shards))
-    if func is aten.masked_fill.Tensor:
-        return wrap(func(*operands, value), spec)
-    note_write(shards[0])
-    func(*operands, value)
-    return shards[0]
+    spec = target._shard_spec
+    is_in_place = func in (aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
+    if isinstance(mask, FlatShard):
+        check_same_spec(func, spec, mask._shard_spec)
+        mask = mask._local
+    elif is_in_place:
+        mask = slice_of(func, mask, spec)
+    else:
+        mask = plain_scalar(func, mask, spec, target._local.numel())
+    if is_in_place:
+        note_write(target)
+    local = func(target._local, mask, _value_of(func, value, args))
+    return target if is_in_place else wrap(local, spec)
 
 
-def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _value_of(func: OpOverload, value: Any, args: tuple[Any, ...]) -> Any:
+    if isinstance(value, FlatShard) or (isinstance(value, Tensor) and value.dim()):
+        raise unsupported(func, args)
+    return value
+
+
+def _run(
+    call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     operands, spec = local_operands(func, args)
-    result = func(*operands, **kwargs)
+    result = call(*operands, **kwargs)
     if isinstance(result, tuple):
         return tuple(wrap(item, spec) for item in result)
     return wrap(result, spec)
 
 
-def _run_in_place(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_in_place(
+    call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     target = args[0]
     if not isinstance(target, FlatShard):
         raise write_to_plain(func, target, args)
@@ -106,7 +138,7 @@ def _run_in_place(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     guard = target._guard
     if guard is not None:
         guard.note_write(spec.label.fqn)
-    func(*operands, **kwargs)
+    call(*operands, **kwargs)
     return target
 
 
@@ -260,11 +292,13 @@ RULES: dict[OpOverload, Rule] = {
     aten.empty_like.default: _convert,
     aten._to_copy.default: _convert,
     aten.copy_.default: copy,
-    aten.zero_.default: _run_in_place,
-    aten.fill_.Scalar: _run_in_place,
+    aten.zero_.default: partial(_run_in_place, Tensor.zero_),
+    aten.fill_.Scalar: partial(_run_in_place, Tensor.fill_),
     aten.fill_.Tensor: _fill_value,
-    aten.masked_fill.Tensor: _fill_value,
-    aten.masked_fill_.Tensor: _fill_value,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.masked_fill_.Scalar: _masked_fill,
+    aten.masked_fill_.Tensor: _masked_fill,
     aten.new_zeros.default: _new_filled,
     aten.new_ones.default: _new_filled,
     aten.new_full.default: _new_filled,

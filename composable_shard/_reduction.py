@@ -1,10 +1,12 @@
 """From one unsharded gradient to sharded gradients: when to reduce, in which order, when to stop.
 
-[Note: Order of reductions]
-All ranks must issue the same reductions in the same order, also when a parameter gets a gradient
-on some ranks only. The order is fixed by the forward: a unit that ran later is reduced earlier. A
-unit that is complete waits until those before it have been issued; what is incomplete at the end
-of the backward is reduced then, with zeros for what is missing.
+[Note: End of a unit]
+A unit's gradients are reduced and its parameters freed when nothing in the backward needs it any
+more. Gradients can't tell when that is: a parameter may get one on some ranks only, and all ranks
+must issue the same collectives in the same order. The forward can: the autograd engine runs first
+what was recorded last. Calls of units are numbered as they begin; when the backward reaches the
+output of a call, every unit whose first call began after that one had ended is over, on all ranks
+alike. What is left ends with the backward. A parameter without gradient counts as zero.
 
 [Note: End of backward]
 The autograd engine calls back at the end of a backward pass, but only if it succeeds. The object
@@ -15,6 +17,7 @@ was aborted, and its unpublished gradients are dropped as a whole.
 from __future__ import annotations
 
 import weakref
+from bisect import insort
 from itertools import pairwise
 
 import torch
@@ -28,8 +31,9 @@ from composable_shard._state import ShardState, TrainingState, TreeContext
 __all__ = [
     "abort_backward",
     "begin_backward",
-    "end_unit_if_done",
+    "end_units_after",
     "on_gradient",
+    "open_unit",
     "release_handle",
 ]
 
@@ -59,7 +63,7 @@ def begin_backward(context: TreeContext) -> None:
         living = context_ref()
         if living is not None and living.backward is not None:
             # They lead back to the context: a model deleted now must not wait for the collector.
-            living.reduce_queue, living.reduced, living.in_flight = [], {}, []
+            living.open_handles, living.reduced, living.in_flight = [], {}, []
             living.prefetched = None
             for state in living.live_states():
                 if state.depth == 0 and not state.is_held:
@@ -70,27 +74,57 @@ def begin_backward(context: TreeContext) -> None:
     context.graph_task_id = torch._C._current_graph_task_id()
     Variable._execution_engine.queue_callback(token)
     order = [state for ref in reversed(context.armed) if (state := ref()) is not None]
-    context.next_in_backward = {
-        state.ref: following.ref for state, following in pairwise(order)
-    }
-    # [Note: Order of reductions]
-    context.reduce_queue = [
-        (state, handle)
-        for state in sorted(order, key=lambda unit: -unit.forward_index)
-        for handle in state.handles
-        if handle.requires_grad and state.requires_gradient_sync
+    context.next_in_backward = {state.ref: following.ref for state, following in pairwise(order)}
+    for state in context.live_states():
+        for handle in state.handles:
+            handle.guard.is_in_backward = True
+    context.accumulates = any(
+        handle.will_get_gradient() for state in context.live_states() for handle in state.handles
+    )
+    for state in order:
+        open_unit(context, state, state.forward_index)
+
+
+def open_unit(context: TreeContext, state: ShardState, position: int) -> None:
+    """Let a unit's handles end when the backward has passed the call of this number.
+
+    A handle that several units compute with (tied weights) ends with the first of their calls;
+    -1 stands for the end of the backward. [Note: End of a unit]
+    """
+    owned = [(state, handle) for handle in state.handles]
+    owned += [
+        (owner, handle)
+        for handle in state.borrowed
+        for owner in context.live_states()
+        if handle in owner.handles
     ]
+    for owner, handle in owned:
+        if handle.end_position is not None:
+            if position >= handle.end_position:
+                continue
+            context.open_handles = [item for item in context.open_handles if item[2] is not handle]
+        handle.end_position = position
+        insort(context.open_handles, (position, owner, handle), key=lambda item: -item[0])
+
+
+def end_units_after(context: TreeContext, position: int) -> None:
+    """Reduce and free the units whose calls all began at this number or later."""
+    while context.open_handles and context.open_handles[0][0] >= position:
+        _, state, handle = context.open_handles.pop(0)
+        _end_handle(context, state, handle)
 
 
 def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, index: int) -> None:
-    """Take the gradient of one parameter, and reduce its handle if it was the last."""
+    """Take the gradient of one parameter."""
     state = state_ref()
     if state is None or state.context is None:
         return
     context = state.context
     if context.backward is None or context.backward() is None:
         begin_backward(context)
-    context.has_gradients = True
+    context.accumulates = True
+    if handle.end_position is None:
+        open_unit(context, state, -1)
     if state.requires_gradient_sync:
         if torch.is_grad_enabled():
             # create_graph: the packed copy must not become part of the graph.
@@ -98,11 +132,10 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
                 handle.pack_gradient(index, may_overwrite=False)
         else:
             handle.pack_gradient(index, may_overwrite=_is_outermost(context))
-    if handle.grad.count(index):
-        if state.requires_gradient_sync:
-            _complete(context, state, handle)
-        else:
-            _end_unit(context, state, handle)
+    if handle.end_position == -1 and handle.grad.count(index):
+        # No call has told of it: reentrant checkpointing. All its gradients are there.
+        context.open_handles = [item for item in context.open_handles if item[2] is not handle]
+        _end_handle(context, state, handle)
 
 
 def _is_outermost(context: TreeContext) -> bool:
@@ -112,57 +145,37 @@ def _is_outermost(context: TreeContext) -> bool:
     the outer one may use again.
     """
     return (
-        not context.keeps_unsharded
-        and torch._C._current_graph_task_id() == context.graph_task_id
+        not context.keeps_unsharded and torch._C._current_graph_task_id() == context.graph_task_id
     )
 
 
-def _complete(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
-    handle.is_complete = True
-    queue = context.reduce_queue
-    if all(handle is not other for _, other in queue):
-        # It did not run forward since the last backward, as in a second backward over one graph.
-        queue.append((state, handle))
-    while queue and queue[0][1].is_complete:
-        owner, first = queue.pop(0)
-        _issue(context, owner, first)
+def _end_handle(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
+    handle.end_position = None
+    if handle.requires_grad and context.accumulates:
+        if state.requires_gradient_sync:
+            _issue(context, handle)
+        else:
+            handle.is_unsynced = True
+    release_handle(context, handle)
+    if state.training_state is TrainingState.PRE_BACKWARD:
+        state.transition(TrainingState.POST_BACKWARD)
 
 
-def _issue(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
-    handle.is_complete = False
+def _issue(context: TreeContext, handle: FlatParamHandle) -> None:
     # One reduction in flight: finishing the last one here bounds the buffers to two units.
     _finish_in_flight(context)
-    handle.issue_reduction(
-        context.streams, keep_unsharded=context.keeps_unsharded or handle.num_holders > 0
-    )
+    handle.issue_reduction(context.streams, keep_unsharded=_keeps_values(context, handle))
     context.in_flight.append(handle)
-    context.reduced[id(handle)] = (state, handle)
-    _end_unit(context, state, handle)
+    context.reduced[handle] = None
+
+
+def _keeps_values(context: TreeContext, handle: FlatParamHandle) -> bool:
+    return context.keeps_unsharded or handle.num_holders > 0
 
 
 def _finish_in_flight(context: TreeContext) -> None:
     while context.in_flight:
         context.in_flight.pop(0).finish_reduction()
-
-
-def _end_unit(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
-    release_handle(context, handle)
-    end_unit_if_done(context, state)
-
-
-def end_unit_if_done(context: TreeContext, state: ShardState) -> None:
-    """Free a unit's frozen parameters once nothing in this backward needs them any more.
-
-    That is when all its gradients are there and the backward has passed all its inputs: a frozen
-    layer before the unit's last trainable one is still to come.
-    """
-    if state.training_state is not TrainingState.PRE_BACKWARD or state.num_inputs_pending > 0:
-        return
-    if any(other.requires_grad and other.is_registered_unsharded for other in state.handles):
-        return
-    state.transition(TrainingState.POST_BACKWARD)
-    for other in state.handles:
-        release_handle(context, other)
 
 
 def release_handle(context: TreeContext, handle: FlatParamHandle) -> None:
@@ -175,47 +188,49 @@ def release_handle(context: TreeContext, handle: FlatParamHandle) -> None:
 
 
 def _finish_backward(context: TreeContext) -> None:
-    if context.has_gradients:
-        _reduce_rest(context)
-        _publish(context)
+    unsynced = _find_unsynced(context)
+    still_open = [
+        handle
+        for _, state, handle in context.open_handles
+        if handle.requires_grad and state.requires_gradient_sync
+    ]
+    for handle in still_open + unsynced:
+        handle.pack_rest(may_overwrite=not _keeps_values(context, handle))
+    handles = list(dict.fromkeys([*context.reduced, *still_open, *unsynced]))
+    used = _exchange_use(handles)
+    # Another rank may accumulate where this one does not, a rank that skips a unit for example.
+    context.accumulates |= any(any(flags) for flags in used)
+    accumulates = context.accumulates
+    end_units_after(context, -1)
+    for handle in unsynced:
+        _issue(context, handle)
+    if accumulates:
+        _finish_in_flight(context)
+        for handle, flags in zip(handles, used, strict=True):
+            handle.publish_gradients(flags)
         for ref in context.armed:
             if (state := ref()) is not None:
                 state.forward_index = -1
         context.armed.clear()
+    context.reduced = {}
     context.backward = None
-    context.reduce_queue = []
     _return_to_idle(context)
+    if accumulates:
+        # Last of all: a user's hook may raise, or step an optimizer.
+        for handle in handles:
+            handle.run_gradient_hooks()
 
 
-def _reduce_rest(context: TreeContext) -> None:
-    queued = {id(handle) for _, handle in context.reduce_queue}
-    context.reduce_queue += [
-        (state, handle)
+def _find_unsynced(context: TreeContext) -> list[FlatParamHandle]:
+    """Return the handles with gradients of earlier microbatches that this backward reduces too."""
+    if not context.accumulates:
+        return []
+    return [
+        handle
         for state in context.live_states()
         for handle in state.handles
-        if handle.grad.has_late and id(handle) not in queued
+        if handle.is_unsynced and handle.end_position is None and state.requires_gradient_sync
     ]
-    while context.reduce_queue:
-        state, handle = context.reduce_queue.pop(0)
-        if state.requires_gradient_sync:
-            _issue(context, state, handle)
-    _finish_in_flight(context)
-
-
-def _publish(context: TreeContext) -> None:
-    reduced = list(context.reduced.values())
-    used = _exchange_use([handle for _, handle in reduced])
-    for (state, handle), flags in zip(reduced, used, strict=True):
-        if handle.grad.expect(flags):
-            # A parameter that no rank used last time was used, perhaps after its handle was
-            # reduced, perhaps elsewhere. All ranks know that now, and reduce once more.
-            _issue(context, state, handle)
-    _finish_in_flight(context)
-    context.reduced = {}
-    for (_, handle), flags in zip(reduced, used, strict=True):
-        handle.publish_gradients(flags)
-    for _, handle in reduced:
-        handle.run_gradient_hooks()
 
 
 def _exchange_use(handles: list[FlatParamHandle]) -> list[list[bool]]:
@@ -224,7 +239,7 @@ def _exchange_use(handles: list[FlatParamHandle]) -> list[list[bool]]:
     One all-reduce of a byte for each parameter, for each process group. Only a rank that lacks a
     gradient waits for it; the others know that all were used.
     """
-    flags = {id(handle): list(handle.grad.was_used) for handle in handles}
+    flags = {id(handle): handle.grad.used for handle in handles}
     groups: dict[str, list[FlatParamHandle]] = {}
     for handle in handles:
         if handle.is_sharded:
@@ -237,7 +252,7 @@ def _exchange_use(handles: list[FlatParamHandle]) -> list[list[bool]]:
         else:
             sent = torch.tensor(used, dtype=torch.uint8).to(shard_group.device)
         work = _collectives.all_reduce(sent, shard_group.group, dist.ReduceOp.MAX)
-        if all(used) and all(handle.grad.expects_all for handle in members):
+        if all(used):
             continue
         work.wait()
         received = iter(sent.tolist())
@@ -247,16 +262,17 @@ def _exchange_use(handles: list[FlatParamHandle]) -> list[list[bool]]:
 
 
 def _return_to_idle(context: TreeContext) -> None:
-    context.has_gradients = False
+    context.accumulates = False
+    context.open_handles = []
+    context.spans_calls, context.reaches_earlier_call = context.reaches_earlier_call, False
     # It may never run: a graph that ends before it, units that share an output.
     context.prefetched = None
     for state in context.live_states():
-        state.num_inputs_pending = 0
         if state.training_state is not TrainingState.IDLE:
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
         for handle in state.handles:
             handle.guard.is_in_backward = False
-            handle.is_complete = False
+            handle.end_position = None
             handle.grad.reset_count()
             if handle.is_registered_unsharded or handle.is_unsharded:
                 release_handle(context, handle)
@@ -269,7 +285,7 @@ def abort_backward(context: TreeContext) -> None:
     some of them.
     """
     context.backward = None
-    context.reduce_queue, context.reduced, context.in_flight = [], {}, []
+    context.reduced, context.in_flight = {}, []
     context.armed.clear()
     for state in context.live_states():
         state.forward_index = -1

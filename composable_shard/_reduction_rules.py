@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 
 from composable_shard._collectives import all_reduce, resolve_group
 from composable_shard._flat_shard import FlatShard, Rule
-from composable_shard._operands import check_same_spec, note_write, unsupported
+from composable_shard._operands import check_same_spec, describe_operands, note_write, unsupported
 from composable_shard._shard_spec import ShardSpec
 
 __all__ = ["RULES", "reduction_groups"]
@@ -148,9 +148,10 @@ def _variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Run max, min, amax or amin."""
     shard = _shard_of(func, args, _option(func, args, kwargs, "dim"))
-    if shard.numel() == 0:
+    if shard.numel() == 0 or shard.is_complex():
         raise RuntimeError(
-            f"{func.overloadpacket} of the empty tensor '{shard._shard_spec.label.fqn}'"
+            f"{func.overloadpacket} needs at least one element and real numbers, got "
+            f"{describe_operands(args)} of {shard.dtype}"
         )
     is_max = func in (aten.max.default, aten.amax.default)
     value = _extreme_of(shard._local, is_max)
@@ -269,6 +270,9 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 def _norms(shards: Sequence[FlatShard], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """Return each shard's norm; one collective for all that have the same groups."""
     norms: list[Tensor | None] = [None] * len(shards)
+    if not all(_is_inexact(shard.dtype) for shard in shards):
+        # Torch would raise only on the ranks whose slice is not empty, and the others would wait.
+        raise RuntimeError(f"norms need floating-point tensors, got {describe_operands(shards)}")
     by_groups: dict[tuple[tuple[str, ...], torch.device], list[int]] = defaultdict(list)
     for index, shard in enumerate(shards):
         if shard.numel() == 0:  # torch knows which orders an empty tensor has

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,14 @@ from torch import Tensor, nn
 from composable_shard import _trace
 from composable_shard._agreement import check_agreement
 from composable_shard._buffers import is_never_written
+from composable_shard._contract import read_state
 from composable_shard._nested import iter_tensors, map_tensors
 from composable_shard._reduction import (
     abort_backward,
     begin_backward,
-    end_unit_if_done,
+    end_units_after,
     on_gradient,
+    open_unit,
     release_handle,
 )
 from composable_shard._state import ShardState, TrainingState, TreeContext
@@ -59,6 +60,8 @@ def prepare(state: ShardState) -> None:
         handle.adopt_changes()
         if not handle.is_attached:
             handle.attach(partial(on_gradient, state.ref))
+    for handle in state.borrowed:
+        handle.adopt_changes()
 
 
 def lazy_init(module: nn.Module) -> None:
@@ -81,10 +84,11 @@ def lazy_init(module: nn.Module) -> None:
         )
     if any(state.context is None for state in states):
         share_context([module])
-    for state in states:
+    contexts = list(dict.fromkeys(state.context for state in states if state.context))
+    # Whole trees: a unit may borrow parameters of one that is not in `module`.
+    for state in [state for context in contexts for state in context.live_states()]:
         prepare(state)
-    contexts = dict.fromkeys(state.context for state in states)
-    unchecked = [context for context in contexts if context and not context.is_checked]
+    unchecked = [context for context in contexts if not context.is_checked]
     if unchecked:
         _check_trees(unchecked, module)
 
@@ -99,6 +103,7 @@ def _check_trees(contexts: list[TreeContext], module: nn.Module) -> None:
         for state in context.live_states():
             for handle in state.handles:
                 handle.check_materialized()
+                handle.check_registered()
     _check_buffers(modules)
     for context in contexts:
         check_agreement(context.live_states())
@@ -143,7 +148,7 @@ def _warn_unmanaged(modules: list[nn.Module], states: list[ShardState]) -> None:
 # Forward
 
 
-def pre_forward(state: ShardState, module: nn.Module, inputs: Any) -> None:
+def pre_forward(state: ShardState, module: nn.Module) -> None:
     """Make the unit ready to compute: gather, start the next unit's gather, register.
 
     One all-gather for each handle that is not unsharded already. If anything fails, the unit is
@@ -156,7 +161,7 @@ def pre_forward(state: ShardState, module: nn.Module, inputs: Any) -> None:
     if context is None:
         context = share_context([module])
     leader = None if context.leader is None else context.leader()
-    if leader is None or (leader is state and not _is_running(state, module)):
+    if leader is None or ((state.depth > 0 or leader is state) and not _is_running(state)):
         _begin_call(context, state, module)
         leader = state
     state.depth += 1
@@ -172,11 +177,11 @@ def pre_forward(state: ShardState, module: nn.Module, inputs: Any) -> None:
         raise
     state.transition(TrainingState.FORWARD)
     if torch.is_grad_enabled():
-        if state.forward_index < 0:
+        if state.forward_index < (0 if context.spans_calls else context.call_start):
             state.forward_index = context.num_forwards
+        state.call_number = context.num_forwards
+        state.call_sequence_nr = _next_sequence_nr()
         context.num_forwards += 1
-        if any(not handle.requires_grad for handle in state.handles):
-            _watch_inputs(state, inputs)
     if _trace.is_traced():
         _trace.record("compute", state.name)
 
@@ -199,11 +204,13 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> N
             for handle in other.handles:
                 release_handle(context, handle)
     context.leader = state.ref
+    if torch.is_grad_enabled():
+        context.call_start = context.num_forwards
     state.forward_order.begin()
 
 
-def _is_running(state: ShardState, module: nn.Module) -> bool:
-    """Return whether a call of `module` really is in progress, for a unit that says so.
+def _is_running(state: ShardState) -> bool:
+    """Return whether a call of the unit really is in progress, for a unit that says so.
 
     A KeyboardInterrupt passes by the hooks that would have ended it. The interpreter's stack
     tells it from a module that calls itself.
@@ -213,13 +220,14 @@ def _is_running(state: ShardState, module: nn.Module) -> bool:
     frame = sys._getframe()
     calls = 0
     while frame is not None:
-        if frame.f_code is _CALL_CODE and frame.f_locals.get("self") is module:
+        if frame.f_code is _CALL_CODE and read_state(frame.f_locals["self"]) is state:
             calls += 1
         frame = frame.f_back  # type: ignore[assignment]
     return calls > 1
 
 
 _CALL_CODE = nn.Module._wrapped_call_impl.__code__
+_next_sequence_nr = torch._C._autograd._get_sequence_nr
 
 
 def _unshard_for_forward(context: TreeContext, state: ShardState, leader: ShardState) -> None:
@@ -259,7 +267,9 @@ def _drop_prefetched(context: TreeContext) -> None:
     unused, context.prefetched = context.prefetched, None
     if unused is not None and unused.training_state is TrainingState.IDLE:
         for handle in unused.needed:
-            if handle.num_holders == 0 and unused.reshard_after_forward is not False:
+            # Another unit may compute with it, of which this one borrows.
+            is_used = handle.num_holders > 0 or handle.is_registered_unsharded
+            if not is_used and unused.reshard_after_forward is not False:
                 handle.reshard()
 
 
@@ -292,35 +302,6 @@ def _recompute(state: ShardState) -> None:
     for handle in state.needed:
         handle.wait_unshard()
         handle.register_unsharded()
-
-
-class _InputReached:
-    """Called when the backward has passed one input of a unit with frozen parameters."""
-
-    __slots__ = ("_is_done", "_state")
-
-    def __init__(self, state: ShardState) -> None:
-        self._state = weakref.ref(state)
-        self._is_done = False
-
-    def __call__(self, *_: Any) -> None:
-        state = self._state()
-        if state is None or self._is_done or state.num_inputs_pending == 0:
-            return
-        self._is_done = True
-        state.num_inputs_pending -= 1
-        if state.context is not None:
-            end_unit_if_done(state.context, state)
-
-
-def _watch_inputs(state: ShardState, inputs: Any) -> None:
-    for tensor in iter_tensors(inputs):
-        if tensor.requires_grad:
-            state.num_inputs_pending += 1
-            if tensor.grad_fn is None:
-                tensor.register_hook(_InputReached(state))
-            else:
-                tensor.grad_fn.register_prehook(_InputReached(state))
 
 
 def post_forward(state: ShardState, module: nn.Module, output: Any) -> Any:
@@ -369,14 +350,16 @@ class _OutputReached:
     Keeps the unit alive as long as the graph, so that a backward works after `del model`.
     """
 
-    __slots__ = ("_num_writes", "_state")
+    __slots__ = ("end", "num_writes", "start", "state")
 
-    def __init__(self, state: ShardState, num_writes: int) -> None:
-        self._state = state
-        self._num_writes = num_writes
+    def __init__(self, state: ShardState, context: TreeContext) -> None:
+        self.state = state
+        self.num_writes = _count_writes(state)
+        # [Note: End of a unit]
+        self.start, self.end = state.call_number, context.num_forwards
 
     def __call__(self, *_: Any) -> None:
-        pre_backward(self._state, self._num_writes)
+        pre_backward(self)
 
 
 def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, bool]:
@@ -389,14 +372,20 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
         output = map_tensors(output, partial(_copy_alias, extents))
     if not torch.is_grad_enabled():
         return output, False
+    if any(_is_older(tensor, state) for tensor in iter_tensors(output)):
+        # It came through unchanged, perhaps on this rank only. A node of the unit's own makes the
+        # backward reach the units in the same order on all ranks.
+        output = map_tensors(
+            output, lambda tensor: tensor.view_as(tensor) if _is_older(tensor, state) else tensor
+        )
     hook = None
     for tensor in iter_tensors(output):
         if tensor.requires_grad and tensor.grad_fn is not None:
             if hook is None:
-                hook = _OutputReached(state, _count_writes(state))
+                hook = _OutputReached(state, context)
             tensor.grad_fn.register_prehook(hook)
             base = tensor._base
-            if base is not None and base.grad_fn is not None:
+            if base is not None and base.grad_fn is not None and not _is_older(base, state):
                 # An in-place operation on a view gives the view a new node, fed by its base's.
                 base.grad_fn.register_prehook(hook)
             is_armed = True
@@ -404,6 +393,12 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
         context.armed.pop(state.ref, None)
         context.armed[state.ref] = None
     return output, is_armed
+
+
+def _is_older(tensor: Tensor, state: ShardState) -> bool:
+    """Return whether autograd recorded a tensor before the unit's last call began."""
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() < state.call_sequence_nr
 
 
 def _data_pointer(tensor: Tensor) -> int:
@@ -425,8 +420,8 @@ def _count_writes(state: ShardState) -> int:
 # Backward
 
 
-def pre_backward(state: ShardState, num_writes: int) -> None:
-    """Make the unit ready for its backward; no-op if it is.
+def pre_backward(call: _OutputReached) -> None:
+    """End the units that are over; make the one whose output was reached ready, if it is not.
 
     One all-gather for each handle that is not unsharded, and the gather of the unit that is
     expected next is started.
@@ -434,13 +429,17 @@ def pre_backward(state: ShardState, num_writes: int) -> None:
     Raises:
         RuntimeError: If a sharded parameter was written since the forward.
     """
+    state = call.state
     context = state.context
     if context is None:
         raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
     begin_backward(context)
+    context.reaches_earlier_call |= call.start < context.call_start
+    open_unit(context, state, call.start)
+    end_units_after(context, call.end)
     if state.training_state is TrainingState.PRE_BACKWARD:
         return
-    if _count_writes(state) != num_writes:
+    if _count_writes(state) != call.num_writes:
         names = [str(entry.label) for handle in state.needed for entry in handle.entries]
         raise RuntimeError(
             f"parameters of unit '{state.name}' ({', '.join(names)}) were written between a "
@@ -451,7 +450,6 @@ def pre_backward(state: ShardState, num_writes: int) -> None:
         context.keeps_unsharded = True
     state.transition(TrainingState.PRE_BACKWARD)
     for handle in state.needed:
-        handle.guard.is_in_backward = True
         handle.unshard(context.streams)
     following = context.next_in_backward.get(state.ref)
     _prefetch(context, state, None if following is None else following())

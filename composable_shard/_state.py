@@ -59,7 +59,8 @@ class ShardState:
             keeps them, None keeps them only where this unit leads the call.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         depth: How many calls of its modules are running.
-        forward_index: Place of its first forward since the last backward, -1 before it.
+        call_number: Number of its last call in the tree.
+        forward_index: Number of its first call that the next backward may reach, -1 before it.
         forward_order: The units that ran in the calls this unit led.
     """
 
@@ -74,8 +75,9 @@ class ShardState:
         self.requires_gradient_sync = True
         self.is_held = False  # by unshard(), until reshard()
         self.is_in_pass = False  # its modules' forwards hold the full parameters
-        self.num_inputs_pending = 0  # inputs whose gradients frozen handles wait for
         self.depth = 0
+        self.call_number = -1
+        self.call_sequence_nr = 0  # of the next autograd node when that call began
         self.forward_index = -1
         self.forward_order = ExecutionOrder()
         self.context: TreeContext | None = None
@@ -103,7 +105,7 @@ class ShardState:
 
     def describe_options(self) -> str:
         """Return the options that all ranks must agree on."""
-        return f"reshard_after_forward={self.reshard_after_forward}"
+        return f"in unit '{self.name}' reshard_after_forward={self.reshard_after_forward}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or to a running step, for copies and pickles."""
@@ -116,7 +118,6 @@ class ShardState:
             forward_index=-1,
             is_held=False,
             is_in_pass=False,
-            num_inputs_pending=0,
             modules_to_run=self.num_modules,
         )
         return state
@@ -171,10 +172,15 @@ class TreeContext:
         leader: The unit that leads the running call, if one runs.
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         backward: Weak reference to the running backward pass; dead if that was aborted.
-        reduce_queue: Handles to reduce in this backward, in the order all ranks keep.
-        reduced: Handles that were reduced in this backward, by id.
+        num_forwards: Number of the next call of a unit.
+        call_start: Number with which the last call that led the tree began.
+        spans_calls: The last backward reached an earlier one too: so may the next.
+        reaches_earlier_call: This backward does.
+        open_handles: What the running backward needs: (position, unit, handle), in the order in
+            which they end.
+        reduced: Handles that were reduced in this backward.
         in_flight: Handles whose reduction was issued and not finished.
-        has_gradients: A gradient arrived in this backward.
+        accumulates: This backward accumulates gradients of parameters.
         prefetched: The unit whose gather was issued ahead, until it runs.
         keeps_unsharded: A backward with create_graph ran: its graph reads the full parameters, so
             nothing is freed before the next forward.
@@ -188,16 +194,19 @@ class TreeContext:
         self.has_groups = any(state.num_modules > 1 for state in states)
         self.leader: StateRef | None = None
         self.num_forwards = 0
+        self.call_start = 0
+        self.spans_calls = False
+        self.reaches_earlier_call = False
         self.armed: dict[StateRef, None] = {}
         self.backward: weakref.ref[Any] | None = None
         self.graph_task_id = -1  # autograd's number of the running backward
         self.next_in_backward: dict[StateRef, StateRef] = {}
-        self.reduce_queue: list[tuple[ShardState, FlatParamHandle]] = []
-        self.reduced: dict[int, tuple[ShardState, FlatParamHandle]] = {}
+        self.open_handles: list[tuple[int, ShardState, FlatParamHandle]] = []
+        self.reduced: dict[FlatParamHandle, None] = {}
         self.in_flight: list[FlatParamHandle] = []
         self.prefetched: ShardState | None = None
         self.keeps_unsharded = False
-        self.has_gradients = False
+        self.accumulates = False
         self.is_checked = False
         self.streams = _make_streams(device)
 

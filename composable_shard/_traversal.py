@@ -78,9 +78,7 @@ def iter_unmanaged_modules(
 def rename(module: nn.Module) -> None:
     """Name all units and parameters in `module` as seen from it, for messages."""
     labels = {
-        id(entry.sharded): entry.label
-        for handle in get_handles(module)
-        for entry in handle.entries
+        id(entry.sharded): entry.label for handle in get_handles(module) for entry in handle.entries
     }
     for fqn, param in module.named_parameters():
         if id(param) in labels:

@@ -90,8 +90,8 @@ class FlatRegion(Tensor):
         if isinstance(region, FlatRegion):
             if func in _VIEWS:
                 return _view_region(func, region, args[1:], kwargs or {})
-            if func is aten.index_put_.default:
-                return _index_put(func, args, kwargs or {})
+            if func in _INDEX_WRITES:
+                return _INDEX_WRITES[func](func, args, kwargs or {})
             if func is aten.copy_.default:
                 return _copy_region(func, region, args[1])
             if _is_in_place(func):
@@ -232,6 +232,17 @@ def _index_put(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return target  # type: ignore[no-any-return] # an element of args
 
 
+def _index_fill(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Write one value to the places of a dim that are listed in a plain index."""
+    target, dim, index, value = args
+    if not isinstance(target, FlatShard | FlatRegion):
+        raise unsupported(func, args)
+    if not isinstance(value, Tensor):
+        value = torch.scalar_tensor(value, dtype=target.dtype, device=target.device)
+    leading = [None] * (dim % max(1, target.dim()))
+    return _index_put(func, (target, [*leading, index], value), {})
+
+
 def _view_as_real(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
     shard: FlatShard = args[0]
     spec = shard._shard_spec
@@ -289,9 +300,15 @@ _VIEWS = frozenset(
     }
 )
 
-RULES: dict[OpOverload, Rule] = {
-    **{func: _view for func in _VIEWS - {aten.alias.default}},
+_INDEX_WRITES: dict[OpOverload, Rule] = {
     aten.index_put_.default: _index_put,
+    aten.index_fill_.int_Scalar: _index_fill,
+    aten.index_fill_.int_Tensor: _index_fill,
+}
+
+RULES: dict[OpOverload, Rule] = {
+    **_INDEX_WRITES,
+    **{func: _view for func in _VIEWS - {aten.alias.default}},
     aten.view_as_real.default: _view_as_real,
     aten.view_as_complex.default: _view_as_complex,
     aten._conj.default: _conjugate,

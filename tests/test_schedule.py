@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -145,10 +146,8 @@ def test_forward_gathers_the_next_unit_before_the_current_one_computes() -> None
     with torch.no_grad(), trace_events() as events:
         model(_tokens())
     names = ["Stack", *(f"blocks.{i}" for i in range(NUM_BLOCKS))]
-    for current, following in zip(names, names[1:], strict=False):
-        assert _position(events, "issue_gather", following) < _position(
-            events, "compute", current
-        )
+    for current, following in pairwise(names):
+        assert _position(events, "issue_gather", following) < _position(events, "compute", current)
 
 
 @distributed(2)
@@ -183,9 +182,7 @@ class _WrittenBytes(TorchDispatchMode):
         super().__init__()
         self.nbytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and count what it wrote."""
         result = func(*args, **(kwargs or {}))
         if not _collectives.is_inside():

@@ -1,0 +1,219 @@
+"""Toy models, and a sharded model beside its unsharded twin."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable_shard import FlatShard, fully_shard, get_states
+from composable_shard._state import ShardState, TrainingState
+from tests.helpers import assert_equal
+
+__all__ = [
+    "Block",
+    "Net",
+    "Twins",
+    "assert_at_rest",
+    "average_gradient",
+    "rank_input",
+    "shard_blocks",
+    "shard_children",
+    "shard_root",
+]
+
+
+class Block(nn.Module):
+    """A residual unit of odd shapes."""
+
+    def __init__(self, dim: int = 15, hidden: int = 7) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """`num_blocks` blocks between an input and an output layer of the root."""
+
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, 15)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.out = nn.Linear(15, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def shard_root(model: nn.Module, **options: Any) -> None:
+    """Make the whole model one unit."""
+    fully_shard(model, **options)
+
+
+def shard_children(model: nn.Module, **options: Any) -> None:
+    """Make each child, and what is left, a unit."""
+    for child in model.children():
+        fully_shard(child, **options)
+    fully_shard(model, **options)
+
+
+def shard_blocks(model: nn.Module, **options: Any) -> None:
+    """Make each of `model.blocks`, and what is left, a unit."""
+    assert isinstance(model.blocks, nn.ModuleList)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def rank_input(*shape: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return random numbers that differ between ranks and steps."""
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+class Twins:
+    """A model and its sharded copy that do the same things.
+
+    The plain one averages its gradients over the ranks after each backward: a parameter that no
+    rank used keeps None, one that some ranks used counts as zero on the others.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        shard: Callable[..., object] = shard_children,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.plain = make()
+        self.sharded = copy.deepcopy(self.plain)
+        shard(self.sharded, **options)
+
+    @property
+    def both(self) -> tuple[nn.Module, nn.Module]:
+        return self.plain, self.sharded
+
+    def sharded_units(self, reshard_after_forward: bool | None) -> tuple[nn.Module, ...]:
+        """Return what `assert_at_rest` calls kept."""
+        return (self.sharded,) if reshard_after_forward is False else ()
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.both)
+
+    def optimizers(self, kind: Any = torch.optim.AdamW, **options: Any) -> list[Any]:
+        """Return an optimizer for each twin."""
+        return [kind(model.parameters(), lr=0.05, **options) for model in self]
+
+    def backward(self, model: nn.Module, loss: Tensor, **options: Any) -> None:
+        """Run the backward; average what it adds to the gradients of the plain twin."""
+        if model is not self.plain:
+            loss.backward(**options)
+            return
+        before = [param.grad for param in model.parameters()]
+        model.zero_grad()
+        loss.backward(**options)
+        for param, grad in zip(model.parameters(), before, strict=True):
+            average_gradient(param)
+            if grad is not None:
+                param.grad = grad if param.grad is None else grad + param.grad
+
+    def step(self, run: Callable[[nn.Module], Any]) -> None:
+        """Let both do `run(model)`, which returns a loss; run the backwards and compare."""
+        losses = [run(model) for model in self]
+        for model, loss in zip(self, losses, strict=True):
+            self.backward(model, loss)
+        _assert_same(losses[1].detach(), losses[0].detach(), "loss")
+        self.assert_equal_gradients()
+
+    def assert_equal_gradients(self) -> None:
+        """Compare every gradient, and which parameters have none."""
+        __tracebackhide__ = True
+        named = dict(self.plain.named_parameters())
+        assert list(dict(self.sharded.named_parameters())) == list(named)
+        for name, param in self.sharded.named_parameters():
+            expected = named[name].grad
+            assert (param.grad is None) == (expected is None), f"{name}: {param.grad}"
+            if expected is not None:
+                assert isinstance(param.grad, FlatShard), name
+                _assert_same(param.grad.full_tensor(), expected, f"gradient of {name}")
+
+    def assert_equal_parameters(self) -> None:
+        """Compare every parameter."""
+        __tracebackhide__ = True
+        for (name, param), expected in zip(
+            self.sharded.named_parameters(), self.plain.parameters(), strict=True
+        ):
+            assert isinstance(param, FlatShard), name
+            _assert_same(param.full_tensor(), expected.detach(), name)
+
+
+def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Assert equality: bitwise on two ranks; sums of more terms are rounded in another order."""
+    __tracebackhide__ = True
+    if dist.get_world_size() <= 2:
+        assert_equal(actual, expected, what)
+    else:
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=1e-6, msg=lambda text: f"{what}: {text}"
+        )
+
+
+def average_gradient(param: nn.Parameter) -> None:
+    """Average `.grad` over the ranks; leave None if all ranks have None."""
+    if not param.requires_grad:
+        return
+    num_used = torch.tensor(int(param.grad is not None))
+    dist.all_reduce(num_used)
+    if not num_used.item():
+        return
+    grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
+    total = grad.clone(memory_format=torch.contiguous_format) / dist.get_world_size()
+    dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+    param.grad = torch.empty_like(param).copy_(total)
+
+
+def assert_at_rest(model: nn.Module, *, kept: tuple[nn.Module, ...] = ()) -> None:
+    """Assert that sharded parameters are registered and that no unit holds more than shards.
+
+    Args:
+        model: The model.
+        kept: Sharded modules in it that keep their full parameters between forward and backward.
+    """
+    __tracebackhide__ = True
+    keeps = [state for module in kept for state in get_states(module)]
+    managed = {
+        id(entry.sharded)
+        for state in get_states(model)
+        for handle in state.handles
+        for entry in handle.entries
+    }
+    for name, param in model.named_parameters():
+        assert isinstance(param, FlatShard), f"{name} is registered unsharded"
+        assert id(param) in managed, f"{name} is not the object that was sharded"
+    for state in get_states(model):
+        _assert_state_at_rest(state, is_kept=state in keeps)
+
+
+def _assert_state_at_rest(state: ShardState, *, is_kept: bool) -> None:
+    assert state.training_state is TrainingState.IDLE, state.name
+    assert state.depth == 0, state.name
+    assert not state.is_in_pass, state.name
+    for handle in state.handles:
+        handle.check_registered()
+        assert not handle.is_registered_unsharded, handle.name
+        assert handle.num_holders == 0, handle.name
+        assert not handle.grad.is_in_flight, handle.name
+        assert handle.grad._own.untyped_storage().size() == 0, f"{handle.name}: reduce buffer"
+        assert all(e.unsharded is None or e.unsharded.grad is None for e in handle.entries)
+        if handle.is_sharded and not is_kept:
+            assert handle.unsharded.untyped_storage().size() == 0, f"{handle.name}: full values"
