@@ -11,9 +11,9 @@ from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_shard import FlatShard
 from composable_shard._grad_norm import clip_grad_norm_
 from composable_shard._layout import FlatLayout
+from composable_shard._lazy_init import lazy_init
 from composable_shard._op_rules import register_op_rules
 from composable_shard._optimizer_state import shard_optimizer_state
-from composable_shard._runtime import lazy_init
 from composable_shard._traversal import get_handles, get_root_states, get_states, is_sharded
 from composable_shard.api import ShardingStrategy
 from composable_shard.fully_shard import fully_shard

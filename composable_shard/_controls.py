@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from composable_shard._contract import read_state
-from composable_shard._runtime import lazy_init, reshard_state, show_unsharded, unshard_state
+from composable_shard._lazy_init import lazy_init
+from composable_shard._runtime import reshard_state, show_unsharded, unshard_state
 from composable_shard._state import ShardState
 from composable_shard._traversal import get_states
 

@@ -1,34 +1,25 @@
-"""`FlatParamHandle`: sole owner of one flat parameter's storage.
-
-[Note: Storage and autograd]
-The unsharded buffer and the reduce buffer are allocated once and keep their identity; only their
-storages are resized, to nothing and back. Views of them therefore stay valid: the unsharded
-parameters that modules compute with, what autograd saved of them in forward, and the views that
-gradients are packed into. Each unsharded parameter is built on its own `.data` alias, and
-collectives write through another: an alias has its own version counter, so refilling the buffer
-for backward does not look like an in-place change of what forward saved.
-"""
+"""`FlatParamHandle`: one flat parameter, sole owner of its storage and gradients."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable_shard import _collectives, _trace
 from composable_shard._collectives import Waitable
 from composable_shard._flat_grad import FlatGradient, Streams, local_gradient
 from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor
+from composable_shard._flat_storage import FlatStorage
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
+from composable_shard._registration import ParamEntry
 from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
-from composable_shard._storage import Slot, alloc_storage, free_storage, restore_versions
+from composable_shard._storage import alloc_storage, free_storage
 from composable_shard._unsharded_param import alias_of, make_unsharded
 
 __all__ = ["FlatParamHandle", "GradientHook", "ParamEntry"]
@@ -38,30 +29,7 @@ _ALIGNMENT_NBYTES = 16
 GradientHook = Callable[["FlatParamHandle", int], None]
 
 
-@dataclass
-class ParamEntry:
-    """One managed parameter: the object users hold, and the one modules compute with."""
-
-    sharded: FlatShard  # the original Parameter object
-    label: ParamLabel
-    slots: list[Slot]  # every place that shows it; several where modules are tied
-    spec: ShardSpec
-    # spec.shape, a view of the unsharded buffer; printing it without storage would crash
-    unsharded: nn.Parameter | None = field(default=None, repr=False)
-    shard_view: Tensor | None = None  # (spec's local numel,) view of the local shard
-    runs_hooks: bool = False  # `unsharded` runs the hooks that users registered on `sharded`
-
-
-@dataclass
-class _Buffers:
-    """Everything that depends on dtype and device: made anew when `.to()` changes either."""
-
-    local_shard: Tensor  # (shard_numel,)
-    unsharded: Tensor  # (padded_numel,), storage size 0 unless unsharded
-    gather_output: Tensor  # alias of `unsharded` with a version counter of its own
-
-
-class FlatParamHandle:
+class FlatParamHandle(FlatStorage):
     """One flat parameter: parameters of a unit that share dtype, requires_grad and mesh.
 
     At rest it holds this rank's shard. `unshard` gathers the full values into one buffer,
@@ -136,68 +104,12 @@ class FlatParamHandle:
         self._slots: list[tuple[Any, Any, Tensor, Tensor]] = []
         self._gather: Waitable | torch.Event | None = None
 
-    # Storage
-
-    def _make_buffers(self, dtype: torch.dtype, device: torch.device) -> _Buffers:
-        unsharded = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
-        # At once: what is needed only later must not add to a peak.
-        free_storage(unsharded)
-        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
-        if not self.is_sharded:
-            # Nothing is gathered, so nothing is stored twice.
-            unsharded = shard
-        return _Buffers(shard, unsharded, unsharded.data)
-
-    @property
-    def is_sharded(self) -> bool:
-        """False only where one rank holds everything: then nothing is gathered or reduced."""
-        return self.shard_group.size > 1
-
-    @property
-    def local_shard(self) -> Tensor:
-        """This rank's shard, shape `(layout.shard_numel,)`."""
-        return self._buffers.local_shard
-
-    @property
-    def unsharded(self) -> Tensor:
-        """The full flat parameter, shape `(layout.padded_numel,)`; no storage unless unsharded."""
-        return self._buffers.unsharded
-
-    @property
-    def unsharded_params(self) -> list[nn.Parameter]:
-        """The parameters that modules compute with, each of its logical shape."""
-        return [entry.unsharded for entry in self.entries if entry.unsharded is not None]
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether the unsharded buffer holds, or is being filled with, the full values."""
-        return not self.is_sharded or self.gathered_writes >= 0
+    # Set-up
 
     @property
     def is_attached(self) -> bool:
         """Whether the unsharded parameters and their hooks exist."""
         return self._on_gradient is not None
-
-    @property
-    def unsharded_extent(self) -> tuple[int, int] | None:
-        """Addresses `[start, end)` of the unsharded buffer, None where it outlives every view."""
-        if not self.is_sharded or self.gathered_writes < 0:
-            return None
-        start = self._buffers.gather_output.data_ptr()
-        return start, start + self._buffers.gather_output.nbytes
-
-    def check_materialized(self) -> None:
-        """Check that the shard is on a real device.
-
-        Raises:
-            RuntimeError: Naming the parameters that are still on the meta device.
-        """
-        if self._buffers.local_shard.is_meta:
-            names = [str(entry.label) for entry in self.entries]
-            raise RuntimeError(
-                f"parameters {names} are on the meta device. Call model.to_empty(device=...) and "
-                "initialise them (reset_parameters()) or load them before the first forward."
-            )
 
     def describe_entries(self, options: str) -> list[str]:
         """Return a line for each parameter with all that the ranks must agree on."""
@@ -261,15 +173,6 @@ class FlatParamHandle:
 
         unsharded.register_post_accumulate_grad_hook(hook)
 
-    def index_slots(self) -> None:
-        """Refresh the flat list that registration walks; call after `entries[i].slots` changed."""
-        self._slots = [
-            (container, key, entry.sharded, entry.unsharded)
-            for entry in self.entries
-            for container, key in entry.slots
-            if entry.unsharded is not None
-        ]
-
     def adopt_changes(self) -> None:
         """Take over what was done to the sharded parameters: `.to()`, `requires_grad_()`.
 
@@ -283,11 +186,10 @@ class FlatParamHandle:
             if entry.sharded._local is not entry.shard_view:
                 self._rebuild()
                 return
-        for entry in self.entries:
-            unsharded = entry.unsharded
-            if unsharded is not None and unsharded.requires_grad is not entry.sharded.requires_grad:
-                self._adopt_requires_grad()
-                return
+        if self.guard.has_new_attributes and self.is_attached:
+            self._adopt_requires_grad()
+            self.adopt_hooks()
+            self.guard.has_new_attributes = False
 
     def _adopt_requires_grad(self) -> None:
         self.requires_grad = any(entry.sharded.requires_grad for entry in self.entries)
@@ -295,7 +197,6 @@ class FlatParamHandle:
             # They were frozen when the full parameters were built.
             self.register_sharded()
             with torch.inference_mode(False), torch.no_grad():
-                alloc_storage(self._buffers.unsharded)
                 self._build_unsharded_params()
         for entry in self.entries:
             if entry.unsharded is not None:
@@ -317,6 +218,7 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             self._take_slices()
             self._build_unsharded_params()
+        self.guard.has_new_attributes = True
 
     def _take_slices(self) -> None:
         """Copy the sharded parameters into a new flat shard, and make them views of it."""
@@ -359,129 +261,6 @@ class FlatParamHandle:
         self._reset()
         with torch.inference_mode(False), torch.no_grad():
             self._take_slices()
-
-    # Gather and free
-
-    def unshard(self, streams: Streams | None = None) -> None:
-        """Start gathering the full values; no-op while they are there and no shard was written.
-
-        One all-gather of `layout.padded_numel` elements, on the unshard stream where there are
-        streams. `wait_unshard` must follow before the parameters are used. If the allocation or
-        the collective fails, the handle is as before.
-        """
-        if not self.is_sharded or self.gathered_writes == self.guard.num_writes:
-            return
-        if self._gather is not None:
-            self.wait_unshard()
-        if self.grad.uses_shared:
-            # Wanted again while its storage serves a reduction, by another use in this backward.
-            self.finish_reduction()
-            self.grad.move_out()
-        if _trace.is_traced():
-            _trace.record("issue_gather", self.name)
-        self.gathered_writes = -1
-        try:
-            self._gather = self._issue_gather(streams)
-        except BaseException:
-            free_storage(self._buffers.unsharded)
-            raise
-        self.gathered_writes = self.guard.num_writes
-        if self._has_new_versions:
-            # [Note: Packing in place]: what an earlier forward saved is valid again.
-            self._has_new_versions = False
-            restore_versions(self.unsharded_params, self._versions)
-
-    def _issue_gather(self, streams: Streams | None) -> Waitable | torch.Event:
-        buffers, group = self._buffers, self.shard_group.group
-        if streams is None:
-            alloc_storage(buffers.unsharded)
-            return _collectives.all_gather(buffers.gather_output, buffers.local_shard, group)
-        stream = streams.unshard_stream
-        # The shard may just have been written by the optimizer, and the memory that the gather
-        # gets may still be read by the last unit's compute: both are on the current stream.
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
-            alloc_storage(buffers.unsharded)
-            _collectives.all_gather(buffers.gather_output, buffers.local_shard, group).wait()
-            return stream.record_event()
-
-    def wait_unshard(self) -> None:
-        """Make the current stream (on CPU: the caller) wait for a gather that `unshard` started."""
-        gather = self._gather
-        if gather is None:
-            return
-        self._gather = None
-        try:
-            if isinstance(gather, torch.Event):
-                torch.accelerator.current_stream().wait_event(gather)
-            else:
-                gather.wait()
-        except BaseException:
-            self.gathered_writes = -1
-            free_storage(self._buffers.unsharded)
-            raise
-        if _trace.is_traced():
-            _trace.record("wait_gather", self.name)
-
-    def reshard(self) -> None:
-        """Free the full values, after waiting for a gather still in flight. Registers nothing."""
-        if not self.is_sharded or self.gathered_writes < 0:
-            return
-        if self._gather is not None:
-            # The backend still writes into the storage. An error is not ours to raise here: nobody
-            # wants the values, and an earlier error may be why.
-            with suppress(RuntimeError):
-                self.wait_unshard()
-        self.gathered_writes = -1
-        free_storage(self._buffers.unsharded)
-        if _trace.is_traced():
-            _trace.record("free", self.name)
-
-    # Registration
-
-    def check_registered(self) -> None:
-        """Check that the modules still show our parameters.
-
-        Raises:
-            RuntimeError: Naming the parameter that was replaced.
-        """
-        is_unsharded = self.is_registered_unsharded
-        for container, key, sharded, unsharded in self._slots:
-            if container[key] is not (unsharded if is_unsharded else sharded):
-                self._raise_replaced(sharded, container[key])
-
-    def _raise_replaced(self, sharded: Tensor, found: object) -> None:
-        label = next(entry.label for entry in self.entries if entry.sharded is sharded)
-        what = (
-            f"{type(found).__name__}{tuple(found.shape)}"
-            if isinstance(found, Tensor)
-            else repr(found)
-        )
-        raise RuntimeError(
-            f"parameter '{label}' was replaced by another object ({what}) after fully_shard, as by "
-            "assignment, functional_call or load_state_dict(assign=True). Its new value would be "
-            "ignored. Write into the existing parameter instead, for example "
-            "`param.copy_(full_tensor)` under torch.no_grad(), or replace it before fully_shard."
-        )
-
-    def register_unsharded(self) -> None:
-        """Make the modules show the unsharded parameters."""
-        for entry in self.entries:
-            if entry.sharded._backward_hooks and not entry.runs_hooks:
-                _connect_hooks(entry)
-        if self.is_registered_unsharded:
-            return
-        for container, key, _, unsharded in self._slots:
-            container[key] = unsharded
-        self.is_registered_unsharded = True
-
-    def register_sharded(self) -> None:
-        """Make the modules show the sharded parameters, the objects users and optimizers hold."""
-        if not self.is_registered_unsharded:
-            return
-        for container, key, sharded, _ in self._slots:
-            container[key] = sharded
-        self.is_registered_unsharded = False
 
     # Gradients
 
@@ -560,18 +339,6 @@ class FlatParamHandle:
         if self.grad.uses_shared:
             self.gathered_writes = -1
 
-    def finish_reduction(self) -> None:
-        """Wait for the reduction in flight, if any, and free its buffers."""
-        if self.grad.is_in_flight:
-            self.grad.finish()
-            self._free_unused()
-
-    def _free_unused(self) -> None:
-        if self.is_sharded and self.gathered_writes < 0 and not self.grad.uses_shared:
-            free_storage(self._buffers.unsharded)
-            if _trace.is_traced():
-                _trace.record("free", self.name)
-
     def drop_gradients(self) -> None:
         """Forget all gradients that are not published, after an aborted backward."""
         self.grad.drop()
@@ -585,32 +352,3 @@ class FlatParamHandle:
         """Set or add to `.grad` of the sharded parameters that any rank used."""
         entries = self.entries
         self.grad.publish([e.sharded for e in entries], [e.spec for e in entries], used)
-
-    def run_gradient_hooks(self) -> None:
-        """Run the hooks that users put on the sharded parameters with
-        `register_post_accumulate_grad_hook`, once, with the final gradient.
-        """
-        for entry in self.entries:
-            hooks = entry.sharded._post_accumulate_grad_hooks
-            if hooks and entry.sharded.grad is not None:
-                for hook in list(hooks.values()):
-                    hook(entry.sharded)
-
-
-def _connect_hooks(entry: ParamEntry) -> None:
-    """Make backward run the hooks that users put on a parameter with `register_hook`."""
-    if entry.unsharded is None or not entry.unsharded.requires_grad:
-        return
-    # Weak, as in FlatParamHandle._hook_gradient: a user's hook may lead anywhere.
-    sharded_ref = weakref.ref(entry.sharded)
-
-    def run_hooks(gradient: Tensor) -> Tensor:
-        sharded = sharded_ref()
-        hooks = None if sharded is None else sharded._backward_hooks
-        for hook in list((hooks or {}).values()):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        return gradient
-
-    entry.unsharded.register_hook(run_hooks)
-    entry.runs_hooks = True

@@ -159,6 +159,31 @@ class FlatShard(Tensor):
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local = value._local
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trainable; a change counts from the next forward on."""
+        flag: bool = Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+        return flag
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
+        self._note_new_attributes()
+
+    def requires_grad_(self, requires_grad: bool = True) -> FlatShard:
+        """Set `requires_grad` and return the shard."""
+        self.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Register a hook: on a unit's parameter it sees this rank's full, unreduced gradient."""
+        self._note_new_attributes()
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _note_new_attributes(self) -> None:
+        if self._guard is not None:
+            self._guard.has_new_attributes = True
+
     def sum(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the sum of all elements; its gradient is sharded like the parameter."""
         return Tensor.sum(self._with_sharded_gradient(), *args, **kwargs)

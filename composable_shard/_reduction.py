@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import insort
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -55,22 +56,7 @@ def begin_backward(context: TreeContext) -> None:
             return
         abort_backward(context)
     token = _BackwardPass(context)
-    context_ref = weakref.ref(context)
-
-    def show_sharded(_: object) -> None:
-        # The engine dropped the token, so the backward was aborted. Nothing here can block or
-        # fail; buffers and collectives in flight are dealt with by the next call.
-        living = context_ref()
-        if living is not None and living.backward is not None:
-            # They lead back to the context: a model deleted now must not wait for the collector.
-            living.open_handles, living.reduced, living.in_flight = [], {}, []
-            living.prefetched = None
-            for state in living.live_states():
-                if state.depth == 0 and not state.is_held:
-                    for handle in state.handles:
-                        handle.register_sharded()
-
-    context.backward = weakref.ref(token, show_sharded)
+    context.backward = weakref.ref(token, partial(_show_sharded, weakref.ref(context)))
     context.graph_task_id = torch._C._current_graph_task_id()
     Variable._execution_engine.queue_callback(token)
     order = [state for ref in reversed(context.armed) if (state := ref()) is not None]
@@ -83,6 +69,24 @@ def begin_backward(context: TreeContext) -> None:
     )
     for state in order:
         open_unit(context, state, state.forward_index)
+
+
+def _show_sharded(context_ref: weakref.ref[TreeContext], _: object) -> None:
+    """Show the sharded parameters at once when the engine has dropped an aborted backward.
+
+    Nothing here can block or fail; buffers and collectives in flight are dealt with by the next
+    call.
+    """
+    context = context_ref()
+    if context is None or context.backward is None:
+        return
+    # They lead back to the context: a model deleted now must not wait for the collector.
+    context.open_handles, context.reduced, context.in_flight = [], {}, []
+    context.prefetched = None
+    for state in context.live_states():
+        if state.depth == 0 and not state.is_held:
+            for handle in state.handles:
+                handle.register_sharded()
 
 
 def open_unit(context: TreeContext, state: ShardState, position: int) -> None:

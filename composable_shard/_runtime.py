@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from functools import partial
 from typing import Any
 
@@ -11,138 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import _trace
-from composable_shard._agreement import check_agreement
-from composable_shard._buffers import is_never_written
 from composable_shard._contract import read_state
+from composable_shard._lazy_init import lazy_init, prepare, share_context
 from composable_shard._nested import iter_tensors, map_tensors
 from composable_shard._reduction import (
     abort_backward,
     begin_backward,
     end_units_after,
-    on_gradient,
     open_unit,
     release_handle,
 )
 from composable_shard._state import ShardState, TrainingState, TreeContext
-from composable_shard._traversal import get_states
 
 __all__ = [
-    "lazy_init",
     "post_forward",
     "pre_backward",
     "pre_forward",
     "reshard_state",
-    "share_context",
     "unshard_state",
 ]
-
-
-# Set-up
-
-
-def share_context(modules: list[nn.Module]) -> TreeContext:
-    """Give all units in `modules`, the outermost ones known so far, one new context."""
-    states = list(dict.fromkeys(state for module in modules for state in get_states(module)))
-    handles = [handle for state in states for handle in state.handles]
-    device = handles[0].shard_group.device if handles else torch.device("cpu")
-    context = TreeContext(modules, states, device)
-    for state in states:
-        state.context = context
-    return context
-
-
-def prepare(state: ShardState) -> None:
-    """Make the handles of one unit ready: buffers, hooks, and parameters changed from outside.
-
-    Idempotent, and cheap when there is nothing to do: it touches no tensor then.
-    """
-    for handle in state.handles:
-        handle.adopt_changes()
-        if not handle.is_attached:
-            handle.attach(partial(on_gradient, state.ref))
-    for handle in state.borrowed:
-        handle.adopt_changes()
-
-
-def lazy_init(module: nn.Module) -> None:
-    """Do now what otherwise happens at the first forward of `module`.
-
-    Allocates buffers, takes over parameters that `.to()` or `to_empty()` gave new data, and
-    compares with the other ranks that all shard the same model in the same way. A second call
-    touches no tensor. One small all-gather for each process group, the first time.
-
-    Raises:
-        ValueError: If no module in `module` was sharded.
-        RuntimeError: If the ranks disagree, parameters are still on the meta device, or buffers
-            have not been initialised after `to_empty()`.
-    """
-    states = get_states(module)
-    if not states:
-        raise ValueError(
-            f"expected a module with sharded units, got {type(module).__name__}: "
-            "call fully_shard on it or on modules inside it first"
-        )
-    if any(state.context is None for state in states):
-        share_context([module])
-    contexts = list(dict.fromkeys(state.context for state in states if state.context))
-    # Whole trees: a unit may borrow parameters of one that is not in `module`.
-    for state in [state for context in contexts for state in context.live_states()]:
-        prepare(state)
-    unchecked = [context for context in contexts if not context.is_checked]
-    if unchecked:
-        _check_trees(unchecked, module)
-
-
-def _check_trees(contexts: list[TreeContext], module: nn.Module) -> None:
-    """Check whole trees, whichever of their modules was called first."""
-    # Outermost modules first, for the longest names.
-    modules = [root for context in contexts for root in context.live_modules()] + [module]
-    states = get_states(module)
-    for context in contexts:
-        states += context.live_states()
-        for state in context.live_states():
-            for handle in state.handles:
-                handle.check_materialized()
-                handle.check_registered()
-    _check_buffers(modules)
-    for context in contexts:
-        check_agreement(context.live_states())
-    _warn_unmanaged(modules, states)
-    for context in contexts:
-        context.is_checked = True
-
-
-def _check_buffers(modules: list[nn.Module]) -> None:
-    names = {
-        id(buffer): name
-        for module in reversed(modules)
-        for name, buffer in module.named_buffers()
-        if is_never_written(buffer)
-    }
-    if names:
-        raise RuntimeError(
-            f"buffers {list(names.values())} were never initialised after to_empty(): they hold "
-            "arbitrary values. Compute them again (reset_parameters() or the code that made them) "
-            "or load them."
-        )
-
-
-def _warn_unmanaged(modules: list[nn.Module], states: list[ShardState]) -> None:
-    entries = [entry for state in states for handle in state.handles for entry in handle.entries]
-    managed = {id(param) for entry in entries for param in (entry.sharded, entry.unsharded)}
-    names = {
-        id(param): name
-        for module in reversed(modules)
-        for name, param in module.named_parameters()
-        if param.requires_grad and id(param) not in managed
-    }
-    if names:
-        warnings.warn(
-            f"no unit manages the trainable parameters {list(names.values())}: their gradients "
-            "stay local to each rank. Shard the module that holds them, freeze them, or reduce "
-            "them yourself.",
-            stacklevel=2,
-        )
 
 
 # Forward
@@ -450,6 +336,8 @@ def pre_backward(call: _OutputReached) -> None:
         context.keeps_unsharded = True
     state.transition(TrainingState.PRE_BACKWARD)
     for handle in state.needed:
+        if handle.guard.has_new_attributes:
+            handle.adopt_hooks()
         handle.unshard(context.streams)
     following = context.next_in_backward.get(state.ref)
     _prefetch(context, state, None if following is None else following())

@@ -37,11 +37,12 @@ class WriteGuard:
     Version counters can't serve: fused and foreach optimizer steps bump none.
     """
 
-    __slots__ = ("is_in_backward", "num_writes", "owner")
+    __slots__ = ("has_new_attributes", "is_in_backward", "num_writes", "owner")
 
     def __init__(self, owner: weakref.ref[object] | None = None) -> None:
         self.num_writes = 0
         self.is_in_backward = False
+        self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
         self.owner = owner  # the handle; a unit that shares a parameter finds it here
 
     def note_write(self, fqn: str) -> None:

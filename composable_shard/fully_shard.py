@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_shard._construct import as_modules, build_state, plan_unit, sync_states
 from composable_shard._contract import attach_state, read_state
 from composable_shard._hooks import register_hooks
+from composable_shard._lazy_init import share_context
 from composable_shard._mesh import ShardGroup
-from composable_shard._runtime import share_context
 from composable_shard._state import ShardState
 from composable_shard._traversal import rename
 from composable_shard.api import ShardingStrategy
