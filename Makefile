@@ -11,8 +11,8 @@ ARGS ?=
 train: $(STAMP)
 	@procs=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
 	threads=$$($(BIN)/python -c "import os; print(max(1, (os.cpu_count() or 1) // $$procs))") && \
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} $(BIN)/torchrun --standalone \
-		--nproc-per-node $$procs tutorials/train_language_model.py $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} $(BIN)/python \
+		tutorials/train_language_model.py --ranks $$procs $(ARGS)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest -q $(ARGS)

@@ -718,6 +718,10 @@ LIVES: dict[str, tuple[type[nn.Module], Callable[[nn.Module], None]]] = {
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
+    # What the first step of a process imports leaves cycles behind that hold its callers' frames.
+    param = nn.Parameter(torch.ones(1))
+    param.grad = torch.ones(1)
+    torch.optim.AdamW([param]).step()
     gc.collect()
     gc.disable()
     try:
