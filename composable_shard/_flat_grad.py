@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _collectives, _trace
@@ -71,6 +71,7 @@ class FlatGradient:
         self._shared_views: list[Tensor] = []  # likewise; they share the parameters' versions
         self._views: list[Tensor] | None = None  # those of the round, None between rounds
         self._prescale = 1.0
+        self._is_plain = False  # gradients are copied as they are
         self._pending: PendingReduction | None = None
         self._event: torch.Event | None = None
 
@@ -93,6 +94,7 @@ class FlatGradient:
         # A sum of fp16 gradients may overflow where their mean does not.
         is_half = shared.dtype is torch.float16
         self._prescale = 1.0 / self._shard_group.size if is_half else 1.0
+        self._is_plain = not is_half and all(spec.tensor_parallel is None for spec in specs)
 
     def count(self, index: int) -> bool:
         """Count an accumulated gradient; return whether it was the last that was awaited."""
@@ -109,6 +111,8 @@ class FlatGradient:
 
     def reset_count(self) -> None:
         """Start counting anew, for the next backward."""
+        if self._num_awaited == len(self.arrived):
+            return
         self._is_awaited = [True] * len(self.arrived)
         self._num_awaited = len(self.arrived)
 
@@ -152,6 +156,23 @@ class FlatGradient:
         view.copy_(gradient)
         self.arrived[index] = True
         self.num_arrived += 1
+
+    def pack_further(self, index: int, param: nn.Parameter | None) -> bool:
+        """Pack the gradient of `param` into a round that is open: the short way, for most.
+
+        Returns:
+            False, having done nothing, where `pack` must be called instead.
+        """
+        if self._views is None or self.arrived[index] or not self._is_plain or param is None:
+            return False
+        gradient = param.grad
+        if gradient is None or gradient.is_sparse:
+            return False
+        param.grad = None
+        self._views[index].copy_(gradient)
+        self.arrived[index] = True
+        self.num_arrived += 1
+        return True
 
     def _open(self, in_place: bool) -> None:
         self.uses_shared = in_place
@@ -273,7 +294,7 @@ class FlatGradient:
 
     def _close(self) -> None:
         """End the round: what comes next begins a new one."""
-        self._was_used = self.used
+        self._was_used = self.arrived if self.num_arrived == len(self.arrived) else self.used
         self.arrived = [False] * len(self.arrived)
         self.num_arrived = 0
         self._views = None

@@ -135,7 +135,6 @@ class FlatParamHandle(FlatStorage):
         buffers = self._buffers
         if buffers.local_shard.is_meta:
             return
-        rank = self.shard_group.rank
         alloc_storage(buffers.unsharded)  # views of a storage without memory can't be made
         for index, entry in enumerate(self.entries):
             start, end = self.layout.offsets[index], sum(self._extent(index))
@@ -143,9 +142,6 @@ class FlatParamHandle(FlatStorage):
             dense = entry.spec.unflatten(buffers.unsharded.data[start:end])
             entry.unsharded = make_unsharded(dense, self.requires_grad)
             entry.runs_hooks = False
-            low, high = self.layout.local_range(index, rank)
-            entry.shard_view = buffers.local_shard[low:high]
-            entry.sharded._local = entry.shard_view
             if self.requires_grad:
                 self._hook_gradient(index, entry.unsharded)
         self.index_slots()

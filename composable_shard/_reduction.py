@@ -134,7 +134,7 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
             # create_graph: the packed copy must not become part of the graph.
             with torch.no_grad():
                 handle.pack_gradient(index, may_overwrite=False)
-        else:
+        elif not handle.grad.pack_further(index, handle.entries[index].unsharded):
             handle.pack_gradient(index, may_overwrite=_is_outermost(context))
     if handle.end_position == -1 and handle.grad.count(index):
         # No call has told of it: reentrant checkpointing. All its gradients are there.
