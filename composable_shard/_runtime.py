@@ -282,9 +282,11 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
 
 
 def _is_older(tensor: Tensor, state: ShardState) -> bool:
-    """Return whether autograd recorded a tensor before the unit's last call began."""
+    """Return whether autograd knew a tensor before the unit's last call began."""
     node = tensor.grad_fn
-    return node is not None and node._sequence_nr() < state.call_sequence_nr
+    if node is None:
+        return tensor.requires_grad
+    return node._sequence_nr() < state.call_sequence_nr
 
 
 def _data_pointer(tensor: Tensor) -> int:
