@@ -122,6 +122,8 @@ def _unshard_for_forward(context: TreeContext, state: ShardState, leader: ShardS
     for handle in needed:
         handle.check_registered()
     following = leader.forward_order.advance(state.ref)
+    if following is not None:
+        prepare(following)
     for handle in needed:
         handle.unshard(context.streams)
     _prefetch(context, state, following)
@@ -142,8 +144,7 @@ def _prefetch(context: TreeContext, state: ShardState, following: ShardState | N
         return
     _drop_prefetched(context)
     for handle in following.needed:
-        handle.adopt_changes()
-        if handle.is_attached:
+        if handle.is_attached and not handle.is_registered_unsharded:
             handle.unshard(context.streams)
     context.prefetched = following
 
@@ -258,12 +259,7 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
         output = map_tensors(output, partial(_copy_alias, extents))
     if not torch.is_grad_enabled():
         return output, False
-    if any(_is_older(tensor, state) for tensor in iter_tensors(output)):
-        # It came through unchanged, perhaps on this rank only. A node of the unit's own makes the
-        # backward reach the units in the same order on all ranks.
-        output = map_tensors(
-            output, lambda tensor: tensor.view_as(tensor) if _is_older(tensor, state) else tensor
-        )
+    output = _with_own_nodes(context, state, output)
     hook = None
     for tensor in iter_tensors(output):
         if tensor.requires_grad and tensor.grad_fn is not None:
@@ -271,7 +267,7 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
                 hook = _OutputReached(state, context)
             tensor.grad_fn.register_prehook(hook)
             base = tensor._base
-            if base is not None and base.grad_fn is not None and not _is_older(base, state):
+            if base is not None and not _is_older(base, state.call_sequence_nr) and base.grad_fn:
                 # An in-place operation on a view gives the view a new node, fed by its base's.
                 base.grad_fn.register_prehook(hook)
             is_armed = True
@@ -281,12 +277,25 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
     return output, is_armed
 
 
-def _is_older(tensor: Tensor, state: ShardState) -> bool:
-    """Return whether autograd knew a tensor before the unit's last call began."""
+def _with_own_nodes(context: TreeContext, state: ShardState, output: Any) -> Any:
+    """Return the output with an autograd node of the unit's own for each tensor.
+
+    An input, or the output of a unit inside, may come through unchanged, perhaps on this rank
+    only. With nodes of their own the backward reaches the units in the same order on all ranks.
+    """
+    newest = max(state.call_sequence_nr, context.output_sequence_nr)
+    if any(_is_older(tensor, newest) for tensor in iter_tensors(output)):
+        output = map_tensors(
+            output, lambda tensor: tensor.view_as(tensor) if _is_older(tensor, newest) else tensor
+        )
+    context.output_sequence_nr = _next_sequence_nr()
+    return output
+
+
+def _is_older(tensor: Tensor, sequence_nr: int) -> bool:
+    """Return whether autograd knew a tensor before it had recorded so many nodes."""
     node = tensor.grad_fn
-    if node is None:
-        return tensor.requires_grad
-    return node._sequence_nr() < state.call_sequence_nr
+    return tensor.requires_grad if node is None else node._sequence_nr() < sequence_nr
 
 
 def _data_pointer(tensor: Tensor) -> int:
@@ -340,7 +349,10 @@ def pre_backward(call: _OutputReached) -> None:
     for handle in state.needed:
         if handle.guard.has_new_attributes:
             handle.adopt_hooks()
-        handle.unshard(context.streams)
+        # Once registered it holds what is needed, though on some ranks a gradient may have taken
+        # the place of a value meanwhile: all ranks must decide alike.
+        if not handle.is_registered_unsharded:
+            handle.unshard(context.streams)
     following = context.next_in_backward.get(state.ref)
     _prefetch(context, state, None if following is None else following())
     for handle in state.needed:

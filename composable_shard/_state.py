@@ -180,6 +180,7 @@ class TreeContext:
             which they end.
         reduced: Handles that were reduced in this backward.
         in_flight: Handles whose reduction was issued and not finished.
+        output_sequence_nr: Number of the next autograd node when a unit last returned.
         accumulates: This backward accumulates gradients of parameters.
         prefetched: The unit whose gather was issued ahead, until it runs.
         keeps_unsharded: A backward with create_graph ran: its graph reads the full parameters, so
@@ -207,6 +208,7 @@ class TreeContext:
         self.prefetched: ShardState | None = None
         self.keeps_unsharded = False
         self.accumulates = False
+        self.output_sequence_nr = 0
         self.is_checked = False
         self.streams = _make_streams(device)
 
