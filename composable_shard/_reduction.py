@@ -187,7 +187,7 @@ def release_handle(context: TreeContext, handle: FlatParamHandle) -> None:
     if handle.num_holders > 0:
         return
     handle.register_sharded()
-    if not handle.grad.is_in_flight and not context.keeps_unsharded:
+    if not context.keeps_unsharded:
         handle.reshard()
 
 
