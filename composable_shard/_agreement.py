@@ -1,4 +1,4 @@
-"""Check that all ranks shard the same model in the same way, before anything can hang."""
+"""See that all ranks shard the same model in the same way, before anything can hang."""
 
 from __future__ import annotations
 
@@ -6,49 +6,71 @@ import hashlib
 import json
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard import _collectives
-from composable_shard._mesh import ShardGroup
 from composable_shard._state import ShardState
 
-__all__ = ["check_agreement"]
+__all__ = ["check_agreement", "copy_to_replicas"]
 
 
 def check_agreement(states: list[ShardState]) -> None:
-    """Compare names, shapes, dtypes and options of all units over the ranks of their groups.
+    """Compare names, shapes, dtypes and options of all units over their data-parallel ranks.
 
     One all-gather of 32 bytes for each process group; only where it finds a difference are the
     descriptions themselves exchanged, as JSON.
 
     Raises:
-        RuntimeError: On all ranks of the group alike, naming the first difference and the ranks.
+        RuntimeError: On all ranks of the mesh alike, naming the first difference and the ranks.
     """
-    groups: dict[str, tuple[ShardGroup, list[str]]] = {}
+    meshes: dict[tuple[dist.ProcessGroup, ...], tuple[torch.device, list[str]]] = {}
     for state in states:
         for handle in state.handles:
-            if handle.is_sharded:
-                group = handle.shard_group
-                _, lines = groups.setdefault(group.name, (group, []))
-                lines.extend(handle.describe_entries(state.describe_options()))
-    for group, lines in groups.values():
-        _compare(group, lines)
+            shard_group = handle.shard_group
+            _, lines = meshes.setdefault(shard_group.joint_groups, (shard_group.device, []))
+            lines.extend(handle.describe_entries(state.describe_options()))
+    for groups, (device, lines) in meshes.items():
+        _compare(groups, device, lines)
 
 
-def _compare(group: ShardGroup, lines: list[str]) -> None:
+def _compare(groups: tuple[dist.ProcessGroup, ...], device: torch.device, lines: list[str]) -> None:
     digest = hashlib.sha256(json.dumps(lines).encode()).digest()
-    gathered = _gather_bytes(group, digest, [len(digest)] * group.size)
-    if all(other == digest for other in gathered):
+    # Axis by axis: a digest of digests tells every rank of the mesh of a difference anywhere.
+    is_same = True
+    for group in groups:
+        gathered = _gather_bytes(group, device, digest, [len(digest)] * group.size())
+        is_same &= all(other == digest for other in gathered)
+        digest = hashlib.sha256(b"".join(gathered)).digest()
+    if is_same:
         return
-    payload = json.dumps(lines).encode()
-    sizes = _gather_bytes(group, len(payload).to_bytes(8, "little"), [8] * group.size)
-    texts = _gather_bytes(group, payload, [int.from_bytes(size, "little") for size in sizes])
+    texts = [json.dumps(lines)]
+    for group in groups:
+        payload = json.dumps(texts).encode()
+        nbytes = len(payload).to_bytes(8, "little")
+        sizes = _gather_bytes(group, device, nbytes, [8] * group.size())
+        numels = [int.from_bytes(size, "little") for size in sizes]
+        gathered = _gather_bytes(group, device, payload, numels)
+        texts = [text for part in gathered for text in json.loads(part)]
     _raise_difference([json.loads(text) for text in texts])
 
 
-def _gather_bytes(group: ShardGroup, data: bytes, sizes: list[int]) -> list[bytes]:
-    local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(group.device)
-    joined: Tensor = _collectives.all_gather_uneven(local, sizes, group.group).cpu()
+def copy_to_replicas(states: list[ShardState]) -> None:
+    """Give all ranks that hold copies of a shard the first one's: one broadcast for each handle.
+
+    Ranks that initialised differently would train different models for ever.
+    """
+    for state in states:
+        for handle in state.handles:
+            for group in handle.shard_group.replicate_groups:
+                _collectives.broadcast(handle.local_shard, 0, group).wait()
+
+
+def _gather_bytes(
+    group: dist.ProcessGroup, device: torch.device, data: bytes, sizes: list[int]
+) -> list[bytes]:
+    local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    joined: Tensor = _collectives.all_gather_uneven(local, sizes, group).cpu()
     return [bytes(part.tolist()) for part in joined.split(sizes)]
 
 
@@ -62,7 +84,7 @@ def _raise_difference(all_lines: list[list[str]]) -> None:
         if len(seen) > 1:
             detail = "; ".join(f"ranks {ranks}: {line}" for line, ranks in seen.items())
             raise RuntimeError(
-                "the ranks of one shard group must shard the same model in the same way; the "
+                "the ranks of one mesh must shard the same model in the same way; the "
                 f"first difference is at parameter {index}: {detail}. Build the model and call "
                 "fully_shard alike on every rank."
             )

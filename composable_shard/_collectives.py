@@ -19,24 +19,28 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from composable_shard import _trace
+from composable_shard._sums import add_term, add_up
 from composable_shard._trace import Event
 
 __all__ = [
     "CollectiveLog",
     "PendingReduction",
     "Waitable",
+    "abandon",
     "all_gather",
     "all_gather_uneven",
     "all_reduce",
     "broadcast",
     "count_collectives",
+    "gather",
     "is_inside",
-    "needs_scratch",
     "reduce_scatter",
     "resolve_group",
+    "scatter",
+    "scratch_parts",
 ]
 
-_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
+_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast", "gather", "scatter"})
 _MAX_EXCHANGE_SIZE = 8
 _TAGS = range(1 << 20, 1 << 24)  # out of the way of tags that users choose
 _ABANDONED_TIMEOUT = timedelta(seconds=10)
@@ -97,9 +101,18 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type, no-any-return, unused-ignore]
 
 
-def needs_scratch(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether a reduction wants a buffer as large as its input for the ranks' terms."""
-    return group.size() > 2 and _is_exchange(group, device)
+def scratch_parts(group: dist.ProcessGroup, device: torch.device, *, in_place: bool) -> int:
+    """Return how many shards' memory a reduction wants for the ranks' terms.
+
+    Args:
+        group: The ranks that take part.
+        device: Where the tensors are.
+        in_place: Whether the output can't receive a term: it is this rank's part of the input,
+            or has another dtype.
+    """
+    if not _is_exchange(group, device):
+        return 0
+    return group.size() if group.size() > 2 else int(in_place)
 
 
 def _is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -171,7 +184,7 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Waita
 
     Args:
         output: Shape `(group.size() * shard_numel,)`; rank r's shard lands in its r-th part.
-        shard: Shape `(shard_numel,)`, this rank's.
+        shard: Shape `(shard_numel,)`, this rank's; it may be its part of `output`.
         group: The ranks that take part.
 
     Returns:
@@ -184,8 +197,59 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Waita
         if not _is_exchange(group, output.device):
             return group._allgather_base(output, shard)
         parts = dict(enumerate(output.view(group.size(), -1).unbind()))
-        parts.pop(group.rank()).copy_(shard.flatten())
+        own = parts.pop(group.rank())
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard.flatten())
         return _exchange(dict.fromkeys(parts, shard), parts, group)
+
+
+def gather(output: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> Waitable:
+    """Start gathering every rank's shard on the group's first rank alone.
+
+    Args:
+        output: On the first rank: shape `(group.size() * shard_numel,)`, as in `all_gather`. None
+            on the others.
+        shard: Shape `(shard_numel,)`, this rank's.
+        group: The ranks that take part.
+    """
+    if _trace.is_traced():
+        _trace.record("gather", group.group_name, shard.nbytes * group.size())
+    with _INSIDE:
+        shard = _real(shard)
+        parts = [] if output is None else list(_real(output).view(group.size(), -1).unbind())
+        if not _is_exchange(group, shard.device):
+            return group.gather([parts] if parts else [], [shard], dist.GatherOptions())
+        if not parts:
+            return _exchange({0: shard}, {}, group)
+        parts[0].copy_(shard)
+        return _exchange({}, dict(enumerate(parts[1:], 1)), group)
+
+
+def scatter(output: Tensor, input: Tensor | None, group: dist.ProcessGroup) -> Waitable:
+    """Start giving each rank its part of a tensor that the group's first rank has.
+
+    Args:
+        output: Shape `(shard_numel,)`, this rank's part.
+        input: On the first rank: shape `(group.size() * shard_numel,)`. None on the others.
+        group: The ranks that take part.
+    """
+    if _trace.is_traced():
+        _trace.record("scatter", group.group_name, output.nbytes * group.size())
+    with _INSIDE:
+        output = _real(output)
+        parts = [] if input is None else list(_real(input).view(group.size(), -1).unbind())
+        if not _is_exchange(group, output.device):
+            return group.scatter([output], [parts] if parts else [], dist.ScatterOptions())
+        if not parts:
+            return _exchange({}, {0: output}, group)
+        output.copy_(parts[0])
+        return _exchange(dict(enumerate(parts[1:], 1)), {}, group)
+
+
+def abandon(work: Waitable) -> None:
+    """Wait until the work's buffers are free for other use; the collective's errors are ignored."""
+    with suppress(RuntimeError):
+        work.wait()
 
 
 class PendingReduction:
@@ -212,19 +276,21 @@ class PendingReduction:
         if self._work is not None:
             self._work.wait()
         with _INSIDE:
-            if self._terms is not None and self._terms.dim() == 1:
-                self.output.add_(self._terms)
-            elif self._terms is not None:
-                torch.sum(self._terms, 0, out=self.output)
+            terms = self._terms
+            if terms is not None and terms.dim() == 2:
+                add_up(self.output, terms)
+            elif terms is not None and terms.dtype == self.output.dtype:
+                self.output.add_(terms)
+            elif terms is not None:
+                add_term(self.output, terms)
             if self._scale != 1.0:
                 self.output.mul_(self._scale)
         return self.output
 
     def abandon(self) -> None:
         """Wait until the buffers are free for other use; errors of the collective are ignored."""
-        with suppress(RuntimeError):
-            if self._work is not None:
-                self._work.wait()
+        if self._work is not None:
+            abandon(self._work)
 
 
 def reduce_scatter(
@@ -239,9 +305,10 @@ def reduce_scatter(
     With one rank the output is a copy of the input, and nothing is issued.
 
     Args:
-        output: Shape `(shard_numel,)`, this rank's part of the sum.
+        output: Shape `(shard_numel,)`, this rank's part of the sum; it may be its part of `input`.
+            Where its dtype is wider, terms that are summed here are summed, and scaled, in it.
         input: Shape `(group.size() * shard_numel,)`.
-        scratch: Where `needs_scratch` holds: a buffer like `input` for the ranks' terms.
+        scratch: Memory for as many shards as `scratch_parts` says, None for none.
         group: The ranks that take part.
         scale: What the sum is multiplied with.
     """
@@ -256,8 +323,10 @@ def reduce_scatter(
         if scale == 1.0 / group.size() and _backend_name(group, output.device) == "nccl":
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
             scale = 1.0
-        work = group._reduce_scatter_base(_real(output), _real(input), options)
-        return PendingReduction(work, output, input, None, scale)
+        is_cast = output.dtype != input.dtype
+        received = input.new_empty(output.shape) if is_cast else output
+        work = group._reduce_scatter_base(_real(received), _real(input), options)
+        return PendingReduction(work, output, input, received[None] if is_cast else None, scale)
 
 
 def _exchange_terms(
@@ -268,14 +337,21 @@ def _exchange_terms(
     scale: float,
 ) -> PendingReduction:
     """Send each rank its slice of `input`; with two ranks the output receives the other's term."""
-    terms = None if scratch is None else scratch.view(group.size(), -1)
     slices = dict(enumerate(input.view(group.size(), -1).unbind()))
     own = slices.pop(group.rank())
-    receives = {rank: _real(output if terms is None else terms[rank]) for rank in slices}
-    if terms is not None:
+    if group.size() > 2:
+        assert scratch is not None
+        terms = scratch.view(group.size(), -1)
         terms[group.rank()].copy_(own)
+        receives = {rank: _real(terms[rank]) for rank in slices}
+    else:
+        # In place the output is one of the two terms already.
+        terms, receiver = (own, output) if scratch is None else (scratch, scratch)
+        receives = dict.fromkeys(slices, _real(receiver))
+        if output.dtype != input.dtype:
+            output.copy_(own)
     work = _exchange({rank: _real(part) for rank, part in slices.items()}, receives, group)
-    return PendingReduction(work, output, input, own if terms is None else terms, scale)
+    return PendingReduction(work, output, input, terms, scale)
 
 
 def all_reduce(
@@ -287,7 +363,7 @@ def all_reduce(
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     with _INSIDE:
-        return group.allreduce([tensor], options)
+        return group.allreduce([_real(tensor)], options)
 
 
 def broadcast(tensor: Tensor, group_rank: int, group: dist.ProcessGroup) -> dist.Work:

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from composable_shard._contract import read_state
 from composable_shard._lazy_init import lazy_init
-from composable_shard._runtime import reshard_state, show_unsharded, unshard_state
-from composable_shard._state import ShardState
-from composable_shard._traversal import get_states
+from composable_shard._reduction import release_handle
+from composable_shard._state import ShardState, TrainingState
+from composable_shard._traversal import select_states
 
 __all__ = ["UnshardWork", "no_sync", "reshard", "set_requires_gradient_sync", "unshard"]
 
@@ -24,21 +23,10 @@ class UnshardWork:
 
     def wait(self) -> None:
         """Wait for the gather; from then on the modules show their full parameters."""
+        _check_not_in_scope(self._states)
         states, self._states = self._states, []
         for state in states:
-            show_unsharded(state)
-
-
-def _select(module: nn.Module, recurse: bool) -> list[ShardState]:
-    own = read_state(module)
-    states = get_states(module) if recurse else [own] if own is not None else []
-    if not states:
-        where = "a module with sharded units" if recurse else "a sharded module"
-        raise ValueError(
-            f"expected {where}, got {type(module).__name__}. Call fully_shard on it first"
-            + ("." if recurse else ", or pass recurse=True for the units inside it.")
-        )
-    return states
+            _show_unsharded(state)
 
 
 def unshard(
@@ -47,8 +35,8 @@ def unshard(
     """Gather the full parameters and keep them until `reshard`.
 
     The module shows them as plain parameters; a forward or backward in between needs no gather.
-    Edits to them are not written back to the shards. One all-gather for each handle; a second
-    call does nothing.
+    Edits to them are lost at `reshard` (with a warning) unless `writeback` is called before. One
+    all-gather for each handle; a second call does nothing.
 
     Args:
         module: A sharded module.
@@ -57,11 +45,13 @@ def unshard(
 
     Raises:
         ValueError: If there is no unit to unshard.
+        RuntimeError: Inside `unshard_params`, which shows the full parameters already.
     """
-    states = _select(module, recurse)
+    states = select_states(module, recurse)
+    _check_not_in_scope(states)
     lazy_init(module)
     for state in states:
-        unshard_state(state)
+        _unshard(state)
     work = UnshardWork(states)
     if async_op:
         return work
@@ -78,9 +68,12 @@ def reshard(module: nn.Module, *, recurse: bool = False) -> None:
 
     Raises:
         ValueError: If there is no unit to reshard.
+        RuntimeError: Inside `unshard_params`, which shows the sharded ones again itself.
     """
-    for state in _select(module, recurse):
-        reshard_state(state)
+    states = select_states(module, recurse)
+    _check_not_in_scope(states)
+    for state in states:
+        _reshard(state)
 
 
 def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
@@ -96,7 +89,7 @@ def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool =
     Raises:
         ValueError: If there is no unit.
     """
-    for state in _select(module, recurse):
+    for state in select_states(module, recurse):
         state.requires_gradient_sync = flag
 
 
@@ -111,7 +104,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: If there is no unit in `module`.
     """
-    states = _select(module, recurse=True)
+    states = select_states(module, recurse=True)
     before = [state.requires_gradient_sync for state in states]
     for state in states:
         state.requires_gradient_sync = False
@@ -120,3 +113,47 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     finally:
         for state, flag in zip(states, before, strict=True):
             state.requires_gradient_sync = flag
+
+
+def _check_not_in_scope(states: list[ShardState]) -> None:
+    for state in states:
+        if state.is_in_scope:
+            raise RuntimeError(
+                f"unit '{state.name}' shows its full parameters inside unshard_params already. "
+                "Call unshard(module), its wait() and reshard(module) outside the scope."
+            )
+
+
+def _unshard(state: ShardState) -> None:
+    """Start gathering a unit's full parameters and hold them until `_reshard`."""
+    if state.is_held or state.context is None:
+        return
+    for handle in state.needed:
+        handle.check_registered()
+    for handle in state.needed:
+        handle.unshard(state.context.streams)
+    for handle in state.needed:
+        handle.num_holders += 1
+    state.is_held = True
+
+
+def _show_unsharded(state: ShardState) -> None:
+    """Wait for `_unshard` and register the full parameters."""
+    for handle in state.needed:
+        handle.wait_unshard()
+        handle.register_unsharded()
+
+
+def _reshard(state: ShardState) -> None:
+    """Free a unit's full parameters and register the sharded ones, unless a pass needs them."""
+    if state.context is None:
+        return
+    if state.is_held:
+        state.is_held = False
+        for handle in state.needed:
+            handle.num_holders -= 1
+            if handle.num_holders == 0:
+                handle.warn_of_edits("between unshard and reshard")
+    if state.training_state is TrainingState.IDLE:
+        for handle in state.needed:
+            release_handle(state.context, handle)

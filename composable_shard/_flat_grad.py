@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from composable_shard import _collectives, _trace
-from composable_shard._collectives import PendingReduction
+from composable_shard._flat_reduction import FlatReduction, ScratchPool, Streams
 from composable_shard._flat_shard import FlatShard, wrap
+from composable_shard._grad_pieces import AwaitedGradients, add_to_grad
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ShardSpec
 from composable_shard._storage import alloc_storage, free_storage
 
-__all__ = ["FlatGradient", "Streams", "local_gradient"]
-
-
-@dataclass(frozen=True)
-class Streams:
-    """Side streams of an accelerator: gathers on one, reductions on the other."""
-
-    unshard_stream: torch.Stream
-    reduce_stream: torch.Stream
+__all__ = ["FlatGradient"]
 
 
 class FlatGradient:
     """The gradients of one flat parameter during a backward pass.
 
-    Gradients are packed into one buffer as autograd produces them. `issue` starts the
-    reduce-scatter, `finish` ends it and adds the result to `reduced`; a second round in the same
+    Gradients are packed into one buffer as autograd produces them. `issue` starts their
+    reduction, `finish` ends it and adds the result to `reduced`; a second round in the same
     backward (a gradient that arrives late) adds to it too. `publish` sets the sharded parameters'
     `.grad` from it.
 
@@ -45,15 +36,39 @@ class FlatGradient:
     parameter's version counter, so what the last resort misses raises in autograd; the next
     gather restores the counters.
 
+    [Note: Persistent gradients]
+    Under `SHARD_OPTIM`, and where each rank holds the whole parameter, the buffer stays from the
+    first backward on. Gradients of microbatches that are not reduced add up in it, it is reduced in
+    place, and the published `.grad`s are views of the result: a step allocates nothing. A round
+    that begins while they are still set moves them out first.
+
+    Where one rank trains alone, nothing is packed: autograd's own gradients are published, cast.
+
+    [Note: Reduce dtype]
+    The buffer may have another dtype than the parameters: packing casts. Gradients of microbatches
+    that are not reduced then add up in it too, under every strategy. The result is cast once, to
+    the main dtype. Where that takes memory of its own, persistent gradients have it persistently.
+
     Attributes:
         arrived: Which parameters' gradients are in the buffer.
         num_arrived: How many are.
         reduced: Shape `(layout.shard_numel,)`, or None before the first `finish`.
         uses_shared: Gradients, or other ranks' terms of them, are in the unsharded buffer.
+        reduction: Reduces the buffer.
+        is_persistent: See [Note: Persistent gradients].
+        is_alone: No other rank has gradients.
+        packs_always: Gradients are packed also if this backward does not reduce them.
+        can_share: Gradients may be packed in place.
+        awaited: Counts the parameters whose gradient this backward has accumulated.
     """
 
-    def __init__(self, layout: FlatLayout, shard_group: ShardGroup, name: str) -> None:
+    def __init__(
+        self, layout: FlatLayout, shard_group: ShardGroup, name: str, *, is_persistent: bool
+    ) -> None:
         self.name = name
+        self.reduction = FlatReduction(shard_group)
+        self.is_alone = shard_group.num_ranks == 1
+        self.is_persistent = (is_persistent or shard_group.size == 1) and not self.is_alone
         self._layout = layout
         self._shard_group = shard_group
         self._piece_numels = layout.piece_numels(shard_group.rank)
@@ -63,58 +78,65 @@ class FlatGradient:
         self._was_used = [False] * num_params
         self.reduced: Tensor | None = None
         self.uses_shared = False
-        self._is_awaited = [True] * num_params  # not counted yet in this backward
-        self._num_awaited = num_params
+        self.awaited = AwaitedGradients(num_params)
         self._own = torch.empty(0)  # (padded_numel,), storage size 0 unless a round needs it
         self._shared = self._own  # the unsharded buffer, of the same shape
+        self._own_part: Tensor | None = None  # (shard_numel,), where a reduction ends in place
+        self._result = self._own  # (shard_numel,), persistent memory of the main dtype, if needed
+        self.packs_always = self.is_persistent
+        self.can_share = True
         self._own_views: list[Tensor] = []  # by parameter, in its dense shape
         self._shared_views: list[Tensor] = []  # likewise; they share the parameters' versions
         self._views: list[Tensor] | None = None  # those of the round, None between rounds
         self._prescale = 1.0
         self._is_plain = False  # gradients are copied as they are
-        self._pending: PendingReduction | None = None
-        self._event: torch.Event | None = None
 
-    def bind(self, specs: list[ShardSpec], shared: Tensor, shared_views: list[Tensor]) -> None:
+    def bind(
+        self,
+        specs: list[ShardSpec],
+        shared: Tensor,
+        shared_views: list[Tensor],
+        reduce_dtype: torch.dtype,
+        main_dtype: torch.dtype,
+    ) -> None:
         """Make the own buffer and its views anew, without storage; drops what was in flight.
 
         Args:
             specs: The parameters', in order.
             shared: The unsharded buffer, shape `(layout.padded_numel,)`.
             shared_views: Its part for each parameter, in the dense shape.
+            reduce_dtype: The own buffer's.
+            main_dtype: That of `reduced`.
         """
         self.drop()
-        self._own = torch.empty_like(shared)
+        group = self._shard_group
+        self._own_part = None
+        self._own = torch.empty_like(shared, dtype=reduce_dtype)
+        self._result = self._own.new_empty(0, dtype=main_dtype)
+        self.reduction.main_dtype = main_dtype
+        self.can_share = reduce_dtype == shared.dtype
+        self.packs_always = self.is_persistent or not self.can_share
         self._own_views = [
             self._own.as_strided(spec.dense_shape, spec.dense_stride, offset)
             for spec, offset in zip(specs, self._layout.offsets, strict=True)
         ]
+        if self.is_persistent and (reduce_dtype == main_dtype or group.replicate_groups):
+            start, end = self._layout.shard_range(group.rank)
+            self._own_part = self._own[start:end]
         free_storage(self._own)
         self._shared, self._shared_views = shared, shared_views
-        # A sum of fp16 gradients may overflow where their mean does not.
-        is_half = shared.dtype is torch.float16
-        self._prescale = 1.0 / self._shard_group.size if is_half else 1.0
-        self._is_plain = not is_half and all(spec.tensor_parallel is None for spec in specs)
+        # A sum of fp16 gradients may overflow where their mean does not. And where the whole buffer
+        # comes back from the reduction, scaling costs least while packing.
+        is_scaled = reduce_dtype is torch.float16 or (group.size == 1 and self.can_share)
+        self._prescale = 1.0 / group.num_ranks if is_scaled else 1.0
+        self._is_plain = all(spec.tensor_parallel is None for spec in specs)
 
-    def count(self, index: int) -> bool:
-        """Count an accumulated gradient; return whether it was the last that was awaited."""
-        if not self._is_awaited[index]:
-            return False
-        # Once each: a backward nested in another, as reentrant checkpointing runs it, may
-        # accumulate the gradient of one parameter again before that of another has come.
-        self._is_awaited[index] = False
-        self._num_awaited -= 1
-        if self._num_awaited:
-            return False
-        self.reset_count()
-        return True
-
-    def reset_count(self) -> None:
-        """Start counting anew, for the next backward."""
-        if self._num_awaited == len(self.arrived):
-            return
-        self._is_awaited = [True] * len(self.arrived)
-        self._num_awaited = len(self.arrived)
+    def release(self) -> None:
+        """Give up the buffers, of parameters that are frozen now; published gradients stay."""
+        self.drop()
+        self._own = self._shared = self._result = torch.empty(0)
+        self._own_part = None
+        self._own_views, self._shared_views = [], []
 
     @property
     def used(self) -> list[bool]:
@@ -132,7 +154,23 @@ class FlatGradient:
     @property
     def is_in_flight(self) -> bool:
         """Whether a reduction was issued and not finished."""
-        return self._pending is not None
+        return self.reduction.is_in_flight
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether gradients are reduced over the shard group only, so far."""
+        return self.reduction.partial is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round has begun: gradients are in the buffer, or a reduction is next."""
+        return self._views is not None
+
+    def note_arrival(self, index: int) -> None:
+        """Note that parameter `index` has a gradient, which stays where autograd put it."""
+        if not self.arrived[index]:
+            self.arrived[index] = True
+            self.num_arrived += 1
 
     def pack(self, index: int, gradient: Tensor, *, in_place: bool) -> None:
         """Copy the gradient of parameter `index` into the buffer: one kernel, one pass.
@@ -147,15 +185,19 @@ class FlatGradient:
             self._open(in_place)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if self._prescale != 1.0:
-            gradient = gradient * self._prescale
         view = self._views[index]  # type: ignore[index]
         if self.arrived[index]:
-            view.add_(gradient)
+            view.add_(gradient, alpha=self._prescale)
             return
-        view.copy_(gradient)
+        self._write(view, gradient)
         self.arrived[index] = True
         self.num_arrived += 1
+
+    def _write(self, view: Tensor, gradient: Tensor) -> None:
+        if self._prescale == 1.0:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, self._prescale, out=view)
 
     def pack_further(self, index: int, param: nn.Parameter | None) -> bool:
         """Pack the gradient of `param` into a round that is open: the short way, for most.
@@ -169,13 +211,16 @@ class FlatGradient:
         if gradient is None or gradient.is_sparse:
             return False
         param.grad = None
-        self._views[index].copy_(gradient)
+        self._write(self._views[index], gradient)
         self.arrived[index] = True
         self.num_arrived += 1
         return True
 
     def _open(self, in_place: bool) -> None:
         self.uses_shared = in_place
+        if self.is_persistent and self.reduced is not None:
+            # An earlier round of this backward left it in the buffer.
+            self.reduced = self.reduced.clone()
         if in_place:
             self._views = self._shared_views
         else:
@@ -193,16 +238,29 @@ class FlatGradient:
             if has_arrived:
                 own.copy_(shared)
 
-    def issue(self, streams: Streams | None, *, may_share: bool) -> None:
+    def issue(
+        self,
+        streams: Streams | None,
+        scratch: ScratchPool,
+        *,
+        may_share: bool,
+        is_deferred: bool = False,
+    ) -> None:
         """Start the reduction; parameters without a gradient contribute zeros.
 
-        One reduce-scatter of `layout.padded_numel` elements, on the reduce stream where there are
-        streams.
+        A reduce-scatter of `layout.padded_numel` elements over the shard group, and an all-reduce
+        of `layout.shard_numel` over the ranks that hold copies, as far as there are such; on the
+        reduce stream where there are streams.
 
         Args:
             streams: The side streams of an accelerator.
+            scratch: The tree's.
             may_share: Whether the content of the unsharded buffer is not needed any more.
+            is_deferred: Whether to put the all-reduce off.
         """
+        if self.is_alone:
+            self._close()
+            return
         if self._views is None:
             self._open(in_place=False)
         if self.num_arrived < len(self.arrived):
@@ -211,86 +269,128 @@ class FlatGradient:
                     view.zero_()
         if _trace.is_traced():
             _trace.record("issue_reduce", self.name)
-        if streams is None:
-            self._pending = self._reduce(may_share)
-        else:
-            stream = streams.reduce_stream
-            # The gradients were packed on the current stream.
-            stream.wait_stream(torch.accelerator.current_stream())
-            with stream:
-                self._pending = self._reduce(may_share)
-                self._pending.finish()
-                self._event = stream.record_event()
+        buffer = self._shared if self.uses_shared else self._own
+        output = self._own_part
+        if output is None and self.is_persistent:
+            output = self._main_memory()
+        self.reduction.start(
+            buffer,
+            self._take_scratch(scratch, may_share and self.can_share),
+            streams,
+            output=output,
+            prescale=self._prescale,
+            is_deferred=is_deferred,
+        )
         self._close()
 
-    def _reduce(self, may_share: bool) -> PendingReduction:
-        group, buffer = self._shard_group, self._shared if self.uses_shared else self._own
-        output = buffer.new_empty(self._layout.shard_numel)
-        scale = 1.0 / group.size / self._prescale
-        scratch = None
-        if _collectives.needs_scratch(group.group, buffer.device):
-            scratch = self._take_scratch(may_share)
-        return _collectives.reduce_scatter(output, buffer, scratch, group.group, scale)
+    def _main_memory(self) -> Tensor:
+        """Return the persistent memory of [Note: Reduce dtype]."""
+        if self._result.numel() == 0:
+            self._result = self._result.new_empty(self._layout.shard_numel)
+        return self._result
 
-    def _take_scratch(self, may_share: bool) -> Tensor:
-        """Return the one of the two buffers that does not hold the gradients, or a new one."""
-        if not self.uses_shared and not may_share:
-            return torch.empty_like(self._own)
+    def _take_scratch(self, pool: ScratchPool, may_share: bool) -> Tensor | None:
+        """Return the one of the two buffers that does not hold the gradients, or other memory."""
+        group, is_cast = self._shard_group.group, self._own.dtype != self.reduction.main_dtype
+        in_place = self.is_persistent or (is_cast and not self._shard_group.replicate_groups)
+        num_parts = _collectives.scratch_parts(group, self._own.device, in_place=in_place)
+        if num_parts == 0 or self._shard_group.size == 1:
+            return None
+        if self.is_persistent:
+            return pool.take(num_parts * self._layout.shard_numel, self._own)
+        if num_parts < group.size() or not (self.uses_shared or may_share):
+            return self._own.new_empty(num_parts * self._layout.shard_numel)
         scratch = self._own if self.uses_shared else self._shared
         self.uses_shared = True
         alloc_storage(scratch)
         return scratch
 
+    def advance(self) -> None:
+        """Wait until the reduction in flight needs no buffer any more; free the own buffer.
+
+        Where the result is the whole buffer there is nothing to wait for before `finish`.
+        """
+        if not self._shard_group.replicate_groups:
+            self.finish()
+        elif self._shard_group.size > 1:
+            try:
+                self.reduction.advance()
+            finally:
+                self._free_own()
+
+    def _free_own(self) -> None:
+        self.uses_shared = False
+        if not self.is_persistent:
+            free_storage(self._own)
+
     def finish(self) -> None:
         """Wait for the reduction in flight, free the own buffer, add the result to `reduced`."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if not self.is_in_flight:
             return
         try:
-            if self._event is None:
-                output = pending.finish()
-            else:
-                # The buffers may be used anew by the current stream once this has passed.
-                torch.accelerator.current_stream().wait_event(self._event)
-                self._event, output = None, pending.output
+            output = self.reduction.finish()
         finally:
-            free_storage(self._own)
-            self.uses_shared = False
+            self._free_own()
         if _trace.is_traced():
             _trace.record("wait_reduce", self.name)
-        self.reduced = output if self.reduced is None else self.reduced.add_(output)
+        if output is not None and output.dtype != self.reduction.main_dtype:
+            into = self._main_memory() if self.is_persistent else None
+            output = output.to(self.reduction.main_dtype) if into is None else into.copy_(output)
+        if output is not None:
+            self.reduced = output if self.reduced is None else self.reduced.add_(output)
 
-    def publish(self, params: list[FlatShard], specs: list[ShardSpec], used: list[bool]) -> None:
+    def move_out_published(self, params: list[FlatShard]) -> None:
+        """Give published gradients that are views of the buffer memory of their own."""
+        result = self._result if self._result.numel() else self._own
+        start = result.untyped_storage().data_ptr()
+        for param in params:
+            grad = param.grad
+            if isinstance(grad, FlatShard):
+                local = grad.to_local()
+                if local.numel() and local.untyped_storage().data_ptr() == start:
+                    grad._local = local.clone()
+
+    def publish(
+        self,
+        params: list[FlatShard],
+        specs: list[ShardSpec],
+        used: list[bool],
+        own: list[Tensor | None] | None = None,
+    ) -> None:
         """Set, or add to, `.grad` of the parameters that any rank used; forget `reduced`.
+
+        Args:
+            params: The sharded parameters.
+            specs: Theirs.
+            used: Which of them any rank used.
+            own: Their gradients, where no reduction gave `reduced`.
 
         Raises:
             RuntimeError: If a parameter's existing `.grad` is not a shard like the parameter.
         """
+        if self.is_partial:
+            return  # until the all-reduce that was put off
         shard, self.reduced = self.reduced, None
         self._was_used = [False] * len(self._was_used)
-        if shard is None:
+        if shard is None and own is None:
             return
-        pieces = shard.split_with_sizes(self._piece_numels)[1::2]
+        pieces = own or cast(Tensor, shard).split_with_sizes(self._piece_numels)[1::2]
         for param, spec, piece, is_used in zip(params, specs, pieces, used, strict=True):
-            if not is_used:
+            if not is_used or piece is None:
                 continue
             if param.grad is None:
                 param.grad = wrap(piece, spec)
             else:
-                _add_to_grad(param, piece)
+                add_to_grad(param, piece)
 
     def drop(self) -> None:
         """Forget this backward's gradients, whatever was in flight, after an error."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.abandon()
-        self._event = None
+        self.reduction.drop()
         self.reduced = None
         self._close()
         self._was_used = [False] * len(self._was_used)
-        self.reset_count()
-        free_storage(self._own)
-        self.uses_shared = False
+        self.awaited.reset()
+        self._free_own()
 
     def _close(self) -> None:
         """End the round: what comes next begins a new one."""
@@ -298,25 +398,3 @@ class FlatGradient:
         self.arrived = [False] * len(self.arrived)
         self.num_arrived = 0
         self._views = None
-
-
-def _add_to_grad(param: FlatShard, shard: Tensor) -> None:
-    grad = param.grad
-    if not isinstance(grad, FlatShard) or grad.to_local().shape != shard.shape:
-        raise RuntimeError(
-            f"expected .grad of parameter '{param._shard_spec.label}' to be None or a FlatShard, "
-            f"got {type(grad).__name__}. Let backward() set it, or assign a FlatShard."
-        )
-    grad.to_local().add_(shard)
-
-
-def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:
-    """Return the dense gradient that belongs to a parameter's local part.
-
-    A DTensor gradient is brought to its parameter's placements first: layers with sequence
-    parallelism produce partial sums.
-    """
-    if spec.tensor_parallel is None:
-        return gradient
-    mesh, placements = spec.tensor_parallel
-    return cast(DTensor, gradient).redistribute(mesh, placements).to_local()

@@ -12,25 +12,37 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard._collectives import Waitable
-from composable_shard._flat_grad import FlatGradient, Streams, local_gradient
+from composable_shard._flat_entry import FlatEntry
+from composable_shard._flat_grad import FlatGradient
+from composable_shard._flat_reduction import ScratchPool, Streams
 from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor
-from composable_shard._flat_storage import FlatStorage
+from composable_shard._grad_pieces import local_gradient
 from composable_shard._layout import FlatLayout
-from composable_shard._mesh import ShardGroup
+from composable_shard._mesh import ShardGroup, SmallGroup
+from composable_shard._param_views import GradientHook, ParamViews
+from composable_shard._precision import Precision
 from composable_shard._registration import ParamEntry
 from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
-from composable_shard._storage import alloc_storage, free_storage
-from composable_shard._unsharded_param import alias_of, make_unsharded
+from composable_shard.api import ShardingStrategy
 
-__all__ = ["FlatParamHandle", "GradientHook", "ParamEntry"]
+__all__ = ["FlatParamHandle", "ParamEntry", "plan_layout"]
 
 _ALIGNMENT_NBYTES = 16
+_ACCUMULATES_UNSHARDED = (ShardingStrategy.SHARD_OPTIM, ShardingStrategy.NO_SHARD)
 
-GradientHook = Callable[["FlatParamHandle", int], None]
+
+def plan_layout(
+    params: Sequence[Tensor], world_size: int, precision: Precision | None = None
+) -> FlatLayout:
+    """Lay out the dense tensors of one flat parameter; reads only their sizes and dtypes."""
+    precision = precision or Precision()
+    itemsize = precision.itemsize(precision.main_dtype or params[0].dtype)
+    alignment = max(1, _ALIGNMENT_NBYTES // itemsize)
+    return FlatLayout.plan([param.numel() for param in params], world_size, alignment)
 
 
-class FlatParamHandle(FlatStorage):
-    """One flat parameter: parameters of a unit that share dtype, requires_grad and mesh.
+class FlatParamHandle(ParamViews):
+    """One flat parameter: parameters of a unit that share dtypes, requires_grad and mesh.
 
     At rest it holds this rank's shard. `unshard` gathers the full values into one buffer,
     `reshard` frees them; `register_unsharded` and `register_sharded` decide which of the two forms
@@ -38,44 +50,54 @@ class FlatParamHandle(FlatStorage):
 
     Attributes:
         layout: Where each parameter lies, and who owns what.
-        shard_group: The ranks that share the flat parameter.
+        shard_group: The ranks that share the flat parameter, and those that hold copies.
+        strategy: What each rank keeps.
+        reshards_after_backward: Whether the end of a backward frees the full values.
+        small_group: The ranks that hold all values once between forward and backward, if any.
+        precision: The dtypes that differ from the local shard's.
         entries: The managed parameters, in order.
         requires_grad: Whether any of the parameters is trainable.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- all that defines a handle, each by name
         self,
         params: Sequence[Tensor],
         labels: Sequence[ParamLabel],
         shard_group: ShardGroup,
         specs: Callable[[FlatLayout], list[ShardSpec]],
-        *,
         requires_grad: bool,
+        strategy: ShardingStrategy,
+        precision: Precision | None = None,
     ) -> None:
         """Allocate the shard and copy this rank's part of `params` into it; changes no module.
 
         Args:
-            params: Dense tensors (local tensors of DTensors), one dtype, one device.
+            params: Dense tensors (local tensors of DTensors) on one device; of one dtype, unless
+                the precision has a main dtype.
             labels: Names for messages, one for each parameter.
             shard_group: The ranks that share the flat parameter.
             specs: Given the layout, one spec for each parameter.
             requires_grad: Whether the parameters are trainable.
+            strategy: What each rank keeps.
+            precision: Dtypes, where they are not those of `params`.
         """
+        self.precision = precision or Precision()
         self.shard_group = shard_group
+        self.strategy = strategy
+        self.reshards_after_backward = True
+        self.small_group: SmallGroup | None = None
         self.requires_grad = requires_grad
+        self.flat: FlatEntry | None = None
+        self.shows_flat = False
         self.name = labels[0].fqn
-        itemsize = params[0].element_size()
-        self.layout = FlatLayout.plan(
-            [param.numel() for param in params],
-            shard_group.size,
-            max(1, _ALIGNMENT_NBYTES // itemsize),
-        )
+        self.layout = plan_layout(params, shard_group.size, self.precision)
         self.entries: list[ParamEntry] = []
         self._reset()
         device = params[0].device
         if device.type != "meta":
             device = shard_group.device
-        self._buffers = self._make_buffers(params[0].dtype, device)
+        main_dtype = self.precision.main_dtype or params[0].dtype
+        self._buffers = self._make_buffers(main_dtype, device)
         shard = self._buffers.local_shard
         for index, (param, label, spec) in enumerate(
             zip(params, labels, specs(self.layout), strict=True)
@@ -91,25 +113,33 @@ class FlatParamHandle(FlatStorage):
 
     def _reset(self) -> None:
         """Set what a new handle, or a copy of one, begins with."""
+        is_full_shard = self.strategy is ShardingStrategy.FULL_SHARD
+        self.is_kept = self.shard_group.size == 1 or not is_full_shard
         self.guard = WriteGuard(weakref.ref(self))
         self.num_holders = 0  # units in forward, and unshard() calls, that need the full values
         self.end_position: int | None = None  # in the running backward, which needs it until then
         self.is_unsynced = False  # gradients of earlier microbatches wait for a reduction
         self._has_new_versions = False  # gradients were packed in place since the last gather
         self.gathered_writes = -1  # guard.num_writes when the unsharded buffer was filled
+        self.written_back = -1
+        self._small_part: Tensor | None = None
+        self._small_writes = -1
         self.is_registered_unsharded = False
-        self.grad = FlatGradient(self.layout, self.shard_group, self.name)
+        self.is_in_scope = self.has_scope_values = False
+        self._scope_slots, self.scope_params, self._hides_scope_params = [], (), False
+        self.unsharded_flat = None
+        is_persistent = self.strategy in _ACCUMULATES_UNSHARDED
+        self.grad = FlatGradient(
+            self.layout, self.shard_group, self.name, is_persistent=is_persistent
+        )
+        self._held: dict[int, Tensor] = {}  # gradients where no other rank has any
         self._on_gradient: GradientHook | None = None
+        self._watched = []
         self._versions: list[int] = []  # of the unsharded parameters, while they hold values
-        self._slots: list[tuple[Any, Any, Tensor, Tensor]] = []
+        self._slots = []
         self._gather: Waitable | torch.Event | None = None
 
     # Set-up
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the unsharded parameters and their hooks exist."""
-        return self._on_gradient is not None
 
     def describe_entries(self, options: str) -> list[str]:
         """Return a line for each parameter with all that the ranks must agree on."""
@@ -119,113 +149,6 @@ class FlatParamHandle(FlatStorage):
             for entry in self.entries
         ]
 
-    def attach(self, on_gradient: GradientHook) -> None:
-        """Build the unsharded parameters and their hooks; the entries' slots are final now.
-
-        Args:
-            on_gradient: Called as `on_gradient(handle, index)` when the full gradient of a
-                parameter has been accumulated, in the thread that runs the backward.
-        """
-        self._on_gradient = on_gradient
-        # Inference tensors could never be trained, whatever context the first call runs in.
-        with torch.inference_mode(False), torch.no_grad():
-            self._build_unsharded_params()
-
-    def _build_unsharded_params(self) -> None:
-        buffers = self._buffers
-        if buffers.local_shard.is_meta:
-            return
-        alloc_storage(buffers.unsharded)  # views of a storage without memory can't be made
-        for index, entry in enumerate(self.entries):
-            start, end = self.layout.offsets[index], sum(self._extent(index))
-            # [Note: Storage and autograd]: .data gives each parameter its own version counter.
-            dense = entry.spec.unflatten(buffers.unsharded.data[start:end])
-            entry.unsharded = make_unsharded(dense, self.requires_grad)
-            entry.runs_hooks = False
-            if self.requires_grad:
-                self._hook_gradient(index, entry.unsharded)
-        self.index_slots()
-        views = [alias_of(param) for param in self.unsharded_params]
-        self._versions = [param._version for param in self.unsharded_params]
-        if self.is_sharded:
-            # Before the gradients' own buffer is made: no more than one is there at a time.
-            free_storage(buffers.unsharded)
-            self.gathered_writes = -1
-        if self.requires_grad:
-            self.grad.bind([e.spec for e in self.entries], buffers.gather_output, views)
-
-    def _extent(self, index: int) -> tuple[int, int]:
-        return self.layout.offsets[index], self.layout.numels[index]
-
-    def _hook_gradient(self, index: int, unsharded: nn.Parameter) -> None:
-        # Weak: the leaf holds its hooks where the garbage collector cannot see them, and the
-        # handle holds the leaf; one strong reference would leak the unit for ever.
-        handle_ref = weakref.ref(self)
-
-        def hook(_: Tensor) -> None:
-            handle = handle_ref()
-            if handle is not None:
-                handle._on_gradient(handle, index)  # type: ignore[misc]
-
-        unsharded.register_post_accumulate_grad_hook(hook)
-
-    def adopt_changes(self) -> None:
-        """Take over what was done to the sharded parameters: `.to()`, `requires_grad_()`.
-
-        Identity says nothing of the former: it gives the Parameter object other data. The new
-        slices are copied into a new flat shard, which the parameters become views of again.
-
-        Raises:
-            RuntimeError: If the parameters now differ in dtype or device.
-        """
-        for entry in self.entries:
-            if entry.sharded._local is not entry.shard_view:
-                self._rebuild()
-                return
-        if self.guard.has_new_attributes and self.is_attached:
-            self._adopt_requires_grad()
-            self.adopt_hooks()
-            self.guard.has_new_attributes = False
-
-    def _adopt_requires_grad(self) -> None:
-        self.requires_grad = any(entry.sharded.requires_grad for entry in self.entries)
-        if self.requires_grad and not self.grad.is_bound:
-            # They were frozen when the full parameters were built.
-            self.register_sharded()
-            with torch.inference_mode(False), torch.no_grad():
-                self._build_unsharded_params()
-        for entry in self.entries:
-            if entry.unsharded is not None:
-                entry.unsharded.requires_grad_(entry.sharded.requires_grad)
-
-    def _rebuild(self) -> None:
-        locals_ = [entry.sharded._local for entry in self.entries]
-        kinds = {(local.dtype, local.device) for local in locals_}
-        if len(kinds) > 1:
-            detail = ", ".join(
-                f"'{entry.label}': {local.dtype} on {local.device}"
-                for entry, local in zip(self.entries, locals_, strict=True)
-            )
-            raise RuntimeError(
-                "expected the parameters of one unit that were sharded together to change dtype "
-                f"and device together, got {detail}. Convert the whole unit."
-            )
-        del locals_
-        with torch.inference_mode(False), torch.no_grad():
-            self._take_slices()
-            self._build_unsharded_params()
-        self.guard.has_new_attributes = True
-
-    def _take_slices(self) -> None:
-        """Copy the sharded parameters into a new flat shard, and make them views of it."""
-        local = self.entries[0].sharded._local
-        self._buffers = self._make_buffers(local.dtype, local.device)
-        for index, entry in enumerate(self.entries):
-            low, high = self.layout.local_range(index, self.shard_group.rank)
-            entry.shard_view = self._buffers.local_shard[low:high].copy_(entry.sharded._local)
-            entry.sharded._local = entry.shard_view
-            entry.sharded._guard = self.guard
-
     # Copies and pickles
 
     def __getstate__(self) -> dict[str, Any]:
@@ -234,6 +157,12 @@ class FlatParamHandle(FlatStorage):
         Raises:
             RuntimeError: While modules show the full parameters, which the copy does not manage.
         """
+        if self.is_in_scope:
+            raise RuntimeError(
+                f"unit '{self.name}' can't be copied or pickled inside unshard_params, for the "
+                "copy's parameters would belong to no unit. Copy it outside the scope, or its "
+                "state_dict() inside."
+            )
         if self.is_registered_unsharded:
             raise RuntimeError(
                 f"unit '{self.name}' can't be copied or pickled while it shows its full "
@@ -243,18 +172,33 @@ class FlatParamHandle(FlatStorage):
             "name": self.name,
             "layout": self.layout,
             "shard_group": self.shard_group,
+            "strategy": self.strategy,
+            "reshards_after_backward": self.reshards_after_backward,
+            "small_group": self.small_group,
+            "divide_factor": self.grad.reduction.divide_factor,
+            "precision": self.precision,
             "requires_grad": self.requires_grad,
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],
+            "flat": None if self.flat is None else (self.flat.sharded, self.flat.used),
+            "flat_slot": self.flat_slot,
+            "shows_flat": self.shows_flat,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        divide_factor = state.pop("divide_factor")
         self.__dict__.update(state)
         self.entries = [
             # The parameter's own spec: optimizers compare specs by identity first.
             ParamEntry(sharded, sharded._shard_spec.label, slots, sharded._shard_spec)
             for sharded, slots in state["entries"]
         ]
+        if state["flat"] is not None:
+            flat, used = state["flat"]
+            spec = flat._shard_spec
+            self.flat = FlatEntry(flat, spec.label, spec, flat._local, used)
+        self.hide_unshown()  # a pickle does not know it
         self._reset()
+        self.grad.reduction.divide_factor = divide_factor
         with torch.inference_mode(False), torch.no_grad():
             self._take_slices()
 
@@ -288,15 +232,20 @@ class FlatParamHandle(FlatStorage):
         gradient = unsharded.grad  # type: ignore[union-attr]
         if gradient is None:
             return
-        if self.grad.is_in_flight:
-            self.finish_reduction()  # it frees the buffers that this round is going to use
+        if self.grad.is_alone:
+            if not self.grad.can_share:
+                self._hold_gradient(index, gradient)
+            self.grad.note_arrival(index)
+            return
+        self._begin_round()
         # Dropped at once: a unit never holds its gradients twice.
         unsharded.grad = None  # type: ignore[union-attr]
         if entry.spec.tensor_parallel is not None:
             gradient = local_gradient(gradient, entry.spec)
         in_place = (
             may_overwrite
-            and self.is_sharded
+            and self.grad.can_share
+            and not self.is_kept
             and self.gathered_writes >= 0
             and self.num_holders == 0
             and self._gather is None
@@ -314,30 +263,60 @@ class FlatParamHandle(FlatStorage):
             self.gathered_writes = -1
             self._has_new_versions = True
 
+    def _hold_gradient(self, index: int, gradient: Tensor) -> None:
+        """Take a gradient that no other rank adds to, cast, out of autograd's hands.
+
+        It would add up microbatches in the parameter's dtype. [Note: Reduce dtype]
+        """
+        entry, held = self.entries[index], self._held.get(index)
+        entry.unsharded.grad = None  # type: ignore[union-attr]
+        dense = local_gradient(gradient.to_dense() if gradient.is_sparse else gradient, entry.spec)
+        dtype = self.precision.reduces_in(self.local_shard.dtype)
+        self._held[index] = dense.to(dtype) if held is None else held.add_(dense)
+
+    def _begin_round(self) -> None:
+        if self.grad.is_in_flight:
+            self.finish_reduction()  # it frees the buffers that this round is going to use
+        if self.grad.is_persistent and not self.grad.is_open:
+            self.grad.move_out_published([each.sharded for each in self.shown_at_rest])
+
     def pack_rest(self, *, may_overwrite: bool) -> None:
         """Pack the gradients that are not packed yet: those of earlier microbatches."""
         if self.grad.num_arrived < len(self.entries):
             for index in range(len(self.entries)):
                 self.pack_gradient(index, may_overwrite=may_overwrite)
 
-    def issue_reduction(self, streams: Streams | None, *, keep_unsharded: bool) -> None:
+    def issue_reduction(
+        self,
+        streams: Streams | None,
+        scratch: ScratchPool,
+        *,
+        keep_unsharded: bool,
+        is_deferred: bool,
+    ) -> None:
         """Start reducing the packed gradients, and those kept unsharded by earlier microbatches.
 
         Args:
             streams: The side streams of an accelerator.
+            scratch: The tree's.
             keep_unsharded: Whether the full values are still needed.
+            is_deferred: Whether to put the all-reduce over copies of the shard off.
         """
         self.pack_rest(may_overwrite=not keep_unsharded)
+        if not self.grad.is_open:
+            self._begin_round()
         self.is_unsynced = False
         if not keep_unsharded and self._gather is not None:
             self.wait_unshard()  # the backend still writes into what may become scratch
-        self.grad.issue(streams, may_share=self.is_sharded and not keep_unsharded)
+        may_share = not self.is_kept and not keep_unsharded
+        self.grad.issue(streams, scratch, may_share=may_share, is_deferred=is_deferred)
         if self.grad.uses_shared:
             self.gathered_writes = -1
 
     def drop_gradients(self) -> None:
         """Forget all gradients that are not published, after an aborted backward."""
         self.grad.drop()
+        self._held.clear()
         self.is_unsynced = False
         for entry in self.entries:
             if entry.unsharded is not None:
@@ -345,6 +324,42 @@ class FlatParamHandle(FlatStorage):
         self._free_unused()
 
     def publish_gradients(self, used: list[bool]) -> None:
-        """Set or add to `.grad` of the sharded parameters that any rank used."""
-        entries = self.entries
-        self.grad.publish([e.sharded for e in entries], [e.spec for e in entries], used)
+        """Set or add to `.grad` of the parameters shown at rest that any rank used."""
+        entries, flat = self.entries, self.flat
+        own = None
+        if self.grad.is_alone:
+            own = [self._take_gradient(index, entry) for index, entry in enumerate(entries)]
+        if not self.shows_flat or flat is None:
+            self.grad.publish([e.sharded for e in entries], [e.spec for e in entries], used, own)
+            return
+        if flat.sharded.grad is None:
+            flat.used = [False] * len(used)
+        flat.used = [before or now for before, now in zip(flat.used, used, strict=True)]
+        whole = self.grad.reduced if own is None else self._join(own)
+        if whole is not None:
+            self.zero_gaps(whole)  # nothing was packed there
+        piece = None if whole is None else self.slice_of(flat, whole)
+        self.grad.publish([flat.sharded], [flat.spec], [any(used)], [piece])
+
+    def _join(self, pieces: list[Tensor | None]) -> Tensor:
+        """Return gradients of whole parameters as one shard, zero where there is none."""
+        shard = torch.zeros_like(self.local_shard)
+        for entry, piece in zip(self.entries, pieces, strict=True):
+            if piece is not None:
+                self.slice_of(entry, shard).copy_(piece)
+        return shard
+
+    def _take_gradient(self, index: int, entry: ParamEntry) -> Tensor | None:
+        """Take autograd's own gradient, shape `(spec.numel,)`, where no other rank has one."""
+        dense = self._held.pop(index, None)
+        gradient = entry.unsharded.grad  # type: ignore[union-attr]
+        if dense is None:
+            if gradient is None:
+                return None
+            entry.unsharded.grad = None  # type: ignore[union-attr]
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
+            dense = local_gradient(gradient, entry.spec)
+        flat = entry.spec.flatten(dense)
+        flat = flat.to(self.local_shard.dtype)
+        factor = self.grad.reduction.divide_factor
+        return flat if factor is None else flat.div_(factor)

@@ -15,7 +15,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composable_shard._collectives import all_gather_uneven, resolve_group
 from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
 
-__all__ = ["OP_RULES", "FlatShard", "FlatShardOfDTensor", "Rule", "RuleTable", "wrap"]
+__all__ = [
+    "OP_RULES",
+    "DTensorSlots",
+    "FlatShard",
+    "FlatShardOfDTensor",
+    "Rule",
+    "RuleTable",
+    "wrap",
+]
 
 Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 _OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
@@ -180,6 +188,11 @@ class FlatShard(Tensor):
         self._note_new_attributes()
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
+    def share_memory_(self) -> FlatShard:
+        """Move the slice, and all others in its storage, to shared memory; return the shard."""
+        self._local.share_memory_()  # torch's own would take the wrapper for data, and crash
+        return self
+
     def _note_new_attributes(self) -> None:
         if self._guard is not None:
             self._guard.has_new_attributes = True
@@ -241,7 +254,10 @@ class FlatShard(Tensor):
         twin = type(self)(local, self._shard_spec, requires_grad=self.requires_grad)
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.user_attributes(), memo))
-        twin.grad = copy.deepcopy(self.grad, memo)
+        # Of torch's own property: a hidden parameter's is another.
+        grad = Tensor.grad.__get__(self)  # type: ignore[union-attr]
+        if grad is not None:
+            twin.grad = copy.deepcopy(grad, memo)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -298,13 +314,15 @@ class _SharedGradient(torch.autograd.Function):
         return wrap(ctx.spec.slice(gradient).clone(), ctx.spec)
 
 
-class _DTensorSlots(Tensor):
+class DTensorSlots(Tensor):
+    """A class that can take the place of DTensor in an object."""
+
     # A direct subclass of Tensor with DTensor's slots: Python lets an object change its class only
     # if both classes add the same slots to the same base.
     __slots__ = ("_local_tensor", "_spec")  # never set
 
 
-class FlatShardOfDTensor(FlatShard, _DTensorSlots):
+class FlatShardOfDTensor(FlatShard, DTensorSlots):
     """A FlatShard that can take the place of a DTensor by `torch.utils.swap_tensors`."""
 
 

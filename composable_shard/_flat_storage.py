@@ -7,6 +7,23 @@ parameters that modules compute with, what autograd saved of them in forward, an
 gradients are packed into. Each unsharded parameter is built on its own `.data` alias, and
 collectives write through another: an alias has its own version counter, so refilling the buffer
 for backward does not look like an in-place change of what forward saved.
+
+[Note: Kept buffers]
+Where the strategy keeps parameters unsharded, and where one rank holds them all, the unsharded
+buffer is never freed, and this rank's part of it is the local shard. The optimizer writes into it,
+and the next forward that finds `guard.num_writes` changed gathers the other ranks' parts in place.
+
+[Note: Small group]
+Between forward and backward a rank may keep more than its shard and less than everything: the ranks
+of the shard group are divided into groups of consecutive ones, each of which holds all values once.
+The backward gathers over such a small group, of ranks that are near each other.
+
+[Note: Main and compute dtype]
+A unit may compute in another dtype than that of its shards, the main dtype. A gather then casts the
+shard straight into this rank's part of the unsharded buffer and goes on in place; a kept buffer has
+a local shard beside it. Where shards travel in a third dtype, they do so through memory of its
+length that is freed as soon as it has been cast into the unsharded buffer: the owner too computes
+with what the others receive. No value ever goes the other way.
 """
 
 from __future__ import annotations
@@ -19,9 +36,11 @@ from torch import Tensor
 
 from composable_shard import _collectives, _trace
 from composable_shard._collectives import Waitable
-from composable_shard._flat_grad import FlatGradient, Streams
+from composable_shard._flat_grad import FlatGradient
+from composable_shard._flat_reduction import Streams
 from composable_shard._layout import FlatLayout
-from composable_shard._mesh import ShardGroup
+from composable_shard._mesh import ShardGroup, SmallGroup
+from composable_shard._precision import Precision
 from composable_shard._registration import Registration
 from composable_shard._shard_spec import WriteGuard
 from composable_shard._storage import alloc_storage, free_storage, restore_versions
@@ -34,8 +53,27 @@ class _Buffers:
     """Everything that depends on dtype and device: made anew when `.to()` changes either."""
 
     local_shard: Tensor  # (shard_numel,)
-    unsharded: Tensor  # (padded_numel,), storage size 0 unless unsharded
+    unsharded: Tensor  # (padded_numel,), storage size 0 unless unsharded or kept
     gather_output: Tensor  # alias of `unsharded` with a version counter of its own
+    own_part: Tensor  # (shard_numel,), this rank's part of `gather_output`
+    wire_dtype: torch.dtype  # in which shards are gathered
+    is_cast: bool  # the unsharded buffer is not the shards as they are
+
+
+class _StagedGather:
+    """A gather into memory of another dtype, which is freed when the values have been cast."""
+
+    def __init__(self, work: Waitable, staging: Tensor, output: Tensor) -> None:
+        self._work = work
+        self._staging: Tensor | None = staging
+        self._output = output
+
+    def wait(self) -> None:
+        """Wait for the values, and cast them into the unsharded buffer."""
+        staging, self._staging = self._staging, None
+        self._work.wait()
+        if staging is not None:
+            self._output.copy_(staging)
 
 
 class FlatStorage(Registration):
@@ -44,28 +82,52 @@ class FlatStorage(Registration):
     name: str
     layout: FlatLayout
     shard_group: ShardGroup
+    is_kept: bool  # the unsharded buffer is never freed, see [Note: Kept buffers]
+    precision: Precision
     guard: WriteGuard
     grad: FlatGradient
     gathered_writes: int  # guard.num_writes when the unsharded buffer was filled, -1: it is not
+    small_group: SmallGroup | None  # what `reshard_to_small_group` keeps a part for
+    _small_part: Tensor | None  # (padded_numel / small_group.size,), see [Note: Small group]
+    _small_writes: int  # guard.num_writes when the part was kept
     _buffers: _Buffers
     _gather: Waitable | torch.Event | None
     _versions: list[int]  # of the unsharded parameters, while they hold values
     _has_new_versions: bool  # gradients were packed in place since the last gather
 
     def _make_buffers(self, dtype: torch.dtype, device: torch.device) -> _Buffers:
-        unsharded = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
-        # At once: what is needed only later must not add to a peak.
-        free_storage(unsharded)
-        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
-        if not self.is_sharded:
-            # Nothing is gathered, so nothing is stored twice.
-            unsharded = shard
-        return _Buffers(shard, unsharded, unsharded.data)
+        """Make buffers for a local shard of this dtype."""
+        param_dtype = self.precision.computes_in(dtype)
+        wire_dtype = self.precision.travels_in(dtype) if self.is_sharded else param_dtype
+        is_cast = param_dtype != dtype or wire_dtype != dtype
+        start, end = self.layout.shard_range(self.shard_group.rank)
+        unsharded = torch.empty(self.layout.padded_numel, dtype=param_dtype, device=device)
+        output = unsharded.data
+        own_part = output[start:end]
+        if not self.is_kept:
+            # At once: what is needed only later must not add to a peak.
+            free_storage(unsharded)
+        elif not is_cast:
+            # [Note: Kept buffers]: nothing is stored twice.
+            shard = unsharded.zero_()[start:end]
+        if is_cast or not self.is_kept:
+            shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        return _Buffers(shard, unsharded, output, own_part, wire_dtype, is_cast)
 
     @property
     def is_sharded(self) -> bool:
-        """False only where one rank holds everything: then nothing is gathered or reduced."""
+        """False only where each rank holds everything: then nothing is gathered."""
         return self.shard_group.size > 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the local shard is the unsharded buffer, so that nothing needs to be filled."""
+        return self.shard_group.size == 1 and not self._buffers.is_cast
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the full values are not the shards as they are, [Note: Main and compute dtype]"""
+        return self._buffers.is_cast
 
     @property
     def local_shard(self) -> Tensor:
@@ -74,21 +136,26 @@ class FlatStorage(Registration):
 
     @property
     def unsharded(self) -> Tensor:
-        """The full flat parameter, shape `(layout.padded_numel,)`; no storage unless unsharded."""
+        """The full flat parameter, shape `(layout.padded_numel,)`; no storage while freed."""
         return self._buffers.unsharded
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the unsharded buffer holds, or is being filled with, the full values."""
-        return not self.is_sharded or self.gathered_writes >= 0
+        """Whether the unsharded buffer holds full values, or is being filled with them."""
+        return self.gathered_writes >= 0 or self.is_whole
 
     @property
     def unsharded_extent(self) -> tuple[int, int] | None:
         """Addresses `[start, end)` of the unsharded buffer, None where it outlives every view."""
-        if not self.is_sharded or self.gathered_writes < 0:
+        if self.is_kept or self.gathered_writes < 0:
             return None
         start = self._buffers.gather_output.data_ptr()
         return start, start + self._buffers.gather_output.nbytes
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the unsharded buffer holds what the shards hold now."""
+        return self.gathered_writes == self.guard.num_writes
 
     def check_materialized(self) -> None:
         """Check that the shard is on a real device.
@@ -106,11 +173,11 @@ class FlatStorage(Registration):
     def unshard(self, streams: Streams | None = None) -> None:
         """Start gathering the full values; no-op while they are there and no shard was written.
 
-        One all-gather of `layout.padded_numel` elements, on the unshard stream where there are
-        streams. `wait_unshard` must follow before the parameters are used. If the allocation or
-        the collective fails, the handle is as before.
+        One all-gather of `layout.padded_numel` elements, in the dtype in which shards travel, on
+        the unshard stream where there are streams. `wait_unshard` must follow before the parameters
+        are used. If the allocation or the collective fails, the handle is as before.
         """
-        if not self.is_sharded or self.gathered_writes == self.guard.num_writes:
+        if self.is_in_scope or self.is_whole or self.is_current:
             return
         if self._gather is not None:
             self.wait_unshard()
@@ -124,7 +191,8 @@ class FlatStorage(Registration):
         try:
             self._gather = self._issue_gather(streams)
         except BaseException:
-            free_storage(self._buffers.unsharded)
+            self._free_unsharded()
+            self._small_part = None
             raise
         self.gathered_writes = self.guard.num_writes
         if self._has_new_versions:
@@ -132,19 +200,36 @@ class FlatStorage(Registration):
             self._has_new_versions = False
             restore_versions(self.unsharded_params, self._versions)
 
-    def _issue_gather(self, streams: Streams | None) -> Waitable | torch.Event:
-        buffers, group = self._buffers, self.shard_group.group
+    def _issue_gather(self, streams: Streams | None) -> Waitable | torch.Event | None:
+        buffers = self._buffers
+        if not self.is_sharded:
+            buffers.own_part.copy_(buffers.local_shard)
+            return None
         if streams is None:
-            alloc_storage(buffers.unsharded)
-            return _collectives.all_gather(buffers.gather_output, buffers.local_shard, group)
+            return self._start_gather()
         stream = streams.unshard_stream
         # The shard may just have been written by the optimizer, and the memory that the gather
         # gets may still be read by the last unit's compute: both are on the current stream.
         stream.wait_stream(torch.accelerator.current_stream())
         with stream:
-            alloc_storage(buffers.unsharded)
-            _collectives.all_gather(buffers.gather_output, buffers.local_shard, group).wait()
+            self._start_gather().wait()
             return stream.record_event()
+
+    def _start_gather(self) -> Waitable:
+        buffers, group = self._buffers, self.shard_group.group
+        output, shard = buffers.gather_output, buffers.local_shard
+        has_valid_part = self._small_writes == self.guard.num_writes
+        alloc_storage(buffers.unsharded)
+        if self.small_group is not None and self._small_part is not None and has_valid_part:
+            return _collectives.all_gather(output, self._small_part, self.small_group.group)
+        if not buffers.is_cast:
+            return _collectives.all_gather(output, shard, group)
+        # [Note: Main and compute dtype]
+        if buffers.wire_dtype == output.dtype:
+            return _collectives.all_gather(output, buffers.own_part.copy_(shard), group)
+        staging = torch.empty_like(output, dtype=buffers.wire_dtype)
+        own = staging.view(group.size(), -1)[group.rank()].copy_(shard)
+        return _StagedGather(_collectives.all_gather(staging, own, group), staging, output)
 
     def wait_unshard(self) -> None:
         """Make the current stream (on CPU: the caller) wait for a gather that `unshard` started."""
@@ -159,13 +244,19 @@ class FlatStorage(Registration):
                 gather.wait()
         except BaseException:
             self.gathered_writes = -1
-            free_storage(self._buffers.unsharded)
+            self._free_unsharded()
             raise
+        finally:
+            self._small_part = None
         if _trace.is_traced():
             _trace.record("wait_gather", self.name)
 
     def reshard(self) -> None:
-        """Free the full values, after waiting for a gather still in flight. Registers nothing."""
+        """Free the full values, after waiting for a gather still in flight. Registers nothing.
+
+        A kept buffer stays, with its values.
+        """
+        self._small_part = None
         if not self.is_sharded or self.gathered_writes < 0:
             return
         if self._gather is not None:
@@ -173,10 +264,125 @@ class FlatStorage(Registration):
             # wants the values, and an earlier error may be why.
             with suppress(RuntimeError):
                 self.wait_unshard()
+        if self.is_kept:
+            return
         self.gathered_writes = -1
-        free_storage(self._buffers.unsharded)
+        self._free_unsharded()
         if _trace.is_traced():
             _trace.record("free", self.name)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether this rank keeps its part of the values for a small group."""
+        return self._small_part is not None
+
+    def reshard_to_small_group(self) -> None:
+        """Free the full values but for this rank's part in the small group, if there is one."""
+        part = None
+        if self.small_group is not None and self.is_current:
+            self.wait_unshard()
+            numel = self.layout.padded_numel // self.small_group.size
+            start = self.small_group.rank * numel
+            part = self._buffers.gather_output[start : start + numel].clone()
+        self.reshard()
+        self._small_part, self._small_writes = part, self.guard.num_writes
+
+    def _free_unsharded(self) -> None:
+        if not self.is_kept:
+            free_storage(self._buffers.unsharded)
+
+    def advance_reduction(self) -> None:
+        """Wait until the reduction in flight, if any, needs its buffers no more; free them."""
+        if self.grad.is_in_flight:
+            self.grad.advance()
+            self._free_unused()
+
+    # Apart from the unsharded buffer
+
+    def gather_into(
+        self, output: Tensor | None, shard: Tensor, *, to_first: bool
+    ) -> Waitable | None:
+        """Start gathering shards into a buffer that is not the handle's.
+
+        One all-gather, or with `to_first` one gather, of `layout.padded_numel` elements.
+
+        Args:
+            output: Shape `(layout.padded_numel,)`; None on a rank that does not receive.
+            shard: Shape `(layout.shard_numel,)`, this rank's.
+            to_first: Only the first of all data-parallel ranks receives; where there are copies of
+                the shards, the first of them are sent.
+        """
+        group = self.shard_group.group
+        if to_first and not self.shard_group.is_first_replica:
+            return None
+        if not self.is_sharded:
+            if output is not None:
+                output.copy_(shard)
+            return None
+        if to_first:
+            return _collectives.gather(output, shard, group)
+        assert output is not None
+        return _collectives.all_gather(output, shard, group)
+
+    def copy_unsharded(self, output: Tensor | None) -> None:
+        """Copy the full values, where `is_current` holds, into another buffer."""
+        self.wait_unshard()
+        if output is not None:
+            output.copy_(self._buffers.unsharded)
+
+    def write_unsharded(self) -> None:
+        """Write this rank's slice of the unsharded buffer into the shard.
+
+        Where the buffer holds rounded values, elements that are what the shard was rounded to were
+        not edited, and keep their full precision.
+        """
+        self._zero_padding(self._buffers.gather_output)
+        shard, values = self._buffers.local_shard, self._buffers.own_part
+        if self.is_cast:
+            rounded = shard.to(self._buffers.wire_dtype).to(values.dtype)
+            values = torch.where(values == rounded, shard, values.to(shard.dtype))
+        shard.copy_(values)
+
+    def write_slice(self, shard: Tensor, full: Tensor | None, *, from_first: bool) -> None:
+        """Write this rank's slice of full values, or gradients, into a shard.
+
+        Args:
+            shard: Shape `(layout.shard_numel,)`.
+            full: Shape `(layout.padded_numel,)`; its padding is set to zero. None on a rank that
+                has none.
+            from_first: The first of all data-parallel ranks gives every rank its slice: one
+                scatter in its shard group, and one broadcast to each group of copies.
+        """
+        if full is not None:
+            self._zero_padding(full)
+        if from_first:
+            self._send_slices(shard, full)
+        elif full is not None:
+            start, end = self.layout.shard_range(self.shard_group.rank)
+            shard.copy_(full[start:end])
+
+    def _zero_padding(self, full: Tensor) -> None:
+        for start, end in self.layout.padding_ranges():
+            full[start:end].zero_()
+
+    def zero_gaps(self, shard: Tensor) -> None:
+        """Set what lies between the parameters in a shard to zero: it would count in norms.
+
+        Args:
+            shard: Shape `(layout.shard_numel,)`.
+        """
+        sizes = self.layout.piece_numels(self.shard_group.rank)
+        for gap in shard.split_with_sizes(sizes)[::2]:
+            gap.zero_()
+
+    def _send_slices(self, shard: Tensor, full: Tensor | None) -> None:
+        group = self.shard_group
+        if self.is_sharded and group.is_first_replica:
+            _collectives.scatter(shard, full, group.group).wait()
+        elif full is not None:
+            shard.copy_(full)
+        for copies in group.replicate_groups:
+            _collectives.broadcast(shard, 0, copies).wait()
 
     def finish_reduction(self) -> None:
         """Wait for the reduction in flight, if any, and free its buffers."""
@@ -185,7 +391,7 @@ class FlatStorage(Registration):
             self._free_unused()
 
     def _free_unused(self) -> None:
-        if self.is_sharded and self.gathered_writes < 0 and not self.grad.uses_shared:
+        if not self.is_kept and self.gathered_writes < 0 and not self.grad.uses_shared:
             free_storage(self._buffers.unsharded)
             if _trace.is_traced():
                 _trace.record("free", self.name)

@@ -88,6 +88,20 @@ class FlatLayout:
         """Elements of all parameters together, padding left out."""
         return sum(self.numels)
 
+    @property
+    def end(self) -> int:
+        """Elements up to the end of the last parameter: without the padding behind it."""
+        return self.offsets[-1] + self.numels[-1] if self.numels else 0
+
+    def padding_ranges(self) -> list[tuple[int, int]]:
+        """Return the flat ranges that belong to no parameter, without empty ones.
+
+        Example: numels `(5, 3)`, two ranks, alignment 4 give `[(5, 8), (11, 16)]`.
+        """
+        ends = [offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True)]
+        starts = [*self.offsets[1:], self.padded_numel]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the flat range that `rank` owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel

@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from composable_shard._agreement import check_agreement
+from composable_shard._agreement import check_agreement, copy_to_replicas
 from composable_shard._buffers import is_never_written
 from composable_shard._reduction import on_gradient
 from composable_shard._state import ShardState, TreeContext
 from composable_shard._traversal import get_states
 
-__all__ = ["lazy_init", "prepare", "share_context"]
+__all__ = ["lazy_init", "lazy_init_params", "prepare", "share_context"]
 
 
 def share_context(modules: list[nn.Module]) -> TreeContext:
@@ -46,12 +46,29 @@ def lazy_init(module: nn.Module) -> None:
 
     Allocates buffers, takes over parameters that `.to()` or `to_empty()` gave new data, and
     compares with the other ranks that all shard the same model in the same way. A second call
-    touches no tensor. One small all-gather for each process group, the first time.
+    touches no tensor. The first time, one small all-gather for each process group, and a broadcast
+    of each shard to the ranks that hold copies of it: replicas start equal.
 
     Raises:
         ValueError: If no module in `module` was sharded.
         RuntimeError: If the ranks disagree, parameters are still on the meta device, or buffers
             have not been initialised after `to_empty()`.
+    """
+    lazy_init_params(module)
+    contexts = [state.context for state in get_states(module) if state.context is not None]
+    unchecked = list(dict.fromkeys(context for context in contexts if not context.is_checked))
+    if unchecked:
+        _check_buffers(_outermost(unchecked, module))
+        for context in unchecked:
+            context.is_checked = True
+
+
+def lazy_init_params(module: nn.Module) -> None:
+    """Do what `lazy_init` does, but let buffers be: a scope may be there to initialise them.
+
+    Raises:
+        ValueError: If no module in `module` was sharded.
+        RuntimeError: If the ranks disagree, or parameters are still on the meta device.
     """
     states = get_states(module)
     if not states:
@@ -65,15 +82,18 @@ def lazy_init(module: nn.Module) -> None:
     # Whole trees: a unit may borrow parameters of one that is not in `module`.
     for state in [state for context in contexts for state in context.live_states()]:
         prepare(state)
-    unchecked = [context for context in contexts if not context.is_checked]
+    unchecked = [context for context in contexts if not context.has_agreed]
     if unchecked:
         _check_trees(unchecked, module)
 
 
+def _outermost(contexts: list[TreeContext], module: nn.Module) -> list[nn.Module]:
+    # Outermost modules first, for the longest names.
+    return [root for context in contexts for root in context.live_modules()] + [module]
+
+
 def _check_trees(contexts: list[TreeContext], module: nn.Module) -> None:
     """Check whole trees, whichever of their modules was called first."""
-    # Outermost modules first, for the longest names.
-    modules = [root for context in contexts for root in context.live_modules()] + [module]
     states = get_states(module)
     for context in contexts:
         states += context.live_states()
@@ -81,12 +101,12 @@ def _check_trees(contexts: list[TreeContext], module: nn.Module) -> None:
             for handle in state.handles:
                 handle.check_materialized()
                 handle.check_registered()
-    _check_buffers(modules)
     for context in contexts:
         check_agreement(context.live_states())
-    _warn_unmanaged(modules, states)
+        copy_to_replicas(context.live_states())
+    _warn_unmanaged(_outermost(contexts, module), states)
     for context in contexts:
-        context.is_checked = True
+        context.has_agreed = True
 
 
 def _check_buffers(modules: list[nn.Module]) -> None:
@@ -107,6 +127,9 @@ def _check_buffers(modules: list[nn.Module]) -> None:
 def _warn_unmanaged(modules: list[nn.Module], states: list[ShardState]) -> None:
     entries = [entry for state in states for handle in state.handles for entry in handle.entries]
     managed = {id(param) for entry in entries for param in (entry.sharded, entry.unsharded)}
+    managed |= {
+        id(handle.flat.sharded) for state in states for handle in state.handles if handle.flat
+    }
     names = {
         id(param): name
         for module in reversed(modules)

@@ -1,7 +1,8 @@
-"""The ranks that share a flat parameter: their process group, this rank's place, the device."""
+"""The ranks that hold a flat parameter: who shares it, who has a copy, this rank's place."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,44 +12,106 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard._collectives import resolve_group
 
-__all__ = ["ShardGroup"]
+__all__ = ["ShardGroup", "SmallGroup"]
+
+_Groups = tuple[dist.ProcessGroup, ...]
 
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """A process group and this rank's place in it.
+    """The ranks that share a flat parameter, and those that hold copies of the same shard.
 
-    `rank` counts within the group, never within the world. Deep copies and pickles refer to the
-    group by name.
+    Deep copies and pickles refer to process groups by name.
+
+    Attributes:
+        group: The shard group. Where nothing is sharded, any group this rank is in.
+        rank: This rank's number within the shard group, never within the world.
+        size: Ranks that share the flat parameter; 1 where each rank holds all of it.
+        device: Where the ranks compute.
+        replicate_groups: Summing a shard over these groups, one after another, sums it over all
+            ranks that hold a copy of it. Each has more than one rank.
+        joint_groups: What goes from rank to rank of these groups, one after another, reaches all
+            data-parallel ranks. Each has more than one rank.
     """
 
     group: dist.ProcessGroup
     rank: int
     size: int
     device: torch.device
+    replicate_groups: _Groups = ()
+    joint_groups: _Groups = ()
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh | None) -> ShardGroup:
-        """Return the group of a 1-D mesh; without one, of all ranks on the accelerator or CPU.
+    def from_mesh(cls, mesh: DeviceMesh | None, *, is_replicated: bool = False) -> ShardGroup:
+        """Return the groups of a mesh; without one, of all ranks on the accelerator or CPU.
+
+        A 1-D mesh shares the flat parameter. A 2-D mesh `(replicate, shard)` shares it along its
+        second axis and holds copies along the first.
+
+        Args:
+            mesh: A mesh, or None.
+            is_replicated: Every rank of the mesh holds all of it instead.
 
         Raises:
             RuntimeError: If torch.distributed is not initialised and was not launched by torchrun.
-            ValueError: If the mesh has more than one axis, or this rank is not in it.
+            ValueError: If the mesh has more than two axes, this rank is not in it, or the ranks of
+                a 2-D mesh don't ascend.
         """
         mesh = _default_mesh() if mesh is None else mesh
-        if mesh.ndim != 1:
+        if mesh.ndim not in (1, 2):
             raise ValueError(
-                f"expected a 1-D mesh, got {mesh.ndim} axes {mesh.mesh_dim_names}. "
-                "Pass one axis of it, for example mesh['dp']."
+                "expected a 1-D mesh, or a 2-D one (replicate, shard), "
+                f"got {mesh.ndim} axes {mesh.mesh_dim_names}. "
+                "Pass one or two axes of it, for example mesh['dp']."
             )
         if mesh.get_coordinate() is None:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}: "
                 "call fully_shard only on the ranks of the mesh"
             )
-        return cls(
-            mesh.get_group(), mesh.get_local_rank(), mesh.size(), _device_of(mesh.device_type)
-        )
+        if mesh.ndim == 2 and not _is_ascending(mesh):
+            raise ValueError(
+                "expected the ranks of a 2-D mesh to ascend along both axes, got "
+                f"{mesh.mesh.tolist()}: process groups are in ascending order, so its first rank "
+                "would not be the first of its groups. Use init_device_mesh."
+            )
+        device = _device_of(mesh.device_type)
+        *outer, inner = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        joint = _joint_groups([inner, *outer], mesh, device)
+        if is_replicated:
+            return cls(inner, 0, 1, device, joint, joint)
+        replicate = tuple(group for group in outer if group.size() > 1)
+        # Not the mesh's coordinate: torch sorts a group's ranks, whatever order the mesh has.
+        return cls(inner, inner.rank(), inner.size(), device, replicate, joint)
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold a copy of the same shard, this one included."""
+        return math.prod(group.size() for group in self.replicate_groups)
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks: those whose gradients are averaged."""
+        return self.size * self.num_replicas
+
+    @property
+    def position(self) -> int:
+        """This rank's number among all data-parallel ranks."""
+        position, step = 0, 1
+        for group in self.joint_groups:
+            position += group.rank() * step
+            step *= group.size()
+        return position
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's shard is the first of its copies."""
+        return all(group.rank() == 0 for group in self.replicate_groups)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of all data-parallel ranks."""
+        return self.rank == 0 and self.is_first_replica
 
     @property
     def name(self) -> str:
@@ -59,12 +122,84 @@ class ShardGroup:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self.name, self.device)
+        others = [
+            tuple(group.group_name for group in groups)
+            for groups in (self.replicate_groups, self.joint_groups)
+        ]
+        return _restore, (self.name, self.size, self.device, *others)
 
 
-def _restore(name: str, device: torch.device) -> ShardGroup:
+@dataclass(frozen=True)
+class SmallGroup:
+    """So many consecutive ranks of a shard group, this one among them; see [Note: Small group]."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, shard_group: ShardGroup, size: int) -> SmallGroup:
+        """Return this rank's group of `size`, a divisor of the shard group's.
+
+        The ranks of the group must call this together the first time.
+        """
+        key = shard_group.name, size
+        parent, group = _small_groups.get(key, (None, None))
+        if parent is not shard_group.group or group is None:
+            ranks = dist.get_process_group_ranks(shard_group.group)
+            first = shard_group.rank // size * size
+            # Local: other ranks, of other meshes perhaps, do not make the same groups now.
+            group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+            _small_groups[key] = shard_group.group, group
+        return cls(group, group.rank(), size)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SmallGroup:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_small, (self.group.group_name,)
+
+
+# By name of the shard group and size: units that reshard alike share a group, which is costly. The
+# shard group itself stands beside it, for names come again after destroy_process_group.
+_small_groups: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def _restore_small(name: str) -> SmallGroup:
     group = resolve_group(name)
-    return ShardGroup(group, group.rank(), group.size(), device)
+    return SmallGroup(group, group.rank(), group.size())
+
+
+def _restore(
+    name: str,
+    size: int,
+    device: torch.device,
+    replicate_names: tuple[str, ...],
+    joint_names: tuple[str, ...],
+) -> ShardGroup:
+    replicate, joint = (
+        tuple(resolve_group(each) for each in names) for names in (replicate_names, joint_names)
+    )
+    group = resolve_group(name)
+    return ShardGroup(group, group.rank() if size > 1 else 0, size, device, replicate, joint)
+
+
+def _is_ascending(mesh: DeviceMesh) -> bool:
+    ranks = mesh.mesh
+    return all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.ndim))
+
+
+def _joint_groups(axes: list[dist.ProcessGroup], mesh: DeviceMesh, device: torch.device) -> _Groups:
+    """Return the mesh's axes, or in their place the one group that there is of all ranks."""
+    groups = tuple(group for group in axes if group.size() > 1)
+    world = dist.group.WORLD
+    if len(groups) < 2 or world is None or mesh.size() != world.size():
+        return groups
+    try:
+        world._get_backend(device)
+    except RuntimeError:  # the world group may have been set up for other devices
+        return groups
+    return (world,)
 
 
 def _device_of(device_type: str) -> torch.device:

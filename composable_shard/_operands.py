@@ -90,8 +90,8 @@ def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
     """Return the error for an op that has no meaning on one rank's slice."""
     return RuntimeError(
         f"{func.overloadpacket} can't run on a sharded parameter, of which each rank holds only a "
-        f"flat range: got {describe_operands(args)}. Call unshard(module) before the module's "
-        "parameters are used, or use p.full_tensor() for one whole tensor."
+        f"flat range: got {describe_operands(args)}. Read and edit the module's full "
+        "parameters inside unshard_params(module), or use p.full_tensor() for one whole tensor."
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
-from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor, Rule, wrap
+from composable_shard._flat_shard import FlatShard, Rule, wrap
 from composable_shard._operands import (
     binding,
     check_same_spec,
@@ -59,7 +59,7 @@ def local_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any], 
     numel = 0
     for arg in args:
         kind = type(arg)
-        if kind is FlatShard or kind is FlatShardOfDTensor:
+        if isinstance(arg, FlatShard):
             other = arg._shard_spec
             if spec is None:
                 spec = other

@@ -32,6 +32,7 @@ from composable_shard._state import ShardState, TrainingState, TreeContext
 __all__ = [
     "abort_backward",
     "begin_backward",
+    "check_not_in_scope",
     "end_units_after",
     "on_gradient",
     "open_unit",
@@ -82,7 +83,7 @@ def _show_sharded(context_ref: weakref.ref[TreeContext], _: object) -> None:
         return
     # They lead back to the context: a model deleted now must not wait for the collector.
     context.open_handles, context.reduced, context.in_flight = [], {}, []
-    context.prefetched = None
+    context.prefetched = {}
     for state in context.live_states():
         if state.depth == 0 and not state.is_held:
             for handle in state.handles:
@@ -125,21 +126,37 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
         return
     context = state.context
     if context.backward is None or context.backward() is None:
+        check_not_in_scope(state)
         begin_backward(context)
     context.accumulates = True
     if handle.end_position is None:
+        check_not_in_scope(state)
         open_unit(context, state, -1)
-    if state.requires_gradient_sync:
+    if handle.grad.packs_always or state.reduces(handle):
         if torch.is_grad_enabled():
             # create_graph: the packed copy must not become part of the graph.
             with torch.no_grad():
                 handle.pack_gradient(index, may_overwrite=False)
         elif not handle.grad.pack_further(index, handle.entries[index].unsharded):
-            handle.pack_gradient(index, may_overwrite=_is_outermost(context))
-    if handle.end_position == -1 and handle.grad.count(index):
+            may_overwrite = handle.reshards_after_backward and _is_outermost(context)
+            handle.pack_gradient(index, may_overwrite=may_overwrite)
+    if handle.end_position == -1 and handle.grad.awaited.count(index):
         # No call has told of it: reentrant checkpointing. All its gradients are there.
         context.open_handles = [item for item in context.open_handles if item[2] is not handle]
         _end_handle(context, state, handle)
+
+
+def check_not_in_scope(state: ShardState) -> None:
+    """Check that a backward that reaches the unit can run.
+
+    Raises:
+        RuntimeError: Inside `unshard_params`.
+    """
+    if state.is_in_scope:
+        raise RuntimeError(
+            f"a backward reached unit '{state.name}' inside unshard_params. Call backward() "
+            "before the scope opens or after it has closed."
+        )
 
 
 def _is_outermost(context: TreeContext) -> bool:
@@ -156,39 +173,63 @@ def _is_outermost(context: TreeContext) -> bool:
 def _end_handle(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
     handle.end_position = None
     if handle.requires_grad and context.accumulates:
-        if state.requires_gradient_sync:
-            _issue(context, handle)
+        if state.reduces(handle):
+            _issue(context, state, handle)
         else:
             handle.is_unsynced = True
-    release_handle(context, handle)
+    _release_after_backward(context, handle)
     if state.training_state is TrainingState.PRE_BACKWARD:
         state.transition(TrainingState.POST_BACKWARD)
 
 
-def _issue(context: TreeContext, handle: FlatParamHandle) -> None:
-    # One reduction in flight: finishing the last one here bounds the buffers to two units.
-    _finish_in_flight(context)
-    handle.issue_reduction(context.streams, keep_unsharded=_keeps_values(context, handle))
+def _issue(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
+    # One reduction in flight: ending the last one here bounds the buffers to two units.
+    _advance_in_flight(context)
+    handle.issue_reduction(
+        context.streams,
+        context.scratch,
+        keep_unsharded=_keeps_values(context, handle),
+        is_deferred=state.defers_all_reduce(handle),
+    )
     context.in_flight.append(handle)
     context.reduced[handle] = None
 
 
 def _keeps_values(context: TreeContext, handle: FlatParamHandle) -> bool:
-    return context.keeps_unsharded or handle.num_holders > 0
+    return context.keeps_unsharded or handle.num_holders > 0 or not handle.reshards_after_backward
 
 
-def _finish_in_flight(context: TreeContext) -> None:
+def _advance_in_flight(context: TreeContext) -> None:
     while context.in_flight:
-        context.in_flight.pop(0).finish_reduction()
+        context.in_flight.pop(0).advance_reduction()
 
 
-def release_handle(context: TreeContext, handle: FlatParamHandle) -> None:
-    """Show the sharded parameters and free the full ones, unless a forward still needs them."""
+def release_handle(
+    context: TreeContext, handle: FlatParamHandle, *, is_backward_next: bool = False
+) -> None:
+    """Show the sharded parameters and free the full ones, unless a forward still needs them.
+
+    Args:
+        context: The tree's.
+        handle: What to release.
+        is_backward_next: Keep what the policy keeps for a backward.
+    """
     if handle.num_holders > 0:
         return
     handle.register_sharded()
-    if not context.keeps_unsharded:
+    if context.keeps_unsharded:
+        return
+    if is_backward_next and handle.small_group is not None:
+        handle.reshard_to_small_group()
+    else:
         handle.reshard()
+
+
+def _release_after_backward(context: TreeContext, handle: FlatParamHandle) -> None:
+    if handle.reshards_after_backward:
+        release_handle(context, handle)
+    elif handle.num_holders == 0:
+        handle.register_sharded()
 
 
 def _finish_backward(context: TreeContext) -> None:
@@ -196,21 +237,23 @@ def _finish_backward(context: TreeContext) -> None:
     still_open = [
         handle
         for _, state, handle in context.open_handles
-        if handle.requires_grad and state.requires_gradient_sync
+        if handle.requires_grad and state.reduces(handle)
     ]
-    for handle in still_open + unsynced:
+    late = [handle for _, handle in unsynced]
+    for handle in still_open + late:
         handle.pack_rest(may_overwrite=not _keeps_values(context, handle))
-    handles = list(dict.fromkeys([*context.reduced, *still_open, *unsynced]))
+    handles = list(dict.fromkeys([*context.reduced, *still_open, *late]))
     used = _exchange_use(handles)
     # Another rank may accumulate where this one does not, a rank that skips a unit for example.
     context.accumulates |= any(any(flags) for flags in used)
     accumulates = context.accumulates
     end_units_after(context, -1)
-    for handle in unsynced:
-        _issue(context, handle)
+    for owner, handle in unsynced:
+        _issue(context, owner, handle)
     if accumulates:
-        _finish_in_flight(context)
+        _advance_in_flight(context)
         for handle, flags in zip(handles, used, strict=True):
+            handle.finish_reduction()
             handle.publish_gradients(flags)
         for ref in context.armed:
             if (state := ref()) is not None:
@@ -222,18 +265,25 @@ def _finish_backward(context: TreeContext) -> None:
     if accumulates:
         # Last of all: a user's hook may raise, or step an optimizer.
         for handle in handles:
-            handle.run_gradient_hooks()
+            if not handle.grad.is_partial:
+                handle.run_gradient_hooks()
 
 
-def _find_unsynced(context: TreeContext) -> list[FlatParamHandle]:
-    """Return the handles with gradients of earlier microbatches that this backward reduces too."""
+def _find_unsynced(context: TreeContext) -> list[tuple[ShardState, FlatParamHandle]]:
+    """Return the handles with gradients of earlier microbatches that this backward reduces too.
+
+    Those that it does not reach itself, that is, with their units.
+    """
     if not context.accumulates:
         return []
     return [
-        handle
+        (state, handle)
         for state in context.live_states()
         for handle in state.handles
-        if handle.is_unsynced and handle.end_position is None and state.requires_gradient_sync
+        if handle.end_position is None
+        and handle not in context.reduced
+        and state.reduces(handle)
+        and (handle.is_unsynced or (handle.grad.is_partial and not state.defers_all_reduce(handle)))
     ]
 
 
@@ -244,21 +294,20 @@ def _exchange_use(handles: list[FlatParamHandle]) -> list[list[bool]]:
     gradient waits for it; the others know that all were used.
     """
     flags = {id(handle): handle.grad.used for handle in handles}
-    groups: dict[str, list[FlatParamHandle]] = {}
+    groups: dict[tuple[dist.ProcessGroup, ...], list[FlatParamHandle]] = {}
     for handle in handles:
-        if handle.is_sharded:
-            groups.setdefault(handle.shard_group.name, []).append(handle)
-    for members in groups.values():
+        groups.setdefault(handle.shard_group.joint_groups, []).append(handle)
+    for joint_groups, members in groups.items():
         used = [flag for handle in members for flag in flags[id(handle)]]
-        shard_group = members[0].shard_group
+        device = members[0].shard_group.device
         if all(used):
-            sent = torch.ones(len(used), dtype=torch.uint8, device=shard_group.device)
-        else:
-            sent = torch.tensor(used, dtype=torch.uint8).to(shard_group.device)
-        work = _collectives.all_reduce(sent, shard_group.group, dist.ReduceOp.MAX)
-        if all(used):
+            for group in joint_groups:
+                sent = torch.ones(len(used), dtype=torch.uint8, device=device)
+                _collectives.all_reduce(sent, group, dist.ReduceOp.MAX)
             continue
-        work.wait()
+        sent = torch.tensor(used, dtype=torch.uint8).to(device)
+        for group in joint_groups:
+            _collectives.all_reduce(sent, group, dist.ReduceOp.MAX).wait()
         received = iter(sent.tolist())
         for handle in members:
             flags[id(handle)] = [bool(next(received)) for _ in handle.entries]
@@ -270,16 +319,16 @@ def _return_to_idle(context: TreeContext) -> None:
     context.open_handles = []
     context.spans_calls, context.reaches_earlier_call = context.reaches_earlier_call, False
     # It may never run: a graph that ends before it, units that share an output.
-    context.prefetched = None
+    context.prefetched = {}
     for state in context.live_states():
-        if state.training_state is not TrainingState.IDLE:
+        if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
         for handle in state.handles:
             handle.guard.is_in_backward = False
             handle.end_position = None
-            handle.grad.reset_count()
-            if handle.is_registered_unsharded or handle.is_unsharded:
-                release_handle(context, handle)
+            handle.grad.awaited.reset()
+            if handle.is_registered_unsharded or handle.is_unsharded or handle.is_small:
+                _release_after_backward(context, handle)
 
 
 def abort_backward(context: TreeContext) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -10,25 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import _trace
-from composable_shard._contract import read_state
+from composable_shard._calls import (
+    check_forward_in_scope,
+    end_call,
+    is_running,
+    leave_pass,
+    settle,
+)
 from composable_shard._lazy_init import lazy_init, prepare, share_context
 from composable_shard._nested import iter_tensors, map_tensors
+from composable_shard._prefetch import prefetch, prepare_ahead
 from composable_shard._reduction import (
-    abort_backward,
     begin_backward,
+    check_not_in_scope,
     end_units_after,
     open_unit,
     release_handle,
 )
 from composable_shard._state import ShardState, TrainingState, TreeContext
 
-__all__ = [
-    "post_forward",
-    "pre_backward",
-    "pre_forward",
-    "reshard_state",
-    "unshard_state",
-]
+__all__ = ["post_forward", "pre_backward", "pre_forward"]
 
 
 # Forward
@@ -40,16 +40,14 @@ def pre_forward(state: ShardState, module: nn.Module) -> None:
     One all-gather for each handle that is not unsharded already. If anything fails, the unit is
     as before the call.
     """
+    if state.training_state is TrainingState.UNSHARDED_PARAMS:
+        check_forward_in_scope(state)
+        return
     if torch._C._current_graph_task_id() != -1:
         _recompute(state)
         return
-    context = state.context
-    if context is None:
-        context = share_context([module])
-    leader = None if context.leader is None else context.leader()
-    if leader is None or ((state.depth > 0 or leader is state) and not _is_running(state)):
-        _begin_call(context, state, module)
-        leader = state
+    context = share_context([module]) if state.context is None else state.context
+    leader = _find_leader(context, state, module)
     state.depth += 1
     if state.depth > 1:
         return
@@ -57,9 +55,9 @@ def pre_forward(state: ShardState, module: nn.Module) -> None:
         _unshard_for_forward(context, state, leader)
     except BaseException:
         state.depth -= 1
-        _leave_pass(context, state)
+        leave_pass(context, state)
         if leader is state:
-            _end_call(context, state)
+            end_call(context, state)
         raise
     state.transition(TrainingState.FORWARD)
     if torch.is_grad_enabled():
@@ -72,18 +70,20 @@ def pre_forward(state: ShardState, module: nn.Module) -> None:
         _trace.record("compute", state.name)
 
 
+def _find_leader(context: TreeContext, state: ShardState, module: nn.Module) -> ShardState:
+    """Return the unit that leads the running call; where none runs, a call of `state` begins."""
+    leader = None if context.leader is None else context.leader()
+    if leader is None or ((state.depth > 0 or leader is state) and not is_running(state)):
+        _begin_call(context, state, module)
+        return state
+    return leader
+
+
 def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> None:
     if not context.is_checked:
         lazy_init(module)
         context = state.context or context
-    if context.backward is not None and context.backward() is None:
-        abort_backward(context)
-    for other in context.live_states():
-        if other.depth > 0:
-            # A call that was interrupted past the hooks (KeyboardInterrupt) never ended.
-            other.depth = 0
-            other.transition(TrainingState.IDLE)
-        _leave_pass(context, other)
+    settle(context)
     if context.keeps_unsharded:
         context.keeps_unsharded = False
         for other in context.live_states():
@@ -95,38 +95,20 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> N
     state.forward_order.begin()
 
 
-def _is_running(state: ShardState) -> bool:
-    """Return whether a call of the unit really is in progress, for a unit that says so.
-
-    A KeyboardInterrupt passes by the hooks that would have ended it. The interpreter's stack
-    tells it from a module that calls itself.
-    """
-    if state.depth == 0:
-        return False
-    frame = sys._getframe()
-    calls = 0
-    while frame is not None:
-        if frame.f_code is _CALL_CODE and read_state(frame.f_locals["self"]) is state:
-            calls += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return calls > 1
-
-
-_CALL_CODE = nn.Module._wrapped_call_impl.__code__
 _next_sequence_nr = torch._C._autograd._get_sequence_nr
 
 
 def _unshard_for_forward(context: TreeContext, state: ShardState, leader: ShardState) -> None:
     prepare(state)
     needed = state.needed
+    check_forward_in_scope(state)
     for handle in needed:
         handle.check_registered()
     following = leader.forward_order.advance(state.ref)
-    if following is not None:
-        prepare(following)
+    prepare_ahead(state.forward_prefetch, following)
     for handle in needed:
         handle.unshard(context.streams)
-    _prefetch(context, state, following)
+    prefetch(context, state, state.forward_prefetch, following)
     for handle in needed:
         handle.wait_unshard()
     if not state.is_in_pass:
@@ -135,43 +117,6 @@ def _unshard_for_forward(context: TreeContext, state: ShardState, leader: ShardS
             handle.num_holders += 1
     for handle in needed:
         handle.register_unsharded()
-
-
-def _prefetch(context: TreeContext, state: ShardState, following: ShardState | None) -> None:
-    if context.prefetched is state:
-        context.prefetched = None
-    if following is None or following is state:
-        return
-    _drop_prefetched(context)
-    for handle in following.needed:
-        if handle.is_attached and not handle.is_registered_unsharded:
-            handle.unshard(context.streams)
-    context.prefetched = following
-
-
-def _drop_prefetched(context: TreeContext) -> None:
-    """Free what was gathered ahead for a unit that did not run."""
-    unused, context.prefetched = context.prefetched, None
-    if unused is not None and unused.training_state is TrainingState.IDLE:
-        for handle in unused.needed:
-            # Another unit may compute with it, of which this one borrows.
-            is_used = handle.num_holders > 0 or handle.is_registered_unsharded
-            if not is_used and unused.reshard_after_forward is not False:
-                handle.reshard()
-
-
-def _leave_pass(context: TreeContext, state: ShardState, keeps: bool = False) -> None:
-    """Give up the unit's claim on its full parameters: the end of its forward, or an error."""
-    state.modules_to_run = state.num_modules
-    if not state.is_in_pass:
-        return
-    state.is_in_pass = False
-    for handle in state.needed:
-        handle.num_holders -= 1
-        if keeps and handle.num_holders == 0:
-            handle.register_sharded()
-        else:
-            release_handle(context, handle)
 
 
 def _recompute(state: ShardState) -> None:
@@ -215,20 +160,10 @@ def post_forward(state: ShardState, module: nn.Module, output: Any) -> Any:
             keeps = state.reshard_after_forward is False or (
                 state.reshard_after_forward is None and is_leader and is_armed
             )
-            _leave_pass(context, state, keeps)
+            leave_pass(context, state, keeps=keeps, is_armed=is_armed)
         if is_leader:
-            _end_call(context, state)
+            end_call(context, state)
     return output
-
-
-def _end_call(context: TreeContext, leader: ShardState) -> None:
-    _drop_prefetched(context)
-    context.leader = None
-    leader.forward_order.end()
-    for state in context.live_states() if context.has_groups else ():
-        # A unit of several modules of which this call ran only some.
-        if state.depth == 0:
-            _leave_pass(context, state)
 
 
 class _OutputReached:
@@ -330,6 +265,7 @@ def pre_backward(call: _OutputReached) -> None:
     context = state.context
     if context is None:
         raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
+    check_not_in_scope(state)
     begin_backward(context)
     context.reaches_earlier_call |= call.start < context.call_start
     open_unit(context, state, call.start)
@@ -354,45 +290,10 @@ def pre_backward(call: _OutputReached) -> None:
         if not handle.is_registered_unsharded:
             handle.unshard(context.streams)
     following = context.next_in_backward.get(state.ref)
-    _prefetch(context, state, None if following is None else following())
+    expected = None if following is None else following()
+    prefetch(context, state, state.backward_prefetch, expected)
     for handle in state.needed:
         handle.wait_unshard()
         handle.register_unsharded()
     if _trace.is_traced():
         _trace.record("compute_backward", state.name)
-
-
-# By hand
-
-
-def unshard_state(state: ShardState) -> None:
-    """Start gathering a unit's full parameters and hold them until `reshard_state`."""
-    if state.is_held or state.context is None:
-        return
-    for handle in state.needed:
-        handle.check_registered()
-    for handle in state.needed:
-        handle.unshard(state.context.streams)
-    for handle in state.needed:
-        handle.num_holders += 1
-    state.is_held = True
-
-
-def show_unsharded(state: ShardState) -> None:
-    """Wait for `unshard_state` and register the full parameters."""
-    for handle in state.needed:
-        handle.wait_unshard()
-        handle.register_unsharded()
-
-
-def reshard_state(state: ShardState) -> None:
-    """Free a unit's full parameters and register the sharded ones, unless a pass needs them."""
-    if state.context is None:
-        return
-    if state.is_held:
-        state.is_held = False
-        for handle in state.needed:
-            handle.num_holders -= 1
-    if state.training_state is TrainingState.IDLE:
-        for handle in state.needed:
-            release_handle(state.context, handle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -37,11 +37,12 @@ class WriteGuard:
     Version counters can't serve: fused and foreach optimizer steps bump none.
     """
 
-    __slots__ = ("has_new_attributes", "is_in_backward", "num_writes", "owner")
+    __slots__ = ("has_new_attributes", "is_in_backward", "is_in_scope", "num_writes", "owner")
 
     def __init__(self, owner: weakref.ref[object] | None = None) -> None:
         self.num_writes = 0
         self.is_in_backward = False
+        self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
         self.owner = owner  # the handle; a unit that shares a parameter finds it here
 
@@ -49,8 +50,15 @@ class WriteGuard:
         """Count a write, before it happens.
 
         Raises:
-            RuntimeError: If a backward pass that still needs the parameter is running.
+            RuntimeError: If a backward pass that still needs the parameter is running, or inside
+                `unshard_params`, which would overwrite it or not show it.
         """
+        if self.is_in_scope:
+            raise RuntimeError(
+                f"parameter '{fqn}' was written in its sharded form inside unshard_params, which "
+                "shows its full values. Call optimizer.step() and edit shards outside the scope, "
+                "or edit the module's own parameters in it."
+            )
         # Both conditions: the flag stays set when a backward is aborted, and a later write
         # outside of any backward is then legitimate.
         if self.is_in_backward and torch._C._current_graph_task_id() != -1:
@@ -139,11 +147,4 @@ class ShardSpec:
         mesh, placements = self.tensor_parallel
         return DTensor.from_local(
             dense, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-
-    def with_view(self, shape: torch.Size, shift: int = 0) -> ShardSpec:
-        """Return the spec of a contiguous view that begins `shift` elements into the tensor."""
-        stride = torch.empty(shape, device="meta").stride()
-        return replace(
-            self, shape=shape, dense_shape=shape, dense_stride=stride, offset=self.offset + shift
         )

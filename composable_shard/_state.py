@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_shard._flat_grad import Streams
 from composable_shard._flat_param import FlatParamHandle
+from composable_shard._flat_reduction import ScratchPool, Streams
+from composable_shard._full_params import FullParams
+from composable_shard.api import MixedPrecisionPolicy, ShardingStrategy
 
 __all__ = ["ExecutionOrder", "ShardState", "TrainingState", "TreeContext"]
 
@@ -25,10 +27,17 @@ class TrainingState(Enum):
     PRE_BACKWARD = auto()
     # From there to the end of the backward pass.
     POST_BACKWARD = auto()
+    # Inside unshard_params.
+    UNSHARDED_PARAMS = auto()
 
 
 _LEGAL = {
-    TrainingState.IDLE: {TrainingState.FORWARD, TrainingState.PRE_BACKWARD},
+    TrainingState.IDLE: {
+        TrainingState.FORWARD,
+        TrainingState.PRE_BACKWARD,
+        TrainingState.UNSHARDED_PARAMS,
+    },
+    TrainingState.UNSHARDED_PARAMS: {TrainingState.IDLE},
     # A backward may run inside a forward, as for gradient penalties.
     TrainingState.FORWARD: {TrainingState.IDLE, TrainingState.PRE_BACKWARD},
     TrainingState.PRE_BACKWARD: {
@@ -56,25 +65,47 @@ class ShardState:
         borrowed: Handles of other units whose parameters this unit shows too (tied weights); it
             gathers them for its own forward and backward, their owner reduces them.
         reshard_after_forward: True frees the full parameters between forward and backward, False
-            keeps them, None keeps them only where this unit leads the call.
+            keeps them, None keeps them only where this unit leads the call, and a number keeps the
+            part that this rank has among so many.
+        strategy: What each rank keeps.
+        forward_prefetch: Units to gather when its forward begins; None: the one that is expected.
+        backward_prefetch: Likewise for its backward.
+        mp_policy: In which dtypes it computes and communicates.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
+        full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
+        requires_all_reduce: False reduces gradients over the shard group only.
+        is_last_backward: False tells that another backward comes before the step.
         depth: How many calls of its modules are running.
         call_number: Number of its last call in the tree.
         forward_index: Number of its first call that the next backward may reach, -1 before it.
         forward_order: The units that ran in the calls this unit led.
     """
 
-    def __init__(self, name: str, reshard_after_forward: bool | None, num_modules: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        strategy: ShardingStrategy,
+        reshard_after_forward: bool | int | None,
+        num_modules: int,
+    ) -> None:
         self.name = name
+        self.strategy = strategy
         self.handles: list[FlatParamHandle] = []
         self.borrowed: list[FlatParamHandle] = []
         self.reshard_after_forward = reshard_after_forward
+        self.use_orig_params = True
+        self.mp_policy = MixedPrecisionPolicy()
         self.num_modules = num_modules
         self.modules_to_run = num_modules
         self.training_state = TrainingState.IDLE
         self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.is_last_backward = True
+        self.forward_prefetch: tuple[StateRef, ...] | None = None
+        self.backward_prefetch: tuple[StateRef, ...] | None = None
         self.is_held = False  # by unshard(), until reshard()
         self.is_in_pass = False  # its modules' forwards hold the full parameters
+        self.full_params: dict[FlatParamHandle, FullParams] = {}
         self.depth = 0
         self.call_number = -1
         self.call_sequence_nr = 0  # of the next autograd node when that call began
@@ -87,6 +118,25 @@ class ShardState:
     def needed(self) -> list[FlatParamHandle]:
         """Handles whose full parameters this unit computes with: its own and borrowed ones."""
         return self.handles + self.borrowed if self.borrowed else self.handles
+
+    def reduces(self, handle: FlatParamHandle) -> bool:
+        """Return whether a backward reduces the gradients of the handle, or leaves them unsharded.
+
+        A buffer that holds them unsharded anyway is reduced once, when nothing is put off.
+        """
+        if not handle.grad.is_persistent:
+            return self.requires_gradient_sync
+        return self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward
+
+    def defers_all_reduce(self, handle: FlatParamHandle) -> bool:
+        """Return whether a reduction over the shard group leaves out the copies of the shard."""
+        is_due = self.requires_all_reduce and self.is_last_backward
+        return not is_due and bool(handle.shard_group.replicate_groups)
+
+    @property
+    def is_in_scope(self) -> bool:
+        """Whether `unshard_params` shows any of its handles, perhaps for a unit it borrows from."""
+        return any(handle.is_in_scope for handle in self.needed)
 
     def transition(self, target: TrainingState) -> None:
         """Change the training state.
@@ -105,7 +155,13 @@ class ShardState:
 
     def describe_options(self) -> str:
         """Return the options that all ranks must agree on."""
-        return f"in unit '{self.name}' reshard_after_forward={self.reshard_after_forward}"
+        options = (
+            f"in unit '{self.name}' strategy={self.strategy.name} "
+            f"reshard_after_forward={self.reshard_after_forward}"
+        )
+        if self.mp_policy != MixedPrecisionPolicy():
+            options += f" mp_policy={self.mp_policy}"
+        return options if self.use_orig_params else f"{options} use_orig_params=False"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or to a running step, for copies and pickles."""
@@ -114,11 +170,15 @@ class ShardState:
             del state[name]
         state.update(
             training_state=TrainingState.IDLE,
+            full_params={},
             depth=0,
             forward_index=-1,
             is_held=False,
             is_in_pass=False,
             modules_to_run=self.num_modules,
+            # They would lead to the units of the original.
+            forward_prefetch=None,
+            backward_prefetch=None,
         )
         return state
 
@@ -181,8 +241,13 @@ class TreeContext:
         reduced: Handles that were reduced in this backward.
         in_flight: Handles whose reduction was issued and not finished.
         output_sequence_nr: Number of the next autograd node when a unit last returned.
+        has_agreed: The ranks shard the same model in the same way.
+        is_checked: And its buffers have been initialised, so calls need no check any more.
+        has_warned_of_host_memory: Every rank was about to hold the whole tree in host memory.
         accumulates: This backward accumulates gradients of parameters.
-        prefetched: The unit whose gather was issued ahead, until it runs.
+        prefetched: The units whose gathers were issued ahead, until they run; True for those that
+            the user chose.
+        scratch: Memory that the reductions share.
         keeps_unsharded: A backward with create_graph ran: its graph reads the full parameters, so
             nothing is freed before the next forward.
     """
@@ -205,12 +270,15 @@ class TreeContext:
         self.open_handles: list[tuple[int, ShardState, FlatParamHandle]] = []
         self.reduced: dict[FlatParamHandle, None] = {}
         self.in_flight: list[FlatParamHandle] = []
-        self.prefetched: ShardState | None = None
+        self.prefetched: dict[ShardState, bool] = {}
         self.keeps_unsharded = False
         self.accumulates = False
         self.output_sequence_nr = 0
+        self.has_agreed = False
         self.is_checked = False
+        self.has_warned_of_host_memory = False
         self.streams = _make_streams(device)
+        self.scratch = ScratchPool()
 
     def live_modules(self) -> list[nn.Module]:
         """Return the outermost modules that still exist."""

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "FlatSlot",
     "Slot",
     "alloc_storage",
     "dense_stride",
     "find_slots",
     "free_storage",
     "restore_versions",
+    "slot_key",
     "swap_parameter",
+    "take_place",
 ]
 
 
@@ -103,7 +106,8 @@ class _Attributes(_ModuleItems):
         return self._get()._parameters[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._get(), name, value)
+        if (module := self._module()) is not None:
+            setattr(module, name, value)
 
 
 class _FlatWeights(_ModuleItems):
@@ -113,7 +117,69 @@ class _FlatWeights(_ModuleItems):
         return self._get()._flat_weights[position]  # type: ignore[index]
 
     def __setitem__(self, position: int, value: Any) -> None:
-        self._get()._flat_weights[position] = value  # type: ignore[operator]
+        if (module := self._module()) is not None:
+            module._flat_weights[position] = value  # type: ignore[operator]
+
+
+class FlatSlot(_ModuleItems):
+    """The place where a unit's module shows its flat parameter: an entry of `_parameters`."""
+
+    def __init__(self, module: nn.Module, name: str, is_ours: bool = False) -> None:
+        super().__init__(module)
+        self.name = name
+        self._is_ours = is_ours  # the place; else a parameter of the user's may be there
+        self._shadow: Any = None  # the attribute that would be found before the shown parameter
+        self._shown: Tensor | None = None  # by `show`
+
+    def take(self) -> dict[str, Any]:
+        """Return the module's dict of parameters, in which the flat parameter will be shown."""
+        self._is_ours = True
+        return self._get()._parameters
+
+    def show(self, flat: Tensor | None) -> None:
+        """Show `flat`, or nothing, in a place among the parameters that it then keeps."""
+        if flat is None and not self._is_ours:
+            return
+        if self._module() is None:
+            return  # deleted, as by replacing it in its parent
+        self._shown = flat
+        attributes = self._get().__dict__
+        if self._shadow is not None:
+            attributes[self.name], self._shadow = self._shadow, None
+        if flat is not None:
+            self._shadow = attributes.pop(self.name, None)
+        parameters = self.take()
+        if flat is not None or self.name in parameters:
+            parameters[self.name] = flat
+
+    def remove(self) -> None:
+        """Give up the place."""
+        if self._is_ours and (module := self._module()) is not None:
+            self._is_ours = False
+            module._parameters.pop(self.name, None)
+
+    def is_free(self, ours: Tensor | None) -> bool:
+        """Return whether the module has no attribute of its own where the flat parameter goes.
+
+        Args:
+            ours: The flat parameter, if there is one yet.
+        """
+        module = self._get()
+        found = [vars(module).get(self.name), module._parameters.get(self.name)]
+        taken = [module._buffers.get(self.name), module._modules.get(self.name)]
+        taken.append(getattr(type(module), self.name, None))
+        taken += [each for each in found if each is not ours and each is not self._shown]
+        return all(each is None for each in taken)
+
+    def keep_reachable(self, flat: Tensor) -> None:
+        """Make `flat` an attribute of the module that is there while it is not registered too."""
+        self._get().__dict__[self.name] = flat
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatSlot:
+        return type(self)(copy.deepcopy(self._get(), memo), self.name, self._is_ours)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._get(), self.name, self._is_ours)
 
 
 def find_slots(module: nn.Module, name: str) -> list[Slot]:
@@ -124,6 +190,30 @@ def find_slots(module: nn.Module, name: str) -> list[Slot]:
     if type(module).__setattr__ is nn.Module.__setattr__:
         return [(module._parameters, name)]
     return [(_Attributes(module), name)]
+
+
+def slot_key(slot: Slot) -> tuple[int, Any]:
+    """Return what identifies a slot that is an entry of a module's `_parameters`."""
+    container, key = slot
+    if isinstance(container, _Attributes):
+        container = container._get()._parameters
+    return id(container), key
+
+
+def take_place(original: nn.Parameter, replacement: Tensor) -> None:
+    """Make the object `original` be `replacement`, keeping its attributes and its hooks.
+
+    `.grad` is left alone, and must be None if its dtype would not fit.
+    """
+    hooks, late_hooks = original._backward_hooks, original._post_accumulate_grad_hooks
+    replacement.__dict__.update(
+        {key: value for key, value in original.__dict__.items() if key not in replacement.__dict__}
+    )
+    swap_parameter(original, replacement)
+    if hooks:
+        original._backward_hooks = hooks
+    if late_hooks:
+        original._post_accumulate_grad_hooks = late_hooks
 
 
 def swap_parameter(original: nn.Parameter, replacement: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from composable_shard._contract import read_state
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._state import ShardState
+from composable_shard._storage import slot_key
 
 __all__ = [
     "get_handles",
@@ -17,6 +18,7 @@ __all__ = [
     "is_sharded",
     "iter_unmanaged_modules",
     "rename",
+    "select_states",
 ]
 
 
@@ -56,6 +58,27 @@ def get_root_states(module: nn.Module) -> list[ShardState]:
     return [state for state in roots if state not in nested]
 
 
+def select_states(module: nn.Module, recurse: bool) -> list[ShardState]:
+    """Return the states of `module` and below, or its own alone.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    own = read_state(module)
+    states = get_states(module) if recurse else [own] if own is not None else []
+    if not states:
+        where = "a module with sharded units" if recurse else "a sharded module"
+        raise ValueError(
+            f"expected {where}, got {type(module).__name__}. Call fully_shard on it first"
+            + (
+                ", or pass the module around it that was sharded."
+                if recurse
+                else ", or pass recurse=True for the units inside it."
+            )
+        )
+    return states
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Return whether `fully_shard` was applied to `module` itself."""
     return read_state(module) is not None
@@ -78,11 +101,18 @@ def iter_unmanaged_modules(
 def rename(module: nn.Module) -> None:
     """Name all units and parameters in `module` as seen from it, for messages."""
     labels = {
-        id(entry.sharded): entry.label for handle in get_handles(module) for entry in handle.entries
+        slot_key(slot): entry.label
+        for handle in get_handles(module)
+        for entry in handle.entries
+        for slot in entry.slots
     }
-    for fqn, param in module.named_parameters():
-        if id(param) in labels:
-            labels[id(param)].fqn = fqn
+    renamed: set[int] = set()
+    for prefix, child in module.named_modules():
+        for key in child._parameters:
+            label = labels.get((id(child._parameters), key))
+            if label is not None and id(label) not in renamed:
+                renamed.add(id(label))
+                label.fqn = f"{prefix}.{key}".lstrip(".")
     named: set[ShardState] = set()
     for name, child in module.named_modules():
         state = read_state(child)
@@ -93,3 +123,5 @@ def rename(module: nn.Module) -> None:
         for handle in state.handles:
             handle.name = state.name
             handle.grad.name = state.name
+            if handle.flat is not None:
+                handle.flat.label.fqn = f"{name}.{handle.flat_slot.name}".lstrip(".")

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-__all__ = ["UnshardedParameter", "alias_of", "make_unsharded"]
+__all__ = ["UnshardedParameter", "alias_of", "is_repointed", "make_unsharded"]
 
 
 class UnshardedParameter(nn.Parameter):
@@ -20,6 +21,7 @@ class UnshardedParameter(nn.Parameter):
     """
 
     has_hidden_alias: bool = False
+    is_repointed: bool = False  # `param.data = x`: it is no view of the buffer any more
 
     def detach(self) -> Tensor:
         """Return a detached alias, as any tensor's does."""
@@ -34,6 +36,8 @@ class UnshardedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        self.is_repointed = True
+        increment_version(self)  # an edit like any other
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
@@ -42,6 +46,11 @@ def make_unsharded(dense: Tensor, requires_grad: bool) -> nn.Parameter:
     kind: Any = nn.Parameter if isinstance(dense, DTensor) else UnshardedParameter
     param: nn.Parameter = kind(dense, requires_grad)
     return param
+
+
+def is_repointed(param: nn.Parameter) -> bool:
+    """Return whether `param.data` was set to another tensor."""
+    return isinstance(param, UnshardedParameter) and param.is_repointed
 
 
 def alias_of(param: nn.Parameter) -> Tensor:

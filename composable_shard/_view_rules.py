@@ -115,7 +115,7 @@ def _region_read(func: OpOverload, args: tuple[Any, ...]) -> RuntimeError:
     return RuntimeError(
         f"{func.overloadpacket} reads elements of the sharded parameter '{fqn}' "
         f"{tuple(shard.shape) if shard is not None else ''} that were selected by index, and "
-        "other ranks hold some of them. Use p.full_tensor(), or call unshard(module) first."
+        "other ranks hold some of them. Use p.full_tensor(), or unshard_params(module)."
     )
 
 

@@ -2,14 +2,103 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["ShardingStrategy"]
+import torch
+from torch import nn
+
+__all__ = ["PRECISIONS", "MixedPrecisionPolicy", "ShardingStrategy"]
+
+PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPE_FIELDS = (
+    "param_dtype",
+    "gather_dtype",
+    "reduce_dtype",
+    "main_dtype",
+    "output_dtype",
+    "buffer_dtype",
+)
 
 
 class ShardingStrategy(Enum):
-    """What each rank keeps of a unit."""
+    """What each rank keeps of a unit; every strategy trains the same way."""
 
     # Parameters, gradients and optimizer state are sharded at rest; a unit is gathered for its
     # forward and again for its backward. Known as ZeRO-3 and as FSDP.
     FULL_SHARD = "full_shard"
+    # Parameters stay unsharded, and are gathered again, in place, by the first forward after they
+    # were written; gradients and optimizer state are sharded. Known as ZeRO-2.
+    SHARD_GRAD_OP = "shard_grad_op"
+    # Only optimizer state is sharded: gradients have a buffer that is as large as the parameters,
+    # accumulate in it, and are reduced once. Known as ZeRO-1.
+    SHARD_OPTIM = "shard_optim"
+    # Every rank holds everything; gradients are all-reduced. Known as data parallelism.
+    NO_SHARD = "no_shard"
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """In which dtypes a unit computes, communicates and is optimized; None changes nothing.
+
+    Each dtype is float16, bfloat16, float32 or float64. Parameters of other dtypes (complex ones)
+    are left as they are.
+
+    A unit has *main* parameters, the sharded ones: optimizers, checkpoints, `full_tensor()` and
+    `unshard_params` see only them, and gradients are published and accumulated in their dtype.
+    Forward and backward compute with a copy of them in `param_dtype`.
+
+    Attributes:
+        param_dtype: In which the unit computes, gradients included. Default: as before the call.
+        gather_dtype: In which parameters are gathered, if they are. Default: `param_dtype`. With a
+            narrower one every rank, also the owner, computes with values rounded for the way.
+        reduce_dtype: In which gradients are packed, sent and added up while a buffer holds them
+            unsharded. Default: `param_dtype`. Where this library adds up what ranks sent, it does
+            so in the main dtype.
+        main_dtype: What the sharded parameters are made, for example float32 for a bfloat16 model,
+            which then goes on computing in bfloat16. Default: as before the call.
+        output_dtype: What floating-point tensors in the output of the unit's forward are cast to.
+        cast_forward_inputs: Cast floating-point tensors in the arguments of the unit's forward to
+            `param_dtype`. Containers are copied where something in them changes.
+        buffer_dtype: What the unit's floating-point buffers are cast to, once, by the call.
+        keep_fp32_classes: Modules of these classes, and what is in them, compute with their main
+            parameters, on inputs cast to their dtype; their outputs get the dtype of the inputs
+            again, and their buffers keep theirs. Costs one more collective each way in a unit that
+            has such modules. Counts only with a `param_dtype` or `main_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    main_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
+    keep_fp32_classes: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ValueError: Naming the field, what it may be, and what it is.
+        """
+        for name in _DTYPE_FIELDS:
+            value = getattr(self, name)
+            if value is not None and value not in PRECISIONS:
+                allowed = ", ".join(map(str, PRECISIONS))
+                raise ValueError(f"expected {name} to be None or one of {allowed}, got {value!r}")
+        if not isinstance(self.cast_forward_inputs, bool):
+            given = repr(self.cast_forward_inputs)
+            raise ValueError(f"expected cast_forward_inputs to be True or False, got {given}")
+        classes = self.keep_fp32_classes
+        if not isinstance(classes, tuple) or not all(
+            isinstance(each, type) and issubclass(each, nn.Module) for each in classes
+        ):
+            raise ValueError(
+                f"expected keep_fp32_classes to be a tuple of module classes, got {classes!r}"
+            )
+
+    @property
+    def changes_compute(self) -> bool:
+        """Whether units compute with something else than their main parameters, or may."""
+        return self.param_dtype is not None or self.main_dtype is not None

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar, cast
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard._construct import as_modules, build_state, plan_unit, sync_states
+from composable_shard._construct import build_state, sync_states
 from composable_shard._contract import attach_state, read_state
-from composable_shard._hooks import register_hooks
+from composable_shard._hooks import register_boundaries, register_hooks
 from composable_shard._lazy_init import share_context
 from composable_shard._mesh import ShardGroup
+from composable_shard._plan import (
+    Plan,
+    apply_precision,
+    as_modules,
+    check_can_be_flat,
+    check_sync,
+    plan_unit,
+)
+from composable_shard._reshard_policy import apply_policy, check_policy, find_small_group
 from composable_shard._state import ShardState
 from composable_shard._traversal import rename
-from composable_shard.api import ShardingStrategy
+from composable_shard.api import MixedPrecisionPolicy, ShardingStrategy
 
-__all__ = ["fully_shard"]
+__all__ = ["check_options", "check_unit", "fully_shard"]
 
 _M = TypeVar("_M", bound=nn.Module | Iterable[nn.Module])
+_NO_POLICY = MixedPrecisionPolicy()
 
 
 def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in FSDP2
@@ -27,7 +37,8 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     *,
     mesh: DeviceMesh | None = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy = _NO_POLICY,
     ignored_params: set[nn.Parameter] | None = None,
     use_orig_params: bool = True,
     sync_module_states: bool = False,
@@ -35,9 +46,9 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
     The parameters of `module` that no unit inside it manages form a new unit. From then on each
-    rank holds one slice of them, of their gradients and of their optimizer state. The unit is
-    gathered for its forward and backward, and its gradients are averaged over the ranks. Call it
-    on inner modules first, on the outermost last:
+    rank holds one slice of them, of their gradients and of their optimizer state, or more of them
+    as the strategy says. The unit is gathered for its forward and backward, and its gradients are
+    averaged over the ranks. Call it on inner modules first, on the outermost last:
 
         for block in model.layers:
             fully_shard(block)
@@ -49,13 +60,21 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
 
     Args:
         module: A module, or a list of modules that form one unit.
-        mesh: 1-D mesh of the ranks that share the unit. Default: all ranks.
-        strategy: What ranks keep; `FULL_SHARD` shards everything at rest.
-        reshard_after_forward: True frees the full parameters between forward and backward, False
-            keeps them, None keeps them only for the outermost unit of a call, whose backward
-            begins at once.
+        mesh: 1-D mesh of the ranks that share the unit, or a 2-D one `(replicate, shard)`: copies
+            along its first axis of what is shared along its second. Default: all ranks share it.
+        strategy: What ranks keep; strategies of units in one tree may differ.
+        reshard_after_forward: For `FULL_SHARD`. True frees the full parameters between forward
+            and backward, False keeps them, None keeps them only for the outermost unit of a call,
+            whose backward begins at once. A divisor of the number of ranks keeps a part of them:
+            so many consecutive ranks hold them all, and the backward gathers from those.
+        mp_policy: In which dtypes the unit computes and communicates, and in which it is optimized.
         ignored_params: Parameters to leave alone: not sharded, not moved, not reduced.
-        use_orig_params: True shows the original parameters; the only mode so far.
+        use_orig_params: True shows the original parameters at rest. False shows one 1-D parameter
+            `_flat_param` for each handle instead (`_flat_param_1` and so on where a unit has
+            several), the fewest tensors for an elementwise optimizer, which must then be built
+            after this call; in forward, and inside `unshard_params`, the originals are shown. What
+            got no gradient, where another parameter of its handle did, counts as zero gradient.
+            `register_orig_params` and `register_flat_param` change it later.
         sync_module_states: Broadcast parameters and buffers from the mesh's first rank.
 
     Returns:
@@ -65,16 +84,36 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         ValueError: If the module or a parameter can't be sharded, naming it; if called twice.
         RuntimeError: If a parameter belongs to a live autograd graph, or torch.distributed is
             not initialised.
-        NotImplementedError: For `use_orig_params=False` and for sparse or unknown tensor types.
+        NotImplementedError: For sparse or unknown tensor types.
     """
-    _check_options(strategy, reshard_after_forward, use_orig_params)
+    options = {
+        "mesh": mesh,
+        "strategy": strategy,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": mp_policy,
+        "ignored_params": ignored_params,
+        "use_orig_params": use_orig_params,
+        "sync_module_states": sync_module_states,
+    }
+    check_options(options)
     modules = as_modules(module)
-    shard_group = ShardGroup.from_mesh(mesh)
-    plan = plan_unit(modules, shard_group, ignored_params or set())
+    shard_group = ShardGroup.from_mesh(mesh, is_replicated=strategy is ShardingStrategy.NO_SHARD)
+    plan = check_unit(modules, shard_group, options)
+    policy = check_policy(reshard_after_forward, shard_group.size)
+    find_small_group(shard_group, policy)  # the last thing that may fail
     if sync_module_states:
         sync_states(plan, shard_group)
     name = type(modules[0]).__name__
-    state = build_state(plan, shard_group, name, reshard_after_forward)
+    state = build_state(
+        plan,
+        shard_group,
+        name,
+        strategy=strategy,
+        reshard_after_forward=policy,
+        use_orig_params=use_orig_params,
+    )
+    apply_policy(state, policy)
+    register_boundaries(plan.kept_modules)
     for root in modules:
         attach_state(root, state)
         register_hooks(root, state)
@@ -84,21 +123,84 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     return module
 
 
-def _check_options(
-    strategy: ShardingStrategy, reshard_after_forward: object, use_orig_params: bool
-) -> None:
-    if strategy is not ShardingStrategy.FULL_SHARD:
-        raise ValueError(f"expected strategy ShardingStrategy.FULL_SHARD, got {strategy!r}")
-    if not isinstance(reshard_after_forward, (bool, type(None))):
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the values of the options of `fully_shard`, all of them given by name.
+
+    Raises:
+        ValueError: For a value that no module could be sharded with.
+    """
+    mesh, strategy = options["mesh"], options["strategy"]
+    if not isinstance(mesh, (DeviceMesh, type(None))):
+        raise ValueError(f"expected mesh to be a DeviceMesh or None, got {mesh!r}")
+    if not isinstance(strategy, ShardingStrategy):
+        raise ValueError(f"expected strategy to be a ShardingStrategy, got {strategy!r}")
+    reshard_after_forward = options["reshard_after_forward"]
+    if not isinstance(reshard_after_forward, (int, type(None))):
         raise ValueError(
-            f"expected reshard_after_forward to be True, False or None, "
+            "expected reshard_after_forward to be True, False, None or a number of ranks, "
             f"got {reshard_after_forward!r}"
         )
-    if not use_orig_params:
-        raise NotImplementedError(
-            "use_orig_params=False (one flat parameter for each handle) is not supported yet; "
-            "pass True"
+    if reshard_after_forward and strategy is not ShardingStrategy.FULL_SHARD:
+        raise ValueError(
+            f"expected reshard_after_forward to be None or False with {strategy}, which keeps "
+            f"parameters unsharded, got {reshard_after_forward!r}. Use FULL_SHARD to free them."
         )
+    if not isinstance(options["mp_policy"], MixedPrecisionPolicy):
+        raise ValueError(
+            f"expected mp_policy to be a MixedPrecisionPolicy, got {options['mp_policy']!r}"
+        )
+    _check_ignored(options["ignored_params"])
+    if not isinstance(options["sync_module_states"], bool):
+        raise ValueError(
+            f"expected sync_module_states to be a bool, got {options['sync_module_states']!r}"
+        )
+    use_orig_params = options["use_orig_params"]
+    if not isinstance(use_orig_params, bool):
+        raise ValueError(f"expected use_orig_params to be True or False, got {use_orig_params!r}")
+
+
+def _check_ignored(ignored_params: object) -> None:
+    # Not an iterator: a second unit would find it used up.
+    if ignored_params is None:
+        return
+    if not isinstance(ignored_params, Collection):
+        kind = type(ignored_params).__name__
+        raise ValueError(f"expected ignored_params to be a set of parameters, got a {kind}")
+    for param in ignored_params:
+        if not isinstance(param, nn.Parameter):
+            kind = type(param).__name__
+            raise ValueError(f"expected ignored_params to hold parameters only, got a {kind}")
+
+
+def check_unit(
+    modules: list[nn.Module],
+    shard_group: ShardGroup | None,
+    options: Mapping[str, Any],
+    inner: Iterable[nn.Module] = (),
+) -> Plan:
+    """Check all that `fully_shard` checks of its modules before it changes anything.
+
+    Args:
+        modules: The modules of the unit.
+        shard_group: The ranks that will share it; None leaves the device type unchecked.
+        options: All options of `fully_shard`, checked by `check_options`.
+        inner: Modules to treat as if they were sharded already.
+
+    Returns:
+        What the call is going to change.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: As `fully_shard`.
+    """
+    plan = plan_unit(modules, shard_group, options["ignored_params"] or (), inner)
+    apply_precision(plan, options["mp_policy"])
+    if shard_group is not None:
+        check_policy(options["reshard_after_forward"], shard_group.size)
+    if not options["use_orig_params"]:
+        check_can_be_flat(plan)
+    if options["sync_module_states"]:
+        check_sync(plan)
+    return plan
 
 
 def _state_of(module: nn.Module) -> ShardState | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import FlatShard, fully_shard, get_states
 from composable_shard._state import ShardState, TrainingState
@@ -16,11 +19,16 @@ from tests.helpers import assert_equal
 
 __all__ = [
     "Block",
+    "FailingMode",
     "Net",
+    "Optional",
     "Twins",
     "assert_at_rest",
     "average_gradient",
+    "fingerprint",
+    "pickled",
     "rank_input",
+    "saved",
     "shard_blocks",
     "shard_children",
     "shard_root",
@@ -182,6 +190,16 @@ def average_gradient(param: nn.Parameter) -> None:
     param.grad = torch.empty_like(param).copy_(total)
 
 
+def fingerprint(module: nn.Module) -> dict[str, Any]:
+    """Return all that a module holds: names, identities, classes, hooks."""
+    return {
+        name: {key: (id(item), type(item)) for key, item in value.items()}
+        if isinstance(value, dict)
+        else (id(value), type(value))
+        for name, value in vars(module).items()
+    }
+
+
 def assert_at_rest(model: nn.Module, *, kept: tuple[nn.Module, ...] = ()) -> None:
     """Assert that sharded parameters are registered and that no unit holds more than shards.
 
@@ -213,7 +231,51 @@ def _assert_state_at_rest(state: ShardState, *, is_kept: bool) -> None:
         assert not handle.is_registered_unsharded, handle.name
         assert handle.num_holders == 0, handle.name
         assert not handle.grad.is_in_flight, handle.name
-        assert handle.grad._own.untyped_storage().size() == 0, f"{handle.name}: reduce buffer"
+        if not handle.grad.is_persistent:
+            assert handle.grad._own.untyped_storage().size() == 0, f"{handle.name}: reduce buffer"
         assert all(e.unsharded is None or e.unsharded.grad is None for e in handle.entries)
-        if handle.is_sharded and not is_kept:
+        if not handle.is_kept and not is_kept:
             assert handle.unsharded.untyped_storage().size() == 0, f"{handle.name}: full values"
+
+
+class FailingMode(TorchDispatchMode):
+    """Raises in the k-th operation, as a real out-of-memory error would."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k, self.calls = k, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, or fail."""
+        self.calls += 1
+        if self.calls == self.k:
+            raise torch.OutOfMemoryError(f"planned in {func}")
+        return func(*args, **(kwargs or {}))
+
+
+class Optional(nn.Module):
+    """Linear layers, of which a call runs those it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        for index in used:
+            x = self.layers[index](x)
+        return x
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    """Return a copy that has been pickled."""
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: nn.Module) -> nn.Module:
+    """Return a copy that has been saved by torch."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)

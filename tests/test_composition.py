@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +42,7 @@ from composable_shard import (
 )
 from composable_shard._collectives import count_collectives
 from tests.helpers import assert_equal, distributed
-from tests.models import Block, Net, Twins, assert_at_rest, rank_input, shard_blocks
+from tests.models import Block, Net, Twins, assert_at_rest, pickled, rank_input, saved, shard_blocks
 
 
 def _loss(model: nn.Module, step: int) -> Tensor:
@@ -485,23 +483,8 @@ class _Mixed(Net):
         return self.out(self.tied(self.rnn(x)[0]))
 
 
-def _deepcopy(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
-
-
-def _pickle(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def _save(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 @pytest.mark.parametrize("num_steps", [0, 1])
-@pytest.mark.parametrize("make_copy", [_deepcopy, _pickle, _save])
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
 @distributed(2)
 def test_copy_of_a_sharded_model_trains_alike(
     make_copy: Callable[[nn.Module], nn.Module], num_steps: int
@@ -564,7 +547,7 @@ def test_copy_while_full_parameters_are_shown_is_refused() -> None:
     """The copy would hold parameters that it does not manage."""
     model = fully_shard(Block())
     unshard(model)
-    for make_copy in (_deepcopy, _pickle):
+    for make_copy in (copy.deepcopy, pickled):
         with pytest.raises(RuntimeError, match="can't be copied or pickled") as caught:
             make_copy(model)
         assert str(caught.value) == (
@@ -572,7 +555,7 @@ def test_copy_while_full_parameters_are_shown_is_refused() -> None:
             "reshard(module) first, and not during its forward or backward."
         )
     reshard(model)
-    assert _deepcopy(model).up.weight.to_local().equal(model.up.weight.to_local())
+    assert copy.deepcopy(model).up.weight.to_local().equal(model.up.weight.to_local())
 
 
 # --- other data-parallel APIs ---

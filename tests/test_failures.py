@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import (
     FlatShard,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
     _collectives,
     _flat_grad,
     _flat_storage,
@@ -29,7 +31,7 @@ from composable_shard import (
     no_sync,
 )
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, assert_at_rest, rank_input, shard_blocks
+from tests.models import FailingMode, Net, assert_at_rest, rank_input, shard_blocks
 
 
 class Planned(Exception):
@@ -59,10 +61,15 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tens
     return loss.detach()
 
 
+_NO_POLICY = MixedPrecisionPolicy()
+
+
 @functools.cache
-def _reference() -> tuple[list[Tensor], list[Tensor]]:
+def _reference(
+    mp_policy: MixedPrecisionPolicy = _NO_POLICY,
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return losses and final parameters of three steps that nothing disturbs."""
-    model = _make()
+    model = _make(mp_policy=mp_policy)
     optimizer = _optimizer(model)
     losses = [_step(model, optimizer, step) for step in range(3)]
     return losses, [param.full_tensor() for param in model.parameters()]
@@ -72,7 +79,7 @@ def _assert_recovers(
     fail: Callable[[nn.Module], object], error: type[BaseException] = Planned, **options: Any
 ) -> None:
     """Assert that `fail(model)` after the first step raises, and leaves nothing behind."""
-    losses, params = _reference()
+    losses, params = _reference(options.get("mp_policy", _NO_POLICY))
     model = _make(**options)
     optimizer = _optimizer(model)
     assert_equal(_step(model, optimizer, 0), losses[0], "loss before")
@@ -138,19 +145,35 @@ def test_error_in_a_hook_leaves_the_next_step_right(place: str, position: str) -
     _assert_recovers(fail)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+_MIXED = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, gather_dtype=torch.float16, reduce_dtype=torch.float32
+)
+POLICIES: dict[str, dict[str, Any]] = {
+    "freed": {"reshard_after_forward": True},
+    "kept until backward": {"reshard_after_forward": False},
+    **{strategy.name: {"strategy": strategy} for strategy in ShardingStrategy},
+    **{
+        f"{strategy.name}, mixed precision": {"strategy": strategy, "mp_policy": _MIXED}
+        for strategy in list(ShardingStrategy)[:3]
+    },
+    "NO_SHARD, mixed precision": {
+        "strategy": ShardingStrategy.NO_SHARD,
+        "mp_policy": replace(_MIXED, gather_dtype=None),
+    },
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("position", ["forward_last", "backward"])
 @distributed(2)
-def test_error_leaves_the_next_step_right_with_other_policies(
-    position: str, reshard_after_forward: bool
-) -> None:
+def test_error_leaves_the_next_step_right_with_other_policies(position: str, policy: str) -> None:
     """No stale value is used, kept or not."""
 
     def fail(model: nn.Module) -> None:
         with _hooked(model.get_submodule("blocks.1"), position, Planned):
             _forward_and_backward(model)
 
-    _assert_recovers(fail, reshard_after_forward=reshard_after_forward)
+    _assert_recovers(fail, **POLICIES[policy])
 
 
 @pytest.mark.parametrize("position", ["pre_forward_last", "forward_first", "backward"])
@@ -203,7 +226,9 @@ class _Failing:
         return self.function(*args, **kwargs)
 
 
-def _fail_every_call(monkeypatch: pytest.MonkeyPatch, places: list[Any], name: str) -> int:
+def _fail_every_call(
+    monkeypatch: pytest.MonkeyPatch, places: list[Any], name: str, **options: Any
+) -> int:
     """Let the k-th call fail for every k of a step; return how many calls a step makes."""
     k = 0
     while True:
@@ -218,7 +243,7 @@ def _fail_every_call(monkeypatch: pytest.MonkeyPatch, places: list[Any], name: s
             if failing.calls < failing.k:
                 raise torch.OutOfMemoryError("there is no k-th call")
 
-        _assert_recovers(fail, torch.OutOfMemoryError)
+        _assert_recovers(fail, torch.OutOfMemoryError, **options)
         if failing.calls < failing.k:
             return failing.calls
 
@@ -240,6 +265,16 @@ def test_error_in_any_collective_leaves_the_next_step_right(name: str) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         num_calls = _fail_every_call(monkeypatch, [_collectives], name)
     assert num_calls >= {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 1}[name]
+
+
+@pytest.mark.deadline(240)
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[1:])
+@distributed(2, timeout=200)
+def test_error_in_any_collective_leaves_kept_buffers_right(strategy: ShardingStrategy) -> None:
+    """What a gather in place, or a reduction in place, left half-done is never used."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            _fail_every_call(monkeypatch, [_collectives], name, strategy=strategy)
 
 
 @distributed(2)
@@ -404,29 +439,10 @@ def assert_at_rest_ignoring(model: nn.Module, name: str) -> None:
     assert all(kinds.values())
 
 
-class _FailingMode(TorchDispatchMode):
-    """Raises in the k-th operation, as a real out-of-memory error would."""
-
-    def __init__(self, k: int) -> None:
-        super().__init__()
-        self.k, self.calls = k, 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operation, or fail."""
-        self.calls += 1
-        if self.calls == self.k:
-            raise torch.OutOfMemoryError(f"planned in {func}")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.deadline(240)
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "freed"])
 @distributed(2, timeout=200)
-def test_error_in_any_operation_leaves_the_next_step_right(
-    reshard_after_forward: bool | None,
-) -> None:
+def test_error_in_any_operation_leaves_the_next_step_right(policy: str) -> None:
     """Of the model, of autograd and of ours: any of them may run out of memory."""
 
     def fail(model: nn.Module) -> None:
@@ -435,8 +451,8 @@ def test_error_in_any_operation_leaves_the_next_step_right(
         raise torch.OutOfMemoryError("there is no k-th operation")
 
     for k in itertools.count(1, 6):  # a sample: all of them would take a minute
-        mode = _FailingMode(k)
-        _assert_recovers(fail, torch.OutOfMemoryError, reshard_after_forward=reshard_after_forward)
+        mode = FailingMode(k)
+        _assert_recovers(fail, torch.OutOfMemoryError, **POLICIES[policy])
         if mode.calls < k:
             break
     assert k > 100
@@ -455,8 +471,19 @@ class _FailingWork:
 
 
 @pytest.mark.deadline(240)
+@pytest.mark.parametrize(
+    ("policy", "num_gathers"),
+    [
+        ("FULL_SHARD", 7),
+        ("SHARD_OPTIM", 4),
+        ("FULL_SHARD, mixed precision", 7),
+        ("SHARD_OPTIM, mixed precision", 4),
+    ],
+)
 @distributed(2, timeout=200)
-def test_error_while_waiting_for_any_gather_leaves_the_next_step_right() -> None:
+def test_error_while_waiting_for_any_gather_leaves_the_next_step_right(
+    policy: str, num_gathers: int
+) -> None:
     """What a gather that failed left in the buffer is never used."""
     all_gather = _collectives.all_gather
     for k in itertools.count(1):
@@ -470,10 +497,10 @@ def test_error_while_waiting_for_any_gather_leaves_the_next_step_right() -> None
                 _forward_and_backward(model)
             raise RuntimeError("there is no k-th gather")
 
-        _assert_recovers(fail, RuntimeError)
+        _assert_recovers(fail, RuntimeError, **POLICIES[policy])
         if counter.calls < k:
             break
-    assert k == 8  # N = 4 units, the root kept
+    assert k == num_gathers + 1  # N = 4 units, the root kept
 
 
 class _FailingFunction(torch.autograd.Function):
@@ -629,7 +656,7 @@ def test_stepping_any_unit_during_backward_raises_before_writing(
 @distributed(2)
 def test_allocation_error_on_one_rank_reaches_the_other(position: str) -> None:
     """The rank that ran out of memory issues no more collectives; the other one's waits end."""
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     torch.manual_seed(0)
     model = Net()
     shard_blocks(model, mesh=DeviceMesh.from_group(group, "cpu"))
@@ -642,7 +669,7 @@ def test_allocation_error_on_one_rank_reaches_the_other(position: str) -> None:
             patch.setattr(_flat_storage, "alloc_storage", failing)
             with pytest.raises(torch.OutOfMemoryError):
                 _forward_and_backward(model)
-        time.sleep(5)
+        time.sleep(3)
     else:
         with pytest.raises(RuntimeError, match=r"(?i)time|closed"):
             _forward_and_backward(model)

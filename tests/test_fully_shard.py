@@ -36,7 +36,15 @@ from composable_shard import (
 )
 from composable_shard._collectives import count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
-from tests.models import Block, Net, Twins, assert_at_rest, rank_input, shard_blocks
+from tests.models import (
+    Block,
+    Net,
+    Twins,
+    assert_at_rest,
+    fingerprint,
+    rank_input,
+    shard_blocks,
+)
 
 
 class _Net(Net):
@@ -86,8 +94,12 @@ def test_public_names_are_pinned() -> None:
         "FlatLayout",
         "FlatParamHandle",
         "FlatShard",
+        "MixedPrecisionPolicy",
+        "ShardingPlan",
         "ShardingStrategy",
         "UnshardWork",
+        "by_class",
+        "by_size",
         "clip_grad_norm_",
         "fully_shard",
         "get_handles",
@@ -96,10 +108,23 @@ def test_public_names_are_pinned() -> None:
         "is_sharded",
         "lazy_init",
         "no_sync",
+        "register_flat_param",
+        "register_orig_params",
         "reshard",
+        "set_backward_prefetch",
+        "set_forward_prefetch",
+        "set_gradient_divide_factor",
+        "set_is_last_backward",
+        "set_requires_all_reduce",
         "set_requires_gradient_sync",
+        "set_reshard_after_backward",
+        "set_reshard_after_forward",
+        "shard_model",
         "shard_optimizer_state",
+        "transformer_blocks",
         "unshard",
+        "unshard_params",
+        "writeback",
     ]
     assert all(hasattr(composable_shard, name) for name in composable_shard.__all__)
 
@@ -274,7 +299,6 @@ def _inside_sharded() -> nn.Module:
     return outer.blocks[0]
 
 
-_SQUARE = ("replicate", "shard")
 REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "twice": (
         lambda: fully_shard(Block()),
@@ -355,20 +379,51 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         Block,
         {"strategy": "full_shard"},
         ValueError,
-        "expected strategy ShardingStrategy.FULL_SHARD, got 'full_shard'",
+        "expected strategy to be a ShardingStrategy, got 'full_shard'",
+    ),
+    "freeing what is kept": (
+        Block,
+        {"strategy": ShardingStrategy.SHARD_OPTIM, "reshard_after_forward": True},
+        ValueError,
+        "expected reshard_after_forward to be None or False with ShardingStrategy.SHARD_OPTIM, "
+        "which keeps parameters unsharded, got True. Use FULL_SHARD to free them.",
     ),
     "reshard_after_forward": (
         Block,
-        {"reshard_after_forward": 2},
+        {"reshard_after_forward": 3},
         ValueError,
-        "expected reshard_after_forward to be True, False or None, got 2",
+        "expected reshard_after_forward to be True, False, None or a divisor of the 2 ranks that "
+        "share the unit, got 3",
+    ),
+    "mesh": (
+        Block,
+        {"mesh": (2,)},
+        ValueError,
+        "expected mesh to be a DeviceMesh or None, got (2,)",
+    ),
+    "ignored_params: used up by the first call": (
+        Block,
+        {"ignored_params": iter(())},
+        ValueError,
+        "expected ignored_params to be a set of parameters, got a tuple_iterator",
+    ),
+    "ignored_params: names": (
+        Block,
+        {"ignored_params": ["up.bias"]},
+        ValueError,
+        "expected ignored_params to hold parameters only, got a str",
+    ),
+    "sync_module_states": (
+        Block,
+        {"sync_module_states": None},
+        ValueError,
+        "expected sync_module_states to be a bool, got None",
     ),
     "use_orig_params": (
         Block,
-        {"use_orig_params": False},
-        NotImplementedError,
-        "use_orig_params=False (one flat parameter for each handle) is not supported yet; pass "
-        "True",
+        {"use_orig_params": "no"},
+        ValueError,
+        "expected use_orig_params to be True or False, got 'no'",
     ),
     "sync on meta": (
         lambda: Block().to("meta"),
@@ -388,32 +443,22 @@ def test_refusal_says_what_to_do_and_changes_nothing(case: str) -> None:
     target = build()
     roots = [target] if isinstance(target, nn.Module) else target[:1]
     modules = [module for root in roots for module in root.modules()]
-    before = [_fingerprint(module) for module in modules]
+    before = [fingerprint(module) for module in modules]
     with pytest.raises(error) as caught:
         fully_shard(target, **options)
     assert str(caught.value) == text
-    assert [_fingerprint(module) for module in modules] == before
-
-
-def _fingerprint(module: nn.Module) -> dict[str, Any]:
-    """Return all that a module holds: names, identities, classes, hooks."""
-    return {
-        name: {key: (id(item), type(item)) for key, item in value.items()}
-        if isinstance(value, dict)
-        else (id(value), type(value))
-        for name, value in vars(module).items()
-    }
+    assert [fingerprint(module) for module in modules] == before
 
 
 @distributed(4)
-def test_mesh_with_two_axes_is_refused_by_name() -> None:
-    """The message shows how to pick one axis."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=_SQUARE)
+def test_mesh_with_three_axes_is_refused_by_name() -> None:
+    """The message shows how to pick axes."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("outer", "replicate", "shard"))
     with pytest.raises(ValueError, match="expected a 1-D mesh") as caught:
         fully_shard(Block(), mesh=mesh)
     assert str(caught.value) == (
-        "expected a 1-D mesh, got 2 axes ('replicate', 'shard'). "
-        "Pass one axis of it, for example mesh['dp']."
+        "expected a 1-D mesh, or a 2-D one (replicate, shard), got 3 axes ('outer', 'replicate', "
+        "'shard'). Pass one or two axes of it, for example mesh['dp']."
     )
 
 
@@ -445,7 +490,7 @@ def test_corrected_call_succeeds_after_a_failed_one() -> None:
 def test_call_that_runs_out_of_memory_changes_nothing() -> None:
     """All buffers are there before the first parameter is touched."""
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3).double())
-    before = [_fingerprint(child) for child in module.modules()]
+    before = [fingerprint(child) for child in module.modules()]
     facts = [(type(param), param.tolist()) for param in module.parameters()]
     num_calls = 0
     make_buffers = FlatParamHandle._make_buffers
@@ -461,7 +506,7 @@ def test_call_that_runs_out_of_memory_changes_nothing() -> None:
         patch.setattr(FlatParamHandle, "_make_buffers", fail_the_second_time)
         with pytest.raises(MemoryError, match="on purpose"):
             fully_shard(module)
-    assert [_fingerprint(child) for child in module.modules()] == before
+    assert [fingerprint(child) for child in module.modules()] == before
     assert [(type(param), param.tolist()) for param in module.parameters()] == facts
     assert len(get_handles(fully_shard(module))) == 2
 
@@ -1057,8 +1102,9 @@ def test_unit_has_one_handle_for_each_kind_of_parameter() -> None:
 
 
 def test_strategies_are_pinned() -> None:
-    """What can be chosen so far."""
-    assert list(ShardingStrategy) == [ShardingStrategy.FULL_SHARD]
+    """ZeRO-3, ZeRO-2, ZeRO-1 and plain data parallelism."""
+    names = [strategy.name for strategy in ShardingStrategy]
+    assert names == ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM", "NO_SHARD"]
 
 
 def test_ranks_that_build_different_models_all_get_the_same_error() -> None:
@@ -1066,11 +1112,12 @@ def test_ranks_that_build_different_models_all_get_the_same_error() -> None:
     texts = run_ranks(3, _different_models)
     assert len(set(texts)) == 1
     assert texts[0] == (
-        "the ranks of one shard group must shard the same model in the same way; the first "
+        "the ranks of one mesh must shard the same model in the same way; the first "
         "difference is at parameter 2: ranks [0, 1]: 'down.weight' shape (15, 7) torch.float32 "
-        "requires_grad=True in unit 'Block' reshard_after_forward=None; ranks [2]: 'down.weight' "
-        "shape (15, 8) torch.float32 requires_grad=True in unit 'Block' "
-        "reshard_after_forward=None. Build the model and call fully_shard alike on every rank."
+        "requires_grad=True in unit 'Block' strategy=FULL_SHARD reshard_after_forward=None; "
+        "ranks [2]: 'down.weight' shape (15, 8) torch.float32 requires_grad=True in unit 'Block' "
+        "strategy=FULL_SHARD reshard_after_forward=None. Build the model and call fully_shard "
+        "alike on every rank."
     )
 
 

@@ -209,8 +209,8 @@ def test_texts_of_the_errors() -> None:
         "\n\n".join(_wrapped(messages[kind]) for kind in kinds),
         """\
 aten.mm can't run on a sharded parameter, of which each rank holds only a flat range: got
-'fc.weight' (7, 15), Tensor (15, 2). Call unshard(module) before the module's parameters
-are used, or use p.full_tensor() for one whole tensor.
+'fc.weight' (7, 15), Tensor (15, 2). Read and edit the module's full parameters inside
+unshard_params(module), or use p.full_tensor() for one whole tensor.
 
 aten.add combines the sharded parameter 'fc.weight' (7, 15) with a Tensor of shape (7,
 15), of which each rank would need its own part. Optimizer state made before sharding:
@@ -225,8 +225,7 @@ elements per rank, group '0') and 'other' (7, 15) at offset 9 (57 elements per r
 '0'). Use p.full_tensor() to combine different parameters.
 
 aten.sum reads elements of the sharded parameter 'fc.weight' (7, 15) that were selected by
-index, and other ranks hold some of them. Use p.full_tensor(), or call unshard(module)
-first.""",
+index, and other ranks hold some of them. Use p.full_tensor(), or unshard_params(module).""",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composable_shard import FlatShard, fully_shard, no_sync
+from composable_shard import FlatShard, ShardingStrategy, fully_shard, no_sync
 from tests.helpers import assert_equal, distributed
 
 NUM_STEPS = 20
@@ -107,10 +108,17 @@ def _record(history: list[list[Tensor]]) -> Callable[[nn.Module, torch.optim.Opt
     return on_step
 
 
-def _ours(num_microbatches: int, unsynced: Callable[[nn.Module], object] = no_sync) -> tuple:
+STRATEGIES = list(ShardingStrategy)
+
+
+def _ours(
+    num_microbatches: int,
+    unsynced: Callable[[nn.Module], object] = no_sync,
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+) -> tuple:
     torch.manual_seed(0)
     history: list[list[Tensor]] = []
-    model = _shard(Model(), fully_shard)
+    model = _shard(Model(), partial(fully_shard, strategy=strategy))
     return _train(model, unsynced, num_microbatches, _record(history)), history
 
 
@@ -122,15 +130,21 @@ def _assert_same(ours: tuple, theirs: tuple) -> None:
             assert_equal(value, reference)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @distributed(2)
-def test_losses_gradients_and_states_are_bitwise_those_of_ddp(num_microbatches: int) -> None:
-    """20 AdamW steps with odd shapes, frozen layers and ties, with and without accumulation."""
+def test_losses_gradients_and_states_are_bitwise_those_of_ddp(
+    num_microbatches: int, strategy: ShardingStrategy
+) -> None:
+    """20 AdamW steps with odd shapes, frozen layers and ties, with and without accumulation.
+
+    S2.4 and S2.14, for every strategy: only data movement differs.
+    """
     torch.manual_seed(0)
     history: list[list[Tensor]] = []
     reference = DistributedDataParallel(Model(), gradient_as_bucket_view=True)
     losses = _train(reference, lambda ddp: ddp.no_sync(), num_microbatches, _record(history))
-    _assert_same(_ours(num_microbatches), (losses, history))
+    _assert_same(_ours(num_microbatches, strategy=strategy), (losses, history))
 
 
 @distributed(2)
@@ -143,21 +157,23 @@ def test_losses_gradients_and_states_are_bitwise_those_of_fsdp2() -> None:
     _assert_same(_ours(1), (losses, history))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
-def test_accumulating_into_shards_is_the_same_as_fsdp2() -> None:
+def test_accumulating_into_shards_is_the_same_as_fsdp2(strategy: ShardingStrategy) -> None:
     """Every microbatch reduced: gradients add up in the sharded `.grad`, as FSDP2's do."""
     torch.manual_seed(0)
     history: list[list[Tensor]] = []
     model = _shard(Model(), torch_fully_shard)
     losses = _train(model, lambda _: nullcontext(), 3, _record(history))
-    _assert_same(_ours(3, lambda _: nullcontext()), (losses, history))
+    _assert_same(_ours(3, lambda _: nullcontext(), strategy), (losses, history))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(3)
-def test_three_ranks_agree_with_ddp_to_rounding() -> None:
+def test_three_ranks_agree_with_ddp_to_rounding(strategy: ShardingStrategy) -> None:
     """The sum over three ranks may be taken in another order: within 1e-6 of DDP."""
     torch.manual_seed(0)
-    ours = _ours(1)
+    ours = _ours(1, strategy=strategy)
     torch.manual_seed(0)
     history: list[list[Tensor]] = []
     reference = DistributedDataParallel(Model())
@@ -182,11 +198,12 @@ def test_other_dtypes_are_bitwise_those_of_ddp(dtype: torch.dtype) -> None:
         assert_equal(param.grad.full_tensor(), expected.grad)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(1)
-def test_one_rank_trains_like_the_plain_module() -> None:
+def test_one_rank_trains_like_the_plain_module(strategy: ShardingStrategy) -> None:
     """With one rank nothing is gathered and the full parameter is the shard."""
     torch.manual_seed(0)
     plain = Model()
     history: list[list[Tensor]] = []
     losses = _train(plain, lambda _: nullcontext(), 2, _record(history))
-    _assert_same(_ours(2), (losses, history))
+    _assert_same(_ours(2, strategy=strategy), (losses, history))

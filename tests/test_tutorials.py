@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,16 +14,21 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "tutorials" / "train_language_model.py"
+TUTORIALS = Path(__file__).parent.parent / "tutorials"
+SCRIPT = TUTORIALS / "train_language_model.py"
 SMALL = ["--layers", "2", "--dim", "64", "--check-steps", "2"]
 
 
 def _start(num_ranks: int, *options: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
-    command = [sys.executable, str(SCRIPT), "--ranks", str(num_ranks), *SMALL, *options]
+    return _run([str(SCRIPT), "--ranks", str(num_ranks), *SMALL, *options])
+
+
+def _run(arguments: list[str], folder: Path | None = None) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TUTORIALS.parent)}
     return subprocess.Popen(
-        command,
+        [sys.executable, *arguments],
         env=environment,
+        cwd=folder,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -64,3 +71,25 @@ def test_language_model_ends_cleanly_at_ctrl_c(tmp_path: Path) -> None:
     assert process.returncode == 130, output
     assert "stopped by a signal" in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", ["average_weights", "edit_weights"])
+def test_tutorial_prints_what_its_text_says(name: str, num_ranks: int, tmp_path: Path) -> None:
+    """All lines of the expected output come; the digits may differ, the words may not."""
+    script = TUTORIALS / f"{name}.py"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    process = _run([*(launcher if num_ranks > 1 else []), str(script)], tmp_path)
+    output = _finish(process)
+    assert process.returncode == 0, output
+    expected = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("output")[2]
+    lines = [line.strip() for line in expected.splitlines() if line.startswith("    ")]
+    assert lines
+    printed = [_without_digits(line) for line in output.splitlines()]
+    assert [line for line in printed if line in map(_without_digits, lines)] == [
+        _without_digits(line) for line in lines
+    ]
+
+
+def _without_digits(line: str) -> str:
+    return re.sub(r"\d+(\.\d+)?", "#", line)

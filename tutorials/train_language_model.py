@@ -44,8 +44,7 @@ from composable_shard import (
     fully_shard,
     get_handles,
     no_sync,
-    reshard,
-    unshard,
+    unshard_params,
 )
 
 GOAL = 0.8  # the held-out loss has to be at most this part of the unigram entropy
@@ -323,18 +322,17 @@ def evaluate(model: nn.Module, sequences: Tensor, world: World) -> float:
 def write_sentence(model: Transformer, world: World, args: argparse.Namespace) -> str:
     """Continue the prompt up to a full stop or for 160 bytes; only rank 0 writes.
 
-    `unshard` is a collective and keeps the full parameters until `reshard`, so that the forwards
-    in between need no other rank.
+    `unshard_params` is a collective; in its block rank 0 has the full parameters, so that its
+    forwards need no other rank.
     """
     written = args.prompt.encode()
     generator = torch.Generator().manual_seed(args.seed)
-    unshard(model, recurse=True)
-    while world.rank == 0 and len(written) < 160 and not written.endswith((b". ", b".\n")):
-        context = torch.tensor([list(written[-args.length :])], device=world.device)
-        logits = model(context)[0, -1].cpu()
-        probability = torch.softmax(logits / 0.6, dim=0)  # 0.6: rather the likely bytes
-        written += bytes([int(torch.multinomial(probability, 1, generator=generator))])
-    reshard(model, recurse=True)
+    with unshard_params(model, writeback=False, rank0_only=True):
+        while world.rank == 0 and len(written) < 160 and not written.endswith((b". ", b".\n")):
+            context = torch.tensor([list(written[-args.length :])], device=world.device)
+            logits = model(context)[0, -1].cpu()
+            probability = torch.softmax(logits / 0.6, dim=0)  # 0.6: rather the likely bytes
+            written += bytes([int(torch.multinomial(probability, 1, generator=generator))])
     text = written.decode(errors="replace")
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 

@@ -1,0 +1,183 @@
+"""`FlatReduction`: from a buffer of unsharded gradients to this rank's shard of their mean.
+
+[Note: Two stages]
+Gradients are averaged over all data-parallel ranks, whatever the strategy and the mesh. Where the
+flat parameter is sharded, a reduce-scatter leaves each rank the sum over its shard group; where
+shards have copies, an all-reduce of the shard adds the other copies' sums. The second stage needs
+only the shard, so the buffer is free for other use as soon as the first is done. It may be put off:
+reduce-scattered shards then add up in `partial` until a reduction that has both stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from composable_shard import _collectives
+from composable_shard._collectives import PendingReduction, Waitable
+from composable_shard._mesh import ShardGroup
+
+__all__ = ["FlatReduction", "ScratchPool", "Streams"]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Side streams of an accelerator: gathers on one, reductions on the other."""
+
+    unshard_stream: torch.Stream
+    reduce_stream: torch.Stream
+
+
+class ScratchPool:
+    """Memory that the reductions of a tree share: only one at a time is in its first stage."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """Return memory of shape `(numel,)`; what was taken before may be the same."""
+        key = like.dtype, like.device
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[key] = like.new_empty(numel)
+        return buffer[:numel]
+
+
+class FlatReduction:
+    """The reduction of one flat gradient, see [Note: Two stages].
+
+    Attributes:
+        divide_factor: What the sum over all data-parallel ranks is divided by; None: their number.
+        main_dtype: Of `partial`, and of results that need no further reduction.
+        partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage was put off.
+    """
+
+    def __init__(self, shard_group: ShardGroup) -> None:
+        self.main_dtype = torch.get_default_dtype()
+        self._shard_group = shard_group
+        self._num_ranks = shard_group.num_ranks
+        self.divide_factor: float | None = None
+        self.partial: Tensor | None = None
+        self._scatter: PendingReduction | None = None  # the first stage, in flight
+        self._all_reduce: Waitable | None = None  # the second
+        self._output: Tensor | None = None  # from `start` to `finish`
+        self._scale = 1.0  # of the output, where there is no first stage
+        self._is_deferred = False
+        self._event: torch.Event | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a reduction was started and not finished."""
+        return self._output is not None
+
+    def start(
+        self,
+        buffer: Tensor,
+        scratch: Tensor | None,
+        streams: Streams | None,
+        *,
+        output: Tensor | None,
+        prescale: float,
+        is_deferred: bool,
+    ) -> None:
+        """Start reducing `buffer`, on the reduce stream where there are streams.
+
+        Args:
+            buffer: Shape `(padded_numel,)`, packed on the current stream.
+            scratch: What `scratch_parts` asks for.
+            streams: The side streams of an accelerator.
+            output: Shape `(shard_numel,)`, where the result goes: this rank's part of `buffer`, or
+                memory of the main dtype. None for new memory.
+            prescale: What the gradients were multiplied with already.
+            is_deferred: Whether to put the second stage off.
+        """
+        scale = 1.0 / (self.divide_factor or self._num_ranks) / prescale
+        self._is_deferred = is_deferred
+        if streams is None:
+            self._output = self._issue(buffer, scratch, scale, output)
+            return
+        stream = streams.reduce_stream
+        # The gradients were packed on the current stream.
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            output = self._issue(buffer, scratch, scale, output)
+            self.advance()
+            self._end(output)
+            self._event = stream.record_event()
+        self._output = output
+
+    def _issue(
+        self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None
+    ) -> Tensor:
+        group = self._shard_group
+        if output is None:
+            # The second stage travels in the dtype of the first.
+            dtype = buffer.dtype if group.replicate_groups else self.main_dtype
+            output = buffer.new_empty(buffer.numel() // group.size, dtype=dtype)
+        if group.size > 1:
+            self._scale = 1.0
+            self._scatter = _collectives.reduce_scatter(output, buffer, scratch, group.group, scale)
+        else:
+            self._scale = scale
+            self._issue_all_reduce(output)
+        return output
+
+    def _issue_all_reduce(self, output: Tensor) -> None:
+        *earlier, last = self._shard_group.replicate_groups
+        for group in earlier:
+            _collectives.all_reduce(output, group).wait()
+        self._all_reduce = _collectives.all_reduce(output, last)
+
+    def advance(self) -> None:
+        """Wait until the buffer is not needed any more; start the second stage, if any.
+
+        Without a first stage the buffer is needed until `finish`.
+        """
+        scatter, self._scatter = self._scatter, None
+        if scatter is None:
+            return
+        output = scatter.finish()
+        if self._is_deferred or not self._shard_group.replicate_groups:
+            return
+        if self.partial is not None:
+            output.add_(self.partial)
+            self.partial = None
+        self._issue_all_reduce(output)
+
+    def _end(self, output: Tensor) -> None:
+        work, self._all_reduce = self._all_reduce, None
+        if work is not None:
+            work.wait()
+        if self._scale != 1.0:
+            output.mul_(self._scale)
+
+    def finish(self) -> Tensor | None:
+        """Wait for all stages; return the result, or None where the second was put off."""
+        output, self._output = self._output, None
+        if output is None:
+            return None
+        if self._event is None:
+            self.advance()
+            self._end(output)
+        else:
+            # The buffers may be used anew by the current stream once this has passed.
+            torch.accelerator.current_stream().wait_event(self._event)
+            self._event = None
+        if not self._is_deferred:
+            return output
+        # Accumulated in the main dtype, whatever the way's.
+        output = output.to(self.main_dtype)
+        self.partial = output if self.partial is None else self.partial.add_(output)
+        return None
+
+    def drop(self) -> None:
+        """Forget what is in flight or was put off, once the backend uses the buffers no more."""
+        scatter, self._scatter = self._scatter, None
+        if scatter is not None:
+            scatter.abandon()
+        work, self._all_reduce = self._all_reduce, None
+        if work is not None:
+            _collectives.abandon(work)
+        self._event = self._output = self.partial = None

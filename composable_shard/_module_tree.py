@@ -1,0 +1,51 @@
+"""All modules of a model with all their names, inner modules first."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["ModuleTree", "has_forward"]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether calling `module` runs a forward, its own or that of its class."""
+    # torch.compile(module) has one as an attribute.
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+class ModuleTree:
+    """The modules of a model, each once, in an order in which they can be made units.
+
+    Attributes:
+        root: The model.
+        fqns: Maps every module to its FQNs, several where it is shared; the root's is "". A module
+            comes after all modules inside it, the root last.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.fqns: dict[nn.Module, list[str]] = {}
+        self._visit(root, "", [], {})
+
+    def _visit(
+        self, module: nn.Module, fqn: str, path: list[nn.Module], found: dict[nn.Module, list[str]]
+    ) -> None:
+        if any(module is outer for outer in path):
+            return  # a cycle, which named_modules() goes round once too
+        found.setdefault(module, []).append(fqn)
+        for name, child in module._modules.items():
+            if child is not None:
+                self._visit(child, f"{fqn}.{name}".lstrip("."), [*path, module], found)
+        # The same list: names that are found later are in it.
+        self.fqns.setdefault(module, found[module])
+
+    def fqn(self, module: nn.Module) -> str:
+        """Return the first FQN of `module`, the one in `named_modules()`."""
+        return self.fqns[module][0]
+
+    def describe(self, module: nn.Module) -> str:
+        """Return the FQN and class of `module`, for messages."""
+        kind = type(module).__name__
+        return (
+            f"'{self.fqn(module)}' ({kind})" if module is not self.root else f"the model ({kind})"
+        )

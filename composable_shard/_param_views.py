@@ -1,0 +1,275 @@
+"""The parameters of a flat parameter as views of its buffers: built, rebuilt, and looked after."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard._flat_entry import FlatEntry, set_requires_grad
+from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor
+from composable_shard._flat_storage import FlatStorage
+from composable_shard._registration import ParamEntry
+from composable_shard._shard_spec import ShardSpec
+from composable_shard._storage import alloc_storage, free_storage, take_place
+from composable_shard._unsharded_param import alias_of, is_repointed, make_unsharded
+
+__all__ = ["GradientHook", "ParamViews"]
+
+GradientHook = Callable[["ParamViews", int], None]
+
+
+class ParamViews(FlatStorage):
+    """The sharded and the unsharded parameters of a handle, kept in step with its buffers."""
+
+    requires_grad: bool
+    written_back: int  # guard.num_writes after the last writeback by hand
+    is_unsynced: bool  # gradients of earlier microbatches wait for a reduction
+    # The unsharded parameters, or plain aliases of the same version, which are faster to ask.
+    _watched: list[Tensor]
+    _on_gradient: GradientHook | None
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the unsharded parameters and their hooks exist."""
+        return self._on_gradient is not None
+
+    def attach(self, on_gradient: GradientHook) -> None:
+        """Build the unsharded parameters and their hooks; the entries' slots are final now.
+
+        Args:
+            on_gradient: Called as `on_gradient(handle, index)` when the full gradient of a
+                parameter has been accumulated, in the thread that runs the backward.
+        """
+        self._on_gradient = on_gradient
+        # Inference tensors could never be trained, whatever context the first call runs in.
+        with torch.inference_mode(False), torch.no_grad():
+            self._build_unsharded_params()
+
+    def _build_unsharded_params(self) -> None:
+        buffers = self._buffers
+        if buffers.local_shard.is_meta:
+            return
+        alloc_storage(buffers.unsharded)  # views of a storage without memory can't be made
+        for index, entry in enumerate(self.entries):
+            entry.unsharded = make_unsharded(self._view_unsharded(index), self.requires_grad)
+            entry.runs_hooks = False
+            if self.requires_grad:
+                self._hook_gradient(index, entry.unsharded)
+        self.index_slots()
+        views = [alias_of(param) for param in self.unsharded_params]
+        self._watched = [
+            param if isinstance(param, DTensor) else view
+            for param, view in zip(self.unsharded_params, views, strict=True)
+        ]
+        self._versions = [param._version for param in self.unsharded_params]
+        if not self.is_kept:
+            # Before the gradients' own buffer is made: no more than one is there at a time.
+            free_storage(buffers.unsharded)
+            self.gathered_writes = -1
+        if self.requires_grad:
+            main_dtype = buffers.local_shard.dtype
+            reduce_dtype = self.precision.reduces_in(main_dtype)
+            specs = [entry.spec for entry in self.entries]
+            self.grad.bind(specs, buffers.gather_output, views, reduce_dtype, main_dtype)
+
+    def _view_unsharded(self, index: int) -> Tensor:
+        """Return a parameter's part of the unsharded buffer in its shape."""
+        start = self.layout.offsets[index]
+        # [Note: Storage and autograd]: .data gives each parameter its own version counter.
+        flat = self.unsharded.data[start : start + self.layout.numels[index]]
+        return self.entries[index].spec.unflatten(flat)
+
+    def _hook_gradient(self, index: int, unsharded: nn.Parameter) -> None:
+        # Weak: the leaf holds its hooks where the garbage collector cannot see them, and the
+        # handle holds the leaf; one strong reference would leak the unit for ever.
+        handle_ref = weakref.ref(self)
+
+        def hook(_: Tensor) -> None:
+            handle = handle_ref()
+            if handle is not None:
+                handle._on_gradient(handle, index)  # type: ignore[misc]
+
+        unsharded.register_post_accumulate_grad_hook(hook)
+
+    def adopt_changes(self) -> None:
+        """Take over what was done to the sharded parameters: `.to()`, `requires_grad_()`.
+
+        Identity says nothing of the former: it gives the Parameter object other data. The new
+        slices are copied into a new flat shard, which the parameters become views of again.
+
+        Raises:
+            RuntimeError: If the parameters now differ in dtype or device.
+        """
+        for shown in self.shown_at_rest:
+            if shown.sharded._local is not shown.shard_view:
+                self._rebuild()
+                return
+        if self.guard.has_new_attributes and self.is_attached:
+            self._adopt_requires_grad()
+            self.adopt_hooks()
+            self.guard.has_new_attributes = False
+
+    def _adopt_requires_grad(self) -> None:
+        shown = self.shown_at_rest
+        self.requires_grad = any(each.sharded.requires_grad for each in shown)
+        hidden = [*self.entries] if self.shows_flat else [] if self.flat is None else [self.flat]
+        for each in hidden:
+            set_requires_grad(each.sharded, self.requires_grad)
+        if self.requires_grad and not self.grad.is_bound:
+            # They were frozen when the full parameters were built.
+            self.register_sharded()
+            with torch.inference_mode(False), torch.no_grad():
+                self._build_unsharded_params()
+        if self.grad.is_persistent and not self.requires_grad and not self.is_unsynced:
+            self.grad.release()
+        for entry in self.entries:
+            if entry.unsharded is not None:
+                entry.unsharded.requires_grad_(entry.sharded.requires_grad)
+
+    def _rebuild(self) -> None:
+        shown = self.shown_at_rest
+        kinds = {(each.sharded._local.dtype, each.sharded._local.device) for each in shown}
+        if len(kinds) > 1:
+            detail = ", ".join(
+                f"'{each.label}': {each.sharded._local.dtype} on {each.sharded._local.device}"
+                for each in shown
+            )
+            raise RuntimeError(
+                "expected the parameters of one unit that were sharded together to change dtype "
+                f"and device together, got {detail}. Convert the whole unit."
+            )
+        # No reference to a slice: each is freed as soon as it has been copied.
+        dtype, main_dtype = shown[0].sharded.dtype, self.precision.main_dtype
+        if main_dtype is not None and dtype != main_dtype:
+            raise RuntimeError(
+                f"the parameters of unit '{self.name}' were converted to {dtype}, and its "
+                f"MixedPrecisionPolicy says main_dtype={main_dtype}. Convert them back, or shard "
+                "with another policy; to compute in another dtype, use param_dtype."
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            self._take_slices()
+            self._build_unsharded_params()
+        self.guard.has_new_attributes = True
+
+    def _take_slices(self) -> None:
+        """Copy the parameters shown at rest into a new flat shard; all become views of it."""
+        shown = self.shown_at_rest
+        local = shown[0].sharded._local
+        self._buffers = self._make_buffers(local.dtype, local.device)
+        for each in shown:
+            self.slice_of(each, self.local_shard).copy_(each.sharded._local)
+        # A flat parameter that to_empty() made has anything between the parameters.
+        self.zero_gaps(self.local_shard)
+        everything: Sequence[ParamEntry | FlatEntry] = self.entries
+        for each in everything if self.flat is None else [*everything, self.flat]:
+            each.shard_view = self.slice_of(each, self.local_shard)
+            each.sharded._guard = self.guard
+            if each.sharded.dtype != local.dtype or each.sharded.device != local.device:
+                self._remake_hidden(each)
+            each.sharded._local = each.shard_view
+        self.gathered_writes = -1  # the other ranks' parts are not there
+
+    def _remake_hidden(self, entry: ParamEntry | FlatEntry) -> None:
+        """Give a parameter that is not shown, which `.to()` did not reach, the new dtype."""
+        param = entry.sharded
+        shown_class = FlatShardOfDTensor if isinstance(param, FlatShardOfDTensor) else FlatShard
+        old_class, flag = type(param), param.requires_grad
+        shard = shown_class(cast(Tensor, entry.shard_view), entry.spec, guard=self.guard)
+        take_place(cast(nn.Parameter, param), nn.Parameter(shard, flag))
+        param.__class__ = old_class
+
+    def slice_of(self, entry: ParamEntry | FlatEntry, shard: Tensor) -> Tensor:
+        """Return a parameter's part of a tensor of shape `(layout.shard_numel,)`, a view."""
+        return self.slice_at(entry.spec, shard)
+
+    def slice_at(self, spec: ShardSpec, shard: Tensor) -> Tensor:
+        """Return the part of a shard that belongs to a parameter with this spec, a view."""
+        position = spec.offset - self.shard_group.rank * self.layout.shard_numel
+        start = min(max(position, 0), self.layout.shard_numel)
+        low, high = spec.local_range
+        return shard[start : start + high - low]
+
+    # What was done to the full values
+
+    def edited(self) -> list[str]:
+        """Return the names of unsharded parameters that were edited since they were gathered.
+
+        By version counters: an edit through an alias, `param.data.add_(1)`, leaves no trace.
+        """
+        if self._has_new_versions:
+            return []  # a backward wrote gradients in their place
+        names = [
+            str(entry.label)
+            for entry, version in zip(self.entries, self._versions, strict=False)
+            if (param := entry.unsharded) is not None
+            and (param._version != version or is_repointed(param))
+        ]
+        flat = self.unsharded_flat
+        if flat is not None and self.flat is not None:
+            known = vars(flat).get("_known_version", 0)
+            if flat._version != known or flat.data_ptr() != self.unsharded.data_ptr():
+                names.append(str(self.flat.label))
+        return names
+
+    def warn_of_edits(self, where: str) -> None:
+        """Warn of edits that are about to be lost, once."""
+        versions = [tensor._version for tensor in self._watched]
+        names = (
+            self.edited() if versions != self._versions or self.unsharded_flat is not None else []
+        )
+        if not names:
+            return
+        are_lost = not self.is_kept or self.is_cast
+        for index, entry in enumerate(self.entries):
+            if entry.unsharded is not None and is_repointed(entry.unsharded):
+                self._point_back(index, entry.unsharded)
+                are_lost = True
+        self.forget_edits()
+        outcome = (
+            "are lost: the full values are freed without being written back"
+            if are_lost
+            else "stay only because the full values are never freed here: elsewhere they are lost"
+        )
+        warnings.warn(
+            f"the edits of {names} {where} {outcome}. Edit parameters inside "
+            "unshard_params(module), or call writeback(module) before reshard(module).",
+            stacklevel=2,
+        )
+
+    def forget_edits(self) -> None:
+        """Take the values as they are now for those that were gathered."""
+        self._versions = [param._version for param in self.unsharded_params]
+        if self.unsharded_flat is not None:
+            vars(self.unsharded_flat)["_known_version"] = self.unsharded_flat._version
+
+    def _point_back(self, index: int, param: nn.Parameter) -> None:
+        """Make a parameter that got other data a view of the buffer again: gathers go there."""
+        if self.unsharded.untyped_storage().size() == 0:
+            return
+        param.data = self._view_unsharded(index)
+        param.is_repointed = False  # type: ignore[attr-defined]
+
+    def check_not_repointed(self) -> None:
+        """Check that the unsharded parameters still are views of the unsharded buffer.
+
+        Raises:
+            RuntimeError: Naming the parameter that was given other data.
+        """
+        if self._buffers.local_shard.is_meta or self.unsharded.untyped_storage().size() == 0:
+            return
+        start = self.unsharded.data_ptr()
+        for index, entry in enumerate(self.entries):
+            address = start + self.layout.offsets[index] * self.unsharded.element_size()
+            param = entry.unsharded
+            if param is not None and param.numel() and alias_of(param).data_ptr() != address:
+                raise RuntimeError(
+                    f"parameter '{entry.label}' was given other data (`param.data = ...`) while "
+                    "its full values are shown. Write into it instead, for example "
+                    "`param.copy_(value)` under torch.no_grad()."
+                )

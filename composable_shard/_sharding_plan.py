@@ -1,0 +1,109 @@
+"""What `shard_model` is going to do, as plain data and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["PlannedUnit", "ShardingPlan"]
+
+_HEADINGS = ("unit", "class", "rule", "parameters", "numel", "ranks", "bytes/rank", "options")
+_NUMBERS = range(3, 7)  # columns that are aligned to the right
+_MAX_VALUE_LENGTH = 60
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """One unit that `shard_model` is going to form.
+
+    Attributes:
+        fqns: The FQNs of the unit's module, several where it is shared; `("",)` for the root.
+        class_name: The name of its class.
+        rule: The rule that took it; "defaults" for a root that no rule took.
+        num_params: Parameters that the unit will manage: none of units inside it, none ignored.
+        numel: Elements of these parameters.
+        world_size: Ranks that will share them.
+        shard_nbytes: Bytes of one rank's shards of them, padding included.
+        options: The options of `fully_shard` that the rule and the defaults give.
+    """
+
+    fqns: tuple[str, ...]
+    class_name: str
+    rule: str
+    num_params: int
+    numel: int
+    world_size: int
+    shard_nbytes: int
+    options: Mapping[str, Any]
+
+    @property
+    def fqn(self) -> str:
+        """The first FQN of the unit's module; "" for the root."""
+        return self.fqns[0]
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """The units of a model, in the order in which they will be formed, the root last.
+
+    `str(plan)` is a table. A parameter of several modules counts in the first unit that has it.
+
+    Attributes:
+        model_name: The name of the model's class.
+        units: The units.
+    """
+
+    model_name: str
+    units: tuple[PlannedUnit, ...]
+
+    def __str__(self) -> str:
+        rows = [_HEADINGS, *(_row(unit) for unit in self.units), self._total()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+        lines = [_align(row, widths) for row in rows]
+        rule = "-" * max(len(line) for line in lines)
+        title = f"{self.model_name}: {len(self.units)} units"
+        return "\n".join([title, lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+    def _total(self) -> tuple[str, ...]:
+        num_params = sum(unit.num_params for unit in self.units)
+        numel = sum(unit.numel for unit in self.units)
+        nbytes = sum(unit.shard_nbytes for unit in self.units)
+        return ("total", "", "", f"{num_params}", f"{numel:,}", "", f"{nbytes:,}", "")
+
+
+def _row(unit: PlannedUnit) -> tuple[str, ...]:
+    options = [f"{name}={_short(value)}" for name, value in unit.options.items()]
+    return (
+        ", ".join(unit.fqns) or "(root)",
+        unit.class_name,
+        unit.rule,
+        f"{unit.num_params}",
+        f"{unit.numel:,}",
+        f"{unit.world_size}",
+        f"{unit.shard_nbytes:,}",
+        ", ".join(options),
+    )
+
+
+def _align(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [
+        cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    return "  ".join(cells).rstrip()
+
+
+def _short(value: Any) -> str:
+    """Return a few words for an option's value, without addresses or the order of a set."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, DeviceMesh):
+        return f"mesh{tuple(value.shape)}"
+    if isinstance(value, Collection) and not isinstance(value, str):
+        return f"<{len(value)}>"
+    text = repr(value)
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 3]}..."

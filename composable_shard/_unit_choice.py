@@ -1,0 +1,160 @@
+"""Rules to units: which rule takes which module, and with which options."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from composable_shard._module_tree import ModuleTree, has_forward
+from composable_shard._sharding_rules import Rule, Scope
+from composable_shard.fully_shard import check_options, fully_shard
+
+__all__ = ["Unit", "choose_units", "listed"]
+
+_MAX_NAMES = 10  # in a message
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module that becomes a unit, the rule that took it, and the options that were given."""
+
+    module: nn.Module
+    rule: str
+    options: dict[str, Any]
+
+    @property
+    def all_options(self) -> dict[str, Any]:
+        """All options of `fully_shard`, its defaults filled in."""
+        return {**_option_defaults(), **self.options}
+
+
+def _option_defaults() -> dict[str, Any]:
+    parameters = inspect.signature(fully_shard).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A module that a rule took; options None leave it in the unit around it."""
+
+    rule: str
+    options: dict[str, Any] | None
+
+
+def choose_units(
+    tree: ModuleTree, rules: Sequence[Rule], defaults: Mapping[str, Any]
+) -> list[Unit]:
+    """Let the first rule about a module take it; return the units, inner ones first, root last.
+
+    Raises:
+        ValueError: For options that `fully_shard` does not have or take, for a rule that takes no
+            module, and for one that makes a container a unit.
+    """
+    _check_options("the defaults", defaults)
+    for rule in rules:
+        _check_options(rule.label, {**defaults, **(rule.options or {})})
+    taken: dict[nn.Module, _Taken] = {}
+    for rule in rules:
+        new = _find(tree, rule, defaults, taken)
+        if not new:
+            raise ValueError(_why_idle(tree, rule, _find(tree, rule, defaults, {}), taken))
+        taken.update(new)
+    units = []
+    for module in tree.fqns:
+        entry = taken.get(module) or _Taken("defaults", {} if module is tree.root else None)
+        if entry.options is not None:
+            units.append(Unit(module, entry.rule, {**defaults, **entry.options}))
+            _check_forward(tree, units[-1])
+    return units
+
+
+def _find(
+    tree: ModuleTree,
+    rule: Rule,
+    defaults: Mapping[str, Any],
+    taken: Mapping[nn.Module, _Taken],
+) -> dict[nn.Module, _Taken]:
+    """Return what `rule` takes of what no rule has taken yet."""
+    options = {**_option_defaults(), **defaults, **(rule.options or {})}
+    is_unit = {module: entry.options is not None for module, entry in taken.items()}
+    scope = Scope(tree, frozenset(options["ignored_params"] or ()), is_unit)
+    found: dict[nn.Module, _Taken] = {}
+    for module, extra in rule.selector.find(scope):
+        # The root has no unit around it that it could stay in.
+        if module in taken or (rule.options is None and module is tree.root):
+            continue
+        merged = None if rule.options is None else {**rule.options, **extra}
+        if extra:
+            _check_options(f"{rule.label}, {tree.describe(module)}", {**defaults, **(merged or {})})
+        found[module] = _Taken(rule.label, merged)
+    return found
+
+
+def _why_idle(
+    tree: ModuleTree,
+    rule: Rule,
+    alone: Mapping[nn.Module, _Taken],
+    taken: Mapping[nn.Module, _Taken],
+) -> str:
+    """Return the text for a rule that takes nothing, given what it would take alone."""
+    shadowing = dict.fromkeys(taken[module].rule for module in alone if module in taken)
+    if shadowing:
+        return (
+            f"{rule.label} takes no module: all it is about, "
+            f"{listed([tree.fqn(module) for module in alone])}, was taken by "
+            f"{' and '.join(shadowing)} before it. Remove it, or move it to the front."
+        )
+    if alone:
+        # by_size and the like count what is left.
+        return (
+            f"{rule.label} takes no module: the rules before it left too few parameters for it. "
+            "Remove it, or move it to the front."
+        )
+    names = [name for name, _ in tree.root.named_children()]
+    classes = dict.fromkeys(type(module).__name__ for module in tree.root.modules())
+    return (
+        f"{rule.label} takes no module of {type(tree.root).__name__}, which holds "
+        f"{listed(names)} and has the classes {listed(list(classes))}. Correct or remove it."
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the names for a message, at most ten of them."""
+    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown}, ... ({len(names)} in all)"
+
+
+def _check_options(owner: str, options: Mapping[Any, Any]) -> None:
+    """Check names and values of options, and say whose they are."""
+    known = _option_defaults()
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), list(known), 1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(known)}."
+            raise ValueError(f"{owner}: fully_shard has no option {name!r}. {hint}")
+    try:
+        check_options({**known, **options})
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(f"{owner}: {error}") from error
+
+
+def _check_forward(tree: ModuleTree, unit: Unit) -> None:
+    if has_forward(unit.module):
+        return
+    kind = type(unit.module).__name__
+    if unit.module is tree.root:
+        raise ValueError(
+            f"the model is a {kind}, which has no forward, so its unit would never be gathered. "
+            "Call shard_model on each of the modules in it that has one."
+        )
+    fqn = tree.fqn(unit.module)
+    raise ValueError(
+        f"{unit.rule} takes '{fqn}', a {kind}, which has no forward, so its unit would never be "
+        f"gathered. Take the modules in it ('{fqn}.*'), or leave it out by a rule before this one "
+        f"(('{fqn}', None))."
+    )

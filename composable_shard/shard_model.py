@@ -1,0 +1,238 @@
+"""`shard_model`: say once, for a whole model, which modules are units with which options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, overload
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_shard._mesh import ShardGroup
+from composable_shard._module_tree import ModuleTree
+from composable_shard._plan import Plan, shard_nbytes
+from composable_shard._sharding_plan import PlannedUnit, ShardingPlan
+from composable_shard._sharding_rules import Rules, parse_rules
+from composable_shard._traversal import is_sharded
+from composable_shard._unit_choice import Unit, choose_units, listed
+from composable_shard.fully_shard import check_unit, fully_shard
+
+__all__ = ["shard_model"]
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+@overload
+def shard_model(
+    model: nn.Module,
+    rules: Rules,
+    *,
+    dry_run: Literal[True],
+    world_size: int | None = None,
+    **defaults: Any,
+) -> ShardingPlan: ...
+
+
+@overload
+def shard_model(
+    model: _M,
+    rules: Rules,
+    *,
+    dry_run: Literal[False] = False,
+    world_size: None = None,
+    **defaults: Any,
+) -> _M: ...
+
+
+def shard_model(
+    model: _M,
+    rules: Rules,
+    *,
+    dry_run: bool = False,
+    world_size: int | None = None,
+    **defaults: Any,
+) -> _M | ShardingPlan:
+    """Apply `fully_shard` to the modules that `rules` name, inner ones first, and to `model`.
+
+    A rule is a pair of what it is about and a dict of options for `fully_shard`, which go before
+    the defaults, or None: such a module stays in the unit around it. It can be about
+
+    - a module class or a tuple of classes, subclasses included;
+    - an FQN glob: `*`, `?` and `[ab]` stay within one component, `**` goes across, so "layers.*"
+      is about the layers, "layers.**" also about everything in them, "**.mlp" about every mlp;
+    - a predicate, called with an FQN and a module;
+    - an auto-wrap policy of FSDP1 (`functools.partial(transformer_auto_wrap_policy, ...)`,
+      `ModuleWrapPolicy`, `CustomPolicy`, ...), which forms the units that FSDP1 would, containers
+      without forward left out.
+
+    `by_class`, `by_size` and `transformer_blocks` make rules. The first rule that is about a
+    module decides; units may lie in units. `model` is the root unit, of all that is left: with the
+    defaults, or with the options of a rule about a class or predicate that it meets. A module with
+    several FQNs forms one unit, a rule about any of them is about it.
+
+        shard_model(model, {Block: {}, "head": {"reshard_after_forward": False}})
+        shard_model(model, transformer_blocks(model), dry_run=True, world_size=64)
+
+    Everything is checked for all units before the first one is formed: a call that is refused
+    leaves the model as it was. Only running out of memory leaves the units formed so far.
+
+    Args:
+        model: The model; no module in it is sharded yet.
+        rules: A mapping or a sequence of pairs, or one policy of FSDP1.
+        dry_run: Change nothing: write the table of units to stdout, on rank 0 where there are
+            ranks, and return it. Needs no process group; the model may be on the meta device.
+        world_size: For a dry run, the number of ranks of every unit. Default: that of the mesh
+            or of the process group, 1 without either.
+        defaults: Options of `fully_shard` for all units.
+
+    Returns:
+        `model`; with `dry_run=True` the `ShardingPlan`.
+
+    Raises:
+        ValueError: If a rule or option is not valid, a rule is about no module or only about ones
+            that earlier rules took, a unit would have no forward, one module would be in two
+            units, or `fully_shard` refuses a unit; the text names the rule or the unit.
+        RuntimeError, NotImplementedError: As `fully_shard`.
+    """
+    _check_call(model, dry_run, world_size)
+    parsed = parse_rules(rules)
+    tree = ModuleTree(model)
+    _check_unsharded(tree)
+    units = choose_units(tree, parsed, defaults)
+    checked = _check_units(tree, units, _ShardGroups(dry_run, world_size))
+    if dry_run:
+        plan = _summarise(tree, checked)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            sys.stdout.write(f"{plan}\n")
+        return plan
+    # They hold the parameters as they are now.
+    del checked
+    for unit in units:
+        fully_shard(unit.module, **unit.options)
+    return model
+
+
+@dataclass(frozen=True)
+class _CheckedUnit:
+    unit: Unit
+    plan: Plan
+    world_size: int
+
+
+class _ShardGroups:
+    """The ranks that will share a unit, found once for each mesh."""
+
+    def __init__(self, dry_run: bool, world_size: int | None) -> None:
+        self.is_dry_run = dry_run
+        self._world_size = world_size
+        self._groups: dict[int, ShardGroup | None] = {}
+
+    def get(self, mesh: DeviceMesh | None) -> tuple[ShardGroup | None, int]:
+        """Return the group, None where a dry run has to do without, and its size."""
+        if id(mesh) not in self._groups:
+            self._groups[id(mesh)] = self._find(mesh)
+        group = self._groups[id(mesh)]
+        return group, self._world_size or (1 if group is None else group.size)
+
+    def _find(self, mesh: DeviceMesh | None) -> ShardGroup | None:
+        is_known = self._world_size is None and (mesh is not None or dist.is_initialized())
+        return ShardGroup.from_mesh(mesh) if is_known or not self.is_dry_run else None
+
+
+def _check_call(model: object, dry_run: bool, world_size: int | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected model to be an nn.Module, got {type(model).__name__}")
+    if world_size is None:
+        return
+    if not dry_run:
+        raise ValueError(
+            "world_size is for dry_run=True; without it, units are shared by the ranks of `mesh`"
+        )
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ValueError(f"expected world_size to be a positive integer, got {world_size!r}")
+
+
+def _check_unsharded(tree: ModuleTree) -> None:
+    for module in tree.fqns:
+        if is_sharded(module):
+            raise ValueError(
+                f"{tree.describe(module)} was already sharded by fully_shard or shard_model. Give "
+                "shard_model a model of which nothing is sharded, and options of single modules "
+                "as rules."
+            )
+
+
+def _check_units(
+    tree: ModuleTree, units: Sequence[Unit], groups: _ShardGroups
+) -> list[_CheckedUnit]:
+    """Run all checks of `fully_shard` on every unit, as if those before it were formed already.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: As `fully_shard`, naming the unit.
+    """
+    checked: list[_CheckedUnit] = []
+    owners: dict[nn.Module, Unit] = {}
+    managed: set[nn.Parameter] = set()
+    inner: list[nn.Module] = []
+    for unit in units:
+        options = unit.all_options
+        shard_group, world_size = groups.get(options["mesh"])
+        # Parameters of units before this one are borrowed from them.
+        options["ignored_params"] = managed.union(options["ignored_params"] or ())
+        # A dry run on the meta device is about a model that will be real.
+        options["sync_module_states"] &= not groups.is_dry_run
+        try:
+            plan = check_unit([unit.module], shard_group, options, inner)
+        except (ValueError, RuntimeError) as error:
+            # The parameters in the text are named as seen from the unit.
+            raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error
+        _check_disjoint(tree, unit, plan.unmanaged_modules, owners)
+        managed.update(original.param for original in plan.originals)
+        inner.append(unit.module)
+        checked.append(_CheckedUnit(unit, plan, world_size))
+    return checked
+
+
+def _check_disjoint(
+    tree: ModuleTree, unit: Unit, modules: Sequence[nn.Module], owners: dict[nn.Module, Unit]
+) -> None:
+    """Enter `unit` as the owner of the parameters of `modules`; raise if they have one already."""
+    ignored = {id(param) for param in unit.options.get("ignored_params") or ()}
+    for module in modules:
+        params = [param for param in module._parameters.values() if param is not None]
+        if all(id(param) in ignored for param in params):
+            continue
+        if module in owners:
+            names = " and ".join(tree.describe(each.module) for each in (owners[module], unit))
+            fqn = tree.fqn(module)
+            raise ValueError(
+                f"{tree.describe(module)}, known as {listed(tree.fqns[module])}, is in two units, "
+                f"{names}, and only one can manage its parameters. Make it a unit of its own, for "
+                f"example by a first rule ('{fqn}', {{}})."
+            )
+        owners[module] = unit
+
+
+def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPlan:
+    units = []
+    for each in checked:
+        params = [original.param for original in each.plan.originals]
+        planned = PlannedUnit(
+            fqns=tuple(tree.fqns[each.unit.module]),
+            class_name=type(each.unit.module).__name__,
+            rule=each.unit.rule,
+            num_params=len(params),
+            numel=sum(param.numel() for param in params),
+            world_size=each.world_size,
+            shard_nbytes=shard_nbytes(
+                each.plan,
+                each.world_size,
+                use_orig_params=each.unit.all_options["use_orig_params"],
+            ),
+            options=each.unit.options,
+        )
+        units.append(planned)
+    return ShardingPlan(type(tree.root).__name__, tuple(units))
