@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from composable_shard._lazy_init import prepare
 from composable_shard._state import ShardState, StateRef, TrainingState, TreeContext
 
@@ -64,5 +66,12 @@ def drop_prefetched(context: TreeContext, *, keeps_chosen: bool = False) -> None
         for handle in unused.needed:
             # Another unit may compute with it, of which this one borrows.
             is_used = handle.num_holders > 0 or handle.is_registered_unsharded
-            if not is_used and unused.reshard_after_forward is not False:
+            if is_used:
+                continue
+            if unused.reshard_after_forward is not False:
                 handle.reshard()
+            else:
+                # The values stay, but nothing stays in flight. As in `reshard`, nobody wants an
+                # error of it.
+                with suppress(RuntimeError):
+                    handle.wait_unshard()

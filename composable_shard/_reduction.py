@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import weakref
 from bisect import insort
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
 
-from composable_shard import _collectives
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._state import ShardState, TrainingState, TreeContext
+from composable_shard._use_exchange import UseExchange
 
 __all__ = [
     "abort_backward",
@@ -230,6 +230,10 @@ def _release_after_backward(context: TreeContext, handle: FlatParamHandle) -> No
         release_handle(context, handle)
     elif handle.num_holders == 0:
         handle.register_sharded()
+        # One that was issued ahead, for a unit that this backward did not run: it may be abandoned
+        # for ever. An error is not ours to raise here, as in `reshard`.
+        with suppress(RuntimeError):
+            handle.wait_unshard()
 
 
 def _finish_backward(context: TreeContext) -> None:
@@ -243,22 +247,15 @@ def _finish_backward(context: TreeContext) -> None:
     for handle in still_open + late:
         handle.pack_rest(may_overwrite=not _keeps_values(context, handle))
     handles = list(dict.fromkeys([*context.reduced, *still_open, *late]))
-    used = _exchange_use(handles)
-    # Another rank may accumulate where this one does not, a rank that skips a unit for example.
-    context.accumulates |= any(any(flags) for flags in used)
+    context.use_exchange = exchange = UseExchange(handles)
+    if not context.accumulates:
+        # Another rank may, where this one skips a unit for example.
+        context.accumulates = any(any(flags) for flags in exchange.finish())
     accumulates = context.accumulates
     end_units_after(context, -1)
     for owner, handle in unsynced:
         _issue(context, owner, handle)
-    if accumulates:
-        _advance_in_flight(context)
-        for handle, flags in zip(handles, used, strict=True):
-            handle.finish_reduction()
-            handle.publish_gradients(flags)
-        for ref in context.armed:
-            if (state := ref()) is not None:
-                state.forward_index = -1
-        context.armed.clear()
+    _publish(context, handles, exchange)
     context.reduced = {}
     context.backward = None
     _return_to_idle(context)
@@ -267,6 +264,24 @@ def _finish_backward(context: TreeContext) -> None:
         for handle in handles:
             if not handle.grad.is_partial:
                 handle.run_gradient_hooks()
+
+
+def _publish(context: TreeContext, handles: list[FlatParamHandle], exchange: UseExchange) -> None:
+    """Wait for everything that is in flight; give the parameters their gradients."""
+    _advance_in_flight(context)
+    for handle in handles:
+        handle.finish_reduction()
+    # Last, for it costs no time then; but before anything is published, for it may fail.
+    used = exchange.finish()
+    context.use_exchange = None
+    if not context.accumulates:
+        return
+    for handle, flags in zip(handles, used, strict=True):
+        handle.publish_gradients(flags)
+    for ref in context.armed:
+        if (state := ref()) is not None:
+            state.forward_index = -1
+    context.armed.clear()
 
 
 def _find_unsynced(context: TreeContext) -> list[tuple[ShardState, FlatParamHandle]]:
@@ -285,33 +300,6 @@ def _find_unsynced(context: TreeContext) -> list[tuple[ShardState, FlatParamHand
         and state.reduces(handle)
         and (handle.is_unsynced or (handle.grad.is_partial and not state.defers_all_reduce(handle)))
     ]
-
-
-def _exchange_use(handles: list[FlatParamHandle]) -> list[list[bool]]:
-    """Return for each handle which parameters any rank used, so that the others keep no gradient.
-
-    One all-reduce of a byte for each parameter, for each process group. Only a rank that lacks a
-    gradient waits for it; the others know that all were used.
-    """
-    flags = {id(handle): handle.grad.used for handle in handles}
-    groups: dict[tuple[dist.ProcessGroup, ...], list[FlatParamHandle]] = {}
-    for handle in handles:
-        groups.setdefault(handle.shard_group.joint_groups, []).append(handle)
-    for joint_groups, members in groups.items():
-        used = [flag for handle in members for flag in flags[id(handle)]]
-        device = members[0].shard_group.device
-        if all(used):
-            for group in joint_groups:
-                sent = torch.ones(len(used), dtype=torch.uint8, device=device)
-                _collectives.all_reduce(sent, group, dist.ReduceOp.MAX)
-            continue
-        sent = torch.tensor(used, dtype=torch.uint8).to(device)
-        for group in joint_groups:
-            _collectives.all_reduce(sent, group, dist.ReduceOp.MAX).wait()
-        received = iter(sent.tolist())
-        for handle in members:
-            flags[id(handle)] = [bool(next(received)) for _ in handle.entries]
-    return [flags[id(handle)] for handle in handles]
 
 
 def _return_to_idle(context: TreeContext) -> None:
@@ -339,6 +327,9 @@ def abort_backward(context: TreeContext) -> None:
     """
     context.backward = None
     context.reduced, context.in_flight = {}, []
+    if context.use_exchange is not None:
+        context.use_exchange.abandon()
+        context.use_exchange = None
     context.armed.clear()
     for state in context.live_states():
         state.forward_index = -1

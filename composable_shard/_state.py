@@ -12,6 +12,7 @@ from torch import nn
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_reduction import ScratchPool, Streams
 from composable_shard._full_params import FullParams
+from composable_shard._use_exchange import UseExchange
 from composable_shard.api import MixedPrecisionPolicy, ShardingStrategy
 
 __all__ = ["ExecutionOrder", "ShardState", "TrainingState", "TreeContext"]
@@ -240,6 +241,7 @@ class TreeContext:
             which they end.
         reduced: Handles that were reduced in this backward.
         in_flight: Handles whose reduction was issued and not finished.
+        use_exchange: Tells at the end of this backward which parameters any rank used.
         output_sequence_nr: Number of the next autograd node when a unit last returned.
         has_agreed: The ranks shard the same model in the same way.
         is_checked: And its buffers have been initialised, so calls need no check any more.
@@ -270,6 +272,7 @@ class TreeContext:
         self.open_handles: list[tuple[int, ShardState, FlatParamHandle]] = []
         self.reduced: dict[FlatParamHandle, None] = {}
         self.in_flight: list[FlatParamHandle] = []
+        self.use_exchange: UseExchange | None = None
         self.prefetched: dict[ShardState, bool] = {}
         self.keeps_unsharded = False
         self.accumulates = False

@@ -503,6 +503,29 @@ def test_error_while_waiting_for_any_gather_leaves_the_next_step_right(
     assert k == num_gathers + 1  # N = 4 units, the root kept
 
 
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3])
+@distributed(2)
+def test_error_while_waiting_for_the_use_exchange_drops_all_gradients(
+    strategy: ShardingStrategy,
+) -> None:
+    """It is waited for before any gradient is published."""
+    all_reduce = _collectives.all_reduce
+    counter = _Failing(lambda: None, 1, RuntimeError)
+
+    def fail(model: nn.Module) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                _collectives, "all_reduce", lambda *a: _FailingWork(all_reduce(*a), counter)
+            )
+            try:
+                _forward_and_backward(model)
+            finally:
+                assert counter.calls == 1
+                assert all(param.grad is None for param in model.parameters())
+
+    _assert_recovers(fail, RuntimeError, strategy=strategy)
+
+
 class _FailingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, error: type[BaseException]) -> Tensor:
