@@ -16,8 +16,8 @@ __all__ = ["UseExchange"]
 class UseExchange:
     """One exchange of a byte for each parameter, in flight until `finish`.
 
-    One all-reduce for each process group, which is started at once. Where a mesh has several
-    groups, what the first one tells goes on to the next.
+    One all-reduce for each process group. Where a mesh has several groups, what the first one
+    tells goes on to the next.
     """
 
     def __init__(self, handles: Sequence[FlatParamHandle]) -> None:
@@ -50,38 +50,39 @@ def _by_mesh(handles: Sequence[FlatParamHandle]) -> dict[_Groups, list[FlatParam
 
 
 class _MeshExchange:
-    """The exchange for the handles of one mesh."""
+    """The exchange for the handles of one mesh.
+
+    When this returns, the all-reduces of all groups have been issued, for they must come before
+    the reductions on every rank.
+    """
 
     def __init__(self, groups: _Groups, handles: list[FlatParamHandle]) -> None:
         self._handles = handles
-        self._groups = list(groups)
+        self._works: list[dist.Work] = []
         used = [flag for handle in handles for flag in handle.grad.used]
         device = handles[0].shard_group.device
-        # A rank that used them all knows the answer, and reads nothing back from the device.
+        # A rank that used them all knows the answer: it waits for nothing, and reads nothing back
+        # from the device.
         self._all_used = all(used)
-        if self._all_used:
-            self._sent = torch.ones(len(used), dtype=torch.uint8, device=device)
-        else:
-            self._sent = torch.tensor(used, dtype=torch.uint8).to(device)
-        self._work: dist.Work | None = None
-        self._start()
+        self._sent = torch.tensor(used, dtype=torch.uint8).to(device)
+        for index, group in enumerate(groups):
+            if index and self._all_used:
+                self._sent = self._sent.clone()
+            elif index:
+                self._wait()
+            self._works.append(_collectives.all_reduce(self._sent, group, dist.ReduceOp.MAX))
 
-    def _start(self) -> None:
-        if self._groups:
-            group = self._groups.pop(0)
-            self._work = _collectives.all_reduce(self._sent, group, dist.ReduceOp.MAX)
+    def _wait(self) -> None:
+        while self._works:
+            self._works.pop().wait()
 
     def finish(self) -> dict[FlatParamHandle, list[bool]]:
-        while self._work is not None:
-            work, self._work = self._work, None
-            work.wait()
-            self._start()
+        self._wait()
         if self._all_used:
             return {handle: [True] * len(handle.entries) for handle in self._handles}
         received = iter(self._sent.tolist())
         return {handle: [bool(next(received)) for _ in handle.entries] for handle in self._handles}
 
     def abandon(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            _collectives.abandon(work)
+        while self._works:
+            _collectives.abandon(self._works.pop())

@@ -522,7 +522,8 @@ def peak_bytes() -> Iterator[MemoryCount]:
 
     Counts what this thread allocates, inside operators, autograd and `UntypedStorage.resize_`
     too, and what gloo's threads allocate on its behalf. Freeing a storage that is older than the
-    scope subtracts nothing. Scopes do not nest, and no other profiler may run.
+    scope subtracts nothing. Scopes do not nest, and no other profiler may run. No collective may
+    be in flight at the end: gloo's threads and the profiler would race, and corrupt the heap.
     """
     memory = MemoryCount()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -277,6 +277,26 @@ def test_parameter_used_on_one_rank_only(strategy: ShardingStrategy, has_world: 
         torch.testing.assert_close(ours.grad.full_tensor(), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(4)
+def test_rank_without_any_gradient_issues_its_collectives_in_the_same_order(
+    strategy: ShardingStrategy,
+) -> None:
+    """It learns from the others that there is something to reduce."""
+    torch.manual_seed(0)
+    mesh = _mesh(2, 2)
+    model = fully_shard(Optional(), strategy=strategy, mesh=mesh)
+    (handle,) = get_handles(model)
+    axes = (mesh.get_group("shard"), mesh.get_group("replicate"))
+    object.__setattr__(handle.shard_group, "joint_groups", axes)
+    used = [] if dist.get_rank() == 3 else [0, 1, 2]
+    x = torch.full((2, 5), 0.5, requires_grad=True)
+    for _ in range(3):
+        model(x, used).sum().backward()
+    grads = [param.grad.full_tensor() for param in model.parameters()]
+    torch.testing.assert_close(grads[-1], torch.full((5,), 3 * 2 * 3 / 4))
+
+
 @pytest.mark.parametrize("shape", [None, (2, 2), (4, 1), (1, 4)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(4)
