@@ -2,6 +2,13 @@
 
 The functions call the process group's own methods: they are the same in every supported torch
 version (2.13 renames the Python functions above them), and cost less host time.
+
+[Note: Low-precision sums]
+A backend adds up 16-bit terms in 16 bits, rounded from rank to rank. An exchange sends the terms as
+they are, and each rank adds up those of its shard in fp32, or in the output's dtype. Where there is
+no exchange, an all-to-all does the same: it moves the bytes that a reduce-scatter moves, but needs
+memory for the terms, and a message to each rank, for which the group must not be too large.
+All-reduces, of shards that have copies, add up as the backend does it.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ __all__ = [
     "all_gather",
     "all_gather_uneven",
     "all_reduce",
+    "all_to_all",
     "broadcast",
     "count_collectives",
     "gather",
@@ -38,8 +46,12 @@ __all__ = [
     "scratch_parts",
 ]
 
-_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast", "gather", "scatter"})
+_KINDS = frozenset(
+    {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter"}
+)
 _MAX_EXCHANGE_SIZE = 8
+_MAX_ALL_TO_ALL_SIZE = 64
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -74,18 +86,26 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type, no-any-return, unused-ignore]
 
 
-def scratch_parts(group: dist.ProcessGroup, device: torch.device, *, in_place: bool) -> int:
+def scratch_parts(group: dist.ProcessGroup, input: Tensor, *, in_place: bool) -> int:
     """Return how many shards' memory a reduction wants for the ranks' terms.
 
     Args:
         group: The ranks that take part.
-        device: Where the tensors are.
+        input: A tensor of the input's dtype and device.
         in_place: Whether the output can't receive a term: it is this rank's part of the input,
             or has another dtype.
     """
-    if not _is_exchange(group, device):
-        return 0
+    if not _is_exchange(group, input.device):
+        return group.size() if _adds_up_here(group, input.dtype) else 0
     return group.size() if group.size() > 2 else int(in_place)
+
+
+def _adds_up_here(group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
+    """Return whether terms are sent all to all where they are not exchanged.
+
+    See [Note: Low-precision sums].
+    """
+    return dtype in _LOW_PRECISION and 1 < group.size() <= _MAX_ALL_TO_ALL_SIZE
 
 
 def _is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -205,6 +225,11 @@ def reduce_scatter(
     with INSIDE:
         if _is_exchange(group, output.device):
             return _exchange_terms(output, input, scratch, group, scale)
+        if _adds_up_here(group, input.dtype):
+            assert scratch is not None
+            terms = scratch.view(group.size(), -1)
+            work = _start_all_to_all(terms, input, group)
+            return PendingReduction(work, output, input, terms, scale)
         options = dist.ReduceScatterOptions()
         if scale == 1.0 / group.size() and _backend_name(group, output.device) == "nccl":
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
@@ -238,6 +263,33 @@ def _exchange_terms(
             output.copy_(own)
     work = exchange({rank: _real(part) for rank, part in slices.items()}, receives, group)
     return PendingReduction(work, output, input, terms, scale)
+
+
+def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waitable:
+    """Start giving each rank its part of every rank's `input`.
+
+    Args:
+        output: Shape `(group.size() * part_numel,)`; what rank r sent lands in its r-th part.
+        input: Likewise; its r-th part goes to rank r.
+        group: The ranks that take part.
+    """
+    if _trace.is_traced():
+        _trace.record("all_to_all", group.group_name, input.nbytes)
+    with INSIDE:
+        if not _is_exchange(group, output.device):
+            return _start_all_to_all(output, input, group)
+        sends, receives = (
+            dict(enumerate(_real(tensor).view(group.size(), -1).unbind()))
+            for tensor in (input, output)
+        )
+        receives.pop(group.rank()).copy_(sends.pop(group.rank()))
+        return exchange(sends, receives, group)
+
+
+def _start_all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    # As bytes, which every backend carries.
+    sent, received = (tensor.view(-1).view(torch.uint8) for tensor in (input, output))
+    return group.alltoall_base(received, sent, [], [], dist.AllToAllOptions())
 
 
 def all_reduce(

@@ -293,7 +293,7 @@ class FlatGradient:
         """Return the one of the two buffers that does not hold the gradients, or other memory."""
         group, is_cast = self._shard_group.group, self._own.dtype != self.reduction.main_dtype
         in_place = self.is_persistent or (is_cast and not self._shard_group.replicate_groups)
-        num_parts = _collectives.scratch_parts(group, self._own.device, in_place=in_place)
+        num_parts = _collectives.scratch_parts(group, self._own, in_place=in_place)
         if num_parts == 0 or self._shard_group.size == 1:
             return None
         if self.is_persistent:

@@ -66,6 +66,7 @@ class FlatReduction:
         self._scale = 1.0  # of the output, where there is no first stage
         self._is_deferred = False
         self._event: torch.Event | None = None
+        self._scratch: Tensor | None = None  # until the reduce stream has read the terms in it
 
     @property
     def is_in_flight(self) -> bool:
@@ -106,7 +107,7 @@ class FlatReduction:
             self.advance()
             self._end(output)
             self._event = stream.record_event()
-        self._output = output
+        self._output, self._scratch = output, scratch
 
     def _issue(
         self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None
@@ -164,7 +165,7 @@ class FlatReduction:
         else:
             # The buffers may be used anew by the current stream once this has passed.
             torch.accelerator.current_stream().wait_event(self._event)
-            self._event = None
+            self._event = self._scratch = None
         if not self._is_deferred:
             return output
         # Accumulated in the main dtype, whatever the way's.
@@ -180,4 +181,4 @@ class FlatReduction:
         work, self._all_reduce = self._all_reduce, None
         if work is not None:
             _collectives.abandon(work)
-        self._event = self._output = self.partial = None
+        self._event = self._output = self._scratch = self.partial = None

@@ -285,6 +285,7 @@ def test_collectives_of_the_backend_train_alike(strategy: ShardingStrategy, poli
     """Where groups are too large for this library to add up itself, within rounding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_collectives, "_MAX_EXCHANGE_SIZE", 0)
+        patch.setattr(_collectives, "_MAX_ALL_TO_ALL_SIZE", 0)
         _train(strategy, POLICIES[policy])
 
 
