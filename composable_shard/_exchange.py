@@ -26,7 +26,7 @@ class Waitable(Protocol):
 
 def abandon(work: Waitable) -> None:
     """Wait until the work's buffers are free for other use; the collective's errors are ignored."""
-    with suppress(RuntimeError):
+    with suppress(Exception):  # of any kind: the work may be a user's
         work.wait()
 
 

@@ -48,14 +48,18 @@ def encoded_nbytes(numel: int) -> int:
 
     Example: 1000 elements have 8 blocks and take 1000 + 8 * 4 = 1032 bytes.
     """
-    return numel + 4 * -(-numel // BLOCK_NUMEL)
+    return _payload_nbytes(numel) + 4 * -(-numel // BLOCK_NUMEL)
+
+
+def _payload_nbytes(numel: int) -> int:
+    return -(-numel // 4) * 4  # scales must be aligned
 
 
 def encode(values: Tensor, encoded: Tensor, dtype: torch.dtype) -> None:
     """Quantise values, see [Note: Quantised wire].
 
     Args:
-        values: Shape `(numel,)`, floating-point; `numel` a multiple of 4.
+        values: Shape `(numel,)`, floating-point.
         encoded: Shape `(encoded_nbytes(numel),)`, uint8, at an address that is a multiple of 4.
         dtype: One of `QUANTISED`.
     """
@@ -101,7 +105,8 @@ def round_trip(values: Tensor, dtype: torch.dtype, output_dtype: torch.dtype) ->
 
 
 def _parts(encoded: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return encoded[:numel].view(dtype), encoded[numel:].view(torch.float32)
+    scales = encoded[_payload_nbytes(numel) :].view(torch.float32)
+    return encoded[:numel].view(dtype), scales
 
 
 def _chunks(values: Tensor) -> Iterator[tuple[slice, slice]]:

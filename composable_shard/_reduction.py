@@ -252,8 +252,10 @@ def _finish_backward(context: TreeContext) -> None:
         _issue(context, owner, handle)
     if accumulates:
         _advance_in_flight(context)
-        for handle, flags in zip(handles, used, strict=True):
+        # All of them first: where one fails, no gradient of this backward may be published.
+        for handle in handles:
             handle.finish_reduction()
+        for handle, flags in zip(handles, used, strict=True):
             handle.publish_gradients(flags)
         for ref in context.armed:
             if (state := ref()) is not None:

@@ -153,7 +153,8 @@ def test_received_values_are_rounded_once(dtype: torch.dtype, output_dtype: torc
 
 
 @pytest.mark.parametrize(
-    ("numel", "nbytes"), [(0, 0), (4, 8), (128, 132), (132, 140), (1000, 1032), (1024, 1056)]
+    ("numel", "nbytes"),
+    [(0, 0), (1, 8), (4, 8), (128, 132), (131, 140), (1000, 1032), (1024, 1056)],
 )
 def test_encoded_bytes(numel: int, nbytes: int) -> None:
     """A byte for each element, four for each block, and nothing beyond is written or read."""
