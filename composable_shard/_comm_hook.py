@@ -41,7 +41,7 @@ class ReductionStage:
         gradient: What this rank adds. For a reduce-scatter the unsharded gradient, shape
             `(padded_numel,)`, all parameters of a handle in the order of the layout, with zeros
             between: its r-th of `group.size()` equal parts goes to rank r of the group. For an
-            all-reduce a shard, or with `NO_SHARD` the unsharded gradient. The hook may overwrite it.
+            all-reduce a shard, or with `NO_SHARD` the unsharded gradient. A hook may overwrite it.
         output: Where the sum goes. For a reduce-scatter shape `(shard_numel,)`, perhaps this rank's
             part of `gradient`; its dtype may be a wider one than that of `gradient`. For an
             all-reduce `gradient` itself.
