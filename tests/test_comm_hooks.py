@@ -520,6 +520,19 @@ def test_compression_on_a_2d_mesh(hook: str) -> None:
         assert state.nbytes == 4 * sum(each.padded_numel + each.shard_numel for each in layouts)
 
 
+@distributed(3)
+def test_error_feedback_is_the_same_over_the_backends_all_to_all() -> None:
+    """And over its all-gather: only the way of the bytes differs."""
+    for strategy in (FULL_SHARD, NO_SHARD):
+        seen = []
+        for path in ("exchange", "backend"):
+            with _sums_by(path):
+                model = _make(strategy=strategy)
+                register_comm_hook(model, error_feedback_hook, ErrorFeedback(torch.int8))
+                seen.append(_train(model))
+        _assert_same(*seen)
+
+
 @distributed(2)
 def test_compression_of_complex_gradients() -> None:
     """They are pairs of real numbers."""

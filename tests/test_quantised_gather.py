@@ -16,6 +16,7 @@ from composable_shard import (
     FlatParamHandle,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    _collectives,
     _wire,
     fully_shard,
     get_handles,
@@ -308,6 +309,15 @@ def test_other_meshes_and_policies_compute_with_the_same_values(case: str) -> No
                 torch.testing.assert_close(shown.grad, main.grad, rtol=0.02, atol=1e-3)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@distributed(3)
+def test_bytes_of_the_backends_all_gather() -> None:
+    """Large groups gather by way of the backend, which carries bytes."""
+    expected = _loss(_make("e4m3")).detach()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_collectives, "_MAX_EXCHANGE_SIZE", 0)
+        assert_equal(_loss(_make("e4m3")).detach(), expected)
 
 
 @pytest.mark.parametrize(
