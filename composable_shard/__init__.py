@@ -1,5 +1,6 @@
 """Composable sharded training for PyTorch: `fully_shard(module)`, and parameters stay yours."""
 
+from composable_shard._comm_hook import ReductionStage
 from composable_shard._controls import (
     UnshardWork,
     no_sync,
@@ -16,6 +17,7 @@ from composable_shard._op_rules import register_op_rules
 from composable_shard._optimizer_state import shard_optimizer_state
 from composable_shard._ready_rules import by_class, by_size, transformer_blocks
 from composable_shard._setters import (
+    register_comm_hook,
     set_backward_prefetch,
     set_forward_prefetch,
     set_gradient_divide_factor,
@@ -41,6 +43,7 @@ __all__ = [
     "FlatParamHandle",
     "FlatShard",
     "MixedPrecisionPolicy",
+    "ReductionStage",
     "ShardingPlan",
     "ShardingStrategy",
     "UnshardWork",
@@ -54,6 +57,7 @@ __all__ = [
     "is_sharded",
     "lazy_init",
     "no_sync",
+    "register_comm_hook",
     "register_flat_param",
     "register_orig_params",
     "reshard",

@@ -2,16 +2,20 @@
 
 The functions call the process group's own methods: they are the same in every supported torch
 version (2.13 renames the Python functions above them), and cost less host time.
+
+[Note: Low-precision sums]
+A backend adds up 16-bit terms in 16 bits, rounded from rank to rank. An exchange sends the terms as
+they are, and each rank adds up those of its shard in fp32, or in the output's dtype. Where there is
+no exchange, an all-to-all does the same: it moves the bytes that a reduce-scatter moves, but needs
+memory for the terms, and a message to each rank, for which the group must not be too large.
+All-reduces, of shards that have copies, add up as the backend does it.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,8 +23,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from composable_shard import _trace
-from composable_shard._sums import add_term, add_up
-from composable_shard._trace import Event
+from composable_shard._exchange import Waitable, abandon, exchange
+from composable_shard._sums import PendingReduction
+from composable_shard._trace import INSIDE, Event, is_inside
 
 __all__ = [
     "CollectiveLog",
@@ -30,6 +35,7 @@ __all__ = [
     "all_gather",
     "all_gather_uneven",
     "all_reduce",
+    "all_to_all",
     "broadcast",
     "count_collectives",
     "gather",
@@ -40,11 +46,12 @@ __all__ = [
     "scratch_parts",
 ]
 
-_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast", "gather", "scatter"})
+_KINDS = frozenset(
+    {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter"}
+)
 _MAX_EXCHANGE_SIZE = 8
-_TAGS = range(1 << 20, 1 << 24)  # out of the way of tags that users choose
-_ABANDONED_TIMEOUT = timedelta(seconds=10)
-_depth = 0
+_MAX_ALL_TO_ALL_SIZE = 64
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -74,45 +81,31 @@ def count_collectives() -> Iterator[CollectiveLog]:
         yield CollectiveLog(log)
 
 
-def is_inside() -> bool:
-    """Return whether a function of this module is running, so that observers can tell its work."""
-    return _depth > 0
-
-
-class _Inside:
-    """Context that marks work of this module; a class, for it is entered in every collective."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        global _depth  # a marker for observers only; nothing is decided by it
-        _depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        global _depth
-        _depth -= 1
-
-
-_INSIDE = _Inside()
-
-
 def resolve_group(name: str) -> dist.ProcessGroup:
     """Return the process group of this name; tensors name their group so that they can pickle."""
     return _resolve_process_group(name)  # type: ignore[arg-type, no-any-return, unused-ignore]
 
 
-def scratch_parts(group: dist.ProcessGroup, device: torch.device, *, in_place: bool) -> int:
+def scratch_parts(group: dist.ProcessGroup, input: Tensor, *, in_place: bool) -> int:
     """Return how many shards' memory a reduction wants for the ranks' terms.
 
     Args:
         group: The ranks that take part.
-        device: Where the tensors are.
+        input: A tensor of the input's dtype and device.
         in_place: Whether the output can't receive a term: it is this rank's part of the input,
             or has another dtype.
     """
-    if not _is_exchange(group, device):
-        return 0
+    if not _is_exchange(group, input.device):
+        return group.size() if _adds_up_here(group, input.dtype) else 0
     return group.size() if group.size() > 2 else int(in_place)
+
+
+def _adds_up_here(group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
+    """Return whether terms are sent all to all where they are not exchanged.
+
+    See [Note: Low-precision sums].
+    """
+    return dtype in _LOW_PRECISION and 1 < group.size() <= _MAX_ALL_TO_ALL_SIZE
 
 
 def _is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -139,46 +132,6 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-class _Works:
-    """Several pieces of work that are waited for together."""
-
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-
-    def __del__(self) -> None:
-        # Nobody waits any more, after an error perhaps. Gloo closes the connection to a rank for
-        # good when a message in flight loses its buffer.
-        for work in self._works:
-            with suppress(RuntimeError):
-                work.wait(_ABANDONED_TIMEOUT)
-
-
-class Waitable(Protocol):
-    """What a collective that was started returns."""
-
-    def wait(self) -> object:
-        """Block, on CPU, or make the current stream wait until the collective is done."""
-
-
-_tags: dict[str, Iterator[int]] = {}  # by name of the group: ranks share only some groups
-
-
-def _exchange(
-    sends: dict[int, Tensor], receives: dict[int, Tensor], group: dist.ProcessGroup
-) -> _Works:
-    """Start sending and receiving tensors, by rank in the group."""
-    # One tag for each exchange: the group's ranks take part in the same ones in the same order.
-    tag = next(_tags.setdefault(group.group_name, itertools.cycle(_TAGS)))
-    works = [group.recv([tensor], rank, tag) for rank, tensor in receives.items()]
-    works += [group.send([tensor], rank, tag) for rank, tensor in sends.items()]
-    return _Works(works)
-
-
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Waitable:
     """Start gathering every rank's shard into `output`.
 
@@ -192,7 +145,7 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Waita
     """
     if _trace.is_traced():
         _trace.record("all_gather", group.group_name, output.nbytes)
-    with _INSIDE:
+    with INSIDE:
         output, shard = _real(output), _real(shard)
         if not _is_exchange(group, output.device):
             return group._allgather_base(output, shard)
@@ -200,7 +153,7 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Waita
         own = parts.pop(group.rank())
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard.flatten())
-        return _exchange(dict.fromkeys(parts, shard), parts, group)
+        return exchange(dict.fromkeys(parts, shard), parts, group)
 
 
 def gather(output: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> Waitable:
@@ -214,15 +167,15 @@ def gather(output: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> Wa
     """
     if _trace.is_traced():
         _trace.record("gather", group.group_name, shard.nbytes * group.size())
-    with _INSIDE:
+    with INSIDE:
         shard = _real(shard)
         parts = [] if output is None else list(_real(output).view(group.size(), -1).unbind())
         if not _is_exchange(group, shard.device):
             return group.gather([parts] if parts else [], [shard], dist.GatherOptions())
         if not parts:
-            return _exchange({0: shard}, {}, group)
+            return exchange({0: shard}, {}, group)
         parts[0].copy_(shard)
-        return _exchange({}, dict(enumerate(parts[1:], 1)), group)
+        return exchange({}, dict(enumerate(parts[1:], 1)), group)
 
 
 def scatter(output: Tensor, input: Tensor | None, group: dist.ProcessGroup) -> Waitable:
@@ -235,62 +188,15 @@ def scatter(output: Tensor, input: Tensor | None, group: dist.ProcessGroup) -> W
     """
     if _trace.is_traced():
         _trace.record("scatter", group.group_name, output.nbytes * group.size())
-    with _INSIDE:
+    with INSIDE:
         output = _real(output)
         parts = [] if input is None else list(_real(input).view(group.size(), -1).unbind())
         if not _is_exchange(group, output.device):
             return group.scatter([output], [parts] if parts else [], dist.ScatterOptions())
         if not parts:
-            return _exchange({}, {0: output}, group)
+            return exchange({}, {0: output}, group)
         output.copy_(parts[0])
-        return _exchange(dict(enumerate(parts[1:], 1)), {}, group)
-
-
-def abandon(work: Waitable) -> None:
-    """Wait until the work's buffers are free for other use; the collective's errors are ignored."""
-    with suppress(RuntimeError):
-        work.wait()
-
-
-class PendingReduction:
-    """A reduction in flight; `finish` must be called before its output is read."""
-
-    __slots__ = ("_input", "_scale", "_terms", "_work", "output")
-
-    def __init__(
-        self,
-        work: Waitable | None,
-        output: Tensor,
-        input: Tensor,
-        terms: Tensor | None,
-        scale: float,
-    ) -> None:
-        self._work = work
-        self._input = input  # kept: the backend reads it until the work is done
-        self._terms = terms  # our slice's terms, still to be added up; or the one that is
-        self._scale = scale
-        self.output = output
-
-    def finish(self) -> Tensor:
-        """Wait for the reduction and return its output, shape `(shard_numel,)`."""
-        if self._work is not None:
-            self._work.wait()
-        with _INSIDE:
-            terms = self._terms
-            if terms is not None and terms.dim() == 2:
-                add_up(self.output, terms)
-            elif terms is not None and terms.dtype == self.output.dtype:
-                self.output.add_(terms)
-            elif terms is not None:
-                add_term(self.output, terms)
-            if self._scale != 1.0:
-                self.output.mul_(self._scale)
-        return self.output
-
-    def abandon(self) -> None:
-        """Wait until the buffers are free for other use; errors of the collective are ignored."""
-        if self._work is not None:
-            abandon(self._work)
+        return exchange(dict(enumerate(parts[1:], 1)), {}, group)
 
 
 def reduce_scatter(
@@ -316,9 +222,14 @@ def reduce_scatter(
         return PendingReduction(None, output.copy_(input), input, None, scale)
     if _trace.is_traced():
         _trace.record("reduce_scatter", group.group_name, input.nbytes)
-    with _INSIDE:
+    with INSIDE:
         if _is_exchange(group, output.device):
             return _exchange_terms(output, input, scratch, group, scale)
+        if _adds_up_here(group, input.dtype):
+            assert scratch is not None
+            terms = scratch.view(group.size(), -1)
+            work = _start_all_to_all(terms, input, group)
+            return PendingReduction(work, output, input, terms, scale)
         options = dist.ReduceScatterOptions()
         if scale == 1.0 / group.size() and _backend_name(group, output.device) == "nccl":
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
@@ -350,8 +261,35 @@ def _exchange_terms(
         receives = dict.fromkeys(slices, _real(receiver))
         if output.dtype != input.dtype:
             output.copy_(own)
-    work = _exchange({rank: _real(part) for rank, part in slices.items()}, receives, group)
+    work = exchange({rank: _real(part) for rank, part in slices.items()}, receives, group)
     return PendingReduction(work, output, input, terms, scale)
+
+
+def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waitable:
+    """Start giving each rank its part of every rank's `input`.
+
+    Args:
+        output: Shape `(group.size() * part_numel,)`; what rank r sent lands in its r-th part.
+        input: Likewise; its r-th part goes to rank r.
+        group: The ranks that take part.
+    """
+    if _trace.is_traced():
+        _trace.record("all_to_all", group.group_name, input.nbytes)
+    with INSIDE:
+        if not _is_exchange(group, output.device):
+            return _start_all_to_all(output, input, group)
+        sends, receives = (
+            dict(enumerate(_real(tensor).view(group.size(), -1).unbind()))
+            for tensor in (input, output)
+        )
+        receives.pop(group.rank()).copy_(sends.pop(group.rank()))
+        return exchange(sends, receives, group)
+
+
+def _start_all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    # As bytes, which every backend carries.
+    sent, received = (tensor.view(-1).view(torch.uint8) for tensor in (input, output))
+    return group.alltoall_base(received, sent, [], [], dist.AllToAllOptions())
 
 
 def all_reduce(
@@ -362,7 +300,7 @@ def all_reduce(
         _trace.record("all_reduce", group.group_name, tensor.nbytes)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
-    with _INSIDE:
+    with INSIDE:
         return group.allreduce([_real(tensor)], options)
 
 
@@ -373,7 +311,7 @@ def broadcast(tensor: Tensor, group_rank: int, group: dist.ProcessGroup) -> dist
     options = dist.BroadcastOptions()
     options.rootRank = group_rank
     options.rootTensor = 0
-    with _INSIDE:
+    with INSIDE:
         return group.broadcast([_real(tensor)], options)
 
 

@@ -66,7 +66,7 @@ class FlatGradient:
         self, layout: FlatLayout, shard_group: ShardGroup, name: str, *, is_persistent: bool
     ) -> None:
         self.name = name
-        self.reduction = FlatReduction(shard_group)
+        self.reduction = FlatReduction(shard_group, layout)
         self.is_alone = shard_group.num_ranks == 1
         self.is_persistent = (is_persistent or shard_group.size == 1) and not self.is_alone
         self._layout = layout
@@ -293,8 +293,8 @@ class FlatGradient:
         """Return the one of the two buffers that does not hold the gradients, or other memory."""
         group, is_cast = self._shard_group.group, self._own.dtype != self.reduction.main_dtype
         in_place = self.is_persistent or (is_cast and not self._shard_group.replicate_groups)
-        num_parts = _collectives.scratch_parts(group, self._own.device, in_place=in_place)
-        if num_parts == 0 or self._shard_group.size == 1:
+        num_parts = _collectives.scratch_parts(group, self._own, in_place=in_place)
+        if num_parts == 0 or self._shard_group.size == 1 or self.reduction.hook_name:
             return None
         if self.is_persistent:
             return pool.take(num_parts * self._layout.shard_numel, self._own)

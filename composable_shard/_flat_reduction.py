@@ -13,10 +13,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard import _collectives
 from composable_shard._collectives import PendingReduction, Waitable
+from composable_shard._comm_hook import (
+    CommHook,
+    HookedReduction,
+    ReductionStage,
+    StageKey,
+    call_hook,
+)
+from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 
 __all__ = ["FlatReduction", "ScratchPool", "Streams"]
@@ -54,18 +63,36 @@ class FlatReduction:
         partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage was put off.
     """
 
-    def __init__(self, shard_group: ShardGroup) -> None:
+    def __init__(self, shard_group: ShardGroup, layout: FlatLayout) -> None:
         self.main_dtype = torch.get_default_dtype()
         self._shard_group = shard_group
+        self._layout = layout
         self._num_ranks = shard_group.num_ranks
         self.divide_factor: float | None = None
+        self._hook: tuple[CommHook, object] | None = None
+        self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
         self.partial: Tensor | None = None
-        self._scatter: PendingReduction | None = None  # the first stage, in flight
+        self._scatter: PendingReduction | HookedReduction | None = (
+            None  # the first stage, in flight
+        )
         self._all_reduce: Waitable | None = None  # the second
         self._output: Tensor | None = None  # from `start` to `finish`
         self._scale = 1.0  # of the output, where there is no first stage
         self._is_deferred = False
         self._event: torch.Event | None = None
+        self._scratch: Tensor | None = None  # until the reduce stream has read the terms in it
+
+    @property
+    def hook_name(self) -> str | None:
+        """The name of the comm hook, None where there is none."""
+        if self._hook is None:
+            return None
+        hook, _ = self._hook
+        return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+    def set_hook(self, hook: CommHook | None, state: object) -> None:
+        """Let a hook do what the collectives do from now on, or no more; [Note: Comm hooks]."""
+        self._hook = None if hook is None else (hook, state)
 
     @property
     def is_in_flight(self) -> bool:
@@ -106,29 +133,52 @@ class FlatReduction:
             self.advance()
             self._end(output)
             self._event = stream.record_event()
-        self._output = output
+        self._output, self._scratch = output, scratch
 
     def _issue(
         self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None
     ) -> Tensor:
         group = self._shard_group
+        if self._hook is not None:
+            # Nothing was packed there, and a hook may take blocks of elements together.
+            for start, end in self._layout.padding_ranges():
+                buffer[start:end].zero_()
         if output is None:
             # The second stage travels in the dtype of the first.
             dtype = buffer.dtype if group.replicate_groups else self.main_dtype
             output = buffer.new_empty(buffer.numel() // group.size, dtype=dtype)
         if group.size > 1:
             self._scale = 1.0
-            self._scatter = _collectives.reduce_scatter(output, buffer, scratch, group.group, scale)
+            self._scatter = self._issue_scatter(output, buffer, scratch, scale)
         else:
             self._scale = scale
             self._issue_all_reduce(output)
         return output
 
+    def _issue_scatter(
+        self, output: Tensor, buffer: Tensor, scratch: Tensor | None, scale: float
+    ) -> PendingReduction | HookedReduction:
+        group = self._shard_group.group
+        if self._hook is None:
+            return _collectives.reduce_scatter(output, buffer, scratch, group, scale)
+        key = self._keys[0]
+        stage = ReductionStage("reduce_scatter", buffer, output, group, scale, key)
+        return HookedReduction(call_hook(*self._hook, stage), stage)
+
     def _issue_all_reduce(self, output: Tensor) -> None:
-        *earlier, last = self._shard_group.replicate_groups
-        for group in earlier:
-            _collectives.all_reduce(output, group).wait()
-        self._all_reduce = _collectives.all_reduce(output, last)
+        groups = list(zip(self._shard_group.replicate_groups, self._keys[1:], strict=True))
+        *earlier, last = groups
+        for each in earlier:
+            self._start_all_reduce(output, *each).wait()
+        self._all_reduce = self._start_all_reduce(output, *last)
+
+    def _start_all_reduce(
+        self, output: Tensor, group: dist.ProcessGroup, key: StageKey
+    ) -> Waitable:
+        if self._hook is None:
+            return _collectives.all_reduce(output, group)
+        stage = ReductionStage("all_reduce", output, output, group, self._scale, key)
+        return call_hook(*self._hook, stage)
 
     def advance(self) -> None:
         """Wait until the buffer is not needed any more; start the second stage, if any.
@@ -164,7 +214,7 @@ class FlatReduction:
         else:
             # The buffers may be used anew by the current stream once this has passed.
             torch.accelerator.current_stream().wait_event(self._event)
-            self._event = None
+            self._event = self._scratch = None
         if not self._is_deferred:
             return output
         # Accumulated in the main dtype, whatever the way's.
@@ -180,4 +230,4 @@ class FlatReduction:
         work, self._all_reduce = self._all_reduce, None
         if work is not None:
             _collectives.abandon(work)
-        self._event = self._output = self.partial = None
+        self._event = self._output = self._scratch = self.partial = None

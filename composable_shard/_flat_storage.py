@@ -21,8 +21,8 @@ The backward gathers over such a small group, of ranks that are near each other.
 [Note: Main and compute dtype]
 A unit may compute in another dtype than that of its shards, the main dtype. A gather then casts the
 shard straight into this rank's part of the unsharded buffer and goes on in place; a kept buffer has
-a local shard beside it. Where shards travel in a third dtype, they do so through memory of its
-length that is freed as soon as it has been cast into the unsharded buffer: the owner too computes
+a local shard beside it. Where shards travel in a third dtype, or quantised, they do so through
+memory that is freed as soon as it has been cast into the unsharded buffer: the owner too computes
 with what the others receive. No value ever goes the other way.
 """
 
@@ -44,6 +44,7 @@ from composable_shard._precision import Precision
 from composable_shard._registration import Registration
 from composable_shard._shard_spec import WriteGuard
 from composable_shard._storage import alloc_storage, free_storage, restore_versions
+from composable_shard._wire import as_received, gather_in
 
 __all__ = ["FlatStorage"]
 
@@ -58,22 +59,6 @@ class _Buffers:
     own_part: Tensor  # (shard_numel,), this rank's part of `gather_output`
     wire_dtype: torch.dtype  # in which shards are gathered
     is_cast: bool  # the unsharded buffer is not the shards as they are
-
-
-class _StagedGather:
-    """A gather into memory of another dtype, which is freed when the values have been cast."""
-
-    def __init__(self, work: Waitable, staging: Tensor, output: Tensor) -> None:
-        self._work = work
-        self._staging: Tensor | None = staging
-        self._output = output
-
-    def wait(self) -> None:
-        """Wait for the values, and cast them into the unsharded buffer."""
-        staging, self._staging = self._staging, None
-        self._work.wait()
-        if staging is not None:
-            self._output.copy_(staging)
 
 
 class FlatStorage(Registration):
@@ -227,9 +212,7 @@ class FlatStorage(Registration):
         # [Note: Main and compute dtype]
         if buffers.wire_dtype == output.dtype:
             return _collectives.all_gather(output, buffers.own_part.copy_(shard), group)
-        staging = torch.empty_like(output, dtype=buffers.wire_dtype)
-        own = staging.view(group.size(), -1)[group.rank()].copy_(shard)
-        return _StagedGather(_collectives.all_gather(staging, own, group), staging, output)
+        return gather_in(buffers.wire_dtype, output, shard, group)
 
     def wait_unshard(self) -> None:
         """Make the current stream (on CPU: the caller) wait for a gather that `unshard` started."""
@@ -339,8 +322,9 @@ class FlatStorage(Registration):
         self._zero_padding(self._buffers.gather_output)
         shard, values = self._buffers.local_shard, self._buffers.own_part
         if self.is_cast:
-            rounded = shard.to(self._buffers.wire_dtype).to(values.dtype)
-            values = torch.where(values == rounded, shard, values.to(shard.dtype))
+            received = as_received(self._buffers.wire_dtype, shard, values.dtype)
+            is_same = (values == received) | (values.isnan() & received.isnan())
+            values = torch.where(is_same, shard, values.to(shard.dtype))
         shard.copy_(values)
 
     def write_slice(self, shard: Tensor, full: Tensor | None, *, from_first: bool) -> None:

@@ -7,11 +7,14 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from composable_shard._calls import check_is_idle
+from composable_shard._comm_hook import CommHook
 from composable_shard._reshard_policy import ReshardAfterForward, apply_policy, check_policy
 from composable_shard._state import StateRef
 from composable_shard._traversal import select_states
 
 __all__ = [
+    "register_comm_hook",
     "set_backward_prefetch",
     "set_forward_prefetch",
     "set_gradient_divide_factor",
@@ -155,3 +158,54 @@ def _refs(modules: Iterable[nn.Module] | None) -> tuple[StateRef, ...] | None:
     if modules is None:
         return None
     return tuple(select_states(module, recurse=False)[0].ref for module in modules)
+
+
+def register_comm_hook(
+    module: nn.Module, hook: CommHook | None, state: object = None, *, recurse: bool = True
+) -> None:
+    """Let a hook do the communication that turns unsharded gradients into shards of their mean.
+
+    It is called `hook(state, stage)` in place of each collective of a reduction, with a
+    `ReductionStage`: once for the reduce-scatter over the shard group, if there is one, and once
+    for each group of ranks that hold copies (the second axis of a 2-D mesh, and all of `NO_SHARD`),
+    whose stage may come in a later backward. It writes the sum over `stage.group` into
+    `stage.output`; the library divides. It returns None, or an object with `wait()` for a sum that
+    is there only then. `composable_shard.comm_hooks` has hooks that compress.
+
+    Gradients that `no_sync` accumulates reach the hook once, as their sum. A rank that trains alone
+    sends nothing, so the hook is not called. An error that it raises drops the gradients of the
+    backward as a whole, as any other; it must be raised on all ranks alike. Copies and pickles of
+    the module have no hook.
+
+    Args:
+        module: A module with sharded units.
+        hook: What to call; the same on all ranks, which the first forward checks by name. None
+            takes the hook away, if there is one: gradients are reduced as by default again.
+        state: Its first argument, kept alive by the units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit, the hook can't be called, or there is a state but no hook.
+        RuntimeError: If a unit has a hook already, or in a forward or backward. Nothing is changed
+            then.
+    """
+    if hook is not None and not callable(hook):
+        raise ValueError(
+            "expected hook to be a function hook(state, stage) or None, got "
+            f"{hook!r}. The order of arguments is register_comm_hook(module, hook, state)."
+        )
+    if hook is None and state is not None:
+        raise ValueError("expected no state where hook is None, which takes the hook away")
+    states = select_states(module, recurse)
+    for context in {each.context for each in states if each.context is not None}:
+        check_is_idle(context, "a comm hook can't be registered or taken away")
+    reductions = [(each, handle.grad.reduction) for each in states for handle in each.handles]
+    for each, reduction in reductions if hook is not None else ():
+        if reduction.hook_name is not None:
+            raise RuntimeError(
+                f"unit '{each.name}' has the comm hook {reduction.hook_name} already. Take it away "
+                "with register_comm_hook(module, None) first, or pass recurse=False to leave inner "
+                "units out."
+            )
+    for _, reduction in reductions:
+        reduction.set_hook(hook, state)

@@ -162,6 +162,8 @@ class ShardState:
         )
         if self.mp_policy != MixedPrecisionPolicy():
             options += f" mp_policy={self.mp_policy}"
+        if self.handles and (hook_name := self.handles[0].grad.reduction.hook_name):
+            options += f" comm_hook={hook_name}"
         return options if self.use_orig_params else f"{options} use_orig_params=False"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A log of what the engine did, for tests and benchmarks; it costs one list check when unused."""
+"""What the engine does, for tests and benchmarks to observe; costs one list check when unused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["Event", "is_traced", "record", "trace_events"]
+__all__ = ["INSIDE", "Event", "is_inside", "is_traced", "record", "trace_events"]
 
 
 class Event(NamedTuple):
@@ -46,3 +46,28 @@ def trace_events() -> Iterator[list[Event]]:
     finally:
         # By identity: two open logs may be equal, and list.remove compares by value.
         _logs[:] = [other for other in _logs if other is not log]
+
+
+_depth = 0
+
+
+def is_inside() -> bool:
+    """Return whether a collective function is running, so that observers can tell its work."""
+    return _depth > 0
+
+
+class _Inside:
+    """Context that marks work of collectives; a class, for it is entered in every collective."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        global _depth  # a marker for observers only; nothing is decided by it
+        _depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _depth
+        _depth -= 1
+
+
+INSIDE = _Inside()

@@ -285,6 +285,7 @@ def test_collectives_of_the_backend_train_alike(strategy: ShardingStrategy, poli
     """Where groups are too large for this library to add up itself, within rounding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_collectives, "_MAX_EXCHANGE_SIZE", 0)
+        patch.setattr(_collectives, "_MAX_ALL_TO_ALL_SIZE", 0)
         _train(strategy, POLICIES[policy])
 
 
@@ -1041,8 +1042,11 @@ _ALLOWED = "torch.float16, torch.bfloat16, torch.float32, torch.float64"
 )
 def test_other_dtypes_are_refused(name: str) -> None:
     """S3.2: naming the allowed ones."""
-    for value in (torch.int8, torch.float8_e4m3fn, torch.complex64, "bf16"):
-        text = f"expected {name} to be None or one of {_ALLOWED}, got {value!r}"
+    allowed, low = _ALLOWED, (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+    if name == "gather_dtype":
+        allowed, low = ", ".join([_ALLOWED, *map(str, low)]), ()
+    for value in (*low, torch.uint8, torch.complex64, "bf16"):
+        text = f"expected {name} to be None or one of {allowed}, got {value!r}"
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
             MixedPrecisionPolicy(**{name: value})
 

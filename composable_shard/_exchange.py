@@ -1,0 +1,63 @@
+"""Messages from rank to rank, many at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Waitable", "abandon", "exchange"]
+
+_TAGS = range(1 << 20, 1 << 24)  # out of the way of tags that users choose
+_ABANDONED_TIMEOUT = timedelta(seconds=10)
+
+
+class Waitable(Protocol):
+    """What a collective that was started returns."""
+
+    def wait(self) -> object:
+        """Block, on CPU, or make the current stream wait until the collective is done."""
+
+
+def abandon(work: Waitable) -> None:
+    """Wait until the work's buffers are free for other use; the collective's errors are ignored."""
+    with suppress(Exception):  # of any kind: the work may be a user's
+        work.wait()
+
+
+class _Works:
+    """Several pieces of work that are waited for together."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def __del__(self) -> None:
+        # Nobody waits any more, after an error perhaps. Gloo closes the connection to a rank for
+        # good when a message in flight loses its buffer.
+        for work in self._works:
+            with suppress(RuntimeError):
+                work.wait(_ABANDONED_TIMEOUT)
+
+
+_tags: dict[str, Iterator[int]] = {}  # by name of the group: ranks share only some groups
+
+
+def exchange(
+    sends: dict[int, Tensor], receives: dict[int, Tensor], group: dist.ProcessGroup
+) -> Waitable:
+    """Start sending and receiving tensors, by rank in the group."""
+    # One tag for each exchange: the group's ranks take part in the same ones in the same order.
+    tag = next(_tags.setdefault(group.group_name, itertools.cycle(_TAGS)))
+    works = [group.recv([tensor], rank, tag) for rank, tensor in receives.items()]
+    works += [group.send([tensor], rank, tag) for rank, tensor in sends.items()]
+    return _Works(works)

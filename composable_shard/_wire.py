@@ -1,0 +1,70 @@
+"""How shards travel in another dtype than that of the buffer that is gathered into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_shard import _collectives
+from composable_shard._collectives import Waitable
+from composable_shard._quantise import QUANTISED, decode, encode, encoded_nbytes, round_trip
+
+__all__ = ["as_received", "gather_in"]
+
+
+def gather_in(
+    wire_dtype: torch.dtype, output: Tensor, shard: Tensor, group: dist.ProcessGroup
+) -> Waitable:
+    """Start gathering every rank's shard into `output`, this rank's own one included.
+
+    One all-gather: of `output.numel()` elements of the dtype, or, where that is an 8-bit one, of
+    bytes, `encoded_nbytes(shard_numel)` of each rank: payload and scales together, see
+    [Note: Quantised wire]. As many bytes are allocated for it, and freed by `wait`.
+
+    Args:
+        wire_dtype: In which shards travel.
+        output: Shape `(group.size() * shard_numel,)`.
+        shard: Shape `(shard_numel,)`, this rank's, of any dtype.
+        group: The ranks that take part.
+    """
+    if wire_dtype not in QUANTISED:
+        staging = torch.empty_like(output, dtype=wire_dtype)
+        own = staging.view(group.size(), -1)[group.rank()].copy_(shard)
+        return _StagedGather(_collectives.all_gather(staging, own, group), staging, output.copy_)
+    staging = output.new_empty(group.size() * encoded_nbytes(shard.numel()), dtype=torch.uint8)
+    own = staging.view(group.size(), -1)[group.rank()]
+    encode(shard, own, wire_dtype)
+
+    def decode_all(encoded: Tensor) -> None:
+        for part, values in zip(
+            encoded.view(group.size(), -1), output.view(group.size(), -1), strict=True
+        ):
+            decode(part, values, wire_dtype)
+
+    return _StagedGather(_collectives.all_gather(staging, own, group), staging, decode_all)
+
+
+def as_received(wire_dtype: torch.dtype, shard: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what ranks gather for a shard, shape `(shard_numel,)`, of dtype `dtype`."""
+    if wire_dtype in QUANTISED:
+        return round_trip(shard, wire_dtype, dtype)
+    return shard.to(wire_dtype).to(dtype)
+
+
+class _StagedGather:
+    """A gather into memory of another dtype, which is freed when the values have been cast."""
+
+    def __init__(self, work: Waitable, staging: Tensor, unpack: Callable[[Tensor], object]) -> None:
+        self._work = work
+        self._staging: Tensor | None = staging
+        self._unpack = unpack
+
+    def wait(self) -> None:
+        """Wait for the values, and cast them into the output."""
+        staging, self._staging = self._staging, None
+        self._work.wait()
+        if staging is not None:
+            self._unpack(staging)
