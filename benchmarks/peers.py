@@ -71,6 +71,7 @@ _BUILDERS: dict[str, Builder] = {
     "fsdp2_raf": partial(_fsdp2, reshard_after_forward=True),  # the root as well
     "fsdp2_keep": partial(_fsdp2, reshard_after_forward=False),
     "ours": partial(_ours, reshard_after_forward=None),
+    "ours_raf": partial(_ours, reshard_after_forward=True),  # the root as well
     "ours_keep": partial(_ours, reshard_after_forward=False),
     "ours_gradop": partial(_ours, strategy="SHARD_GRAD_OP"),
     "ours_optim": partial(_ours, strategy="SHARD_OPTIM"),
