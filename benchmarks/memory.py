@@ -5,6 +5,13 @@ beyond what it held before the model was built. Two gloo ranks, every peer in pr
 that have trained the plain model and a small one of the peer's before (so that nothing is counted
 that only a first time costs), fused AdamW, rank 0's figures in units of P (all parameters). Needs
 gcc.
+
+    python -m benchmarks.memory                   # with activations
+    python -m benchmarks.memory --model short     # without: every strategy, beside the formulas
+
+What `bare`, the plain model in a process of the same kind, holds beyond its parameters, gradients
+and optimizer state (activations and what else computing takes) is subtracted from all others with
+`--model short`, whose batch is so small that it hardly matters that peaks come at other moments.
 """
 
 from __future__ import annotations
@@ -20,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import malloc_counter, peers, report
-from benchmarks.models import make_batch, make_llama, param_nbytes
+from benchmarks.formulas import FORMULAS, Sizes
+from benchmarks.models import make_batch, make_llama
 from benchmarks.ranks import run_ranks
 
 Levels = dict[str, int]  # bytes, by column
@@ -67,33 +75,64 @@ def measure(rank: int, model_name: str, peer: str, steps: int) -> Levels:
     return train(model_name, peer, rank, steps)
 
 
+def subtract_compute(results: dict[str, Levels], size: int) -> None:
+    """Take off what the plain model holds beyond 3 P, and 4 P where there are gradients."""
+    bare = results.pop("bare")
+    for levels in results.values():
+        for stage in levels:
+            tensors = 3 if stage in ("peak forward", "at rest") else 4
+            levels[stage] -= bare[stage] - tensors * size
+
+
+def cells(peer: str, levels: Levels, sizes: Sizes, has_formula: bool) -> list[str]:
+    """Return the levels in P, each with what the formula says and how far off that is."""
+    formula = FORMULAS[peer](sizes) if has_formula and peer in FORMULAS else {}
+    result = []
+    for stage, nbytes in levels.items():
+        text = f"{nbytes / sizes.total:.3f}"
+        if stage in formula:
+            expected = formula[stage]
+            text += f" ({expected / sizes.total:.3f}, {nbytes / expected - 1:+.1%})"
+        result.append(text)
+    return result
+
+
+PEERS = "bare,ddp,ddp_view,zero1,fsdp1,fsdp2,fsdp2_raf,fsdp2_keep,ours,ours_keep"
+STRATEGIES = (
+    "bare,ddp,ddp_view,zero1,fsdp1,fsdp1_gradop,fsdp1_noshard,fsdp2_raf,fsdp2_keep,"
+    "ours,ours_raf,ours_keep,ours_gradop,ours_optim,ours_noshard"
+)
+
+
 def main() -> None:
     """Parse the options, measure, report."""
     parser = report.make_parser(__doc__)
-    parser.add_argument("--model", default="std", help="out of std, tiny, micro")
-    parser.add_argument(
-        "--peers",
-        default="bare,ddp,ddp_view,zero1,fsdp1,fsdp2,fsdp2_raf,fsdp2_keep,ours,ours_keep",
-        help="comma-separated",
-    )
+    parser.add_argument("--model", default="std", help="out of std, short, tiny, micro")
+    parser.add_argument("--peers", help="comma-separated; the first must be bare")
     parser.add_argument("--world-size", type=int, default=2, help="gloo ranks")
     parser.add_argument("--steps", type=int, default=3, help="steps after two warm-up steps")
     args = parser.parse_args()
-    size = param_nbytes(make_llama(args.model))
+    is_short = args.model == "short"
+    names = peers.parse_peers(args.peers or (STRATEGIES if is_short else PEERS))
+    if names[0] != "bare":
+        parser.error("--peers must begin with bare")
+    sizes = Sizes.of(make_llama(args.model), args.world_size)
     with malloc_counter.preloaded():
         results: dict[str, Levels] = {
             peer: run_ranks(args.world_size, measure, args.model, peer, args.steps)
-            for peer in peers.parse_peers(args.peers)
+            for peer in names
         }
-    rows = [
-        [peer, *(f"{nbytes / size:.3f}" for nbytes in levels.values())]
-        for peer, levels in results.items()
-    ]
+    notes = ["fsdp2 and ours keep the root gathered from forward to backward, *_raf do not"]
+    if is_short:
+        subtract_compute(results, sizes.total)
+        notes.append("less what the plain model holds for computing; in brackets the formula's")
+        notes.append("figure and the deviation from it (benchmarks/formulas.py)")
+    rows = [[peer, *cells(peer, levels, sizes, is_short)] for peer, levels in results.items()]
     markdown = report.header(
         f"Memory of a training step: {args.model}",
-        f"fp32, {args.world_size} gloo ranks, fused AdamW; in P = {size / 1e6:.1f} MB",
+        f"fp32, {args.world_size} gloo ranks, fused AdamW; in P = {sizes.total / 1e6:.1f} MB",
         f"malloc bytes beyond those before building; highest of {args.steps} steps, rank 0",
-        "fsdp2 and ours keep the root gathered from forward to backward, fsdp2_raf does not",
+        *notes,
     )
     columns = ["peer", *next(iter(results.values()))]
     report.emit(markdown + "\n" + report.table(columns, rows), args.output)

@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,11 +41,22 @@ def _fsdp2(model: nn.Module, *, reshard_after_forward: bool | None) -> nn.Module
     return fully_shard(model, reshard_after_forward=reshard_after_forward)
 
 
-def _ours(model: nn.Module, *, reshard_after_forward: bool | None) -> nn.Module:
-    shard = importlib.import_module("composable_shard").fully_shard
-    for layer in model.layers:
-        shard(layer, reshard_after_forward=reshard_after_forward)
-    return shard(model, reshard_after_forward=reshard_after_forward)
+def _ours(
+    model: nn.Module,
+    *,
+    reshard_after_forward: bool | None = None,
+    strategy: str = "FULL_SHARD",
+    layers_per_unit: int = 1,
+) -> nn.Module:
+    package = importlib.import_module("composable_shard")
+    options: dict[str, Any] = {
+        "strategy": package.ShardingStrategy[strategy],
+        "reshard_after_forward": reshard_after_forward,
+    }
+    layers = list(model.layers)
+    for start in range(0, len(layers), layers_per_unit):
+        package.fully_shard(layers[start : start + layers_per_unit], **options)
+    return package.fully_shard(model, **options)
 
 
 _BUILDERS: dict[str, Builder] = {
@@ -54,11 +66,18 @@ _BUILDERS: dict[str, Builder] = {
     "zero1": partial(_ddp, bucket_view=True),
     "fsdp1": partial(_fsdp1, strategy=ShardingStrategy.FULL_SHARD),
     "fsdp1_gradop": partial(_fsdp1, strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "fsdp1_noshard": partial(_fsdp1, strategy=ShardingStrategy.NO_SHARD),
     "fsdp2": partial(_fsdp2, reshard_after_forward=None),
     "fsdp2_raf": partial(_fsdp2, reshard_after_forward=True),  # the root as well
     "fsdp2_keep": partial(_fsdp2, reshard_after_forward=False),
     "ours": partial(_ours, reshard_after_forward=None),
+    "ours_raf": partial(_ours, reshard_after_forward=True),  # the root as well
     "ours_keep": partial(_ours, reshard_after_forward=False),
+    "ours_gradop": partial(_ours, strategy="SHARD_GRAD_OP"),
+    "ours_optim": partial(_ours, strategy="SHARD_OPTIM"),
+    "ours_noshard": partial(_ours, strategy="NO_SHARD"),
+    # Small layers, so many to a unit: one collective for all of them.
+    "ours_noshard_merged": partial(_ours, strategy="NO_SHARD", layers_per_unit=8),
 }
 PEERS = tuple(_BUILDERS)
 

@@ -1,10 +1,13 @@
-"""How long does a training step take, next to FSDP2?
+"""How long does a training step take, next to DDP, ZeroRedundancyOptimizer, FSDP1 and FSDP2?
 
 Wall time of forward, backward and fused AdamW on two gloo ranks of one thread each. All peers live
 in the same two processes and take turns in rotating order; a step's time is the slower rank's; the
-ratio to FSDP2 is taken inside each round, so that the machine's load cancels out. The CPU time of
-all threads, likewise of the slower rank, hardly depends on that load. The last loss is shown
-because a fast step that computes something else is worth nothing.
+ratios to the references are taken inside each round, so that the machine's load cancels out. The
+CPU time of all threads, likewise of the slower rank, hardly depends on that load. The last loss is
+shown because a fast step that computes something else is worth nothing.
+
+    python -m benchmarks.step_time --model std                # what every strategy costs
+    python -m benchmarks.step_time --model tiny
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ def measure(rank: int, model_name: str, names: list[str], rounds: int, steps: in
     return {"seconds": times, "losses": losses}
 
 
-def rows(result: Any) -> list[list[str]]:
+def rows(result: Any, references: list[str]) -> list[list[str]]:
     """Return one table row per peer, fastest first."""
     wall, cpu = (
         {name: [pair[column] for pair in pairs] for name, pairs in result["seconds"].items()}
@@ -72,16 +75,18 @@ def rows(result: Any) -> list[list[str]]:
     lines = []
     for name in sorted(wall, key=lambda name: statistics.median(wall[name])):
         milliseconds = [seconds * 1e3 for seconds in wall[name]]
-        ratios, cpu_ratios = (_ratios(times, name) for times in (wall, cpu))
-        extremes = f"{min(ratios):.2f}-{max(ratios):.2f}"
-        times_cells = [report.spread(milliseconds, 0), report.spread(ratios), extremes]
+        cells = [
+            report.spread(_ratios(times, name, reference))
+            for reference in references
+            for times in (wall, cpu)
+        ]
         loss = f"{result['losses'][name]:.7g}"
-        lines.append([name, *times_cells, report.spread(cpu_ratios), loss])
+        lines.append([name, report.spread(milliseconds, 0), *cells, loss])
     return lines
 
 
-def _ratios(times: dict[str, list[float]], name: str) -> list[float]:
-    return [a / b for a, b in zip(times[name], times["fsdp2"], strict=True)]
+def _ratios(times: dict[str, list[float]], name: str, reference: str) -> list[float]:
+    return [a / b for a, b in zip(times[name], times[reference], strict=True)]
 
 
 def main() -> None:
@@ -92,15 +97,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps per peer and round")
     parser.add_argument(
         "--peers",
-        default="bare,ddp_view,zero1,fsdp1,fsdp2,fsdp2_keep,ours,ours_keep",
-        help="comma-separated; must hold fsdp2",
+        default="bare,ddp,ddp_view,zero1,fsdp1,fsdp2,fsdp2_keep,ours,ours_keep,ours_gradop,"
+        "ours_optim,ours_noshard,ours_noshard_merged",
+        help="comma-separated",
+    )
+    parser.add_argument(
+        "--references", default="ddp_view,zero1,fsdp2", help="peers that the ratios are to"
     )
     parser.add_argument("--world-size", type=int, default=2, help="gloo ranks")
     parser.add_argument("--deadline", type=float, default=1800.0, help="give up after seconds")
     args = parser.parse_args()
     names = peers.parse_peers(args.peers)
-    if "fsdp2" not in names:
-        parser.error("--peers must hold fsdp2: the ratios are to it")
+    references = args.references.split(",")
+    if missing := set(references) - set(names):
+        parser.error(f"--peers must hold the references, not so: {', '.join(sorted(missing))}")
     result = run_ranks(
         args.world_size,
         measure,
@@ -116,8 +126,9 @@ def main() -> None:
         f"{args.rounds} rounds, each the median of {args.steps} steps; median (quartiles)",
         "bare trains without communication, so its loss is that of rank 0's data alone",
     )
-    columns = ["peer", "step ms", "ratio to fsdp2", "min-max", "CPU time ratio", "last loss"]
-    report.emit(markdown + "\n" + report.table(columns, rows(result)), args.output)
+    ratios = [f"{kind} / {name}" for name in references for kind in ("time", "CPU")]
+    columns = ["peer", "step ms", *ratios, "last loss"]
+    report.emit(markdown + "\n" + report.table(columns, rows(result, references)), args.output)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Composable sharded training for PyTorch: `fully_shard(module)`, and parameters stay yours."""
 
+from composable_shard._collectives import count_collectives
 from composable_shard._comm_hook import ReductionStage
 from composable_shard._controls import (
     UnshardWork,
@@ -50,6 +51,7 @@ __all__ = [
     "by_class",
     "by_size",
     "clip_grad_norm_",
+    "count_collectives",
     "fully_shard",
     "get_handles",
     "get_root_states",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parameter import UninitializedParameter
 
 from composable_shard._contract import find_applied, read_state
-from composable_shard._flat_param import FlatParamHandle, ParamEntry, plan_layout
+from composable_shard._flat_param import FlatParamHandle, ParamEntry
 from composable_shard._flat_shard import FlatShard
 from composable_shard._full_params import is_shown_by_scope
 from composable_shard._mesh import ShardGroup
@@ -35,7 +35,6 @@ __all__ = [
     "check_can_be_flat",
     "check_sync",
     "plan_unit",
-    "shard_nbytes",
     "states_to_sync",
 ]
 
@@ -350,13 +349,3 @@ def by_kind(plan: Plan, use_orig_params: bool) -> list[tuple[Precision, list[Ori
         kind = (main_dtype, precision, param.requires_grad, mesh, placements)
         groups.setdefault(kind, (precision, []))[1].append(original)
     return list(groups.values())
-
-
-def shard_nbytes(plan: Plan, world_size: int, *, use_orig_params: bool = True) -> int:
-    """Return the bytes of one rank's shards of the unit, padding included."""
-    total = 0
-    for precision, members in by_kind(plan, use_orig_params):
-        dense = [original.dense for original in members]
-        main_dtype = precision.main_dtype or dense[0].dtype
-        total += plan_layout(dense, world_size, precision).shard_numel * main_dtype.itemsize
-    return total

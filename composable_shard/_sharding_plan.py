@@ -9,10 +9,16 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_shard._costs import Cost, RankCounts
+
 __all__ = ["PlannedUnit", "ShardingPlan"]
 
-_HEADINGS = ("unit", "class", "rule", "parameters", "numel", "ranks", "bytes/rank", "options")
-_NUMBERS = range(3, 7)  # columns that are aligned to the right
+_LABELS = ("unit", "class", "rule", "parameters", "numel", "ranks")
+_HEADINGS = (*_LABELS, "params", "grads", "AdamW", "sent", "options")
+_LEGEND = (
+    "bytes of a rank: parameters at rest, gradients after a backward, AdamW's state; sent per step"
+)
+_NUMBERS = range(3, 10)  # columns that are aligned to the right
 _MAX_VALUE_LENGTH = 60
 
 
@@ -26,8 +32,8 @@ class PlannedUnit:
         rule: The rule that took it; "defaults" for a root that no rule took.
         num_params: Parameters that the unit will manage: none of units inside it, none ignored.
         numel: Elements of these parameters.
-        world_size: Ranks that will share them.
-        shard_nbytes: Bytes of one rank's shards of them, padding included.
+        ranks: How many ranks will share them, and how many will hold copies.
+        cost: What the unit costs a rank.
         options: The options of `fully_shard` that the rule and the defaults give.
     """
 
@@ -36,8 +42,8 @@ class PlannedUnit:
     rule: str
     num_params: int
     numel: int
-    world_size: int
-    shard_nbytes: int
+    ranks: RankCounts
+    cost: Cost
     options: Mapping[str, Any]
 
     @property
@@ -45,12 +51,18 @@ class PlannedUnit:
         """The first FQN of the unit's module; "" for the root."""
         return self.fqns[0]
 
+    @property
+    def world_size(self) -> int:
+        """Ranks that will share the unit's parameters."""
+        return self.ranks.shard
+
 
 @dataclass(frozen=True)
 class ShardingPlan:
     """The units of a model, in the order in which they will be formed, the root last.
 
     `str(plan)` is a table. A parameter of several modules counts in the first unit that has it.
+    What is sent is for a step with one forward and one backward that reach every unit once.
 
     Attributes:
         model_name: The name of the model's class.
@@ -65,14 +77,18 @@ class ShardingPlan:
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
         lines = [_align(row, widths) for row in rows]
         rule = "-" * max(len(line) for line in lines)
-        title = f"{self.model_name}: {len(self.units)} units"
+        title = f"{self.model_name}: {len(self.units)} units; {_LEGEND}"
         return "\n".join([title, lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+    @property
+    def cost(self) -> Cost:
+        """What all units together cost a rank."""
+        return sum((unit.cost for unit in self.units), Cost())
 
     def _total(self) -> tuple[str, ...]:
         num_params = sum(unit.num_params for unit in self.units)
         numel = sum(unit.numel for unit in self.units)
-        nbytes = sum(unit.shard_nbytes for unit in self.units)
-        return ("total", "", "", f"{num_params}", f"{numel:,}", "", f"{nbytes:,}", "")
+        return ("total", "", "", f"{num_params}", f"{numel:,}", "", *_cells(self.cost), "")
 
 
 def _row(unit: PlannedUnit) -> tuple[str, ...]:
@@ -83,10 +99,15 @@ def _row(unit: PlannedUnit) -> tuple[str, ...]:
         unit.rule,
         f"{unit.num_params}",
         f"{unit.numel:,}",
-        f"{unit.world_size}",
-        f"{unit.shard_nbytes:,}",
+        f"{unit.ranks}",
+        *_cells(unit.cost),
         ", ".join(options),
     )
+
+
+def _cells(cost: Cost) -> tuple[str, ...]:
+    held = (cost.param_nbytes, cost.grad_nbytes, cost.optimizer_nbytes)
+    return tuple(f"{nbytes:,}" for nbytes in (*held, cost.sent_nbytes))
 
 
 def _align(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -11,13 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_shard._costs import RankCounts, unit_cost
 from composable_shard._mesh import ShardGroup
 from composable_shard._module_tree import ModuleTree
-from composable_shard._plan import Plan, shard_nbytes
+from composable_shard._plan import Plan
+from composable_shard._reshard_policy import ReshardAfterForward, check_policy
 from composable_shard._sharding_plan import PlannedUnit, ShardingPlan
 from composable_shard._sharding_rules import Rules, parse_rules
 from composable_shard._traversal import is_sharded
 from composable_shard._unit_choice import Unit, choose_units, listed
+from composable_shard.api import ShardingStrategy
 from composable_shard.fully_shard import check_unit, fully_shard
 
 __all__ = ["shard_model"]
@@ -82,8 +85,9 @@ def shard_model(
     Args:
         model: The model; no module in it is sharded yet.
         rules: A mapping or a sequence of pairs, or one policy of FSDP1.
-        dry_run: Change nothing: write the table of units to stdout, on rank 0 where there are
-            ranks, and return it. Needs no process group; the model may be on the meta device.
+        dry_run: Change nothing: write the table of units, with the bytes that a rank will hold and
+            send, to stdout, on rank 0 where there are ranks, and return it. Needs no process group;
+            the model may be on the meta device.
         world_size: For a dry run, the number of ranks of every unit. Default: that of the mesh
             or of the process group, 1 without either.
         defaults: Options of `fully_shard` for all units.
@@ -119,27 +123,36 @@ def shard_model(
 class _CheckedUnit:
     unit: Unit
     plan: Plan
-    world_size: int
+    ranks: RankCounts
+    policy: ReshardAfterForward
 
 
 class _ShardGroups:
-    """The ranks that will share a unit, found once for each mesh."""
+    """The ranks that will share a unit, found once for each mesh and way to use it."""
 
     def __init__(self, dry_run: bool, world_size: int | None) -> None:
         self.is_dry_run = dry_run
         self._world_size = world_size
-        self._groups: dict[int, ShardGroup | None] = {}
+        self._groups: dict[tuple[int, bool], ShardGroup | None] = {}
 
-    def get(self, mesh: DeviceMesh | None) -> tuple[ShardGroup | None, int]:
+    def get(
+        self, mesh: DeviceMesh | None, strategy: ShardingStrategy
+    ) -> tuple[ShardGroup | None, RankCounts]:
         """Return the group, None where a dry run has to do without, and its size."""
-        if id(mesh) not in self._groups:
-            self._groups[id(mesh)] = self._find(mesh)
-        group = self._groups[id(mesh)]
-        return group, self._world_size or (1 if group is None else group.size)
+        is_replicated = strategy is ShardingStrategy.NO_SHARD
+        key = id(mesh), is_replicated
+        if key not in self._groups:
+            self._groups[key] = self._find(mesh, is_replicated)
+        group = self._groups[key]
+        if group is None:
+            return None, RankCounts.of_all(self._world_size or 1, strategy)
+        return group, RankCounts.of(group)
 
-    def _find(self, mesh: DeviceMesh | None) -> ShardGroup | None:
+    def _find(self, mesh: DeviceMesh | None, is_replicated: bool) -> ShardGroup | None:
         is_known = self._world_size is None and (mesh is not None or dist.is_initialized())
-        return ShardGroup.from_mesh(mesh) if is_known or not self.is_dry_run else None
+        if not is_known and self.is_dry_run:
+            return None
+        return ShardGroup.from_mesh(mesh, is_replicated=is_replicated)
 
 
 def _check_call(model: object, dry_run: bool, world_size: int | None) -> None:
@@ -179,20 +192,21 @@ def _check_units(
     inner: list[nn.Module] = []
     for unit in units:
         options = unit.all_options
-        shard_group, world_size = groups.get(options["mesh"])
+        shard_group, ranks = groups.get(options["mesh"], options["strategy"])
         # Parameters of units before this one are borrowed from them.
         options["ignored_params"] = managed.union(options["ignored_params"] or ())
         # A dry run on the meta device is about a model that will be real.
         options["sync_module_states"] &= not groups.is_dry_run
         try:
             plan = check_unit([unit.module], shard_group, options, inner)
+            policy = check_policy(options["reshard_after_forward"], ranks.shard)
         except (ValueError, RuntimeError) as error:
             # The parameters in the text are named as seen from the unit.
             raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error
         _check_disjoint(tree, unit, plan.unmanaged_modules, owners)
         managed.update(original.param for original in plan.originals)
         inner.append(unit.module)
-        checked.append(_CheckedUnit(unit, plan, world_size))
+        checked.append(_CheckedUnit(unit, plan, ranks, policy))
     return checked
 
 
@@ -220,17 +234,22 @@ def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPla
     units = []
     for each in checked:
         params = [original.param for original in each.plan.originals]
+        options = each.unit.all_options
+        # None keeps the full parameters of the unit that leads the call: the model.
+        keeps = each.policy is None and each.unit.module is tree.root
         planned = PlannedUnit(
             fqns=tuple(tree.fqns[each.unit.module]),
             class_name=type(each.unit.module).__name__,
             rule=each.unit.rule,
             num_params=len(params),
             numel=sum(param.numel() for param in params),
-            world_size=each.world_size,
-            shard_nbytes=shard_nbytes(
+            ranks=each.ranks,
+            cost=unit_cost(
                 each.plan,
-                each.world_size,
-                use_orig_params=each.unit.all_options["use_orig_params"],
+                each.ranks,
+                options["strategy"],
+                reshard_after_forward=not keeps if each.policy is None else each.policy,
+                use_orig_params=options["use_orig_params"],
             ),
             options=each.unit.options,
         )

@@ -102,6 +102,7 @@ def test_public_names_are_pinned() -> None:
         "by_class",
         "by_size",
         "clip_grad_norm_",
+        "count_collectives",
         "fully_shard",
         "get_handles",
         "get_root_states",

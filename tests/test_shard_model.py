@@ -1146,19 +1146,21 @@ def test_dry_run_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     rules = {Block: {"reshard_after_forward": True}, "out": {"ignored_params": {model.out.bias}}}
     plan = shard_model(model, rules, dry_run=True, world_size=3, sync_module_states=True)
     lines = [
-        "Net: 5 units",
-        "unit      class   rule            parameters  numel  ranks  bytes/rank  options",
-        "blocks.0  Block   rule 1 (Block)           4    232      3         320  "
+        "Net: 5 units; bytes of a rank: parameters at rest, gradients after a backward, AdamW's "
+        "state; sent per step",
+        "unit      class   rule            parameters  numel  ranks  params  grads  AdamW   sent  "
+        "options",
+        "blocks.0  Block   rule 1 (Block)           4    232      3     320    320    640  1,926  "
         "sync_module_states=True, reshard_after_forward=True",
-        "blocks.1  Block   rule 1 (Block)           4    232      3         640  "
+        "blocks.1  Block   rule 1 (Block)           4    232      3     640    640  1,280  3,846  "
         "sync_module_states=True, reshard_after_forward=True",
-        "blocks.2  Block   rule 1 (Block)           4    232      3         320  "
+        "blocks.2  Block   rule 1 (Block)           4    232      3     320    320    640  1,926  "
         "sync_module_states=True, reshard_after_forward=True",
-        "out       Linear  rule 2 ('out')           1     45      3          64  "
+        "out       Linear  rule 2 ('out')           1     45      3      64     64    128    386  "
         "sync_module_states=True, ignored_params=<1>",
-        "(root)    Net     defaults                 2     90      3         128  "
+        "(root)    Net     defaults                 2     90      3     128    128    256    515  "
         "sync_module_states=True",
-        "total                                     15    831              1,472",
+        "total                                     15    831          1,472  1,472  2,944  8,596",
     ]
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if not line.startswith("---")] == lines
@@ -1192,7 +1194,7 @@ def test_dry_run_says_what_a_run_does() -> None:
         assert unit.world_size == 2
         assert unit.num_params == len(entries), unit.fqn
         assert unit.numel == sum(entry.sharded.numel() for entry in entries), unit.fqn
-        assert unit.shard_nbytes == sum(shard.nbytes for shard in shards), unit.fqn
+        assert unit.cost.param_nbytes == sum(shard.nbytes for shard in shards), unit.fqn
     assert "mesh(2,)" in str(plan)
 
 

@@ -1,0 +1,262 @@
+"""What a unit costs a rank: bytes that it holds, bytes that it sends in a step.
+
+[Note: Costs]
+All of it follows from the layout, the mesh, the strategy and the dtypes. A *payload* is the
+full-size buffer of a collective. Of a gather or reduce-scatter over n ranks each rank sends
+`(n - 1) / n` of the payload, of an all-reduce twice that, as a ring does it. Not counted: memory
+that is freed again within a pass, scratch memory for the terms of a reduction on the CPU, and a
+unit's gathers of parameters that another unit manages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
+
+import torch
+
+from composable_shard._flat_param import plan_layout
+from composable_shard._layout import FlatLayout
+from composable_shard._mesh import ShardGroup
+from composable_shard._plan import Plan, by_kind
+from composable_shard._precision import Precision
+from composable_shard.api import ShardingStrategy
+
+__all__ = ["Cost", "FlatParamCost", "RankCounts", "sent_nbytes", "unit_cost"]
+
+_NUM_MOMENTS = 2  # AdamW's states of the size of a parameter
+_KEEPS_GRADIENTS = (ShardingStrategy.SHARD_OPTIM, ShardingStrategy.NO_SHARD)
+
+Payloads = Mapping[tuple[str, int], int]  # by kind of collective and number of ranks
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """What costs depend on of a `ShardGroup`, which needs process groups.
+
+    Attributes:
+        shard: Ranks that share a flat parameter.
+        replicate: Sizes of the groups that hold copies of a shard.
+        joint: Sizes of the groups that all data-parallel ranks are reached through.
+    """
+
+    shard: int
+    replicate: tuple[int, ...] = ()
+    joint: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, group: ShardGroup) -> RankCounts:
+        """Return the sizes of the groups."""
+        replicate, joint = (
+            tuple(each.size() for each in groups)
+            for groups in (group.replicate_groups, group.joint_groups)
+        )
+        return cls(group.size, replicate, joint)
+
+    @classmethod
+    def of_all(cls, world_size: int, strategy: ShardingStrategy) -> RankCounts:
+        """Return the counts where there is no mesh, only so many ranks."""
+        everyone = (world_size,) if world_size > 1 else ()
+        is_replicated = strategy is ShardingStrategy.NO_SHARD
+        return cls(1, everyone, everyone) if is_replicated else cls(world_size, (), everyone)
+
+    def __str__(self) -> str:
+        """Return the ranks that share, after those that hold copies: "4" or "2x4"."""
+        return "x".join(map(str, (*self.replicate, self.shard)))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of one rank; costs of parts of a model add up.
+
+    Attributes:
+        param_nbytes: Parameters at rest, padding included.
+        grad_nbytes: Gradients after a backward, padding included.
+        optimizer_nbytes: AdamW's two moments, on the first rank.
+        payloads: Full-size bytes of the collectives of a step, by kind and number of ranks.
+    """
+
+    param_nbytes: int = 0
+    grad_nbytes: int = 0
+    optimizer_nbytes: int = 0
+    payloads: Payloads = field(default_factory=dict)
+
+    def __add__(self, other: Cost) -> Cost:
+        payloads = Counter(self.payloads)
+        payloads.update(other.payloads)
+        return Cost(
+            self.param_nbytes + other.param_nbytes,
+            self.grad_nbytes + other.grad_nbytes,
+            self.optimizer_nbytes + other.optimizer_nbytes,
+            payloads,
+        )
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that a rank sends in a step of one forward and backward."""
+        return sent_nbytes(self.payloads)
+
+
+def sent_nbytes(payloads: Payloads) -> int:
+    """Return what each rank sends for collectives of these payloads, see [Note: Costs].
+
+    Example: an all-reduce and a gather of 100 bytes among 4 ranks are 150 and 75 bytes.
+    """
+    sent = Fraction(0)
+    for (kind, num_ranks), nbytes in payloads.items():
+        rounds = 2 if kind == "all_reduce" else 1
+        sent += Fraction(rounds * (num_ranks - 1) * nbytes, num_ranks)
+    return ceil(sent)
+
+
+@dataclass(frozen=True)
+class FlatParamCost:
+    """The cost of one flat parameter.
+
+    Attributes:
+        layout: Where its parameters lie.
+        ranks: Who takes part.
+        strategy: What each rank keeps.
+        main_dtype: Of the shard.
+        precision: The dtypes that differ from it.
+        requires_grad: Whether its parameters are trainable.
+        reshard_after_forward: True, False, or the size of a small group; for `FULL_SHARD`.
+        shows_flat: Whether optimizers see one parameter in place of the originals.
+    """
+
+    layout: FlatLayout
+    ranks: RankCounts
+    strategy: ShardingStrategy
+    main_dtype: torch.dtype
+    precision: Precision
+    requires_grad: bool = True
+    reshard_after_forward: bool | int = True
+    shows_flat: bool = False
+
+    @property
+    def param_nbytes(self) -> int:
+        """Parameters at rest: the shard, and where it is kept the unsharded buffer around it."""
+        shard = self.layout.shard_numel * self.main_dtype.itemsize
+        if not self._is_kept:
+            return shard
+        full = self.layout.padded_numel * self._param_dtype.itemsize
+        is_cast = {self._param_dtype, self._wire_dtype} != {self.main_dtype}
+        return full + shard if is_cast else full
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Gradients after a backward: shards, or the buffer that all of them stay in."""
+        shard = self.layout.shard_numel * self.main_dtype.itemsize
+        if not self.requires_grad:
+            return 0
+        if not self.ranks.joint and not self.shows_flat:
+            return self.layout.unpadded_numel * self.main_dtype.itemsize
+        if not self._keeps_gradients:
+            return shard
+        full = self.layout.padded_numel * self._reduce_dtype.itemsize
+        return full if self._reduce_dtype == self.main_dtype else full + shard
+
+    @property
+    def optimizer_nbytes(self) -> int:
+        """Two moments of what the first rank owns, without padding."""
+        if not self.requires_grad:
+            return 0
+        owned = sum(self.layout.piece_numels(0)[1::2])
+        if self.shows_flat:
+            owned = min(self.layout.shard_numel, self.layout.end)
+        return _NUM_MOMENTS * owned * self.main_dtype.itemsize
+
+    def payloads(self, num_passes: int = 1, num_reductions: int = 1) -> Payloads:
+        """Return the full-size bytes of a step's collectives, by kind and number of ranks.
+
+        Args:
+            num_passes: Forwards with backwards in the step.
+            num_reductions: How many of the backwards reduce gradients.
+        """
+        payloads: Counter[tuple[str, int]] = Counter()
+        shard, numel = self.ranks.shard, self.layout.padded_numel
+        wire = numel * self._wire_dtype.itemsize
+        if shard > 1 and self._is_kept:
+            payloads["all_gather", shard] += wire * self.requires_grad  # else never written
+        elif shard > 1:
+            payloads["all_gather", shard] += wire * num_passes
+            small = self.reshard_after_forward
+            if small is True:
+                payloads["all_gather", shard] += wire * num_passes
+            elif small is not False:
+                kept = numel * self._param_dtype.itemsize
+                payloads["all_gather", small] += kept * num_passes
+        if self.requires_grad:
+            reduced = numel * self._reduce_dtype.itemsize * num_reductions
+            if shard > 1:
+                payloads["reduce_scatter", shard] += reduced
+            for size in self.ranks.replicate:
+                payloads["all_reduce", size] += reduced // shard
+            for size in self.ranks.joint:
+                # A flag for each parameter tells which ranks used it.
+                payloads["all_reduce", size] += len(self.layout.numels) * num_reductions
+        return {key: nbytes for key, nbytes in payloads.items() if nbytes}
+
+    @property
+    def cost(self) -> Cost:
+        """All of it, with one forward and backward in a step."""
+        return Cost(self.param_nbytes, self.grad_nbytes, self.optimizer_nbytes, self.payloads())
+
+    @property
+    def _is_kept(self) -> bool:
+        return self.ranks.shard == 1 or self.strategy is not ShardingStrategy.FULL_SHARD
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        keeps = self.strategy in _KEEPS_GRADIENTS or self.ranks.shard == 1
+        return keeps and bool(self.ranks.joint)
+
+    @property
+    def _param_dtype(self) -> torch.dtype:
+        return self.precision.computes_in(self.main_dtype)
+
+    @property
+    def _wire_dtype(self) -> torch.dtype:
+        is_sharded = self.ranks.shard > 1
+        return self.precision.travels_in(self.main_dtype) if is_sharded else self._param_dtype
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        return self.precision.reduces_in(self.main_dtype)
+
+
+def unit_cost(
+    plan: Plan,
+    ranks: RankCounts,
+    strategy: ShardingStrategy,
+    *,
+    reshard_after_forward: bool | int,
+    use_orig_params: bool,
+) -> Cost:
+    """Return the cost of a unit that `fully_shard` is going to form.
+
+    Args:
+        plan: The unit's parameters and precision.
+        ranks: Who takes part.
+        strategy: What each rank keeps.
+        reshard_after_forward: True, False, or the size of a small group.
+        use_orig_params: Whether optimizers see the original parameters.
+    """
+    total = Cost()
+    for precision, members in by_kind(plan, use_orig_params):
+        dense = [original.dense for original in members]
+        handle = FlatParamCost(
+            layout=plan_layout(dense, ranks.shard, precision),
+            ranks=ranks,
+            strategy=strategy,
+            main_dtype=precision.main_dtype or dense[0].dtype,
+            precision=precision,
+            requires_grad=members[0].param.requires_grad,
+            reshard_after_forward=reshard_after_forward,
+            shows_flat=not use_orig_params,
+        )
+        total += handle.cost
+    return total
