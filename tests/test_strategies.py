@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -116,27 +115,6 @@ def test_flat_parameters_accumulate(strategy: ShardingStrategy) -> None:
         shown = flat.flat.sharded.grad.to_local()
         pieces = [flat.slice_of(e, F.pad(shown, (0, 1000))) for e in flat.entries]
         assert_equal(torch.cat(pieces), expected)
-
-
-@pytest.mark.parametrize("uses_no_sync", [True, False])
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@distributed(2)
-def test_accumulation_equals_the_unsharded_model(sharding: str, uses_no_sync: bool) -> None:
-    """S2.14: three microbatches, with and without a reduction of each; twice over."""
-    twins = Twins(Net, SHARDINGS[sharding])
-    for step in range(2):
-        for micro in range(3):
-            with no_sync(twins.sharded) if uses_no_sync and micro < 2 else nullcontext():
-                for model in twins:
-                    _loss(model, 10 * step + micro).backward()
-        for ours, param in zip(twins.sharded.parameters(), twins.plain.parameters(), strict=True):
-            dist.all_reduce(param.grad.div_(2))
-            # A sum of three means is rounded otherwise than a mean of two sums.
-            torch.testing.assert_close(
-                ours.grad.full_tensor(), param.grad, rtol=0, atol=0 if uses_no_sync else 1e-6
-            )
-        for model in twins:
-            model.zero_grad()
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
