@@ -457,7 +457,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
 @pytest.mark.parametrize("case", REFUSALS)
 @distributed(2)
 def test_refusal_says_what_to_do_and_changes_nothing(case: str) -> None:
-    """Every rank gets the whole text, and the module is as before the call."""
+    """Every rank gets the whole text, and the module is as before the call (S2.18: two devices)."""
     build, options, error, text = REFUSALS[case]
     target = build()
     roots = [target] if isinstance(target, nn.Module) else target[:1]
