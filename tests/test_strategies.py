@@ -444,21 +444,51 @@ def test_a_step_allocates_nothing(strategy: ShardingStrategy) -> None:
     assert allocated[1] <= allocated[0] + 4096
 
 
+def _gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes of the buffers that hold unsharded gradients."""
+    return sum(handle.grad._own.untyped_storage().size() for handle in get_handles(model))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
-def test_sharded_gradients_leave_one_unit_unreduced() -> None:
-    """SHARD_GRAD_OP: a unit that is packed, one on its way, and the shards of what was reduced."""
+def test_unsharded_gradients_of_a_backward(strategy: ShardingStrategy) -> None:
+    """SHARD_GRAD_OP: one unit that is packed and one on its way; all units under no_sync.
+
+    FULL_SHARD packs in the place of the values, the other strategies have one buffer for good.
+    """
     torch.manual_seed(0)
     model = _Stack()
-    shard_blocks(model, strategy=SHARD_GRAD_OP)
-    for _ in range(2):
-        loss = model(torch.ones(2, DIM)).square().mean()
-        model.zero_grad()
-        with peak_bytes() as memory:
-            loss.backward()
+    shard_blocks(model, strategy=strategy)
+    held: list[int] = []
+    for param in model.parameters():
+        param.register_hook(lambda _: held.append(_gradient_bytes(model)))
     full = sum(param.numel() * 4 for param in model.parameters())
     unit, layer = full // 6, DIM * 4 * DIM * 4
-    assert memory.current <= full / 2 + 8192
-    assert memory.peak <= full / 2 + 2 * unit + layer + 32768
+    for _ in range(2):
+        held.clear()
+        with peak_bytes() as memory:
+            loss = model(torch.ones(2, DIM)).square().mean()
+            loss.backward()
+        model.zero_grad()
+        if strategy in (FULL_SHARD, SHARD_GRAD_OP):
+            assert _gradient_bytes(model) == 0
+    if strategy is FULL_SHARD:
+        assert set(held) == {0}
+    elif strategy is SHARD_GRAD_OP:
+        # None at the first gradient of all; the last unit's while the next one's begin.
+        assert set(held) == {0, unit, 2 * unit}
+        assert memory.peak <= full / 2 + 2 * unit + layer + 32768
+    else:
+        assert set(held) == {full}
+    with no_sync(model):
+        model(torch.ones(2, DIM)).square().mean().backward()
+    grads = sum(
+        entry.unsharded.grad.nbytes
+        for handle in get_handles(model)
+        for entry in handle.entries
+        if entry.unsharded.grad is not None
+    )
+    assert grads + (_gradient_bytes(model) if strategy in (SHARD_OPTIM, NO_SHARD) else 0) == full
 
 
 @pytest.mark.parametrize("strategy", KEPT)
