@@ -525,6 +525,25 @@ def test_nothing_is_stored_twice_or_gathered_without_shards() -> None:
         assert param.to_local().numel() == param.numel()
 
 
+@pytest.mark.parametrize("strategy", [SHARD_OPTIM, NO_SHARD])
+@distributed(2, 3)
+def test_gradients_lie_in_one_buffer_that_stays(strategy: ShardingStrategy) -> None:
+    """S3.4: each unit's are views of it, step after step."""
+    model = _make(strategy)
+    pointers = set()
+    for step in range(3):
+        _loss(model, step).backward()
+        for handle in get_handles(model):
+            buffer = handle.grad._own.untyped_storage()
+            grads = [entry.sharded.grad.to_local() for entry in handle.entries]
+            assert all(g.untyped_storage().data_ptr() == buffer.data_ptr() for g in grads)
+            assert buffer.size() == handle.layout.padded_numel * 4
+            pointers.add(buffer.data_ptr())
+        _step(model)
+        model.zero_grad()
+    assert len(pointers) == NUM_UNITS
+
+
 @distributed(2)
 def test_replicas_start_equal() -> None:
     """Ranks that initialise differently all get the first one's parameters."""
