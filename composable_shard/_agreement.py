@@ -18,6 +18,8 @@ __all__ = ["check_agreement", "copy_to_replicas"]
 def check_agreement(states: list[ShardState]) -> None:
     """Compare names, shapes, dtypes and options of all units over their data-parallel ranks.
 
+    Also those of buffers that are broadcast.
+
     One all-gather of 32 bytes for each process group; only where it finds a difference are the
     descriptions themselves exchanged, as JSON.
 
@@ -26,6 +28,10 @@ def check_agreement(states: list[ShardState]) -> None:
     """
     meshes: dict[tuple[dist.ProcessGroup, ...], tuple[torch.device, list[str]]] = {}
     for state in states:
+        if state.buffers is not None:
+            shard_group = state.buffers.shard_group
+            _, lines = meshes.setdefault(shard_group.joint_groups, (shard_group.device, []))
+            lines.extend(f"{line} {state.describe_options()}" for line in state.buffers.describe())
         for handle in state.handles:
             shard_group = handle.shard_group
             _, lines = meshes.setdefault(shard_group.joint_groups, (shard_group.device, []))

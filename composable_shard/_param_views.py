@@ -58,6 +58,9 @@ class ParamViews(FlatStorage):
         alloc_storage(buffers.unsharded)  # views of a storage without memory can't be made
         for index, entry in enumerate(self.entries):
             entry.unsharded = make_unsharded(self._view_unsharded(index), self.requires_grad)
+            # What a forward asks of a parameter: how tensor parallelism split it, for example.
+            for name, value in entry.sharded.user_attributes().items():
+                entry.unsharded.__dict__.setdefault(name, value)
             entry.runs_hooks = False
             if self.requires_grad:
                 self._hook_gradient(index, entry.unsharded)

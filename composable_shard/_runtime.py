@@ -48,11 +48,18 @@ def pre_forward(state: ShardState, module: nn.Module) -> None:
         return
     context = share_context([module]) if state.context is None else state.context
     leader = _find_leader(context, state, module)
+    context = state.context or context  # the first call may make one for more units
     state.depth += 1
     if state.depth > 1:
         return
     try:
         _unshard_for_forward(context, state, leader)
+        if state.buffers is not None:
+            # Batch norm moves its statistics in training mode, a user's module with a graph.
+            is_trained = module.training or torch.is_grad_enabled()
+            state.buffers.broadcast_if_due(
+                context.call, is_followed=is_trained and state.puts_nothing_off
+            )
     except BaseException:
         state.depth -= 1
         leave_pass(context, state)
@@ -89,7 +96,7 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> N
         for other in context.live_states():
             for handle in other.handles:
                 release_handle(context, handle)
-    context.leader = state.ref
+    context.leader, context.call = state.ref, object()
     if torch.is_grad_enabled():
         context.call_start = context.num_forwards
     state.forward_order.begin()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable_shard._buffer_broadcast import BufferBroadcast
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_reduction import ScratchPool, Streams
 from composable_shard._full_params import FullParams
@@ -72,6 +73,7 @@ class ShardState:
         forward_prefetch: Units to gather when its forward begins; None: the one that is expected.
         backward_prefetch: Likewise for its backward.
         mp_policy: In which dtypes it computes and communicates.
+        buffers: Broadcasts its buffers before forwards, on request.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
         requires_all_reduce: False reduces gradients over the shard group only.
@@ -96,6 +98,7 @@ class ShardState:
         self.reshard_after_forward = reshard_after_forward
         self.use_orig_params = True
         self.mp_policy = MixedPrecisionPolicy()
+        self.buffers: BufferBroadcast | None = None
         self.num_modules = num_modules
         self.modules_to_run = num_modules
         self.training_state = TrainingState.IDLE
@@ -120,6 +123,11 @@ class ShardState:
         """Handles whose full parameters this unit computes with: its own and borrowed ones."""
         return self.handles + self.borrowed if self.borrowed else self.handles
 
+    @property
+    def puts_nothing_off(self) -> bool:
+        """Whether a backward reduces gradients as far as they are ever reduced."""
+        return self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward
+
     def reduces(self, handle: FlatParamHandle) -> bool:
         """Return whether a backward reduces the gradients of the handle, or leaves them unsharded.
 
@@ -127,7 +135,7 @@ class ShardState:
         """
         if not handle.grad.is_persistent:
             return self.requires_gradient_sync
-        return self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward
+        return self.puts_nothing_off
 
     def defers_all_reduce(self, handle: FlatParamHandle) -> bool:
         """Return whether a reduction over the shard group leaves out the copies of the shard."""
@@ -164,6 +172,8 @@ class ShardState:
             options += f" mp_policy={self.mp_policy}"
         if self.handles and (hook_name := self.handles[0].grad.reduction.hook_name):
             options += f" comm_hook={hook_name}"
+        if self.buffers is not None:
+            options += " broadcast_buffers=True"
         return options if self.use_orig_params else f"{options} use_orig_params=False"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,6 +243,7 @@ class TreeContext:
         modules: Weak references to the outermost modules.
         states: The units, outermost first.
         leader: The unit that leads the running call, if one runs.
+        call: Another object for each such call.
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         backward: Weak reference to the running backward pass; dead if that was aborted.
         num_forwards: Number of the next call of a unit.
@@ -263,6 +274,7 @@ class TreeContext:
         self.states: list[StateRef] = [state.ref for state in states]
         self.has_groups = any(state.num_modules > 1 for state in states)
         self.leader: StateRef | None = None
+        self.call = object()
         self.num_forwards = 0
         self.call_start = 0
         self.spans_calls = False

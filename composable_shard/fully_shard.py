@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_shard._buffer_broadcast import BufferBroadcast, check_can_broadcast
 from composable_shard._construct import build_state, sync_states
 from composable_shard._contract import attach_state, read_state
 from composable_shard._hooks import register_boundaries, register_hooks
@@ -42,6 +43,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     ignored_params: set[nn.Parameter] | None = None,
     use_orig_params: bool = True,
     sync_module_states: bool = False,
+    broadcast_buffers: bool = False,
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -76,6 +78,9 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             got no gradient, where another parameter of its handle did, counts as zero gradient.
             `register_orig_params` and `register_flat_param` change it later.
         sync_module_states: Broadcast parameters and buffers from the mesh's first rank.
+        broadcast_buffers: As in DistributedDataParallel: before a forward give all ranks the
+            buffers of the mesh's first rank, in one broadcast for the unit; not while gradients
+            accumulate without being reduced.
 
     Returns:
         `module`.
@@ -94,6 +99,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         "ignored_params": ignored_params,
         "use_orig_params": use_orig_params,
         "sync_module_states": sync_module_states,
+        "broadcast_buffers": broadcast_buffers,
     }
     check_options(options)
     modules = as_modules(module)
@@ -112,6 +118,8 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         reshard_after_forward=policy,
         use_orig_params=use_orig_params,
     )
+    if broadcast_buffers:
+        state.buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)
     apply_policy(state, policy)
     register_boundaries(plan.kept_modules)
     for root in modules:
@@ -150,10 +158,9 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"expected mp_policy to be a MixedPrecisionPolicy, got {options['mp_policy']!r}"
         )
     _check_ignored(options["ignored_params"])
-    if not isinstance(options["sync_module_states"], bool):
-        raise ValueError(
-            f"expected sync_module_states to be a bool, got {options['sync_module_states']!r}"
-        )
+    for name in ("sync_module_states", "broadcast_buffers"):
+        if not isinstance(options[name], bool):
+            raise ValueError(f"expected {name} to be a bool, got {options[name]!r}")
     use_orig_params = options["use_orig_params"]
     if not isinstance(use_orig_params, bool):
         raise ValueError(f"expected use_orig_params to be True or False, got {use_orig_params!r}")
@@ -200,6 +207,8 @@ def check_unit(
         check_can_be_flat(plan)
     if options["sync_module_states"]:
         check_sync(plan)
+    if options["broadcast_buffers"]:
+        check_can_broadcast(plan.unmanaged_modules)
     return plan
 
 

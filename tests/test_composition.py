@@ -33,12 +33,15 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from composable_shard import (
     FlatShard,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
     get_handles,
     get_states,
     reshard,
     unshard,
+    unshard_params,
 )
 from composable_shard._collectives import count_collectives
 from tests.helpers import assert_equal, distributed
@@ -749,7 +752,7 @@ def _full(tensor: Any) -> Tensor:
 
 @distributed(4)
 def test_units_of_a_tensor_parallel_model() -> None:
-    """DTensors in forward; gradients, norms, clipping and steps equal the plain model's."""
+    """S3.8: DTensors in forward; gradients, norms, clipping, steps equal the plain model's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     reference = _TensorParallelNet()
     model = copy.deepcopy(reference)
@@ -804,7 +807,7 @@ def _assert_close(actual: Tensor, expected: Tensor, what: str = "loss") -> None:
 
 @distributed(4)
 def test_torch_clipping_counts_replicated_parameters_once() -> None:
-    """`torch.nn.utils.clip_grad_norm_` gives the plain model's norm too."""
+    """S3.8: `torch.nn.utils.clip_grad_norm_` gives the plain model's norm too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     reference = _TensorParallelNet()
     model = copy.deepcopy(reference)
@@ -817,3 +820,75 @@ def test_torch_clipping_counts_replicated_parameters_once() -> None:
         expected = nn.utils.get_total_norm([p.grad for p in reference.parameters()], norm_type)
         found = nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)
         _assert_close(found, expected, f"norm {norm_type}")
+
+
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+@distributed(4)
+def test_tensor_parallel_ranks_skip_a_step_together(strategy: ShardingStrategy) -> None:
+    """S3.8: an infinity in what one of them holds counts on all, for the scaler and in the norm."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = _TensorParallelNet()
+    _parallelize(model, mesh["tp"])
+    shard_blocks(model, mesh=mesh["dp"], strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    moved = []
+    for step in range(3):
+        loss = model(_sequences(mesh["dp"].get_local_rank(), step)).square().mean()
+        scaler.scale(loss).backward()
+        if step == 1 and mesh["tp"].get_local_rank() == 1:
+            local = model.blocks[1].up.weight.grad.to_local()
+            (local.to_local() if isinstance(local, DTensor) else local)[-1:].fill_(torch.inf)
+        if step == 1:
+            with pytest.raises(RuntimeError, match="non-finite"):
+                clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+        before = [_full(param.detach()).clone() for param in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = [_full(param.detach()) for param in model.parameters()]
+        moved.append([not torch.equal(*pair) for pair in zip(before, after, strict=True)])
+    assert moved == [[True] * 14, [False] * 14, [True] * 14]
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("main_dtype", [None, torch.float32])
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+@distributed(4)
+def test_tensor_parallel_attributes_survive(
+    strategy: ShardingStrategy, main_dtype: torch.dtype | None
+) -> None:
+    """S3.9: at rest, in forward and in a scope, of DTensors and plain parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = _TensorParallelNet()
+    if main_dtype is None:
+        _parallelize(model, mesh["tp"])
+    else:
+        model.to(torch.bfloat16)
+    for number, param in enumerate(model.parameters()):
+        param.tensor_model_parallel = number % 2 == 0
+        param.partition_dim, param.partition_stride = number, 1
+        param.sequence_parallel = True
+    seen = []
+
+    def attributes() -> list[Any]:
+        return [
+            (p.tensor_model_parallel, p.partition_dim, p.partition_stride, p.sequence_parallel)
+            for p in model.parameters()
+        ]
+
+    expected = [(number % 2 == 0, number, 1, True) for number in range(14)]
+    policy = MixedPrecisionPolicy(main_dtype=main_dtype)
+    shard_blocks(model, mesh=mesh["dp"], strategy=strategy, mp_policy=policy)
+    assert attributes() == expected
+    block = model.blocks[0]
+    block.up.register_forward_pre_hook(
+        lambda module, args: seen.append((module.weight.partition_dim, module.bias.partition_dim))
+    )
+    x = _sequences(mesh["dp"].get_local_rank(), 0)
+    model(x if main_dtype is None else x.bfloat16()).float().square().mean().backward()
+    assert seen == [(block.up.weight.partition_dim, block.up.bias.partition_dim)]
+    with unshard_params(model):
+        assert attributes() == expected
+    assert attributes() == expected

@@ -708,7 +708,7 @@ def test_no_sync_leaves_no_gradient_on_the_shards() -> None:
 
 @distributed(2)
 def test_no_sync_restores_the_flags_after_an_exception() -> None:
-    """Each unit gets its own earlier setting back."""
+    """S2.14: each unit gets its own earlier setting back."""
     twins = Twins(Net, shard_blocks)
     model = twins.sharded
     set_requires_gradient_sync(model.blocks[1], False)

@@ -284,6 +284,12 @@ def _in_graph() -> nn.Module:
     return module
 
 
+class _SparseBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("mask", torch.eye(3).to_sparse())
+
+
 def _on_two_devices() -> nn.Module:
     module = Block()
     module.down.to("meta")
@@ -422,6 +428,19 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         ValueError,
         "expected sync_module_states to be a bool, got None",
     ),
+    "broadcast_buffers": (
+        Block,
+        {"broadcast_buffers": 1},
+        ValueError,
+        "expected broadcast_buffers to be a bool, got 1",
+    ),
+    "broadcast_buffers: sparse": (
+        _SparseBuffer,
+        {"broadcast_buffers": True},
+        ValueError,
+        "broadcast_buffers=True can't send buffer 'mask' of _SparseBuffer, which has layout "
+        "torch.sparse_coo. Make it dense, or leave broadcast_buffers out for its unit.",
+    ),
     "use_orig_params": (
         Block,
         {"use_orig_params": "no"},
@@ -441,7 +460,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
 @pytest.mark.parametrize("case", REFUSALS)
 @distributed(2)
 def test_refusal_says_what_to_do_and_changes_nothing(case: str) -> None:
-    """Every rank gets the whole text, and the module is as before the call."""
+    """Every rank gets the whole text, and the module is as before the call (S2.18: two devices)."""
     build, options, error, text = REFUSALS[case]
     target = build()
     roots = [target] if isinstance(target, nn.Module) else target[:1]

@@ -121,6 +121,35 @@ def test_gradients_are_reduced_inside_and_the_shards_across(
     assert log.nbytes("all_reduce") == shards + len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_mesh_that_only_replicates_copies_and_gathers_nothing(strategy: ShardingStrategy) -> None:
+    """The full parameter is the shard; a backward sums each unit once, where it was packed."""
+    model = _make(strategy, _mesh(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss = _loss(model, step)
+        backward = _count(loss.backward)
+        assert len(backward.events) == backward.count("all_reduce") == NUM_UNITS + 1
+        optimizer.step()
+        assert _count(lambda step=step: _loss(model, step)).events == []
+        optimizer.zero_grad()
+    for handle in get_handles(model):
+        assert handle.unsharded.data_ptr() == handle.local_shard.data_ptr()
+        assert handle.grad._own.untyped_storage().size() == handle.unsharded.nbytes
+
+
+@distributed(2)
+def test_mesh_with_one_replica_is_a_plain_one() -> None:
+    """No collective over a group of one rank."""
+    logs = []
+    for mesh in (_mesh(1, 2), None):
+        model = _make(FULL_SHARD, mesh)
+        log = _count(lambda model=model: _loss(model).backward())
+        logs.append([(event.kind, event.nbytes) for event in log.events])
+    assert logs[0] == logs[1]
+
+
 @contextmanager
 def _setting(set_flag: Callable[[nn.Module, bool], None], model: nn.Module) -> Iterator[None]:
     set_flag(model, False)

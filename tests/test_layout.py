@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from composable_shard._layout import FlatLayout, intersect, round_up
@@ -57,8 +57,10 @@ def test_padding_is_less_than_one_block_per_parameter_and_rank(layout: FlatLayou
 
 @few
 @given(layouts(max_world_size=12))
+@example(FlatLayout.plan([100], 8, 4))  # spans all shards
+@example(FlatLayout.plan([1, 3, 2], 3, 16))  # smaller than the alignment
 def test_param_ranges_partition_every_parameter(layout: FlatLayout) -> None:
-    """Over the ranks, in order, the ranges cover `[0, numel)` once; unowned ones are empty."""
+    """S3.1: over the ranks, in order, they cover `[0, numel)` once; unowned ones are empty."""
     for index, numel in enumerate(layout.numels):
         end = 0
         for rank in range(layout.world_size):
@@ -75,7 +77,7 @@ def test_param_ranges_partition_every_parameter(layout: FlatLayout) -> None:
 def test_world_local_and_param_ranges_name_the_same_elements(
     layout: FlatLayout, data: st.DataObject
 ) -> None:
-    """The three ranges have equal size, and differ by the parameter's and the shard's start."""
+    """S3.1: the three ranges are of one size, and differ by the parameter's and shard's start."""
     rank = data.draw(st.integers(0, layout.world_size - 1))
     for index, offset in enumerate(layout.offsets):
         world, local, param = (
@@ -118,7 +120,7 @@ def test_intersection_of_disjoint_ranges_is_empty() -> None:
 
 
 def test_small_layout_map() -> None:
-    """A parameter larger than a shard, an empty one, a scalar, and one across a cut, drawn."""
+    """S3.1: one larger than a shard, an empty one, a scalar, and one across a cut, drawn."""
     layout = FlatLayout.plan([13, 0, 1, 6], world_size=3, alignment=4)
     cells = ["."] * layout.padded_numel
     for index, letter in enumerate("abcd"):
