@@ -23,6 +23,7 @@ from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._plan import Plan, by_kind
 from composable_shard._precision import Precision
+from composable_shard._wire import wire_nbytes
 from composable_shard.api import ShardingStrategy
 
 __all__ = ["Cost", "FlatParamCost", "RankCounts", "sent_nbytes", "unit_cost"]
@@ -178,7 +179,7 @@ class FlatParamCost:
         """
         payloads: Counter[tuple[str, int]] = Counter()
         shard, numel = self.ranks.shard, self.layout.padded_numel
-        wire = numel * self._wire_dtype.itemsize
+        wire = shard * wire_nbytes(self._wire_dtype, self.layout.shard_numel)
         if shard > 1 and self._is_kept:
             payloads["all_gather", shard] += wire * self.requires_grad  # else never written
         elif shard > 1:

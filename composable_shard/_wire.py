@@ -12,7 +12,14 @@ from composable_shard import _collectives
 from composable_shard._collectives import Waitable
 from composable_shard._quantise import QUANTISED, decode, encode, encoded_nbytes, round_trip
 
-__all__ = ["as_received", "gather_in"]
+__all__ = ["as_received", "gather_in", "wire_nbytes"]
+
+
+def wire_nbytes(wire_dtype: torch.dtype, shard_numel: int) -> int:
+    """Return the bytes in which a shard travels."""
+    if wire_dtype in QUANTISED:
+        return encoded_nbytes(shard_numel)
+    return shard_numel * wire_dtype.itemsize
 
 
 def gather_in(

@@ -44,6 +44,7 @@ POLICIES = {
     "bf16 with fp32 main": (BF16, MixedPrecisionPolicy(main_dtype=F32)),
     "and reduced in fp32": (BF16, MixedPrecisionPolicy(main_dtype=F32, reduce_dtype=F32)),
     "gathered in bf16": (F32, MixedPrecisionPolicy(gather_dtype=BF16)),
+    "gathered in int8": (F32, MixedPrecisionPolicy(gather_dtype=torch.int8)),
 }
 # By number of ranks, None for a 1-D mesh of all of them.
 SHAPES = {2: [None, (2, 1)], 3: [None], 4: [(2, 2)]}
