@@ -252,9 +252,7 @@ def _finish_backward(context: TreeContext) -> None:
         _issue(context, owner, handle)
     if accumulates:
         _advance_in_flight(context)
-        for handle, flags in zip(handles, used, strict=True):
-            handle.finish_reduction()
-            handle.publish_gradients(flags)
+        _publish(handles, used)
         for ref in context.armed:
             if (state := ref()) is not None:
                 state.forward_index = -1
@@ -267,6 +265,13 @@ def _finish_backward(context: TreeContext) -> None:
         for handle in handles:
             if not handle.grad.is_partial:
                 handle.run_gradient_hooks()
+
+
+def _publish(handles: list[FlatParamHandle], used: list[list[bool]]) -> None:
+    for handle in handles:
+        handle.finish_reduction()  # of all, before publishing waits for the first copy to the host
+    for handle, flags in zip(handles, used, strict=True):
+        handle.publish_gradients(flags)
 
 
 def _find_unsynced(context: TreeContext) -> list[tuple[ShardState, FlatParamHandle]]:

@@ -12,7 +12,7 @@ from torch import nn
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_reduction import ScratchPool, Streams
 from composable_shard._full_params import FullParams
-from composable_shard.api import MixedPrecisionPolicy, ShardingStrategy
+from composable_shard.api import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
 __all__ = ["ExecutionOrder", "ShardState", "TrainingState", "TreeContext"]
 
@@ -71,6 +71,7 @@ class ShardState:
         forward_prefetch: Units to gather when its forward begins; None: the one that is expected.
         backward_prefetch: Likewise for its backward.
         mp_policy: In which dtypes it computes and communicates.
+        offload_policy: What of it lives on the host.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
         requires_all_reduce: False reduces gradients over the shard group only.
@@ -95,6 +96,7 @@ class ShardState:
         self.reshard_after_forward = reshard_after_forward
         self.use_orig_params = True
         self.mp_policy = MixedPrecisionPolicy()
+        self.offload_policy = OffloadPolicy()
         self.num_modules = num_modules
         self.modules_to_run = num_modules
         self.training_state = TrainingState.IDLE
@@ -161,6 +163,8 @@ class ShardState:
         )
         if self.mp_policy != MixedPrecisionPolicy():
             options += f" mp_policy={self.mp_policy}"
+        if self.offload_policy.is_active:
+            options += f" offload_policy={self.offload_policy}"
         return options if self.use_orig_params else f"{options} use_orig_params=False"
 
     def __getstate__(self) -> dict[str, Any]:
