@@ -35,7 +35,7 @@ from composable_shard._unshard_params import (
     unshard_params,
     writeback,
 )
-from composable_shard.api import MixedPrecisionPolicy, ShardingStrategy
+from composable_shard.api import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from composable_shard.fully_shard import fully_shard
 from composable_shard.shard_model import shard_model
 
@@ -44,6 +44,7 @@ __all__ = [
     "FlatParamHandle",
     "FlatShard",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ReductionStage",
     "ShardingPlan",
     "ShardingStrategy",

@@ -68,8 +68,7 @@ def copy_to_replicas(states: list[ShardState]) -> None:
     """
     for state in states:
         for handle in state.handles:
-            for group in handle.shard_group.replicate_groups:
-                _collectives.broadcast(handle.local_shard, 0, group).wait()
+            handle.copy_to_replicas()
 
 
 def _gather_bytes(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["is_never_written", "watch_meta_buffers"]
+__all__ = ["is_never_written", "place_buffers", "watch_meta_buffers"]
 
 _MARK = "_composable_shard_empty_version"
 
@@ -50,6 +50,13 @@ def watch_meta_buffers(module: nn.Module) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
             module._buffers[name] = buffer.as_subclass(_MetaBuffer)
+
+
+def place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Bring the buffers that `module` itself holds to a device; those on meta stay."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not buffer.is_meta and buffer.device != device:
+            module._buffers[name] = buffer.to(device)
 
 
 def is_never_written(buffer: Tensor) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from composable_shard import _collectives
-from composable_shard._buffers import watch_meta_buffers
+from composable_shard._buffers import place_buffers, watch_meta_buffers
 from composable_shard._casts import cast_buffers
 from composable_shard._flat_mode import make_flat_entry, show_flat
 from composable_shard._flat_param import FlatParamHandle, ParamEntry
@@ -18,7 +18,7 @@ from composable_shard._precision import Precision
 from composable_shard._shard_spec import ParamLabel, ShardSpec
 from composable_shard._state import ShardState
 from composable_shard._storage import FlatSlot, dense_stride, take_place
-from composable_shard.api import ShardingStrategy
+from composable_shard.api import OffloadPolicy, ShardingStrategy
 
 __all__ = ["build_state", "sync_states"]
 
@@ -52,8 +52,9 @@ def build_state(
     state = ShardState(name, strategy, reshard_after_forward, len(plan.modules))
     state.use_orig_params = use_orig_params
     state.mp_policy = plan.policy
+    state.offload_policy = plan.offload
     built = [
-        (members, _build_handle(members, shard_group, strategy, precision))
+        (members, _build_handle(members, shard_group, strategy, precision, plan.offload))
         for precision, members in by_kind(plan, use_orig_params)
     ]
     for number, (_, handle) in enumerate(built):
@@ -77,7 +78,8 @@ def build_state(
     if plan.policy.buffer_dtype is not None:
         cast_buffers(plan.unmanaged_modules, plan.kept_modules, plan.policy.buffer_dtype)
     for module in plan.unmanaged_modules:
-        _place_buffers(module, shard_group.device)
+        watch_meta_buffers(module)
+        place_buffers(module, shard_group.device)
         _keep_rnn_parameters(module, shard_group.device)
     return state
 
@@ -92,18 +94,12 @@ def _keep_parameters() -> None:
     """Stand in for `flatten_parameters` of an RNN whose weights live in a flat parameter."""
 
 
-def _place_buffers(module: nn.Module, device: torch.device) -> None:
-    watch_meta_buffers(module)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and not buffer.is_meta and buffer.device != device:
-            module._buffers[name] = buffer.to(device)
-
-
 def _build_handle(
     members: list[Original],
     shard_group: ShardGroup,
     strategy: ShardingStrategy,
     precision: Precision,
+    offload: OffloadPolicy,
 ) -> FlatParamHandle:
     labels = [ParamLabel(original.fqn) for original in members]
     dense = [original.dense for original in members]
@@ -135,6 +131,7 @@ def _build_handle(
         requires_grad=members[0].param.requires_grad,
         strategy=strategy,
         precision=precision,
+        offload=offload,
     )
 
 
@@ -150,4 +147,4 @@ def _replace_parameter(param: nn.Parameter, entry: ParamEntry) -> None:
             "shard; please report this"
         )
     if grad is not None:
-        param.grad = FlatShard.from_full(grad.to(param.dtype), entry.spec)
+        param.grad = FlatShard.from_full(grad.to(param.device, param.dtype), entry.spec)

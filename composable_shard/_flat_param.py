@@ -19,11 +19,12 @@ from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor
 from composable_shard._grad_pieces import local_gradient
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup, SmallGroup
-from composable_shard._param_views import GradientHook, ParamViews
+from composable_shard._param_views import GradientHook
 from composable_shard._precision import Precision
+from composable_shard._published_gradients import PublishedGradients
 from composable_shard._registration import ParamEntry
 from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
-from composable_shard.api import ShardingStrategy
+from composable_shard.api import OffloadPolicy, ShardingStrategy
 
 __all__ = ["FlatParamHandle", "ParamEntry", "plan_layout"]
 
@@ -41,7 +42,7 @@ def plan_layout(
     return FlatLayout.plan([param.numel() for param in params], world_size, alignment)
 
 
-class FlatParamHandle(ParamViews):
+class FlatParamHandle(PublishedGradients):
     """One flat parameter: parameters of a unit that share dtypes, requires_grad and mesh.
 
     At rest it holds this rank's shard. `unshard` gathers the full values into one buffer,
@@ -55,6 +56,7 @@ class FlatParamHandle(ParamViews):
         reshards_after_backward: Whether the end of a backward frees the full values.
         small_group: The ranks that hold all values once between forward and backward, if any.
         precision: The dtypes that differ from the local shard's.
+        offload: What lives on the host.
         entries: The managed parameters, in order.
         requires_grad: Whether any of the parameters is trainable.
     """
@@ -68,6 +70,7 @@ class FlatParamHandle(ParamViews):
         requires_grad: bool,
         strategy: ShardingStrategy,
         precision: Precision | None = None,
+        offload: OffloadPolicy | None = None,
     ) -> None:
         """Allocate the shard and copy this rank's part of `params` into it; changes no module.
 
@@ -80,7 +83,9 @@ class FlatParamHandle(ParamViews):
             requires_grad: Whether the parameters are trainable.
             strategy: What each rank keeps.
             precision: Dtypes, where they are not those of `params`.
+            offload: What lives on the host.
         """
+        self.offload = offload or OffloadPolicy()
         self.precision = precision or Precision()
         self.shard_group = shard_group
         self.strategy = strategy
@@ -177,6 +182,7 @@ class FlatParamHandle(ParamViews):
             "small_group": self.small_group,
             "divide_factor": self.grad.reduction.divide_factor,
             "precision": self.precision,
+            "offload": self.offload,
             "requires_grad": self.requires_grad,
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],
             "flat": None if self.flat is None else (self.flat.sharded, self.flat.used),
@@ -279,6 +285,8 @@ class FlatParamHandle(ParamViews):
             self.finish_reduction()  # it frees the buffers that this round is going to use
         if self.grad.is_persistent and not self.grad.is_open:
             self.grad.move_out_published([each.sharded for each in self.shown_at_rest])
+            if self.host_grad is not None:
+                self.host_grad.reuse_sources()
 
     def pack_rest(self, *, may_overwrite: bool) -> None:
         """Pack the gradients that are not packed yet: those of earlier microbatches."""
@@ -316,50 +324,11 @@ class FlatParamHandle(ParamViews):
     def drop_gradients(self) -> None:
         """Forget all gradients that are not published, after an aborted backward."""
         self.grad.drop()
+        if self.host_grad is not None:
+            self.host_grad.drop()
         self._held.clear()
         self.is_unsynced = False
         for entry in self.entries:
             if entry.unsharded is not None:
                 entry.unsharded.grad = None
         self._free_unused()
-
-    def publish_gradients(self, used: list[bool]) -> None:
-        """Set or add to `.grad` of the parameters shown at rest that any rank used."""
-        entries, flat = self.entries, self.flat
-        own = None
-        if self.grad.is_alone:
-            own = [self._take_gradient(index, entry) for index, entry in enumerate(entries)]
-        if not self.shows_flat or flat is None:
-            self.grad.publish([e.sharded for e in entries], [e.spec for e in entries], used, own)
-            return
-        if flat.sharded.grad is None:
-            flat.used = [False] * len(used)
-        flat.used = [before or now for before, now in zip(flat.used, used, strict=True)]
-        whole = self.grad.reduced if own is None else self._join(own)
-        if whole is not None:
-            self.zero_gaps(whole)  # nothing was packed there
-        piece = None if whole is None else self.slice_of(flat, whole)
-        self.grad.publish([flat.sharded], [flat.spec], [any(used)], [piece])
-
-    def _join(self, pieces: list[Tensor | None]) -> Tensor:
-        """Return gradients of whole parameters as one shard, zero where there is none."""
-        shard = torch.zeros_like(self.local_shard)
-        for entry, piece in zip(self.entries, pieces, strict=True):
-            if piece is not None:
-                self.slice_of(entry, shard).copy_(piece)
-        return shard
-
-    def _take_gradient(self, index: int, entry: ParamEntry) -> Tensor | None:
-        """Take autograd's own gradient, shape `(spec.numel,)`, where no other rank has one."""
-        dense = self._held.pop(index, None)
-        gradient = entry.unsharded.grad  # type: ignore[union-attr]
-        if dense is None:
-            if gradient is None:
-                return None
-            entry.unsharded.grad = None  # type: ignore[union-attr]
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
-            dense = local_gradient(gradient, entry.spec)
-        flat = entry.spec.flatten(dense)
-        flat = flat.to(self.local_shard.dtype)
-        factor = self.grad.reduction.divide_factor
-        return flat if factor is None else flat.div_(factor)

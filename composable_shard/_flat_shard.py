@@ -102,7 +102,11 @@ class FlatShard(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the op by its rule."""
-        return OP_RULES[func](func, args, kwargs or {})
+        try:
+            return OP_RULES[func](func, args, kwargs or {})
+        except RuntimeError as error:
+            _explain_devices(func, args, error)
+            raise
 
     @classmethod
     def from_full(cls, full: Tensor, spec: ShardSpec) -> FlatShard:
@@ -287,6 +291,21 @@ class FlatShard(Tensor):
             f"{type(self).__name__}('{spec.label.fqn}', shape={tuple(spec.shape)}, "
             f"dtype={self.dtype}, elements [{start}, {end}) of {spec.numel}, local={self._local})"
         )
+
+
+def _explain_devices(func: OpOverload, args: tuple[Any, ...], error: RuntimeError) -> None:
+    """Raise an error that says more where the operands are not on one device."""
+    operands = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
+    devices = {item._local.device: item for item in operands if isinstance(item, FlatShard)}
+    if len(devices) > 1:
+        found = ", ".join(
+            f"a shard of '{item._shard_spec.label}' on {device}" for device, item in devices.items()
+        )
+        raise RuntimeError(
+            f"{func.overloadpacket} needs its operands on one device, got {found}. Optimizer state "
+            "that is not where the parameters are: optimizer.load_state_dict("
+            "optimizer.state_dict()) moves it there."
+        ) from error
 
 
 class _SharedGradient(torch.autograd.Function):

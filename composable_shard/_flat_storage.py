@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,13 +39,17 @@ from composable_shard import _collectives, _trace
 from composable_shard._collectives import Waitable
 from composable_shard._flat_grad import FlatGradient
 from composable_shard._flat_reduction import Streams
+from composable_shard._host_copies import HOST, HostCopies, alloc_host, copies_for
+from composable_shard._host_gradient import HostGradient
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup, SmallGroup
 from composable_shard._precision import Precision
+from composable_shard._quantise import QUANTISED
 from composable_shard._registration import Registration
 from composable_shard._shard_spec import WriteGuard
 from composable_shard._storage import alloc_storage, free_storage, restore_versions
-from composable_shard._wire import as_received, gather_in
+from composable_shard._wire import gather_in
+from composable_shard.api import OffloadPolicy
 
 __all__ = ["FlatStorage"]
 
@@ -53,12 +58,16 @@ __all__ = ["FlatStorage"]
 class _Buffers:
     """Everything that depends on dtype and device: made anew when `.to()` changes either."""
 
-    local_shard: Tensor  # (shard_numel,)
+    local_shard: Tensor  # (shard_numel,), on the host where it is offloaded
     unsharded: Tensor  # (padded_numel,), storage size 0 unless unsharded or kept
     gather_output: Tensor  # alias of `unsharded` with a version counter of its own
     own_part: Tensor  # (shard_numel,), this rank's part of `gather_output`
     wire_dtype: torch.dtype  # in which shards are gathered
     is_cast: bool  # the unsharded buffer is not the shards as they are
+    is_offloaded: bool  # the local shard is on the host, see [Note: Offloaded shard]
+    copies: HostCopies
+    device_shard: Tensor | None  # (shard_numel,), a copy of the local shard in the wire dtype
+    device_writes: int = -1  # guard.num_writes when it was filled, -1: it is not
 
 
 class FlatStorage(Registration):
@@ -69,8 +78,10 @@ class FlatStorage(Registration):
     shard_group: ShardGroup
     is_kept: bool  # the unsharded buffer is never freed, see [Note: Kept buffers]
     precision: Precision
+    offload: OffloadPolicy
     guard: WriteGuard
     grad: FlatGradient
+    host_grad: HostGradient | None  # where gradients are offloaded
     gathered_writes: int  # guard.num_writes when the unsharded buffer was filled, -1: it is not
     small_group: SmallGroup | None  # what `reshard_to_small_group` keeps a part for
     _small_part: Tensor | None  # (padded_numel / small_group.size,), see [Note: Small group]
@@ -81,23 +92,62 @@ class FlatStorage(Registration):
     _has_new_versions: bool  # gradients were packed in place since the last gather
 
     def _make_buffers(self, dtype: torch.dtype, device: torch.device) -> _Buffers:
-        """Make buffers for a local shard of this dtype."""
+        """Make buffers for a local shard of this dtype; on the mesh's device where offloaded."""
+        is_offloaded = self.offload.is_active and device.type != "meta"
+        if is_offloaded:
+            device = self.shard_group.device
         param_dtype = self.precision.computes_in(dtype)
         wire_dtype = self.precision.travels_in(dtype) if self.is_sharded else param_dtype
         is_cast = param_dtype != dtype or wire_dtype != dtype
         start, end = self.layout.shard_range(self.shard_group.rank)
         unsharded = torch.empty(self.layout.padded_numel, dtype=param_dtype, device=device)
         output = unsharded.data
-        own_part = output[start:end]
+        own_part, device_shard = output[start:end], None
         if not self.is_kept:
             # At once: what is needed only later must not add to a peak.
             free_storage(unsharded)
-        elif not is_cast:
+        if is_offloaded:
+            shard = alloc_host(self.layout.shard_numel, dtype, is_pinned=self.is_pinned)
+            if not (self.is_kept or self.offload.params):
+                # Scales are those of main values.
+                held_dtype = dtype if wire_dtype in QUANTISED else wire_dtype
+                device_shard = own_part.new_empty(self.layout.shard_numel, dtype=held_dtype)
+        elif self.is_kept and not is_cast:
             # [Note: Kept buffers]: nothing is stored twice.
             shard = unsharded.zero_()[start:end]
-        if is_cast or not self.is_kept:
+        else:
             shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
-        return _Buffers(shard, unsharded, output, own_part, wire_dtype, is_cast)
+        copies = copies_for(device)
+        self.host_grad = None
+        if is_offloaded:
+            numel, is_pinned = self.layout.shard_numel, self.is_pinned
+            self.host_grad = HostGradient(numel, dtype, copies, is_pinned=is_pinned)
+        return _Buffers(
+            shard,
+            unsharded,
+            output,
+            own_part,
+            wire_dtype,
+            is_cast,
+            is_offloaded,
+            copies,
+            device_shard,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unsharded buffer is."""
+        return self._buffers.gather_output.device
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether host memory is to be pinned."""
+        return self.offload.pin_memory and self.shard_group.device.type != HOST.type
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the local shard is never part of the unsharded buffer."""
+        return self._buffers.is_cast or self._buffers.is_offloaded
 
     @property
     def is_sharded(self) -> bool:
@@ -107,7 +157,7 @@ class FlatStorage(Registration):
     @property
     def is_whole(self) -> bool:
         """Whether the local shard is the unsharded buffer, so that nothing needs to be filled."""
-        return self.shard_group.size == 1 and not self._buffers.is_cast
+        return self.shard_group.size == 1 and not self.is_apart
 
     @property
     def is_cast(self) -> bool:
@@ -150,9 +200,10 @@ class FlatStorage(Registration):
         """
         if self._buffers.local_shard.is_meta:
             names = [str(entry.label) for entry in self.entries]
+            device = "'cpu'" if self.offload.is_active else "..."
             raise RuntimeError(
-                f"parameters {names} are on the meta device. Call model.to_empty(device=...) and "
-                "initialise them (reset_parameters()) or load them before the first forward."
+                f"parameters {names} are on the meta device. Call model.to_empty(device={device}) "
+                "and initialise them (reset_parameters()) or load them before the first forward."
             )
 
     def unshard(self, streams: Streams | None = None) -> None:
@@ -188,7 +239,7 @@ class FlatStorage(Registration):
     def _issue_gather(self, streams: Streams | None) -> Waitable | torch.Event | None:
         buffers = self._buffers
         if not self.is_sharded:
-            buffers.own_part.copy_(buffers.local_shard)
+            self._fill(buffers.own_part)
             return None
         if streams is None:
             return self._start_gather()
@@ -202,17 +253,52 @@ class FlatStorage(Registration):
 
     def _start_gather(self) -> Waitable:
         buffers, group = self._buffers, self.shard_group.group
-        output, shard = buffers.gather_output, buffers.local_shard
+        output = buffers.gather_output
         has_valid_part = self._small_writes == self.guard.num_writes
         alloc_storage(buffers.unsharded)
         if self.small_group is not None and self._small_part is not None and has_valid_part:
             return _collectives.all_gather(output, self._small_part, self.small_group.group)
-        if not buffers.is_cast:
-            return _collectives.all_gather(output, shard, group)
+        if not self.is_apart:
+            return _collectives.all_gather(output, buffers.local_shard, group)
         # [Note: Main and compute dtype]
         if buffers.wire_dtype == output.dtype:
-            return _collectives.all_gather(output, buffers.own_part.copy_(shard), group)
-        return gather_in(buffers.wire_dtype, output, shard, group)
+            return _collectives.all_gather(output, self._fill(buffers.own_part), group)
+        return gather_in(buffers.wire_dtype, output, self._on_device(), group)
+
+    def _fill(self, target: Tensor) -> Tensor:
+        """Copy the local shard to `target` on the device, cast, and return that."""
+        buffers = self._buffers
+        if buffers.is_offloaded and buffers.device_shard is None:
+            return self.to_device(buffers.local_shard, target)
+        return target.copy_(self._on_device())
+
+    def _on_device(self) -> Tensor:
+        """Return the local shard's values on the device."""
+        buffers, writes = self._buffers, self.guard.num_writes
+        if buffers.device_shard is None:
+            return self.to_device(buffers.local_shard)
+        if buffers.device_writes != writes:
+            self.to_device(buffers.local_shard, buffers.device_shard)
+            buffers.device_writes = writes
+        return buffers.device_shard
+
+    def to_device(self, shard: Tensor, target: Tensor | None = None) -> Tensor:
+        """Copy a shard from the host, in the order of the current stream; else return it.
+
+        Args:
+            shard: Shape `(layout.shard_numel,)`.
+            target: Where to; of any dtype. Default: memory of its own.
+        """
+        if not self._buffers.is_offloaded:
+            return shard
+        copies = self._buffers.copies
+        is_same = target is not None and target.dtype == shard.dtype
+        staged = target if is_same else torch.empty_like(shard, device=self.device)
+        assert staged is not None
+        event = copies.copy_to_device(staged, shard)
+        self.guard.note_read(partial(copies.wait_on_host, event))
+        copies.wait_on_device(event)
+        return staged if is_same or target is None else target.copy_(staged)
 
     def wait_unshard(self) -> None:
         """Make the current stream (on CPU: the caller) wait for a gather that `unshard` started."""
@@ -278,101 +364,21 @@ class FlatStorage(Registration):
         """Wait until the reduction in flight, if any, needs its buffers no more; free them."""
         if self.grad.is_in_flight:
             self.grad.advance()
+            self._offload_gradient()
             self._free_unused()
-
-    # Apart from the unsharded buffer
-
-    def gather_into(
-        self, output: Tensor | None, shard: Tensor, *, to_first: bool
-    ) -> Waitable | None:
-        """Start gathering shards into a buffer that is not the handle's.
-
-        One all-gather, or with `to_first` one gather, of `layout.padded_numel` elements.
-
-        Args:
-            output: Shape `(layout.padded_numel,)`; None on a rank that does not receive.
-            shard: Shape `(layout.shard_numel,)`, this rank's.
-            to_first: Only the first of all data-parallel ranks receives; where there are copies of
-                the shards, the first of them are sent.
-        """
-        group = self.shard_group.group
-        if to_first and not self.shard_group.is_first_replica:
-            return None
-        if not self.is_sharded:
-            if output is not None:
-                output.copy_(shard)
-            return None
-        if to_first:
-            return _collectives.gather(output, shard, group)
-        assert output is not None
-        return _collectives.all_gather(output, shard, group)
-
-    def copy_unsharded(self, output: Tensor | None) -> None:
-        """Copy the full values, where `is_current` holds, into another buffer."""
-        self.wait_unshard()
-        if output is not None:
-            output.copy_(self._buffers.unsharded)
-
-    def write_unsharded(self) -> None:
-        """Write this rank's slice of the unsharded buffer into the shard.
-
-        Where the buffer holds rounded values, elements that are what the shard was rounded to were
-        not edited, and keep their full precision.
-        """
-        self._zero_padding(self._buffers.gather_output)
-        shard, values = self._buffers.local_shard, self._buffers.own_part
-        if self.is_cast:
-            received = as_received(self._buffers.wire_dtype, shard, values.dtype)
-            is_same = (values == received) | (values.isnan() & received.isnan())
-            values = torch.where(is_same, shard, values.to(shard.dtype))
-        shard.copy_(values)
-
-    def write_slice(self, shard: Tensor, full: Tensor | None, *, from_first: bool) -> None:
-        """Write this rank's slice of full values, or gradients, into a shard.
-
-        Args:
-            shard: Shape `(layout.shard_numel,)`.
-            full: Shape `(layout.padded_numel,)`; its padding is set to zero. None on a rank that
-                has none.
-            from_first: The first of all data-parallel ranks gives every rank its slice: one
-                scatter in its shard group, and one broadcast to each group of copies.
-        """
-        if full is not None:
-            self._zero_padding(full)
-        if from_first:
-            self._send_slices(shard, full)
-        elif full is not None:
-            start, end = self.layout.shard_range(self.shard_group.rank)
-            shard.copy_(full[start:end])
-
-    def _zero_padding(self, full: Tensor) -> None:
-        for start, end in self.layout.padding_ranges():
-            full[start:end].zero_()
-
-    def zero_gaps(self, shard: Tensor) -> None:
-        """Set what lies between the parameters in a shard to zero: it would count in norms.
-
-        Args:
-            shard: Shape `(layout.shard_numel,)`.
-        """
-        sizes = self.layout.piece_numels(self.shard_group.rank)
-        for gap in shard.split_with_sizes(sizes)[::2]:
-            gap.zero_()
-
-    def _send_slices(self, shard: Tensor, full: Tensor | None) -> None:
-        group = self.shard_group
-        if self.is_sharded and group.is_first_replica:
-            _collectives.scatter(shard, full, group.group).wait()
-        elif full is not None:
-            shard.copy_(full)
-        for copies in group.replicate_groups:
-            _collectives.broadcast(shard, 0, copies).wait()
 
     def finish_reduction(self) -> None:
         """Wait for the reduction in flight, if any, and free its buffers."""
         if self.grad.is_in_flight:
             self.grad.finish()
+            self._offload_gradient()
             self._free_unused()
+
+    def _offload_gradient(self) -> None:
+        """Send what has been reduced to the host, beside the rest of the backward."""
+        if self.host_grad is not None and self.grad.reduced is not None:
+            self.host_grad.receive(self.grad.reduced, [p.sharded for p in self.shown_at_rest])
+            self.grad.reduced = None
 
     def _free_unused(self) -> None:
         if not self.is_kept and self.gathered_writes < 0 and not self.grad.uses_shared:

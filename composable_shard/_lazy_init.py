@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from composable_shard._agreement import check_agreement, copy_to_replicas
-from composable_shard._buffers import is_never_written
+from composable_shard._buffers import is_never_written, place_buffers
 from composable_shard._reduction import on_gradient
 from composable_shard._state import ShardState, TreeContext
 from composable_shard._traversal import get_states
@@ -60,6 +60,7 @@ def lazy_init(module: nn.Module) -> None:
     if unchecked:
         _check_buffers(_outermost(unchecked, module))
         for context in unchecked:
+            _place_buffers(context)
             context.is_checked = True
 
 
@@ -100,6 +101,7 @@ def _check_trees(contexts: list[TreeContext], module: nn.Module) -> None:
         for state in context.live_states():
             for handle in state.handles:
                 handle.check_materialized()
+                handle.check_pinned()
                 handle.check_registered()
     for context in contexts:
         check_agreement(context.live_states())
@@ -122,6 +124,15 @@ def _check_buffers(modules: list[nn.Module]) -> None:
             "arbitrary values. Compute them again (reset_parameters() or the code that made them) "
             "or load them."
         )
+
+
+def _place_buffers(context: TreeContext) -> None:
+    """Bring buffers to the device where `to_empty(device="cpu")`, for the shards, left them."""
+    handles = [handle for state in context.live_states() for handle in state.handles]
+    if any(handle.offload.is_active for handle in handles):
+        for root in context.live_modules():
+            for module in root.modules():
+                place_buffers(module, handles[0].shard_group.device)
 
 
 def _warn_unmanaged(modules: list[nn.Module], states: list[ShardState]) -> None:

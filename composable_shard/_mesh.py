@@ -84,6 +84,23 @@ class ShardGroup:
         # Not the mesh's coordinate: torch sorts a group's ranks, whatever order the mesh has.
         return cls(inner, inner.rank(), inner.size(), device, replicate, joint)
 
+    def check_host_collectives(self) -> None:
+        """Check that the ranks can also communicate what is on the host.
+
+        Raises:
+            ValueError: If a process group has no backend for the CPU.
+        """
+        for group in (self.group, *self.joint_groups):
+            try:
+                group._get_backend(torch.device("cpu"))
+            except RuntimeError:
+                kind = self.device.type
+                raise ValueError(
+                    f"an OffloadPolicy needs process groups that work on the CPU too, for norms of "
+                    f"gradients and full_tensor(), and '{group.group_name}' is for {kind} only. "
+                    f"Call init_process_group('cpu:gloo,{kind}:...'), or leave its backend out."
+                ) from None
+
     @property
     def num_replicas(self) -> int:
         """Ranks that hold a copy of the same shard, this one included."""

@@ -42,7 +42,8 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
     full_size = [entry for entry in entries if _is_full_size(entry, scalar_keys)]
     for entry in full_size:
         spec = entry.param._shard_spec
-        entry.state[entry.key] = FlatShard.from_full(entry.value, spec)
+        # A parameter whose unit is offloaded is not where it was.
+        entry.state[entry.key] = FlatShard.from_full(entry.value, spec).to(entry.param.device)
 
 
 def _entries(optimizer: Optimizer) -> Iterator[_Entry]:

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard._flat_entry import FlatEntry, set_requires_grad
 from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor
-from composable_shard._flat_storage import FlatStorage
+from composable_shard._host_copies import HOST
 from composable_shard._registration import ParamEntry
+from composable_shard._shard_access import ShardAccess
 from composable_shard._shard_spec import ShardSpec
 from composable_shard._storage import alloc_storage, free_storage, take_place
 from composable_shard._unsharded_param import alias_of, is_repointed, make_unsharded
@@ -24,7 +25,7 @@ __all__ = ["GradientHook", "ParamViews"]
 GradientHook = Callable[["ParamViews", int], None]
 
 
-class ParamViews(FlatStorage):
+class ParamViews(ShardAccess):
     """The sharded and the unsharded parameters of a handle, kept in step with its buffers."""
 
     requires_grad: bool
@@ -147,6 +148,7 @@ class ParamViews(FlatStorage):
                 "expected the parameters of one unit that were sharded together to change dtype "
                 f"and device together, got {detail}. Convert the whole unit."
             )
+        self._check_host(shown[0])
         # No reference to a slice: each is freed as soon as it has been copied.
         dtype, main_dtype = shown[0].sharded.dtype, self.precision.main_dtype
         if main_dtype is not None and dtype != main_dtype:
@@ -159,6 +161,29 @@ class ParamViews(FlatStorage):
             self._take_slices()
             self._build_unsharded_params()
         self.guard.has_new_attributes = True
+
+    def _check_host(self, shown: ParamEntry | FlatEntry) -> None:
+        device = shown.sharded._local.device
+        if self.offload.is_active and device.type not in (HOST.type, "meta"):
+            raise RuntimeError(
+                f"expected parameter '{shown.label}' of unit '{self.name}' on the CPU, where its "
+                f"OffloadPolicy keeps it, got {device}, as after model.to(device). Call "
+                "model.cpu(), or model.to_empty(device='cpu') for a model from the meta device; "
+                "the unit computes on its mesh's device all the same."
+            )
+
+    def check_pinned(self) -> None:
+        """Check that an offloaded shard is in the memory that it was given.
+
+        Raises:
+            RuntimeError: If it should be pinned and is not, naming a parameter.
+        """
+        shard = self.local_shard
+        if self.is_pinned and not shard.is_meta and not shard.is_pinned():
+            raise RuntimeError(
+                f"expected the shard of parameter '{self.name}' in pinned memory, and it is not, "
+                "as after share_memory(). Pass OffloadPolicy(pin_memory=False) to leave it so."
+            )
 
     def _take_slices(self) -> None:
         """Copy the parameters shown at rest into a new flat shard; all become views of it."""
@@ -228,7 +253,7 @@ class ParamViews(FlatStorage):
         )
         if not names:
             return
-        are_lost = not self.is_kept or self.is_cast
+        are_lost = not self.is_kept or self.is_apart
         for index, entry in enumerate(self.entries):
             if entry.unsharded is not None and is_repointed(entry.unsharded):
                 self._point_back(index, entry.unsharded)

@@ -22,7 +22,7 @@ from composable_shard._precision import Precision
 from composable_shard._storage import Slot, find_slots
 from composable_shard._traversal import iter_unmanaged_modules
 from composable_shard._unsharded_param import UnshardedParameter
-from composable_shard.api import PRECISIONS, MixedPrecisionPolicy
+from composable_shard.api import PRECISIONS, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "FLAT_PARAM_NAME",
@@ -80,6 +80,7 @@ class Plan:
     borrowed: list[Borrowed]
     unmanaged_modules: list[nn.Module]
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     kept_modules: list[nn.Module] = field(default_factory=list)  # compute in the main dtype
 
 

@@ -163,8 +163,7 @@ class Scope:
 
     def _new_buffer(self, handle: FlatParamHandle) -> Tensor | None:
         """Return a buffer for full values on the device, None on a rank that gets none."""
-        shard = handle.local_shard
-        return shard.new_empty(handle.layout.padded_numel) if self._shows_full(handle) else None
+        return handle.new_full() if self._shows_full(handle) else None
 
     def _shows_full(self, handle: FlatParamHandle) -> bool:
         return not self.options.rank0_only or handle.shard_group.is_first
@@ -295,7 +294,7 @@ class Scope:
 
     def _to_send(self, values: Tensor, handle: FlatParamHandle) -> Tensor:
         # Only a scatter needs all of them where the shards are; else a slice is copied.
-        return values.to(handle.local_shard.device) if self.options.rank0_only else values
+        return values.to(handle.device) if self.options.rank0_only else values
 
     def _warn_of_edits(self, why: str) -> None:
         names = [name for full in self.full.values() for name in full.edited()]

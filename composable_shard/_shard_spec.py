@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, Placement
 from composable_shard._layout import intersect
 
 __all__ = ["ParamLabel", "ShardSpec", "WriteGuard"]
+
+_MAX_READS = 4  # that are waited for one by one; older ones have long been done
 
 
 class ParamLabel:
@@ -37,10 +40,18 @@ class WriteGuard:
     Version counters can't serve: fused and foreach optimizer steps bump none.
     """
 
-    __slots__ = ("has_new_attributes", "is_in_backward", "is_in_scope", "num_writes", "owner")
+    __slots__ = (
+        "_reads",
+        "has_new_attributes",
+        "is_in_backward",
+        "is_in_scope",
+        "num_writes",
+        "owner",
+    )
 
     def __init__(self, owner: weakref.ref[object] | None = None) -> None:
         self.num_writes = 0
+        self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
         self.is_in_backward = False
         self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
@@ -67,6 +78,19 @@ class WriteGuard:
                 "running. Call optimizer.step() and edit parameters after backward() has returned."
             )
         self.num_writes += 1
+        if self._reads:
+            self.wait_for_reads()
+
+    def note_read(self, wait: Callable[[], None]) -> None:
+        """Note that a copy of the shard is under way: `wait` returns when it is done."""
+        if len(self._reads) >= _MAX_READS:
+            self._reads.pop(0)()
+        self._reads.append(wait)
+
+    def wait_for_reads(self) -> None:
+        """Wait until no copy reads the shard, which is about to be written."""
+        while self._reads:
+            self._reads.pop()()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_reduction import ScratchPool, Streams
 from composable_shard._full_params import FullParams
 from composable_shard._use_exchange import UseExchange
-from composable_shard.api import MixedPrecisionPolicy, ShardingStrategy
+from composable_shard.api import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
 __all__ = ["ExecutionOrder", "ShardState", "TrainingState", "TreeContext"]
 
@@ -73,6 +73,7 @@ class ShardState:
         forward_prefetch: Units to gather when its forward begins; None: the one that is expected.
         backward_prefetch: Likewise for its backward.
         mp_policy: In which dtypes it computes and communicates.
+        offload_policy: What of it lives on the host.
         buffers: Broadcasts its buffers before forwards, on request.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
@@ -98,6 +99,7 @@ class ShardState:
         self.reshard_after_forward = reshard_after_forward
         self.use_orig_params = True
         self.mp_policy = MixedPrecisionPolicy()
+        self.offload_policy = OffloadPolicy()
         self.buffers: BufferBroadcast | None = None
         self.num_modules = num_modules
         self.modules_to_run = num_modules
@@ -174,6 +176,8 @@ class ShardState:
             options += f" comm_hook={hook_name}"
         if self.buffers is not None:
             options += " broadcast_buffers=True"
+        if self.offload_policy.is_active:
+            options += f" offload_policy={self.offload_policy}"
         return options if self.use_orig_params else f"{options} use_orig_params=False"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _check_can_write_back(state: ShardState, with_grads: bool) -> None:
         handle.check_registered()
         handle.check_not_repointed()
         known = (handle.gathered_writes, handle.written_back)
-        if handle.is_sharded and handle.guard.num_writes not in known:
+        if not handle.is_whole and handle.guard.num_writes not in known:
             raise RuntimeError(
                 f"parameters of unit '{state.name}' were written in their sharded form, as by "
                 "optimizer.step(), after unshard(module): writeback would overwrite that. Call "

@@ -8,7 +8,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-__all__ = ["PRECISIONS", "MixedPrecisionPolicy", "ShardingStrategy"]
+__all__ = ["PRECISIONS", "MixedPrecisionPolicy", "OffloadPolicy", "ShardingStrategy"]
 
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIRE_PRECISIONS = (*PRECISIONS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -109,3 +109,70 @@ class MixedPrecisionPolicy:
     def changes_compute(self) -> bool:
         """Whether units compute with something else than their main parameters, or may."""
         return self.param_dtype is not None or self.main_dtype is not None
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """What of a unit lives in host memory between uses, one flat buffer each.
+
+    An optimizer needs a parameter, its gradient and its state on one device, so where the state is
+    on the host, the step runs there, on the CPU: `model.parameters()` then are CPU tensors, and so
+    are their gradients and whatever state an optimizer makes for them. Two choices have a meaning:
+
+    - `OffloadPolicy(params=True)`: parameters, gradients and state. A gather copies the shard to
+      the device, into its own place in the full parameters; under `FULL_SHARD` the device holds
+      nothing of the unit at rest.
+    - `OffloadPolicy(optim_state=True)`: gradients and state. The device keeps a copy of the
+      parameters too, in the dtype in which they are gathered, and renews it once after each step;
+      under the strategies that keep parameters unsharded that copy is in the full parameters.
+
+    A gradient shard is copied to the host beside the backward and is complete when `backward()`
+    returns. Gradients of further backward passes are added there. Both train exactly like a step
+    on the CPU without offload. A dtype is changed on the device: what travels between it and the
+    host has the main dtype.
+
+    Attributes:
+        params: Parameters (their shards, in the main dtype) live on the host only.
+        grads: Reduced gradients live on the host. None: where the optimizer steps there; they
+            can't live elsewhere than the parameters that the optimizer sees.
+        optim_state: The optimizer steps on the host, where its state is. None: with `params`.
+        pin_memory: Pin the host memory, so that copies run beside computation. Counts only where
+            the mesh is of an accelerator.
+    """
+
+    params: bool = False
+    grads: bool | None = None
+    optim_state: bool | None = None
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the fields, and say what None stands for.
+
+        Raises:
+            ValueError: For a combination in which no optimizer could step, with the remedy.
+        """
+        for name in ("params", "grads", "optim_state", "pin_memory"):
+            value, may_be_none = getattr(self, name), name in ("grads", "optim_state")
+            if not (isinstance(value, bool) or (value is None and may_be_none)):
+                allowed = "True, False or None" if may_be_none else "True or False"
+                raise ValueError(f"expected {name} to be {allowed}, got {value!r}")
+        if self.optim_state is None:
+            object.__setattr__(self, "optim_state", self.params)
+        if self.grads is None:
+            object.__setattr__(self, "grads", self.optim_state)
+        if self.params and not self.optim_state:
+            raise ValueError(
+                "OffloadPolicy(params=True, optim_state=False): an optimizer makes its state where "
+                "the parameters are. Leave optim_state out, or pass params=False."
+            )
+        if self.grads != self.optim_state:
+            raise ValueError(
+                f"OffloadPolicy(grads={self.grads}, optim_state={self.optim_state}): an optimizer "
+                "reads gradients and its state on one device. Leave grads out, and pass "
+                f"optim_state={self.grads}{'' if self.grads else ' and params=False'}."
+            )
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is on the host."""
+        return bool(self.optim_state)

@@ -25,12 +25,13 @@ from composable_shard._plan import (
 from composable_shard._reshard_policy import apply_policy, check_policy, find_small_group
 from composable_shard._state import ShardState
 from composable_shard._traversal import rename
-from composable_shard.api import MixedPrecisionPolicy, ShardingStrategy
+from composable_shard.api import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
 __all__ = ["check_options", "check_unit", "fully_shard"]
 
 _M = TypeVar("_M", bound=nn.Module | Iterable[nn.Module])
 _NO_POLICY = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
 
 
 def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in FSDP2
@@ -40,6 +41,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy = _NO_POLICY,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     use_orig_params: bool = True,
     sync_module_states: bool = False,
@@ -70,6 +72,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             whose backward begins at once. A divisor of the number of ranks keeps a part of them:
             so many consecutive ranks hold them all, and the backward gathers from those.
         mp_policy: In which dtypes the unit computes and communicates, and in which it is optimized.
+        offload_policy: What of the unit lives in host memory; the optimizer then steps there.
         ignored_params: Parameters to leave alone: not sharded, not moved, not reduced.
         use_orig_params: True shows the original parameters at rest. False shows one 1-D parameter
             `_flat_param` for each handle instead (`_flat_param_1` and so on where a unit has
@@ -96,6 +99,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         "strategy": strategy,
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
         "ignored_params": ignored_params,
         "use_orig_params": use_orig_params,
         "sync_module_states": sync_module_states,
@@ -157,6 +161,10 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"expected mp_policy to be a MixedPrecisionPolicy, got {options['mp_policy']!r}"
         )
+    if not isinstance(options["offload_policy"], OffloadPolicy):
+        raise ValueError(
+            f"expected offload_policy to be an OffloadPolicy, got {options['offload_policy']!r}"
+        )
     _check_ignored(options["ignored_params"])
     for name in ("sync_module_states", "broadcast_buffers"):
         if not isinstance(options[name], bool):
@@ -201,8 +209,11 @@ def check_unit(
     """
     plan = plan_unit(modules, shard_group, options["ignored_params"] or (), inner)
     apply_precision(plan, options["mp_policy"])
+    plan.offload = options["offload_policy"]
     if shard_group is not None:
         check_policy(options["reshard_after_forward"], shard_group.size)
+        if options["offload_policy"].is_active:
+            shard_group.check_host_collectives()
     if not options["use_orig_params"]:
         check_can_be_flat(plan)
     if options["sync_module_states"]:
