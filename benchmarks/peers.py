@@ -53,8 +53,8 @@ def _ours(
         "strategy": package.ShardingStrategy[strategy],
         "reshard_after_forward": reshard_after_forward,
     }
-    layers = list(model.layers)
-    for start in range(0, len(layers), layers_per_unit):
+    layers = list(model.layers) if layers_per_unit else []
+    for start in range(0, len(layers), layers_per_unit or 1):
         package.fully_shard(layers[start : start + layers_per_unit], **options)
     return package.fully_shard(model, **options)
 
@@ -78,6 +78,7 @@ _BUILDERS: dict[str, Builder] = {
     "ours_noshard": partial(_ours, strategy="NO_SHARD"),
     # Small layers, so many to a unit: one collective for all of them.
     "ours_noshard_merged": partial(_ours, strategy="NO_SHARD", layers_per_unit=8),
+    "ours_noshard_one": partial(_ours, strategy="NO_SHARD", layers_per_unit=0),
 }
 PEERS = tuple(_BUILDERS)
 

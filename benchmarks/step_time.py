@@ -97,8 +97,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps per peer and round")
     parser.add_argument(
         "--peers",
-        default="bare,ddp,ddp_view,zero1,fsdp1,fsdp2,fsdp2_keep,ours,ours_keep,ours_gradop,"
-        "ours_optim,ours_noshard,ours_noshard_merged",
+        default="bare,ddp,ddp_view,zero1,fsdp1,fsdp2,ours,ours_gradop,ours_optim,"
+        "ours_noshard,ours_noshard_merged,ours_noshard_one",
         help="comma-separated",
     )
     parser.add_argument(
