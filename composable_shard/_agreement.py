@@ -10,40 +10,55 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard import _collectives
+from composable_shard._flat_param import FlatParamHandle
 from composable_shard._state import ShardState
+from composable_shard._use_exchange import UseExchange
 
 __all__ = ["check_agreement", "copy_to_replicas"]
+
+_Groups = tuple[dist.ProcessGroup, ...]
 
 
 def check_agreement(states: list[ShardState]) -> None:
     """Compare names, shapes, dtypes and options of all units over their data-parallel ranks.
 
-    One all-gather of 32 bytes for each process group; only where it finds a difference are the
-    descriptions themselves exchanged, as JSON.
+    One all-gather of 33 bytes for each process group; only where it finds a difference are the
+    descriptions themselves exchanged, as JSON. Where any rank has hooks on gradients, one
+    all-reduce of a byte for each handle, so that all know. [Note: Early gradients]
 
     Raises:
         RuntimeError: On all ranks of the mesh alike, naming the first difference and the ranks.
     """
-    meshes: dict[tuple[dist.ProcessGroup, ...], tuple[torch.device, list[str]]] = {}
+    meshes: dict[_Groups, tuple[list[FlatParamHandle], list[str]]] = {}
     for state in states:
         for handle in state.handles:
-            shard_group = handle.shard_group
-            _, lines = meshes.setdefault(shard_group.joint_groups, (shard_group.device, []))
+            handles, lines = meshes.setdefault(handle.shard_group.joint_groups, ([], []))
+            handles.append(handle)
             lines.extend(handle.describe_entries(state.describe_options()))
-    for groups, (device, lines) in meshes.items():
-        _compare(groups, device, lines)
+    for groups, (handles, lines) in meshes.items():
+        has_hooks = [handle.has_gradient_hooks for handle in handles]
+        if _compare(groups, handles[0].shard_group.device, lines, any(has_hooks)):
+            exchange = UseExchange(
+                [(h.shard_group, [int(flag)]) for h, flag in zip(handles, has_hooks, strict=True)],
+                highest=1,
+            )
+            for handle, (flag,) in zip(handles, exchange.finish(), strict=True):
+                handle.has_early_hooks = bool(flag)
 
 
-def _compare(groups: tuple[dist.ProcessGroup, ...], device: torch.device, lines: list[str]) -> None:
+def _compare(groups: _Groups, device: torch.device, lines: list[str], has_hooks: bool) -> bool:
+    """Compare descriptions; return whether any rank has hooks."""
     digest = hashlib.sha256(json.dumps(lines).encode()).digest()
     # Axis by axis: a digest of digests tells every rank of the mesh of a difference anywhere.
     is_same = True
     for group in groups:
-        gathered = _gather_bytes(group, device, digest, [len(digest)] * group.size())
-        is_same &= all(other == digest for other in gathered)
-        digest = hashlib.sha256(b"".join(gathered)).digest()
+        data = digest + bytes([has_hooks])
+        gathered = _gather_bytes(group, device, data, [len(data)] * group.size())
+        has_hooks = any(other[-1] for other in gathered)
+        is_same &= all(other[:-1] == digest for other in gathered)
+        digest = hashlib.sha256(b"".join(other[:-1] for other in gathered)).digest()
     if is_same:
-        return
+        return has_hooks
     texts = [json.dumps(lines)]
     for group in groups:
         payload = json.dumps(texts).encode()
@@ -53,6 +68,7 @@ def _compare(groups: tuple[dist.ProcessGroup, ...], device: torch.device, lines:
         gathered = _gather_bytes(group, device, payload, numels)
         texts = [text for part in gathered for text in json.loads(part)]
     _raise_difference([json.loads(text) for text in texts])
+    return has_hooks
 
 
 def copy_to_replicas(states: list[ShardState]) -> None:

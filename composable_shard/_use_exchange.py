@@ -1,4 +1,4 @@
-"""Which parameters any rank used in a backward, so that the others keep no gradient."""
+"""Tell all ranks what a backward did with each parameter: of which there are gradients."""
 
 from __future__ import annotations
 
@@ -8,61 +8,63 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _collectives
-from composable_shard._flat_param import FlatParamHandle
+from composable_shard._mesh import ShardGroup
 
 __all__ = ["UseExchange"]
-
-
-class UseExchange:
-    """One exchange of a byte for each parameter, in flight until `finish`.
-
-    One all-reduce for each process group, which is started at once. Where a mesh has several
-    groups, what the first one tells goes on to the next.
-    """
-
-    def __init__(self, handles: Sequence[FlatParamHandle]) -> None:
-        self._handles = handles
-        self._meshes = [
-            _MeshExchange(groups, members) for groups, members in _by_mesh(handles).items()
-        ]
-
-    def finish(self) -> list[list[bool]]:
-        """Wait, and return for each handle which of its parameters any rank used."""
-        used: dict[FlatParamHandle, list[bool]] = {}
-        for mesh in self._meshes:
-            used.update(mesh.finish())
-        return [used[handle] for handle in self._handles]
-
-    def abandon(self) -> None:
-        """Wait until nothing is in flight; errors of the collectives are ignored."""
-        for mesh in self._meshes:
-            mesh.abandon()
-
 
 _Groups = tuple[dist.ProcessGroup, ...]
 
 
-def _by_mesh(handles: Sequence[FlatParamHandle]) -> dict[_Groups, list[FlatParamHandle]]:
-    meshes: dict[_Groups, list[FlatParamHandle]] = {}
-    for handle in handles:
-        meshes.setdefault(handle.shard_group.joint_groups, []).append(handle)
-    return meshes
+class UseExchange:
+    """An exchange of small numbers, the largest of which counts; in flight until `finish`.
+
+    A byte for each number. One all-reduce for each process group, which is started at once. Where
+    a mesh has several groups, what the first one tells goes on to the next.
+    """
+
+    def __init__(self, values: Sequence[tuple[ShardGroup, list[int]]], *, highest: int) -> None:
+        """Start the exchange.
+
+        Args:
+            values: For each flat parameter the ranks that share it or have copies, and numbers.
+            highest: The highest number that any rank may have.
+        """
+        self._sizes = [len(numbers) for _, numbers in values]
+        self._meshes: dict[_Groups, _MeshExchange] = {}
+        self._keys = [group.joint_groups for group, _ in values]
+        for key, (group, _) in zip(self._keys, values, strict=True):
+            if key not in self._meshes:
+                sent = [n for g, numbers in values if g.joint_groups == key for n in numbers]
+                self._meshes[key] = _MeshExchange(key, sent, highest, group.device)
+
+    def finish(self) -> list[list[int]]:
+        """Wait, and return the largest numbers that any rank gave, in the order of `values`."""
+        received = {key: iter(mesh.finish()) for key, mesh in self._meshes.items()}
+        return [
+            [next(received[key]) for _ in range(size)]
+            for key, size in zip(self._keys, self._sizes, strict=True)
+        ]
+
+    def abandon(self) -> None:
+        """Wait until nothing is in flight; errors of the collectives are ignored."""
+        for mesh in self._meshes.values():
+            mesh.abandon()
 
 
 class _MeshExchange:
-    """The exchange for the handles of one mesh."""
+    """The exchange of one mesh."""
 
-    def __init__(self, groups: _Groups, handles: list[FlatParamHandle]) -> None:
-        self._handles = handles
+    def __init__(
+        self, groups: _Groups, numbers: list[int], highest: int, device: torch.device
+    ) -> None:
         self._groups = list(groups)
-        used = [flag for handle in handles for flag in handle.grad.used]
-        device = handles[0].shard_group.device
-        # A rank that used them all knows the answer, and reads nothing back from the device.
-        self._all_used = all(used)
-        if self._all_used:
-            self._sent = torch.ones(len(used), dtype=torch.uint8, device=device)
+        self._numbers = numbers
+        # A rank that gives nothing but the highest knows the answer, and reads nothing back.
+        self._is_known = all(number == highest for number in numbers)
+        if self._is_known:
+            self._sent = torch.full((len(numbers),), highest, dtype=torch.uint8, device=device)
         else:
-            self._sent = torch.tensor(used, dtype=torch.uint8).to(device)
+            self._sent = torch.tensor(numbers, dtype=torch.uint8).to(device)
         self._work: dist.Work | None = None
         self._start()
 
@@ -71,15 +73,14 @@ class _MeshExchange:
             group = self._groups.pop(0)
             self._work = _collectives.all_reduce(self._sent, group, dist.ReduceOp.MAX)
 
-    def finish(self) -> dict[FlatParamHandle, list[bool]]:
+    def finish(self) -> list[int]:
         while self._work is not None:
             work, self._work = self._work, None
             work.wait()
             self._start()
-        if self._all_used:
-            return {handle: [True] * len(handle.entries) for handle in self._handles}
-        received = iter(self._sent.tolist())
-        return {handle: [bool(next(received)) for _ in handle.entries] for handle in self._handles}
+        if not self._is_known:
+            self._numbers, self._is_known = self._sent.tolist(), True
+        return self._numbers
 
     def abandon(self) -> None:
         work, self._work = self._work, None
