@@ -69,6 +69,7 @@ class ShardState:
             keeps them, None keeps them only where this unit leads the call, and a number keeps the
             part that this rank has among so many.
         strategy: What each rank keeps.
+        shard_over_replicas: Both axes of a 2-D mesh share it.
         forward_prefetch: Units to gather when its forward begins; None: the one that is expected.
         backward_prefetch: Likewise for its backward.
         mp_policy: In which dtypes it computes and communicates.
@@ -95,6 +96,7 @@ class ShardState:
         self.handles: list[FlatParamHandle] = []
         self.borrowed: list[FlatParamHandle] = []
         self.reshard_after_forward = reshard_after_forward
+        self.shard_over_replicas = False
         self.use_orig_params = True
         self.mp_policy = MixedPrecisionPolicy()
         self.num_modules = num_modules
@@ -162,6 +164,8 @@ class ShardState:
             f"in unit '{self.name}' strategy={self.strategy.name} "
             f"reshard_after_forward={self.reshard_after_forward}"
         )
+        if self.shard_over_replicas:
+            options += " shard_over_replicas=True"
         if self.mp_policy != MixedPrecisionPolicy():
             options += f" mp_policy={self.mp_policy}"
         return options if self.use_orig_params else f"{options} use_orig_params=False"

@@ -38,6 +38,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     mesh: DeviceMesh | None = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     reshard_after_forward: bool | int | None = None,
+    shard_over_replicas: bool = False,
     mp_policy: MixedPrecisionPolicy = _NO_POLICY,
     ignored_params: set[nn.Parameter] | None = None,
     use_orig_params: bool = True,
@@ -67,6 +68,10 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             and backward, False keeps them, None keeps them only for the outermost unit of a call,
             whose backward begins at once. A divisor of the number of ranks keeps a part of them:
             so many consecutive ranks hold them all, and the backward gathers from those.
+        shard_over_replicas: For a 2-D mesh. True shares parameters, gradients and optimizer state
+            over all its ranks, copies none, and uses the second axis for what is near: with
+            `FULL_SHARD` and `reshard_after_forward=None` its ranks keep all parameters together
+            between forward and backward. `NO_SHARD` can't be combined with it.
         mp_policy: In which dtypes the unit computes and communicates, and in which it is optimized.
         ignored_params: Parameters to leave alone: not sharded, not moved, not reduced.
         use_orig_params: True shows the original parameters at rest. False shows one 1-D parameter
@@ -90,6 +95,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         "mesh": mesh,
         "strategy": strategy,
         "reshard_after_forward": reshard_after_forward,
+        "shard_over_replicas": shard_over_replicas,
         "mp_policy": mp_policy,
         "ignored_params": ignored_params,
         "use_orig_params": use_orig_params,
@@ -97,9 +103,13 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     }
     check_options(options)
     modules = as_modules(module)
-    shard_group = ShardGroup.from_mesh(mesh, is_replicated=strategy is ShardingStrategy.NO_SHARD)
+    shard_group = ShardGroup.from_mesh(
+        mesh,
+        is_replicated=strategy is ShardingStrategy.NO_SHARD,
+        spans_replicas=shard_over_replicas,
+    )
     plan = check_unit(modules, shard_group, options)
-    policy = check_policy(reshard_after_forward, shard_group.size)
+    policy = check_policy(_choose_policy(options), shard_group.size)
     find_small_group(shard_group, policy)  # the last thing that may fail
     if sync_module_states:
         sync_states(plan, shard_group)
@@ -112,6 +122,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         reshard_after_forward=policy,
         use_orig_params=use_orig_params,
     )
+    state.shard_over_replicas = shard_over_replicas
     apply_policy(state, policy)
     register_boundaries(plan.kept_modules)
     for root in modules:
@@ -121,6 +132,15 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         rename(root)
     share_context(modules)
     return module
+
+
+def _choose_policy(options: Mapping[str, Any]) -> bool | int | None:
+    """Return `reshard_after_forward`, or what stands for None where replicas share the unit."""
+    policy: bool | int | None = options["reshard_after_forward"]
+    is_full_shard = options["strategy"] is ShardingStrategy.FULL_SHARD
+    if options["shard_over_replicas"] and policy is None and is_full_shard:
+        return int(options["mesh"].size(1))
+    return policy
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -145,6 +165,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"expected reshard_after_forward to be None or False with {strategy}, which keeps "
             f"parameters unsharded, got {reshard_after_forward!r}. Use FULL_SHARD to free them."
         )
+    _check_shard_over_replicas(options["shard_over_replicas"], mesh, strategy)
     if not isinstance(options["mp_policy"], MixedPrecisionPolicy):
         raise ValueError(
             f"expected mp_policy to be a MixedPrecisionPolicy, got {options['mp_policy']!r}"
@@ -157,6 +178,24 @@ def check_options(options: Mapping[str, Any]) -> None:
     use_orig_params = options["use_orig_params"]
     if not isinstance(use_orig_params, bool):
         raise ValueError(f"expected use_orig_params to be True or False, got {use_orig_params!r}")
+
+
+def _check_shard_over_replicas(
+    value: object, mesh: DeviceMesh | None, strategy: ShardingStrategy
+) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected shard_over_replicas to be True or False, got {value!r}")
+    if value and (mesh is None or mesh.ndim != 2):
+        got = "none" if mesh is None else f"{mesh.ndim} axes"
+        raise ValueError(
+            "expected a 2-D mesh (replicate, shard) with shard_over_replicas=True, got "
+            f"{got}. Without replicas, reshard_after_forward=<number of ranks> is what it does."
+        )
+    if value and strategy is ShardingStrategy.NO_SHARD:
+        raise ValueError(
+            "shard_over_replicas=True shares a unit over all ranks, and NO_SHARD shares nothing. "
+            "Use SHARD_OPTIM to share the optimizer state alone."
+        )
 
 
 def _check_ignored(ignored_params: object) -> None:

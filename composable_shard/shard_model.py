@@ -128,18 +128,21 @@ class _ShardGroups:
     def __init__(self, dry_run: bool, world_size: int | None) -> None:
         self.is_dry_run = dry_run
         self._world_size = world_size
-        self._groups: dict[int, ShardGroup | None] = {}
+        self._groups: dict[tuple[int, bool], ShardGroup | None] = {}
 
-    def get(self, mesh: DeviceMesh | None) -> tuple[ShardGroup | None, int]:
+    def get(self, mesh: DeviceMesh | None, spans_replicas: bool) -> tuple[ShardGroup | None, int]:
         """Return the group, None where a dry run has to do without, and its size."""
-        if id(mesh) not in self._groups:
-            self._groups[id(mesh)] = self._find(mesh)
-        group = self._groups[id(mesh)]
+        key = id(mesh), spans_replicas
+        if key not in self._groups:
+            self._groups[key] = self._find(mesh, spans_replicas)
+        group = self._groups[key]
         return group, self._world_size or (1 if group is None else group.size)
 
-    def _find(self, mesh: DeviceMesh | None) -> ShardGroup | None:
+    def _find(self, mesh: DeviceMesh | None, spans_replicas: bool) -> ShardGroup | None:
         is_known = self._world_size is None and (mesh is not None or dist.is_initialized())
-        return ShardGroup.from_mesh(mesh) if is_known or not self.is_dry_run else None
+        if not is_known and self.is_dry_run:
+            return None
+        return ShardGroup.from_mesh(mesh, spans_replicas=spans_replicas)
 
 
 def _check_call(model: object, dry_run: bool, world_size: int | None) -> None:
@@ -179,7 +182,7 @@ def _check_units(
     inner: list[nn.Module] = []
     for unit in units:
         options = unit.all_options
-        shard_group, world_size = groups.get(options["mesh"])
+        shard_group, world_size = groups.get(options["mesh"], options["shard_over_replicas"])
         # Parameters of units before this one are borrowed from them.
         options["ignored_params"] = managed.union(options["ignored_params"] or ())
         # A dry run on the meta device is about a model that will be real.
