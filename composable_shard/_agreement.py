@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard import _collectives
+from composable_shard._flat_param import FlatParamHandle
+from composable_shard._mesh import ShardGroup
 from composable_shard._state import ShardState
+from composable_shard._use_exchange import UseExchange
 
 __all__ = ["check_agreement", "copy_to_replicas"]
+
+_Groups = tuple[dist.ProcessGroup, ...]
 
 
 def check_agreement(states: list[ShardState]) -> None:
@@ -20,36 +26,62 @@ def check_agreement(states: list[ShardState]) -> None:
 
     Also those of buffers that are broadcast.
 
-    One all-gather of 32 bytes for each process group; only where it finds a difference are the
-    descriptions themselves exchanged, as JSON.
+    One all-gather of 33 bytes for each process group; only where it finds a difference are the
+    descriptions themselves exchanged, as JSON. Where any rank has hooks on gradients, one
+    all-reduce of a byte for each handle, so that all know. [Note: Early gradients]
 
     Raises:
         RuntimeError: On all ranks of the mesh alike, naming the first difference and the ranks.
     """
-    meshes: dict[tuple[dist.ProcessGroup, ...], tuple[torch.device, list[str]]] = {}
+    meshes: dict[_Groups, _Mesh] = {}
+
+    def mesh_of(shard_group: ShardGroup) -> _Mesh:
+        return meshes.setdefault(shard_group.joint_groups, _Mesh(shard_group.device))
+
     for state in states:
         if state.buffers is not None:
-            shard_group = state.buffers.shard_group
-            _, lines = meshes.setdefault(shard_group.joint_groups, (shard_group.device, []))
+            lines = mesh_of(state.buffers.shard_group).lines
             lines.extend(f"{line} {state.describe_options()}" for line in state.buffers.describe())
         for handle in state.handles:
-            shard_group = handle.shard_group
-            _, lines = meshes.setdefault(shard_group.joint_groups, (shard_group.device, []))
-            lines.extend(handle.describe_entries(state.describe_options()))
-    for groups, (device, lines) in meshes.items():
-        _compare(groups, device, lines)
+            mesh = mesh_of(handle.shard_group)
+            mesh.handles.append(handle)
+            mesh.lines.extend(handle.describe_entries(state.describe_options()))
+    for groups, mesh in meshes.items():
+        has_hooks = [handle.has_gradient_hooks for handle in mesh.handles]
+        if _compare(groups, mesh.device, mesh.lines, any(has_hooks)):
+            exchange = UseExchange(
+                [
+                    (handle.shard_group, [int(flag)])
+                    for handle, flag in zip(mesh.handles, has_hooks, strict=True)
+                ],
+                highest=1,
+            )
+            for handle, (flag,) in zip(mesh.handles, exchange.finish(), strict=True):
+                handle.has_early_hooks = bool(flag)
 
 
-def _compare(groups: tuple[dist.ProcessGroup, ...], device: torch.device, lines: list[str]) -> None:
+@dataclass
+class _Mesh:
+    """What ranks that are reached through the same groups have to agree on."""
+
+    device: torch.device
+    handles: list[FlatParamHandle] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+def _compare(groups: _Groups, device: torch.device, lines: list[str], has_hooks: bool) -> bool:
+    """Compare descriptions; return whether any rank has hooks."""
     digest = hashlib.sha256(json.dumps(lines).encode()).digest()
     # Axis by axis: a digest of digests tells every rank of the mesh of a difference anywhere.
     is_same = True
     for group in groups:
-        gathered = _gather_bytes(group, device, digest, [len(digest)] * group.size())
-        is_same &= all(other == digest for other in gathered)
-        digest = hashlib.sha256(b"".join(gathered)).digest()
+        data = digest + bytes([has_hooks])
+        gathered = _gather_bytes(group, device, data, [len(data)] * group.size())
+        has_hooks = any(other[-1] for other in gathered)
+        is_same &= all(other[:-1] == digest for other in gathered)
+        digest = hashlib.sha256(b"".join(other[:-1] for other in gathered)).digest()
     if is_same:
-        return
+        return has_hooks
     texts = [json.dumps(lines)]
     for group in groups:
         payload = json.dumps(texts).encode()
@@ -59,6 +91,7 @@ def _compare(groups: tuple[dist.ProcessGroup, ...], device: torch.device, lines:
         gathered = _gather_bytes(group, device, payload, numels)
         texts = [text for part in gathered for text in json.loads(part)]
     _raise_difference([json.loads(text) for text in texts])
+    return has_hooks
 
 
 def copy_to_replicas(states: list[ShardState]) -> None:

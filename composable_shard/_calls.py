@@ -6,6 +6,7 @@ import sys
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from composable_shard._contract import read_state
 from composable_shard._prefetch import drop_prefetched
@@ -16,6 +17,7 @@ __all__ = [
     "check_forward_in_scope",
     "check_is_idle",
     "end_call",
+    "is_in_function",
     "is_running",
     "leave_pass",
     "settle",
@@ -43,6 +45,21 @@ def _count_calls(state: ShardState) -> int:
 
 
 _CALL_CODE = nn.Module._wrapped_call_impl.__code__
+
+
+def is_in_function() -> bool:
+    """Return whether a forward of a `torch.autograd.Function` is on the interpreter's stack."""
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if (
+            code.co_name == "forward"
+            and code.co_argcount
+            and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx)
+        ):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def leave_pass(

@@ -54,6 +54,7 @@ class FlatParamHandle(PublishedGradients):
         shard_group: The ranks that share the flat parameter, and those that hold copies.
         strategy: What each rank keeps.
         reshards_after_backward: Whether the end of a backward frees the full values.
+        has_early_hooks: Any rank has hooks on gradients; all ranks know, [Note: Early gradients].
         small_group: The ranks that hold all values once between forward and backward, if any.
         precision: The dtypes that differ from the local shard's.
         offload: What lives on the host.
@@ -90,6 +91,7 @@ class FlatParamHandle(PublishedGradients):
         self.shard_group = shard_group
         self.strategy = strategy
         self.reshards_after_backward = True
+        self.has_early_hooks = False
         self.small_group: SmallGroup | None = None
         self.requires_grad = requires_grad
         self.flat: FlatEntry | None = None
@@ -124,6 +126,8 @@ class FlatParamHandle(PublishedGradients):
         self.num_holders = 0  # units in forward, and unshard() calls, that need the full values
         self.end_position: int | None = None  # in the running backward, which needs it until then
         self.is_unsynced = False  # gradients of earlier microbatches wait for a reduction
+        self.accumulated: set[int] = set()  # by the running backward, where hooks wait for all
+        self.early_age = 0  # reductions that were issued since this one's, likewise
         self._has_new_versions = False  # gradients were packed in place since the last gather
         self.gathered_writes = -1  # guard.num_writes when the unsharded buffer was filled
         self.written_back = -1
@@ -193,6 +197,7 @@ class FlatParamHandle(PublishedGradients):
     def __setstate__(self, state: dict[str, Any]) -> None:
         divide_factor = state.pop("divide_factor")
         self.__dict__.update(state)
+        self.has_early_hooks = False
         self.entries = [
             # The parameter's own spec: optimizers compare specs by identity first.
             ParamEntry(sharded, sharded._shard_spec.label, slots, sharded._shard_spec)
@@ -209,6 +214,11 @@ class FlatParamHandle(PublishedGradients):
             self._take_slices()
 
     # Gradients
+
+    @property
+    def has_hidden_alias(self) -> bool:
+        """Whether the value of any parameter may be used where autograd can't see it."""
+        return any(getattr(param, "has_hidden_alias", False) for param in self.unsharded_params)
 
     def will_get_gradient(self) -> bool:
         """Return whether the running backward pass accumulates a gradient of any parameter."""
@@ -255,7 +265,7 @@ class FlatParamHandle(PublishedGradients):
             and self.gathered_writes >= 0
             and self.num_holders == 0
             and self._gather is None
-            and not any(getattr(p, "has_hidden_alias", False) for p in self.unsharded_params)
+            and not self.has_hidden_alias
         )
         if self.grad.uses_shared and self.grad.arrived[index]:
             raise RuntimeError(

@@ -32,6 +32,8 @@ class ShardGroup:
             ranks that hold a copy of it. Each has more than one rank.
         joint_groups: What goes from rank to rank of these groups, one after another, reaches all
             data-parallel ranks. Each has more than one rank.
+        near_group: Consecutive ranks of the shard group, one of an axis of the mesh, if there is
+            such a group already.
     """
 
     group: dist.ProcessGroup
@@ -40,9 +42,12 @@ class ShardGroup:
     device: torch.device
     replicate_groups: _Groups = ()
     joint_groups: _Groups = ()
+    near_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh | None, *, is_replicated: bool = False) -> ShardGroup:
+    def from_mesh(
+        cls, mesh: DeviceMesh | None, *, is_replicated: bool = False, spans_replicas: bool = False
+    ) -> ShardGroup:
         """Return the groups of a mesh; without one, of all ranks on the accelerator or CPU.
 
         A 1-D mesh shares the flat parameter. A 2-D mesh `(replicate, shard)` shares it along its
@@ -51,11 +56,14 @@ class ShardGroup:
         Args:
             mesh: A mesh, or None.
             is_replicated: Every rank of the mesh holds all of it instead.
+            spans_replicas: All ranks of a 2-D mesh share it instead, and its second axis is a
+                small group. Where no process group has just these ranks, one is made the first
+                time: all of them must call this together.
 
         Raises:
             RuntimeError: If torch.distributed is not initialised and was not launched by torchrun.
             ValueError: If the mesh has more than two axes, this rank is not in it, or the ranks of
-                a 2-D mesh don't ascend.
+                a 2-D mesh don't ascend (with `spans_replicas`, row by row).
         """
         mesh = _default_mesh() if mesh is None else mesh
         if mesh.ndim not in (1, 2):
@@ -80,6 +88,9 @@ class ShardGroup:
         joint = _joint_groups([inner, *outer], mesh, device)
         if is_replicated:
             return cls(inner, 0, 1, device, joint, joint)
+        if spans_replicas:
+            group = _group_of_all(mesh, joint, inner)
+            return cls(group, group.rank(), group.size(), device, (), joint and (group,), inner)
         replicate = tuple(group for group in outer if group.size() > 1)
         # Not the mesh's coordinate: torch sorts a group's ranks, whatever order the mesh has.
         return cls(inner, inner.rank(), inner.size(), device, replicate, joint)
@@ -143,7 +154,8 @@ class ShardGroup:
             tuple(group.group_name for group in groups)
             for groups in (self.replicate_groups, self.joint_groups)
         ]
-        return _restore, (self.name, self.size, self.device, *others)
+        near = None if self.near_group is None else self.near_group.group_name
+        return _restore, (self.name, self.size, self.device, *others, near)
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,9 @@ class SmallGroup:
 
         The ranks of the group must call this together the first time.
         """
+        near = shard_group.near_group
+        if near is not None and near.size() == size:
+            return cls(near, near.rank(), size)
         key = shard_group.name, size
         parent, group = _small_groups.get(key, (None, None))
         if parent is not shard_group.group or group is None:
@@ -193,12 +208,14 @@ def _restore(
     device: torch.device,
     replicate_names: tuple[str, ...],
     joint_names: tuple[str, ...],
+    near_name: str | None,
 ) -> ShardGroup:
     replicate, joint = (
         tuple(resolve_group(each) for each in names) for names in (replicate_names, joint_names)
     )
     group = resolve_group(name)
-    return ShardGroup(group, group.rank() if size > 1 else 0, size, device, replicate, joint)
+    near = None if near_name is None else resolve_group(near_name)
+    return ShardGroup(group, group.rank() if size > 1 else 0, size, device, replicate, joint, near)
 
 
 def _is_ascending(mesh: DeviceMesh) -> bool:
@@ -217,6 +234,30 @@ def _joint_groups(axes: list[dist.ProcessGroup], mesh: DeviceMesh, device: torch
     except RuntimeError:  # the world group may have been set up for other devices
         return groups
     return (world,)
+
+
+def _group_of_all(
+    mesh: DeviceMesh, joint: _Groups, any_group: dist.ProcessGroup
+) -> dist.ProcessGroup:
+    """Return a process group of all ranks of a 2-D mesh, in which each row is consecutive."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(
+            "expected the ranks of a mesh that is shared over its replicas to ascend row by row, "
+            f"got {mesh.mesh.tolist()}. Use init_device_mesh."
+        )
+    if len(joint) < 2:
+        return joint[0] if joint else any_group
+    key = tuple(group.group_name for group in joint)
+    known, group = _whole_groups.get(key, ((), None))
+    if known != joint or group is None:
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        _whole_groups[key] = joint, group
+    return group
+
+
+# By names of the mesh's axes, which stand beside it as in `_small_groups`.
+_whole_groups: dict[tuple[str, ...], tuple[_Groups, dist.ProcessGroup]] = {}
 
 
 def _device_of(device_type: str) -> torch.device:

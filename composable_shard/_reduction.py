@@ -25,6 +25,16 @@ from itertools import pairwise
 import torch
 from torch.autograd import Variable
 
+from composable_shard._early_gradients import (
+    check_not_delivered,
+    collect,
+    deliver,
+    drop_early,
+    is_accumulating,
+    raise_hook_error,
+    run_hooks,
+    start_early,
+)
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._state import ShardState, TrainingState, TreeContext
 from composable_shard._use_exchange import UseExchange
@@ -83,7 +93,8 @@ def _show_sharded(context_ref: weakref.ref[TreeContext], _: object) -> None:
         return
     # They lead back to the context: a model deleted now must not wait for the collector.
     context.open_handles, context.reduced, context.in_flight = [], {}, []
-    context.prefetched = {}
+    context.prefetched, context.early, context.ready, context.delivered = {}, {}, [], {}
+    context.hook_error = None
     for state in context.live_states():
         if state.depth == 0 and not state.is_held:
             for handle in state.handles:
@@ -131,7 +142,10 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
     context.accumulates = True
     if handle.end_position is None:
         check_not_in_scope(state)
+        check_not_delivered(context, handle, index)
         open_unit(context, state, -1)
+    if handle.has_early_hooks:
+        handle.accumulated.add(index)
     if handle.grad.packs_always or state.reduces(handle):
         if torch.is_grad_enabled():
             # create_graph: the packed copy must not become part of the graph.
@@ -172,11 +186,17 @@ def _is_outermost(context: TreeContext) -> bool:
 
 def _end_handle(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
     handle.end_position = None
-    if handle.requires_grad and context.accumulates:
-        if state.reduces(handle):
+    if handle.requires_grad and state.reduces(handle):
+        if context.early:
+            _advance_in_flight(context)
+            collect(context)
+        if handle.has_early_hooks:
+            handle.pack_rest(may_overwrite=not _keeps_values(context, handle))
+            start_early(context, state, handle)
+        if is_accumulating(context, handle):
             _issue(context, state, handle)
-        else:
-            handle.is_unsynced = True
+    elif handle.requires_grad and context.accumulates:
+        handle.is_unsynced = True
     _release_after_backward(context, handle)
     if state.training_state is TrainingState.PRE_BACKWARD:
         state.transition(TrainingState.POST_BACKWARD)
@@ -193,6 +213,8 @@ def _issue(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> 
     )
     context.in_flight.append(handle)
     context.reduced[handle] = None
+    if context.ready:
+        deliver(context)
 
 
 def _keeps_values(context: TreeContext, handle: FlatParamHandle) -> bool:
@@ -237,6 +259,11 @@ def _release_after_backward(context: TreeContext, handle: FlatParamHandle) -> No
 
 
 def _finish_backward(context: TreeContext) -> None:
+    context.is_ending = True
+    if context.early:
+        # Whose gradients are final must be known before the others are asked about.
+        _advance_in_flight(context)
+        collect(context)
     unsynced = _find_unsynced(context)
     still_open = [
         handle
@@ -246,42 +273,47 @@ def _finish_backward(context: TreeContext) -> None:
     late = [handle for _, handle in unsynced]
     for handle in still_open + late:
         handle.pack_rest(may_overwrite=not _keeps_values(context, handle))
-    handles = list(dict.fromkeys([*context.reduced, *still_open, *late]))
-    context.use_exchange = exchange = UseExchange(handles)
+    early = [handle for handle, _ in context.ready]
+    handles = [h for h in dict.fromkeys([*context.reduced, *still_open, *late]) if h not in early]
+    exchange = UseExchange(
+        [(h.shard_group, list(map(int, h.grad.used))) for h in handles], highest=1
+    )
+    context.exchanges.append(exchange)
     if not context.accumulates:
         # Another rank may, where this one skips a unit for example.
         context.accumulates = any(any(flags) for flags in exchange.finish())
-    accumulates = context.accumulates
     end_units_after(context, -1)
     for owner, handle in unsynced:
         _issue(context, owner, handle)
-    _publish(context, handles, exchange)
+    deliver(context)
+    published = _publish(context, handles, exchange)
     context.reduced = {}
     context.backward = None
     _return_to_idle(context)
-    if accumulates:
-        # Last of all: a user's hook may raise, or step an optimizer.
-        for handle in handles:
-            if not handle.grad.is_partial:
-                handle.run_gradient_hooks()
+    # Last of all: a user's hook may raise, or step an optimizer.
+    for handle in published:
+        run_hooks(context, handle)
+    raise_hook_error(context)
 
 
-def _publish(context: TreeContext, handles: list[FlatParamHandle], exchange: UseExchange) -> None:
+def _publish(
+    context: TreeContext, handles: list[FlatParamHandle], exchange: UseExchange
+) -> list[FlatParamHandle]:
     """Wait for everything that is in flight; give the parameters their gradients."""
     _advance_in_flight(context)
     for handle in handles:
         handle.finish_reduction()
     # Last, for it costs no time then; but before anything is published, for it may fail.
     used = exchange.finish()
-    context.use_exchange = None
     if not context.accumulates:
-        return
+        return []
     for handle, flags in zip(handles, used, strict=True):
-        handle.publish_gradients(flags)
+        handle.publish_gradients(list(map(bool, flags)))
     for ref in context.armed:
         if (state := ref()) is not None:
             state.forward_index = -1
     context.armed.clear()
+    return handles
 
 
 def _find_unsynced(context: TreeContext) -> list[tuple[ShardState, FlatParamHandle]]:
@@ -305,16 +337,20 @@ def _find_unsynced(context: TreeContext) -> list[tuple[ShardState, FlatParamHand
 def _return_to_idle(context: TreeContext) -> None:
     context.accumulates = False
     context.open_handles = []
+    drop_early(context)
     context.spans_calls, context.reaches_earlier_call = context.reaches_earlier_call, False
     # It may never run: a graph that ends before it, units that share an output.
     context.prefetched = {}
     for state in context.live_states():
         if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
+        state.may_recompute = False
         for handle in state.handles:
             handle.guard.is_in_backward = False
             handle.end_position = None
             handle.grad.awaited.reset()
+            if handle.has_early_hooks:
+                handle.accumulated, handle.early_age = set(), 0
             if handle.is_registered_unsharded or handle.is_unsharded or handle.is_small:
                 _release_after_backward(context, handle)
 
@@ -327,9 +363,7 @@ def abort_backward(context: TreeContext) -> None:
     """
     context.backward = None
     context.reduced, context.in_flight = {}, []
-    if context.use_exchange is not None:
-        context.use_exchange.abandon()
-        context.use_exchange = None
+    context.hook_error = None
     context.armed.clear()
     for state in context.live_states():
         state.forward_index = -1

@@ -240,6 +240,11 @@ class Registration:
                 "them on the original parameters after register_orig_params(module)."
             )
 
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether `run_gradient_hooks` has any to run."""
+        return any(entry.sharded._post_accumulate_grad_hooks for entry in self.shown_at_rest)
+
     def run_gradient_hooks(self) -> None:
         """Run the hooks that users put on the sharded parameters with
         `register_post_accumulate_grad_hook`, once, with the final gradient.

@@ -12,10 +12,12 @@ from composable_shard import _trace
 from composable_shard._calls import (
     check_forward_in_scope,
     end_call,
+    is_in_function,
     is_running,
     leave_pass,
     settle,
 )
+from composable_shard._early_gradients import check_not_written
 from composable_shard._lazy_init import lazy_init, prepare, share_context
 from composable_shard._nested import iter_tensors, map_tensors
 from composable_shard._prefetch import prefetch, prepare_ahead
@@ -68,13 +70,20 @@ def pre_forward(state: ShardState, module: nn.Module) -> None:
         raise
     state.transition(TrainingState.FORWARD)
     if torch.is_grad_enabled():
-        if state.forward_index < (0 if context.spans_calls else context.call_start):
-            state.forward_index = context.num_forwards
-        state.call_number = context.num_forwards
-        state.call_sequence_nr = _next_sequence_nr()
-        context.num_forwards += 1
+        _number_call(context, state)
+    elif any(handle.has_early_hooks for handle in state.needed):
+        # A reentrant checkpoint: its backward runs the forward again. Not so an evaluation.
+        state.may_recompute |= is_in_function()
     if _trace.is_traced():
         _trace.record("compute", state.name)
+
+
+def _number_call(context: TreeContext, state: ShardState) -> None:
+    if state.forward_index < (0 if context.spans_calls else context.call_start):
+        state.forward_index = context.num_forwards
+    state.call_number = context.num_forwards
+    state.call_sequence_nr = _next_sequence_nr()
+    context.num_forwards += 1
 
 
 def _find_leader(context: TreeContext, state: ShardState, module: nn.Module) -> ShardState:
@@ -136,6 +145,7 @@ def _recompute(state: ShardState) -> None:
     if context is None:
         return
     begin_backward(context)
+    check_not_written(context, state.needed)
     for handle in state.needed:
         handle.unshard(context.streams)
     for handle in state.needed:

@@ -70,6 +70,7 @@ class ShardState:
             keeps them, None keeps them only where this unit leads the call, and a number keeps the
             part that this rank has among so many.
         strategy: What each rank keeps.
+        shard_over_replicas: Both axes of a 2-D mesh share it.
         forward_prefetch: Units to gather when its forward begins; None: the one that is expected.
         backward_prefetch: Likewise for its backward.
         mp_policy: In which dtypes it computes and communicates.
@@ -82,6 +83,7 @@ class ShardState:
         depth: How many calls of its modules are running.
         call_number: Number of its last call in the tree.
         forward_index: Number of its first call that the next backward may reach, -1 before it.
+        may_recompute: A backward nested in the next one may run its forward again.
         forward_order: The units that ran in the calls this unit led.
     """
 
@@ -97,6 +99,7 @@ class ShardState:
         self.handles: list[FlatParamHandle] = []
         self.borrowed: list[FlatParamHandle] = []
         self.reshard_after_forward = reshard_after_forward
+        self.shard_over_replicas = False
         self.use_orig_params = True
         self.mp_policy = MixedPrecisionPolicy()
         self.offload_policy = OffloadPolicy()
@@ -116,6 +119,7 @@ class ShardState:
         self.call_number = -1
         self.call_sequence_nr = 0  # of the next autograd node when that call began
         self.forward_index = -1
+        self.may_recompute = False
         self.forward_order = ExecutionOrder()
         self.context: TreeContext | None = None
         self.ref: StateRef = weakref.ref(self)
@@ -170,6 +174,8 @@ class ShardState:
             f"in unit '{self.name}' strategy={self.strategy.name} "
             f"reshard_after_forward={self.reshard_after_forward}"
         )
+        if self.shard_over_replicas:
+            options += " shard_over_replicas=True"
         if self.mp_policy != MixedPrecisionPolicy():
             options += f" mp_policy={self.mp_policy}"
         if self.handles and (hook_name := self.handles[0].grad.reduction.hook_name):
@@ -190,6 +196,7 @@ class ShardState:
             full_params={},
             depth=0,
             forward_index=-1,
+            may_recompute=False,
             is_held=False,
             is_in_pass=False,
             modules_to_run=self.num_modules,
@@ -258,7 +265,12 @@ class TreeContext:
             which they end.
         reduced: Handles that were reduced in this backward.
         in_flight: Handles whose reduction was issued and not finished.
-        use_exchange: Tells at the end of this backward which parameters any rank used.
+        exchanges: Those in flight, of what this backward did with parameters.
+        early: Handles with hooks whose reduction was issued, see [Note: Early gradients].
+        ready: Those whose gradients are final, with their parameters' use.
+        delivered: Those whose hooks have run, with `guard.num_writes` before that.
+        hook_error: What a hook raised.
+        is_ending: Autograd has run all of this backward.
         output_sequence_nr: Number of the next autograd node when a unit last returned.
         has_agreed: The ranks shard the same model in the same way.
         is_checked: And its buffers have been initialised, so calls need no check any more.
@@ -290,7 +302,12 @@ class TreeContext:
         self.open_handles: list[tuple[int, ShardState, FlatParamHandle]] = []
         self.reduced: dict[FlatParamHandle, None] = {}
         self.in_flight: list[FlatParamHandle] = []
-        self.use_exchange: UseExchange | None = None
+        self.exchanges: list[UseExchange] = []
+        self.early: dict[FlatParamHandle, UseExchange] = {}
+        self.ready: list[tuple[FlatParamHandle, list[bool]]] = []
+        self.delivered: dict[FlatParamHandle, int] = {}
+        self.hook_error: BaseException | None = None
+        self.is_ending = False
         self.prefetched: dict[ShardState, bool] = {}
         self.keeps_unsharded = False
         self.accumulates = False

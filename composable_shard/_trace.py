@@ -12,9 +12,9 @@ __all__ = ["INSIDE", "Event", "is_inside", "is_traced", "record", "trace_events"
 class Event(NamedTuple):
     """One thing the engine did.
 
-    `kind` is `issue_gather`, `wait_gather`, `free`, `compute`, `issue_reduce`, `wait_reduce` (with
-    the name of a unit), or `all_gather`, `reduce_scatter`, `all_reduce`, `broadcast` (with the name
-    of the process group and the bytes of the full-size payload).
+    `kind` is `issue_gather`, `wait_gather`, `free`, `compute`, `issue_reduce`, `wait_reduce`,
+    `gradient_hooks` (with the name of a unit), or `all_gather`, `reduce_scatter`, `all_reduce`,
+    `broadcast` (with the name of the process group and the bytes of the full-size payload).
     """
 
     kind: str

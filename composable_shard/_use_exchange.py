@@ -1,4 +1,4 @@
-"""Which parameters any rank used in a backward, so that the others keep no gradient."""
+"""Tell all ranks what a backward did with each parameter: of which there are gradients."""
 
 from __future__ import annotations
 
@@ -8,65 +8,67 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _collectives
-from composable_shard._flat_param import FlatParamHandle
+from composable_shard._mesh import ShardGroup
 
 __all__ = ["UseExchange"]
-
-
-class UseExchange:
-    """One exchange of a byte for each parameter, in flight until `finish`.
-
-    One all-reduce for each process group. Where a mesh has several groups, what the first one
-    tells goes on to the next.
-    """
-
-    def __init__(self, handles: Sequence[FlatParamHandle]) -> None:
-        self._handles = handles
-        self._meshes = [
-            _MeshExchange(groups, members) for groups, members in _by_mesh(handles).items()
-        ]
-
-    def finish(self) -> list[list[bool]]:
-        """Wait, and return for each handle which of its parameters any rank used."""
-        used: dict[FlatParamHandle, list[bool]] = {}
-        for mesh in self._meshes:
-            used.update(mesh.finish())
-        return [used[handle] for handle in self._handles]
-
-    def abandon(self) -> None:
-        """Wait until nothing is in flight; errors of the collectives are ignored."""
-        for mesh in self._meshes:
-            mesh.abandon()
-
 
 _Groups = tuple[dist.ProcessGroup, ...]
 
 
-def _by_mesh(handles: Sequence[FlatParamHandle]) -> dict[_Groups, list[FlatParamHandle]]:
-    meshes: dict[_Groups, list[FlatParamHandle]] = {}
-    for handle in handles:
-        meshes.setdefault(handle.shard_group.joint_groups, []).append(handle)
-    return meshes
+class UseExchange:
+    """An exchange of small numbers, the largest of which counts; in flight until `finish`.
+
+    A byte for each number. One all-reduce for each process group. Where a mesh has several groups,
+    what the first one tells goes on to the next.
+    """
+
+    def __init__(self, values: Sequence[tuple[ShardGroup, list[int]]], *, highest: int) -> None:
+        """Start the exchange.
+
+        Args:
+            values: For each flat parameter the ranks that share it or have copies, and numbers.
+            highest: The highest number that any rank may have.
+        """
+        self._sizes = [len(numbers) for _, numbers in values]
+        self._meshes: dict[_Groups, _MeshExchange] = {}
+        self._keys = [group.joint_groups for group, _ in values]
+        for key, (group, _) in zip(self._keys, values, strict=True):
+            if key not in self._meshes:
+                sent = [n for g, numbers in values if g.joint_groups == key for n in numbers]
+                self._meshes[key] = _MeshExchange(key, sent, highest, group.device)
+
+    def finish(self) -> list[list[int]]:
+        """Wait, and return the largest numbers that any rank gave, in the order of `values`."""
+        received = {key: iter(mesh.finish()) for key, mesh in self._meshes.items()}
+        return [
+            [next(received[key]) for _ in range(size)]
+            for key, size in zip(self._keys, self._sizes, strict=True)
+        ]
+
+    def abandon(self) -> None:
+        """Wait until nothing is in flight; errors of the collectives are ignored."""
+        for mesh in self._meshes.values():
+            mesh.abandon()
 
 
 class _MeshExchange:
-    """The exchange for the handles of one mesh.
+    """The exchange of one mesh.
 
     When this returns, the all-reduces of all groups have been issued, for they must come before
     the reductions on every rank.
     """
 
-    def __init__(self, groups: _Groups, handles: list[FlatParamHandle]) -> None:
-        self._handles = handles
+    def __init__(
+        self, groups: _Groups, numbers: list[int], highest: int, device: torch.device
+    ) -> None:
+        self._numbers = numbers
         self._works: list[dist.Work] = []
-        used = [flag for handle in handles for flag in handle.grad.used]
-        device = handles[0].shard_group.device
-        # A rank that used them all knows the answer: it waits for nothing, and reads nothing back
-        # from the device.
-        self._all_used = all(used)
-        self._sent = torch.tensor(used, dtype=torch.uint8).to(device)
+        # A rank that gives nothing but the highest knows the answer: it waits for nothing before
+        # the end, and reads nothing back from the device.
+        self._is_known = all(number == highest for number in numbers)
+        self._sent = torch.tensor(numbers, dtype=torch.uint8).to(device)
         for index, group in enumerate(groups):
-            if index and self._all_used:
+            if index and self._is_known:
                 self._sent = self._sent.clone()
             elif index:
                 self._wait()
@@ -76,12 +78,11 @@ class _MeshExchange:
         while self._works:
             self._works.pop().wait()
 
-    def finish(self) -> dict[FlatParamHandle, list[bool]]:
+    def finish(self) -> list[int]:
         self._wait()
-        if self._all_used:
-            return {handle: [True] * len(handle.entries) for handle in self._handles}
-        received = iter(self._sent.tolist())
-        return {handle: [bool(next(received)) for _ in handle.entries] for handle in self._handles}
+        if not self._is_known:
+            self._numbers, self._is_known = self._sent.tolist(), True
+        return self._numbers
 
     def abandon(self) -> None:
         while self._works:

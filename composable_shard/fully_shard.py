@@ -27,7 +27,7 @@ from composable_shard._state import ShardState
 from composable_shard._traversal import rename
 from composable_shard.api import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
-__all__ = ["check_options", "check_unit", "fully_shard"]
+__all__ = ["check_options", "check_unit", "choose_policy", "fully_shard"]
 
 _M = TypeVar("_M", bound=nn.Module | Iterable[nn.Module])
 _NO_POLICY = MixedPrecisionPolicy()
@@ -40,6 +40,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     mesh: DeviceMesh | None = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     reshard_after_forward: bool | int | None = None,
+    shard_over_replicas: bool = False,
     mp_policy: MixedPrecisionPolicy = _NO_POLICY,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
@@ -71,6 +72,10 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             and backward, False keeps them, None keeps them only for the outermost unit of a call,
             whose backward begins at once. A divisor of the number of ranks keeps a part of them:
             so many consecutive ranks hold them all, and the backward gathers from those.
+        shard_over_replicas: For a 2-D mesh. True shares parameters, gradients and optimizer state
+            over all its ranks, copies none, and uses the second axis for what is near: with
+            `FULL_SHARD` and `reshard_after_forward=None` its ranks keep all parameters together
+            between forward and backward. `NO_SHARD` can't be combined with it.
         mp_policy: In which dtypes the unit computes and communicates, and in which it is optimized.
         offload_policy: What of the unit lives in host memory; the optimizer then steps there.
         ignored_params: Parameters to leave alone: not sharded, not moved, not reduced.
@@ -98,6 +103,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         "mesh": mesh,
         "strategy": strategy,
         "reshard_after_forward": reshard_after_forward,
+        "shard_over_replicas": shard_over_replicas,
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
         "ignored_params": ignored_params,
@@ -107,9 +113,13 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     }
     check_options(options)
     modules = as_modules(module)
-    shard_group = ShardGroup.from_mesh(mesh, is_replicated=strategy is ShardingStrategy.NO_SHARD)
+    shard_group = ShardGroup.from_mesh(
+        mesh,
+        is_replicated=strategy is ShardingStrategy.NO_SHARD,
+        spans_replicas=shard_over_replicas,
+    )
     plan = check_unit(modules, shard_group, options)
-    policy = check_policy(reshard_after_forward, shard_group.size)
+    policy = check_policy(choose_policy(options), shard_group.size)
     find_small_group(shard_group, policy)  # the last thing that may fail
     if sync_module_states:
         sync_states(plan, shard_group)
@@ -122,6 +132,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         reshard_after_forward=policy,
         use_orig_params=use_orig_params,
     )
+    state.shard_over_replicas = shard_over_replicas
     if broadcast_buffers:
         state.buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)
     apply_policy(state, policy)
@@ -133,6 +144,15 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         rename(root)
     share_context(modules)
     return module
+
+
+def choose_policy(options: Mapping[str, Any]) -> bool | int | None:
+    """Return `reshard_after_forward`, or what stands for None where replicas share the unit."""
+    policy: bool | int | None = options["reshard_after_forward"]
+    is_full_shard = options["strategy"] is ShardingStrategy.FULL_SHARD
+    if options["shard_over_replicas"] and policy is None and is_full_shard:
+        return int(options["mesh"].size(1))
+    return policy
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -157,6 +177,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"expected reshard_after_forward to be None or False with {strategy}, which keeps "
             f"parameters unsharded, got {reshard_after_forward!r}. Use FULL_SHARD to free them."
         )
+    _check_shard_over_replicas(options["shard_over_replicas"], mesh, strategy)
     if not isinstance(options["mp_policy"], MixedPrecisionPolicy):
         raise ValueError(
             f"expected mp_policy to be a MixedPrecisionPolicy, got {options['mp_policy']!r}"
@@ -172,6 +193,24 @@ def check_options(options: Mapping[str, Any]) -> None:
     use_orig_params = options["use_orig_params"]
     if not isinstance(use_orig_params, bool):
         raise ValueError(f"expected use_orig_params to be True or False, got {use_orig_params!r}")
+
+
+def _check_shard_over_replicas(
+    value: object, mesh: DeviceMesh | None, strategy: ShardingStrategy
+) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected shard_over_replicas to be True or False, got {value!r}")
+    if value and (mesh is None or mesh.ndim != 2):
+        got = "none" if mesh is None else f"{mesh.ndim} axes"
+        raise ValueError(
+            "expected a 2-D mesh (replicate, shard) with shard_over_replicas=True, got "
+            f"{got}. Without replicas, reshard_after_forward=<number of ranks> is what it does."
+        )
+    if value and strategy is ShardingStrategy.NO_SHARD:
+        raise ValueError(
+            "shard_over_replicas=True shares a unit over all ranks, and NO_SHARD shares nothing. "
+            "Use SHARD_OPTIM to share the optimizer state alone."
+        )
 
 
 def _check_ignored(ignored_params: object) -> None:

@@ -21,7 +21,7 @@ from composable_shard._sharding_rules import Rules, parse_rules
 from composable_shard._traversal import is_sharded
 from composable_shard._unit_choice import Unit, choose_units, listed
 from composable_shard.api import ShardingStrategy
-from composable_shard.fully_shard import check_unit, fully_shard
+from composable_shard.fully_shard import check_unit, choose_policy, fully_shard
 
 __all__ = ["shard_model"]
 
@@ -133,26 +133,30 @@ class _ShardGroups:
     def __init__(self, dry_run: bool, world_size: int | None) -> None:
         self.is_dry_run = dry_run
         self._world_size = world_size
-        self._groups: dict[tuple[int, bool], ShardGroup | None] = {}
+        self._groups: dict[tuple[int, bool, bool], ShardGroup | None] = {}
 
     def get(
-        self, mesh: DeviceMesh | None, strategy: ShardingStrategy
+        self, mesh: DeviceMesh | None, strategy: ShardingStrategy, spans_replicas: bool
     ) -> tuple[ShardGroup | None, RankCounts]:
         """Return the group, None where a dry run has to do without, and its size."""
         is_replicated = strategy is ShardingStrategy.NO_SHARD
-        key = id(mesh), is_replicated
+        key = id(mesh), is_replicated, spans_replicas
         if key not in self._groups:
-            self._groups[key] = self._find(mesh, is_replicated)
+            self._groups[key] = self._find(mesh, is_replicated, spans_replicas)
         group = self._groups[key]
         if group is None:
             return None, RankCounts.of_all(self._world_size or 1, strategy)
         return group, RankCounts.of(group)
 
-    def _find(self, mesh: DeviceMesh | None, is_replicated: bool) -> ShardGroup | None:
+    def _find(
+        self, mesh: DeviceMesh | None, is_replicated: bool, spans_replicas: bool
+    ) -> ShardGroup | None:
         is_known = self._world_size is None and (mesh is not None or dist.is_initialized())
         if not is_known and self.is_dry_run:
             return None
-        return ShardGroup.from_mesh(mesh, is_replicated=is_replicated)
+        return ShardGroup.from_mesh(
+            mesh, is_replicated=is_replicated, spans_replicas=spans_replicas
+        )
 
 
 def _check_call(model: object, dry_run: bool, world_size: int | None) -> None:
@@ -192,14 +196,16 @@ def _check_units(
     inner: list[nn.Module] = []
     for unit in units:
         options = unit.all_options
-        shard_group, ranks = groups.get(options["mesh"], options["strategy"])
+        shard_group, ranks = groups.get(
+            options["mesh"], options["strategy"], options["shard_over_replicas"]
+        )
         # Parameters of units before this one are borrowed from them.
         options["ignored_params"] = managed.union(options["ignored_params"] or ())
         # A dry run on the meta device is about a model that will be real.
         options["sync_module_states"] &= not groups.is_dry_run
         try:
             plan = check_unit([unit.module], shard_group, options, inner)
-            policy = check_policy(options["reshard_after_forward"], ranks.shard)
+            policy = check_policy(choose_policy(options), ranks.shard)
         except (ValueError, RuntimeError) as error:
             # The parameters in the text are named as seen from the unit.
             raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error

@@ -45,8 +45,8 @@ from composable_shard._unit_choice import choose_units
 from tests.helpers import distributed, run_ranks
 from tests.models import Block, Net, Twins, assert_at_rest, fingerprint, rank_input
 
-_OPTIONS = "mesh, strategy, reshard_after_forward, mp_policy, offload_policy, " + (
-    "ignored_params, use_orig_params, sync_module_states, broadcast_buffers"
+_OPTIONS = "mesh, strategy, reshard_after_forward, shard_over_replicas, mp_policy, " + (
+    "offload_policy, ignored_params, use_orig_params, sync_module_states, broadcast_buffers"
 )
 
 
