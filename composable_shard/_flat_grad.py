@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
 from composable_shard import _collectives, _trace
 from composable_shard._flat_reduction import FlatReduction, ScratchPool, Streams
-from composable_shard._flat_shard import FlatShard, wrap
-from composable_shard._grad_pieces import AwaitedGradients, add_to_grad
+from composable_shard._flat_shard import FlatShard
+from composable_shard._grad_pieces import AwaitedGradients, GradPieces, scales_first, set_or_add
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ShardSpec
@@ -71,14 +69,13 @@ class FlatGradient:
         self.is_persistent = (is_persistent or shard_group.size == 1) and not self.is_alone
         self._layout = layout
         self._shard_group = shard_group
-        self._piece_numels = layout.piece_numels(shard_group.rank)
-        num_params = len(layout.numels)
-        self.arrived = [False] * num_params
+        self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
+        self.arrived = [False] * len(layout.numels)
         self.num_arrived = 0
-        self._was_used = [False] * num_params
+        self._was_used = [False] * len(layout.numels)
         self.reduced: Tensor | None = None
         self.uses_shared = False
-        self.awaited = AwaitedGradients(num_params)
+        self.awaited = AwaitedGradients(len(layout.numels))
         self._own = torch.empty(0)  # (padded_numel,), storage size 0 unless a round needs it
         self._shared = self._own  # the unsharded buffer, of the same shape
         self._own_part: Tensor | None = None  # (shard_numel,), where a reduction ends in place
@@ -89,6 +86,7 @@ class FlatGradient:
         self._shared_views: list[Tensor] = []  # likewise; they share the parameters' versions
         self._views: list[Tensor] | None = None  # those of the round, None between rounds
         self._prescale = 1.0
+        self._factor = self._own  # the same: a kernel takes a tensor of 0 dimensions fastest
         self._is_plain = False  # gradients are copied as they are
 
     def bind(
@@ -125,10 +123,9 @@ class FlatGradient:
             self._own_part = self._own[start:end]
         free_storage(self._own)
         self._shared, self._shared_views = shared, shared_views
-        # A sum of fp16 gradients may overflow where their mean does not. And where the whole buffer
-        # comes back from the reduction, scaling costs least while packing.
-        is_scaled = reduce_dtype is torch.float16 or (group.size == 1 and self.can_share)
+        is_scaled = scales_first(group, reduce_dtype, is_cast=not self.can_share)
         self._prescale = 1.0 / group.num_ranks if is_scaled else 1.0
+        self._factor = torch.tensor(self._prescale, dtype=torch.float64, device="cpu")
         self._is_plain = all(spec.tensor_parallel is None for spec in specs)
 
     def release(self) -> None:
@@ -197,7 +194,7 @@ class FlatGradient:
         if self._prescale == 1.0:
             view.copy_(gradient)
         else:
-            torch.mul(gradient, self._prescale, out=view)
+            torch.mul(gradient, self._factor, out=view)
 
     def pack_further(self, index: int, param: nn.Parameter | None) -> bool:
         """Pack the gradient of `param` into a round that is open: the short way, for most.
@@ -341,6 +338,7 @@ class FlatGradient:
 
     def move_out_published(self, params: list[FlatShard]) -> None:
         """Give published gradients that are views of the buffer memory of their own."""
+        self._pieces.forget()
         result = self._result if self._result.numel() else self._own
         start = result.untyped_storage().data_ptr()
         for param in params:
@@ -372,21 +370,21 @@ class FlatGradient:
             return  # until the all-reduce that was put off
         shard, self.reduced = self.reduced, None
         self._was_used = [False] * len(self._was_used)
-        if shard is None and own is None:
+        if own is not None:
+            grads = self._pieces.wrap(own, specs)
+        elif shard is not None:
+            grads = self._pieces.cut(shard, specs)
+        else:
             return
-        pieces = own or cast(Tensor, shard).split_with_sizes(self._piece_numels)[1::2]
-        for param, spec, piece, is_used in zip(params, specs, pieces, used, strict=True):
-            if not is_used or piece is None:
-                continue
-            if param.grad is None:
-                param.grad = wrap(piece, spec)
-            else:
-                add_to_grad(param, piece)
+        for param, grad, is_used in zip(params, grads, used, strict=True):
+            if is_used and grad is not None:
+                set_or_add(param, grad)
 
     def drop(self) -> None:
         """Forget this backward's gradients, whatever was in flight, after an error."""
         self.reduction.drop()
         self.reduced = None
+        self._pieces.forget()
         self._close()
         self._was_used = [False] * len(self._was_used)
         self.awaited.reset()

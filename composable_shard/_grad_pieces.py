@@ -1,16 +1,20 @@
-"""The gradient of one parameter: whether it has come, its local part, and its sharded form."""
+"""Gradients of single parameters: whether they have come, their local part, their sharded form."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard._flat_shard import FlatShard
+from composable_shard._flat_shard import FlatShard, wrap
+from composable_shard._layout import FlatLayout
+from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ShardSpec
 
-__all__ = ["AwaitedGradients", "add_to_grad", "local_gradient"]
+__all__ = ["AwaitedGradients", "GradPieces", "local_gradient", "scales_first", "set_or_add"]
 
 
 class AwaitedGradients:
@@ -41,19 +45,77 @@ class AwaitedGradients:
         self._is_awaited = [True] * self._num_awaited
 
 
-def add_to_grad(param: FlatShard, shard: Tensor) -> None:
-    """Add to the gradient that a sharded parameter has.
+class GradPieces:
+    """Cuts a gradient shard into those of the parameters, each a view.
+
+    Args:
+        layout: The flat parameter's.
+        rank: Whose shard it is.
+        is_kept: The shard is the same memory in every step, so that views of it may be, too.
+    """
+
+    def __init__(self, layout: FlatLayout, rank: int, *, is_kept: bool) -> None:
+        sizes = layout.piece_numels(rank)
+        # Most gaps are empty, and each view costs a microsecond.
+        kept = [index for index, size in enumerate(sizes) if index % 2 or size]
+        self._sizes = [sizes[index] for index in kept]
+        self._indices = [place for place, index in enumerate(kept) if index % 2]
+        self._is_kept = is_kept
+        self._shard: Tensor | None = None
+        self._pieces: list[FlatShard] = []
+
+    def cut(self, shard: Tensor, specs: list[ShardSpec]) -> Sequence[FlatShard | None]:
+        """Return the parameters' slices of a shard of shape `(layout.shard_numel,)`."""
+        if shard is self._shard:
+            return self._pieces
+        views = shard.split_with_sizes(self._sizes)
+        pieces = [
+            wrap(views[index], spec) for index, spec in zip(self._indices, specs, strict=True)
+        ]
+        if self._is_kept:
+            self._shard, self._pieces = shard, pieces
+        return pieces
+
+    @staticmethod
+    def wrap(
+        pieces: Sequence[Tensor | None], specs: Sequence[ShardSpec]
+    ) -> Sequence[FlatShard | None]:
+        """Return slices that are there already, None where there is none."""
+        pairs = zip(pieces, specs, strict=True)
+        return [None if piece is None else wrap(piece, spec) for piece, spec in pairs]
+
+    def forget(self) -> None:
+        """Give up the memory that pieces are views of."""
+        self._shard, self._pieces = None, []
+
+
+def scales_first(group: ShardGroup, reduce_dtype: torch.dtype, *, is_cast: bool) -> bool:
+    """Return whether gradients are divided by the number of ranks while they are packed.
+
+    A sum of fp16 gradients may overflow where their mean does not. Else where it saves a pass: the
+    whole buffer comes back, or sums are taken on the CPU and the division is exact.
+    """
+    is_exact = group.device.type == "cpu" and group.num_ranks & (group.num_ranks - 1) == 0
+    is_cheap = not is_cast and (group.size == 1 or is_exact)
+    return is_cheap or reduce_dtype is torch.float16
+
+
+def set_or_add(param: FlatShard, shard: FlatShard) -> None:
+    """Set the gradient of a sharded parameter, or add to the one that it has.
 
     Raises:
-        RuntimeError: If it is not a shard like the parameter.
+        RuntimeError: If that is not a shard like the parameter.
     """
     grad = param.grad
-    if not isinstance(grad, FlatShard) or grad.to_local().shape != shard.shape:
+    if grad is None:
+        param.grad = shard
+        return
+    if not isinstance(grad, FlatShard) or grad.to_local().shape != shard.to_local().shape:
         raise RuntimeError(
             f"expected .grad of parameter '{param._shard_spec.label}' to be None or a FlatShard, "
             f"got {type(grad).__name__}. Let backward() set it, or assign a FlatShard."
         )
-    grad.to_local().add_(shard)
+    grad.to_local().add_(shard.to_local())
 
 
 def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:
