@@ -13,12 +13,11 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parameter import UninitializedParameter
 
 from composable_shard._contract import find_applied, read_state
-from composable_shard._flat_param import FlatParamHandle, ParamEntry, plan_layout
+from composable_shard._flat_param import FlatParamHandle, ParamEntry
 from composable_shard._flat_shard import FlatShard
 from composable_shard._full_params import is_shown_by_scope
 from composable_shard._mesh import ShardGroup
 from composable_shard._module_tree import has_forward
-from composable_shard._precision import Precision
 from composable_shard._storage import Slot, find_slots
 from composable_shard._traversal import iter_unmanaged_modules
 from composable_shard._unsharded_param import UnshardedParameter
@@ -31,11 +30,9 @@ __all__ = [
     "Plan",
     "apply_precision",
     "as_modules",
-    "by_kind",
     "check_can_be_flat",
     "check_sync",
     "plan_unit",
-    "shard_nbytes",
     "states_to_sync",
 ]
 
@@ -82,6 +79,7 @@ class Plan:
     unmanaged_modules: list[nn.Module]
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     kept_modules: list[nn.Module] = field(default_factory=list)  # compute in the main dtype
+    bucket_cap_mb: float | None = None
 
 
 def plan_unit(
@@ -336,27 +334,3 @@ def apply_precision(plan: Plan, policy: MixedPrecisionPolicy) -> None:
     }
     for original in plan.originals:
         original.is_kept = id(original.param) in kept
-
-
-def by_kind(plan: Plan, use_orig_params: bool) -> list[tuple[Precision, list[Original]]]:
-    """Return the original parameters of each handle that the unit will have, and its dtypes."""
-    groups: dict[object, tuple[Precision, list[Original]]] = {}
-    for original in plan.originals:
-        param, tensor_parallel = original.param, original.tensor_parallel
-        mesh = None if tensor_parallel is None else tensor_parallel[0]
-        placements = None if use_orig_params or mesh is None else tensor_parallel
-        precision = Precision.of(plan.policy, param.dtype, is_kept=original.is_kept)
-        main_dtype = precision.main_dtype or param.dtype
-        kind = (main_dtype, precision, param.requires_grad, mesh, placements)
-        groups.setdefault(kind, (precision, []))[1].append(original)
-    return list(groups.values())
-
-
-def shard_nbytes(plan: Plan, world_size: int, *, use_orig_params: bool = True) -> int:
-    """Return the bytes of one rank's shards of the unit, padding included."""
-    total = 0
-    for precision, members in by_kind(plan, use_orig_params):
-        dense = [original.dense for original in members]
-        main_dtype = precision.main_dtype or dense[0].dtype
-        total += plan_layout(dense, world_size, precision).shard_numel * main_dtype.itemsize
-    return total

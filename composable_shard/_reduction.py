@@ -19,14 +19,13 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
 
-from composable_shard import _collectives
 from composable_shard._flat_param import FlatParamHandle
+from composable_shard._grad_use import LATE, exchange_use, is_any_rank
 from composable_shard._state import ShardState, TrainingState, TreeContext
 
 __all__ = [
@@ -68,6 +67,9 @@ def begin_backward(context: TreeContext) -> None:
     context.accumulates = any(
         handle.will_get_gradient() for state in context.live_states() for handle in state.handles
     )
+    buckets = context.find_buckets()
+    context.is_sure_to_reduce = bool(buckets) and is_any_rank(context.accumulates, buckets)
+    context.accumulates |= context.is_sure_to_reduce
     for state in order:
         open_unit(context, state, state.forward_index)
 
@@ -132,6 +134,8 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
     if handle.end_position is None:
         check_not_in_scope(state)
         open_unit(context, state, -1)
+    if state.has_issued(handle):
+        return  # [Note: Buckets]: a late gradient stays where it is
     if handle.grad.packs_always or state.reduces(handle):
         if torch.is_grad_enabled():
             # create_graph: the packed copy must not become part of the graph.
@@ -140,10 +144,41 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
         elif not handle.grad.pack_further(index, handle.entries[index].unsharded):
             may_overwrite = handle.reshards_after_backward and _is_outermost(context)
             handle.pack_gradient(index, may_overwrite=may_overwrite)
-    if handle.end_position == -1 and handle.grad.awaited.count(index):
-        # No call has told of it: reentrant checkpointing. All its gradients are there.
-        context.open_handles = [item for item in context.open_handles if item[2] is not handle]
-        _end_handle(context, state, handle)
+    if state.buckets is not None:
+        _end_full_buckets(context, state, handle, index)
+    elif handle.end_position == -1 and handle.grad.awaited.count(index):
+        _end_unannounced(context, state, handle)
+
+
+def _end_unannounced(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
+    """End a handle of which no call has told, as all its gradients are there: reentrant
+    checkpointing.
+    """
+    context.open_handles = [item for item in context.open_handles if item[2] is not handle]
+    _end_handle(context, state, handle)
+
+
+def _end_full_buckets(
+    context: TreeContext, state: ShardState, handle: FlatParamHandle, index: int
+) -> None:
+    """Reduce the buckets whose turn it is with this gradient, see [Note: Buckets]."""
+    buckets, position = state.buckets, handle.end_position
+    assert buckets is not None
+    if position == -1:
+        queue = [each for _, owner, each in context.open_handles if owner is state]
+        for bucket in buckets.take_full(handle, index, queue):
+            _end_unannounced(context, state, bucket)
+    elif buckets.may_go_early(handle) and state.reduces(handle):
+        first = takewhile(
+            lambda item: item[0] == position and item[1] is state, context.open_handles
+        )
+        for bucket in buckets.take_full(handle, index, [item[2] for item in first]):
+            buckets.note_issued(bucket)
+            # Packed in place, its values are gone; else the unit may need them until its end.
+            is_packed_in_place = bucket.grad.uses_shared
+            _issue(context, state, bucket, keeps_values=not is_packed_in_place)
+            if is_packed_in_place:
+                _release_after_backward(context, bucket)
 
 
 def check_not_in_scope(state: ShardState) -> None:
@@ -172,9 +207,10 @@ def _is_outermost(context: TreeContext) -> bool:
 
 def _end_handle(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
     handle.end_position = None
-    if handle.requires_grad and context.accumulates:
+    was_issued = state.buckets is not None and state.buckets.end(handle)
+    if handle.requires_grad and context.accumulates and not was_issued:
         if state.reduces(handle):
-            _issue(context, state, handle)
+            _issue(context, state, handle, keeps_values=_keeps_values(context, handle))
         else:
             handle.is_unsynced = True
     _release_after_backward(context, handle)
@@ -182,13 +218,15 @@ def _end_handle(context: TreeContext, state: ShardState, handle: FlatParamHandle
         state.transition(TrainingState.POST_BACKWARD)
 
 
-def _issue(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
+def _issue(
+    context: TreeContext, state: ShardState, handle: FlatParamHandle, *, keeps_values: bool
+) -> None:
     # One reduction in flight: ending the last one here bounds the buffers to two units.
     _advance_in_flight(context)
     handle.issue_reduction(
         context.streams,
         context.scratch,
-        keep_unsharded=_keeps_values(context, handle),
+        keep_unsharded=keeps_values,
         is_deferred=state.defers_all_reduce(handle),
     )
     context.in_flight.append(handle)
@@ -237,28 +275,25 @@ def _finish_backward(context: TreeContext) -> None:
     still_open = [
         handle
         for _, state, handle in context.open_handles
-        if handle.requires_grad and state.reduces(handle)
+        if handle.requires_grad and state.reduces(handle) and not state.has_issued(handle)
     ]
     late = [handle for _, handle in unsynced]
     for handle in still_open + late:
         handle.pack_rest(may_overwrite=not _keeps_values(context, handle))
+    buckets = context.find_buckets()
     handles = list(dict.fromkeys([*context.reduced, *still_open, *late]))
-    used = _exchange_use(handles)
+    if context.is_sure_to_reduce:
+        # Other ranks may have done so already, and wait for it.
+        _issue_rest(context, unsynced)
+    used = exchange_use(handles, buckets)
     # Another rank may accumulate where this one does not, a rank that skips a unit for example.
     context.accumulates |= any(any(flags) for flags in used)
     accumulates = context.accumulates
-    end_units_after(context, -1)
-    for owner, handle in unsynced:
-        _issue(context, owner, handle)
+    if not context.is_sure_to_reduce:
+        _issue_rest(context, unsynced)
+    _issue_rest(context, _find_late(buckets, handles, used))
     if accumulates:
-        _advance_in_flight(context)
-        for handle, flags in zip(handles, used, strict=True):
-            handle.finish_reduction()
-            handle.publish_gradients(flags)
-        for ref in context.armed:
-            if (state := ref()) is not None:
-                state.forward_index = -1
-        context.armed.clear()
+        _publish(context, handles, used)
     context.reduced = {}
     context.backward = None
     _return_to_idle(context)
@@ -267,6 +302,24 @@ def _finish_backward(context: TreeContext) -> None:
         for handle in handles:
             if not handle.grad.is_partial:
                 handle.run_gradient_hooks()
+
+
+def _publish(context: TreeContext, handles: list[FlatParamHandle], used: list[list[int]]) -> None:
+    _advance_in_flight(context)
+    for handle, flags in zip(handles, used, strict=True):
+        handle.finish_reduction()
+        handle.publish_gradients([flag > 0 for flag in flags])
+    for ref in context.armed:
+        if (state := ref()) is not None:
+            state.forward_index = -1
+    context.armed.clear()
+
+
+def _issue_rest(context: TreeContext, others: list[tuple[ShardState, FlatParamHandle]]) -> None:
+    """Reduce what the end of the backward has left open, and other handles."""
+    end_units_after(context, -1)
+    for owner, handle in others:
+        _issue(context, owner, handle, keeps_values=_keeps_values(context, handle))
 
 
 def _find_unsynced(context: TreeContext) -> list[tuple[ShardState, FlatParamHandle]]:
@@ -287,40 +340,29 @@ def _find_unsynced(context: TreeContext) -> list[tuple[ShardState, FlatParamHand
     ]
 
 
-def _exchange_use(handles: list[FlatParamHandle]) -> list[list[bool]]:
-    """Return for each handle which parameters any rank used, so that the others keep no gradient.
-
-    One all-reduce of a byte for each parameter, for each process group. Only a rank that lacks a
-    gradient waits for it; the others know that all were used.
-    """
-    flags = {id(handle): handle.grad.used for handle in handles}
-    groups: dict[tuple[dist.ProcessGroup, ...], list[FlatParamHandle]] = {}
-    for handle in handles:
-        groups.setdefault(handle.shard_group.joint_groups, []).append(handle)
-    for joint_groups, members in groups.items():
-        used = [flag for handle in members for flag in flags[id(handle)]]
-        device = members[0].shard_group.device
-        if all(used):
-            for group in joint_groups:
-                sent = torch.ones(len(used), dtype=torch.uint8, device=device)
-                _collectives.all_reduce(sent, group, dist.ReduceOp.MAX)
-            continue
-        sent = torch.tensor(used, dtype=torch.uint8).to(device)
-        for group in joint_groups:
-            _collectives.all_reduce(sent, group, dist.ReduceOp.MAX).wait()
-        received = iter(sent.tolist())
-        for handle in members:
-            flags[id(handle)] = [bool(next(received)) for _ in handle.entries]
-    return [flags[id(handle)] for handle in handles]
+def _find_late(
+    buckets: dict[FlatParamHandle, ShardState],
+    handles: list[FlatParamHandle],
+    used: list[list[int]],
+) -> list[tuple[ShardState, FlatParamHandle]]:
+    """Return the buckets that are reduced once more, see [Note: Buckets]."""
+    found = [h for h, flags in zip(handles, used, strict=True) if LATE in flags]
+    late = [(buckets[handle], handle) for handle in found]
+    for state, _ in late:
+        if state.buckets is not None:
+            state.buckets.note_late()
+    return late
 
 
 def _return_to_idle(context: TreeContext) -> None:
-    context.accumulates = False
+    context.accumulates = context.is_sure_to_reduce = False
     context.open_handles = []
     context.spans_calls, context.reaches_earlier_call = context.reaches_earlier_call, False
     # It may never run: a graph that ends before it, units that share an output.
     context.prefetched = {}
     for state in context.live_states():
+        if state.buckets is not None:
+            state.buckets.reset()
         if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
         for handle in state.handles:

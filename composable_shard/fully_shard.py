@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -42,6 +43,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     ignored_params: set[nn.Parameter] | None = None,
     use_orig_params: bool = True,
     sync_module_states: bool = False,
+    bucket_cap_mb: float | None = None,
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -76,6 +78,12 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             got no gradient, where another parameter of its handle did, counts as zero gradient.
             `register_orig_params` and `register_flat_param` change it later.
         sync_module_states: Broadcast parameters and buffers from the mesh's first rank.
+        bucket_cap_mb: The most MiB (2**20 bytes) of gradients that are reduced together; a larger
+            parameter is alone. Each bucket is a handle of its own, reduced in the backward as soon
+            as it is complete; its full parameters are then freed. So one call on a whole model
+            overlaps reductions with the backward. Not before the end of the unit's backward,
+            though, where that would not be safe on all ranks: if units run inside this one, or it
+            runs in a checkpointed region. None: one handle for each kind of parameters.
 
     Returns:
         `module`.
@@ -94,6 +102,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         "ignored_params": ignored_params,
         "use_orig_params": use_orig_params,
         "sync_module_states": sync_module_states,
+        "bucket_cap_mb": bucket_cap_mb,
     }
     check_options(options)
     modules = as_modules(module)
@@ -150,6 +159,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"expected mp_policy to be a MixedPrecisionPolicy, got {options['mp_policy']!r}"
         )
     _check_ignored(options["ignored_params"])
+    _check_bucket_cap(options["bucket_cap_mb"])
     if not isinstance(options["sync_module_states"], bool):
         raise ValueError(
             f"expected sync_module_states to be a bool, got {options['sync_module_states']!r}"
@@ -170,6 +180,14 @@ def _check_ignored(ignored_params: object) -> None:
         if not isinstance(param, nn.Parameter):
             kind = type(param).__name__
             raise ValueError(f"expected ignored_params to hold parameters only, got a {kind}")
+
+
+def _check_bucket_cap(cap: object) -> None:
+    is_number = isinstance(cap, (int, float)) and not isinstance(cap, bool)
+    if cap is not None and not (is_number and 0 < cap < math.inf):  # type: ignore[operator]
+        raise ValueError(
+            f"expected bucket_cap_mb to be None or a positive, finite number of MiB, got {cap!r}"
+        )
 
 
 def check_unit(
@@ -194,6 +212,7 @@ def check_unit(
     """
     plan = plan_unit(modules, shard_group, options["ignored_params"] or (), inner)
     apply_precision(plan, options["mp_policy"])
+    plan.bucket_cap_mb = options["bucket_cap_mb"]
     if shard_group is not None:
         check_policy(options["reshard_after_forward"], shard_group.size)
     if not options["use_orig_params"]:

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_shard._grouping import shard_nbytes
 from composable_shard._mesh import ShardGroup
 from composable_shard._module_tree import ModuleTree
-from composable_shard._plan import Plan, shard_nbytes
+from composable_shard._plan import Plan
 from composable_shard._sharding_plan import PlannedUnit, ShardingPlan
 from composable_shard._sharding_rules import Rules, parse_rules
 from composable_shard._traversal import is_sharded

@@ -46,7 +46,7 @@ from tests.helpers import distributed, run_ranks
 from tests.models import Block, Net, Twins, assert_at_rest, fingerprint, rank_input
 
 _OPTIONS = "mesh, strategy, reshard_after_forward, mp_policy, ignored_params, " + (
-    "use_orig_params, sync_module_states"
+    "use_orig_params, sync_module_states, bucket_cap_mb"
 )
 
 
