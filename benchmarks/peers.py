@@ -47,6 +47,12 @@ def _ours(model: nn.Module, *, reshard_after_forward: bool | None) -> nn.Module:
     return shard(model, reshard_after_forward=reshard_after_forward)
 
 
+def _ours_whole(model: nn.Module, *, bucket_cap_mb: float | None) -> nn.Module:
+    package = importlib.import_module("composable_shard")
+    strategy = package.ShardingStrategy.NO_SHARD
+    return package.fully_shard(model, strategy=strategy, bucket_cap_mb=bucket_cap_mb)
+
+
 _BUILDERS: dict[str, Builder] = {
     "bare": lambda model: model,
     "ddp": partial(_ddp, bucket_view=False),
@@ -59,6 +65,8 @@ _BUILDERS: dict[str, Builder] = {
     "fsdp2_keep": partial(_fsdp2, reshard_after_forward=False),
     "ours": partial(_ours, reshard_after_forward=None),
     "ours_keep": partial(_ours, reshard_after_forward=False),
+    "ours_whole": partial(_ours_whole, bucket_cap_mb=None),  # NO_SHARD: what DDP does
+    "ours_buckets": partial(_ours_whole, bucket_cap_mb=25),
 }
 PEERS = tuple(_BUILDERS)
 

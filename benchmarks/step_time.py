@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps per peer and round")
     parser.add_argument(
         "--peers",
-        default="bare,ddp_view,zero1,fsdp1,fsdp2,fsdp2_keep,ours,ours_keep",
+        default="bare,ddp_view,zero1,fsdp1,fsdp2,fsdp2_keep,ours,ours_keep,ours_buckets",
         help="comma-separated; must hold fsdp2",
     )
     parser.add_argument("--world-size", type=int, default=2, help="gloo ranks")
