@@ -47,11 +47,13 @@ def _ours(
     reshard_after_forward: bool | None = None,
     strategy: str = "FULL_SHARD",
     layers_per_unit: int = 1,
+    bucket_cap_mb: float | None = None,
 ) -> nn.Module:
     package = importlib.import_module("composable_shard")
     options: dict[str, Any] = {
         "strategy": package.ShardingStrategy[strategy],
         "reshard_after_forward": reshard_after_forward,
+        "bucket_cap_mb": bucket_cap_mb,
     }
     layers = list(model.layers) if layers_per_unit else []
     for start in range(0, len(layers), layers_per_unit or 1):
@@ -79,6 +81,7 @@ _BUILDERS: dict[str, Builder] = {
     # Small layers, so many to a unit: one collective for all of them.
     "ours_noshard_merged": partial(_ours, strategy="NO_SHARD", layers_per_unit=8),
     "ours_noshard_one": partial(_ours, strategy="NO_SHARD", layers_per_unit=0),
+    "ours_buckets": partial(_ours, strategy="NO_SHARD", layers_per_unit=0, bucket_cap_mb=25),
 }
 PEERS = tuple(_BUILDERS)
 

@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument(
         "--peers",
         default="bare,ddp,ddp_view,zero1,fsdp1,fsdp2,ours,ours_gradop,ours_optim,"
-        "ours_noshard,ours_noshard_merged,ours_noshard_one",
+        "ours_noshard,ours_noshard_merged,ours_noshard_one,ours_buckets",
         help="comma-separated",
     )
     parser.add_argument(

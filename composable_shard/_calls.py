@@ -10,8 +10,9 @@ from torch.autograd.function import FunctionCtx
 
 from composable_shard._contract import read_state
 from composable_shard._prefetch import drop_prefetched
-from composable_shard._reduction import abort_backward, release_handle
+from composable_shard._reduction import abort_backward
 from composable_shard._state import ShardState, TrainingState, TreeContext
+from composable_shard._unit_end import release_handle
 
 __all__ = [
     "check_forward_in_scope",

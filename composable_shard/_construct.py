@@ -6,14 +6,16 @@ import torch
 from torch import nn
 
 from composable_shard import _collectives
+from composable_shard._buckets import Buckets
 from composable_shard._buffers import place_buffers, watch_meta_buffers
 from composable_shard._casts import cast_buffers
 from composable_shard._flat_mode import make_flat_entry, show_flat
 from composable_shard._flat_param import FlatParamHandle, ParamEntry
 from composable_shard._flat_shard import FlatShard
+from composable_shard._grouping import group_params
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
-from composable_shard._plan import FLAT_PARAM_NAME, Original, Plan, by_kind, states_to_sync
+from composable_shard._plan import FLAT_PARAM_NAME, Original, Plan, states_to_sync
 from composable_shard._precision import Precision
 from composable_shard._shard_spec import ParamLabel, ShardSpec
 from composable_shard._state import ShardState
@@ -53,9 +55,13 @@ def build_state(
     state.use_orig_params = use_orig_params
     state.mp_policy = plan.policy
     state.offload_policy = plan.offload
+    state.bucket_cap_mb = plan.bucket_cap_mb
+    is_alone = shard_group.num_ranks == 1
+    state.buckets = None if is_alone or plan.bucket_cap_mb is None else Buckets()
+    groups = group_params(plan, use_orig_params, shard_size=shard_group.size, is_alone=is_alone)
     built = [
         (members, _build_handle(members, shard_group, strategy, precision, plan.offload))
-        for precision, members in by_kind(plan, use_orig_params)
+        for precision, members in groups
     ]
     for number, (_, handle) in enumerate(built):
         suffix = f"_{number}" if number else ""

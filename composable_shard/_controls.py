@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from torch import nn
 
 from composable_shard._lazy_init import lazy_init
-from composable_shard._reduction import release_handle
 from composable_shard._state import ShardState, TrainingState
 from composable_shard._traversal import select_states
+from composable_shard._unit_end import release_handle
 
 __all__ = ["UnshardWork", "no_sync", "reshard", "set_requires_gradient_sync", "unshard"]
 

@@ -19,9 +19,10 @@ from math import ceil
 import torch
 
 from composable_shard._flat_param import plan_layout
+from composable_shard._grouping import group_params
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
-from composable_shard._plan import Plan, by_kind
+from composable_shard._plan import Plan
 from composable_shard._precision import Precision
 from composable_shard._wire import wire_nbytes
 from composable_shard.api import ShardingStrategy
@@ -247,7 +248,8 @@ def unit_cost(
         use_orig_params: Whether optimizers see the original parameters.
     """
     total = Cost()
-    for precision, members in by_kind(plan, use_orig_params):
+    groups = group_params(plan, use_orig_params, shard_size=ranks.shard, is_alone=not ranks.joint)
+    for precision, members in groups:
         dense = [original.dense for original in members]
         handle = FlatParamCost(
             layout=plan_layout(dense, ranks.shard, precision),

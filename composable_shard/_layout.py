@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["FlatLayout", "intersect", "round_up"]
+__all__ = ["FlatLayout", "cut_buckets", "intersect", "round_up"]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -23,6 +23,33 @@ def intersect(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int
     """
     start = max(first[0], second[0])
     return start, max(start, min(first[1], second[1]))
+
+
+def cut_buckets(
+    numels: Sequence[int], cap_numel: int, world_size: int, alignment: int = 1
+) -> list[range]:
+    """Cut a sequence of parameters into buckets, the last parameter first: backward order.
+
+    A bucket is a run of neighbours. Laid out as one `FlatLayout` it has a `padded_numel` of at most
+    `cap_numel`, unless one of its parameters alone has more; then all others in it are empty.
+
+    Args:
+        numels: Elements of each parameter, in order.
+        cap_numel: The most elements in a bucket.
+        world_size: Number of ranks that share each flat parameter.
+        alignment: That of the layouts.
+
+    Example: numels `(5, 1, 3, 4)` and a cap of 8 give `[range(2, 4), range(0, 2)]`.
+    """
+    buckets = []
+    end, filled = len(numels), 0
+    for index in reversed(range(len(numels))):
+        aligned = round_up(numels[index], alignment)
+        if filled and aligned and round_up(filled + aligned, world_size * alignment) > cap_numel:
+            buckets.append(range(index + 1, end))
+            end, filled = index + 1, 0
+        filled += aligned
+    return [*buckets, range(end)] if end else buckets
 
 
 @dataclass(frozen=True)

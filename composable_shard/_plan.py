@@ -18,7 +18,6 @@ from composable_shard._flat_shard import FlatShard
 from composable_shard._full_params import is_shown_by_scope
 from composable_shard._mesh import ShardGroup
 from composable_shard._module_tree import has_forward
-from composable_shard._precision import Precision
 from composable_shard._storage import Slot, find_slots
 from composable_shard._traversal import iter_unmanaged_modules
 from composable_shard._unsharded_param import UnshardedParameter
@@ -31,7 +30,6 @@ __all__ = [
     "Plan",
     "apply_precision",
     "as_modules",
-    "by_kind",
     "check_can_be_flat",
     "check_sync",
     "plan_unit",
@@ -82,6 +80,7 @@ class Plan:
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     kept_modules: list[nn.Module] = field(default_factory=list)  # compute in the main dtype
+    bucket_cap_mb: float | None = None
 
 
 def plan_unit(
@@ -336,17 +335,3 @@ def apply_precision(plan: Plan, policy: MixedPrecisionPolicy) -> None:
     }
     for original in plan.originals:
         original.is_kept = id(original.param) in kept
-
-
-def by_kind(plan: Plan, use_orig_params: bool) -> list[tuple[Precision, list[Original]]]:
-    """Return the original parameters of each handle that the unit will have, and its dtypes."""
-    groups: dict[object, tuple[Precision, list[Original]]] = {}
-    for original in plan.originals:
-        param, tensor_parallel = original.param, original.tensor_parallel
-        mesh = None if tensor_parallel is None else tensor_parallel[0]
-        placements = None if use_orig_params or mesh is None else tensor_parallel
-        precision = Precision.of(plan.policy, param.dtype, is_kept=original.is_kept)
-        main_dtype = precision.main_dtype or param.dtype
-        kind = (main_dtype, precision, param.requires_grad, mesh, placements)
-        groups.setdefault(kind, (precision, []))[1].append(original)
-    return list(groups.values())

@@ -1,12 +1,4 @@
-"""From one unsharded gradient to sharded gradients: when to reduce, in which order, when to stop.
-
-[Note: End of a unit]
-A unit's gradients are reduced and its parameters freed when nothing in the backward needs it any
-more. Gradients can't tell when that is: a parameter may get one on some ranks only, and all ranks
-must issue the same collectives in the same order. The forward can: the autograd engine runs first
-what was recorded last. Calls of units are numbered as they begin; when the backward reaches the
-output of a call, every unit whose first call began after that one had ended is over, on all ranks
-alike. What is left ends with the backward. A parameter without gradient counts as zero.
+"""A backward over a tree: from its first gradient to the sharded gradients of all units.
 
 [Note: End of backward]
 The autograd engine calls back at the end of a backward pass, but only if it succeeds. The object
@@ -17,37 +9,35 @@ was aborted, and its unpublished gradients are dropped as a whole.
 from __future__ import annotations
 
 import weakref
-from bisect import insort
-from contextlib import suppress
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import torch
 from torch.autograd import Variable
 
+from composable_shard._buckets import LATE
 from composable_shard._early_gradients import (
     check_not_delivered,
     collect,
     deliver,
     drop_early,
-    is_accumulating,
     raise_hook_error,
     run_hooks,
-    start_early,
 )
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._state import ShardState, TrainingState, TreeContext
+from composable_shard._unit_end import (
+    advance_in_flight,
+    end_handle,
+    end_units_after,
+    issue,
+    keeps_values,
+    open_unit,
+    release_after_backward,
+)
 from composable_shard._use_exchange import UseExchange
 
-__all__ = [
-    "abort_backward",
-    "begin_backward",
-    "check_not_in_scope",
-    "end_units_after",
-    "on_gradient",
-    "open_unit",
-    "release_handle",
-]
+__all__ = ["abort_backward", "begin_backward", "check_not_in_scope", "on_gradient"]
 
 
 class _BackwardPass:
@@ -78,8 +68,27 @@ def begin_backward(context: TreeContext) -> None:
     context.accumulates = any(
         handle.will_get_gradient() for state in context.live_states() for handle in state.handles
     )
+    _agree_to_reduce(context)
     for state in order:
         open_unit(context, state, state.forward_index)
+
+
+def _agree_to_reduce(context: TreeContext) -> None:
+    """Let all ranks know whether any of them accumulates gradients, see [Note: Buckets].
+
+    Where there are buckets: one all-reduce of a byte for each process group.
+    """
+    groups = {
+        handle.shard_group.joint_groups: handle.shard_group for handle in context.find_buckets()
+    }
+    if not groups:
+        return
+    accumulates = int(context.accumulates)
+    exchange = UseExchange([(group, [accumulates]) for group in groups.values()], highest=1)
+    context.exchanges.append(exchange)
+    if not accumulates:
+        context.accumulates = any(any(flags) for flags in exchange.finish())
+    context.is_sure_to_reduce = context.accumulates
 
 
 def _show_sharded(context_ref: weakref.ref[TreeContext], _: object) -> None:
@@ -101,49 +110,15 @@ def _show_sharded(context_ref: weakref.ref[TreeContext], _: object) -> None:
                 handle.register_sharded()
 
 
-def open_unit(context: TreeContext, state: ShardState, position: int) -> None:
-    """Let a unit's handles end when the backward has passed the call of this number.
-
-    A handle that several units compute with (tied weights) ends with the first of their calls;
-    -1 stands for the end of the backward. [Note: End of a unit]
-    """
-    owned = [(state, handle) for handle in state.handles]
-    owned += [
-        (owner, handle)
-        for handle in state.borrowed
-        for owner in context.live_states()
-        if handle in owner.handles
-    ]
-    for owner, handle in owned:
-        if handle.end_position is not None:
-            if position >= handle.end_position:
-                continue
-            context.open_handles = [item for item in context.open_handles if item[2] is not handle]
-        handle.end_position = position
-        insort(context.open_handles, (position, owner, handle), key=lambda item: -item[0])
-
-
-def end_units_after(context: TreeContext, position: int) -> None:
-    """Reduce and free the units whose calls all began at this number or later."""
-    while context.open_handles and context.open_handles[0][0] >= position:
-        _, state, handle = context.open_handles.pop(0)
-        _end_handle(context, state, handle)
-
-
 def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, index: int) -> None:
     """Take the gradient of one parameter."""
     state = state_ref()
     if state is None or state.context is None:
         return
     context = state.context
-    if context.backward is None or context.backward() is None:
-        check_not_in_scope(state)
-        begin_backward(context)
-    context.accumulates = True
-    if handle.end_position is None:
-        check_not_in_scope(state)
-        check_not_delivered(context, handle, index)
-        open_unit(context, state, -1)
+    _enter(context, state, handle, index)
+    if state.has_issued(handle):
+        return  # [Note: Buckets]: a late gradient stays where it is
     if handle.has_early_hooks:
         handle.accumulated.add(index)
     if handle.grad.packs_always or state.reduces(handle):
@@ -154,10 +129,51 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
         elif not handle.grad.pack_further(index, handle.entries[index].unsharded):
             may_overwrite = handle.reshards_after_backward and _is_outermost(context)
             handle.pack_gradient(index, may_overwrite=may_overwrite)
-    if handle.end_position == -1 and handle.grad.awaited.count(index):
-        # No call has told of it: reentrant checkpointing. All its gradients are there.
-        context.open_handles = [item for item in context.open_handles if item[2] is not handle]
-        _end_handle(context, state, handle)
+    if state.buckets is not None:
+        _end_full_buckets(context, state, handle, index)
+    elif handle.end_position == -1 and handle.grad.awaited.count(index):
+        _end_unannounced(context, state, handle)
+
+
+def _enter(context: TreeContext, state: ShardState, handle: FlatParamHandle, index: int) -> None:
+    """Note that a backward runs, if its first gradient is what tells of it, or of the unit."""
+    if context.backward is None or context.backward() is None:
+        check_not_in_scope(state)
+        begin_backward(context)
+    context.accumulates = True
+    if handle.end_position is None:
+        check_not_in_scope(state)
+        check_not_delivered(context, handle, index)
+        open_unit(context, state, -1)
+
+
+def _end_unannounced(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
+    """End a handle that no call has told of, as in reentrant checkpointing: its gradients came."""
+    context.open_handles = [item for item in context.open_handles if item[2] is not handle]
+    end_handle(context, state, handle)
+
+
+def _end_full_buckets(
+    context: TreeContext, state: ShardState, handle: FlatParamHandle, index: int
+) -> None:
+    """Reduce the buckets whose turn it is with this gradient, see [Note: Buckets]."""
+    buckets, position = state.buckets, handle.end_position
+    assert buckets is not None
+    if position == -1:
+        queue = [each for _, owner, each in context.open_handles if owner is state]
+        for bucket in buckets.take_full(handle, index, queue):
+            _end_unannounced(context, state, bucket)
+    elif buckets.may_go_early(handle) and state.reduces(handle):
+        first = takewhile(
+            lambda item: item[0] == position and item[1] is state, context.open_handles
+        )
+        for bucket in buckets.take_full(handle, index, [item[2] for item in first]):
+            buckets.note_issued(bucket)
+            # Packed in place, its values are gone; else the unit may need them until its end.
+            is_packed_in_place = bucket.grad.uses_shared
+            issue(context, state, bucket, keeps=not is_packed_in_place)
+            if is_packed_in_place:
+                release_after_backward(context, bucket)
 
 
 def check_not_in_scope(state: ShardState) -> None:
@@ -184,107 +200,39 @@ def _is_outermost(context: TreeContext) -> bool:
     )
 
 
-def _end_handle(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
-    handle.end_position = None
-    if handle.requires_grad and state.reduces(handle):
-        if context.early:
-            _advance_in_flight(context)
-            collect(context)
-        if handle.has_early_hooks:
-            handle.pack_rest(may_overwrite=not _keeps_values(context, handle))
-            start_early(context, state, handle)
-        if is_accumulating(context, handle):
-            _issue(context, state, handle)
-    elif handle.requires_grad and context.accumulates:
-        handle.is_unsynced = True
-    _release_after_backward(context, handle)
-    if state.training_state is TrainingState.PRE_BACKWARD:
-        state.transition(TrainingState.POST_BACKWARD)
-
-
-def _issue(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
-    # One reduction in flight: ending the last one here bounds the buffers to two units.
-    _advance_in_flight(context)
-    handle.issue_reduction(
-        context.streams,
-        context.scratch,
-        keep_unsharded=_keeps_values(context, handle),
-        is_deferred=state.defers_all_reduce(handle),
-    )
-    context.in_flight.append(handle)
-    context.reduced[handle] = None
-    if context.ready:
-        deliver(context)
-
-
-def _keeps_values(context: TreeContext, handle: FlatParamHandle) -> bool:
-    return context.keeps_unsharded or handle.num_holders > 0 or not handle.reshards_after_backward
-
-
-def _advance_in_flight(context: TreeContext) -> None:
-    while context.in_flight:
-        context.in_flight.pop(0).advance_reduction()
-
-
-def release_handle(
-    context: TreeContext, handle: FlatParamHandle, *, is_backward_next: bool = False
-) -> None:
-    """Show the sharded parameters and free the full ones, unless a forward still needs them.
-
-    Args:
-        context: The tree's.
-        handle: What to release.
-        is_backward_next: Keep what the policy keeps for a backward.
-    """
-    if handle.num_holders > 0:
-        return
-    handle.register_sharded()
-    if context.keeps_unsharded:
-        return
-    if is_backward_next and handle.small_group is not None:
-        handle.reshard_to_small_group()
-    else:
-        handle.reshard()
-
-
-def _release_after_backward(context: TreeContext, handle: FlatParamHandle) -> None:
-    if handle.reshards_after_backward:
-        release_handle(context, handle)
-    elif handle.num_holders == 0:
-        handle.register_sharded()
-        # One that was issued ahead, for a unit that this backward did not run: it may be abandoned
-        # for ever. An error is not ours to raise here, as in `reshard`.
-        with suppress(RuntimeError):
-            handle.wait_unshard()
-
-
 def _finish_backward(context: TreeContext) -> None:
     context.is_ending = True
     if context.early:
         # Whose gradients are final must be known before the others are asked about.
-        _advance_in_flight(context)
+        advance_in_flight(context)
         collect(context)
     unsynced = _find_unsynced(context)
     still_open = [
         handle
         for _, state, handle in context.open_handles
-        if handle.requires_grad and state.reduces(handle)
+        if handle.requires_grad and state.reduces(handle) and not state.has_issued(handle)
     ]
-    late = [handle for _, handle in unsynced]
-    for handle in still_open + late:
-        handle.pack_rest(may_overwrite=not _keeps_values(context, handle))
+    others = [handle for _, handle in unsynced]
+    for handle in still_open + others:
+        handle.pack_rest(may_overwrite=not keeps_values(context, handle))
     early = [handle for handle, _ in context.ready]
-    handles = [h for h in dict.fromkeys([*context.reduced, *still_open, *late]) if h not in early]
+    handles = [h for h in dict.fromkeys([*context.reduced, *still_open, *others]) if h not in early]
+    if context.is_sure_to_reduce:
+        # Other ranks may have done so already, and wait for it.
+        _issue_rest(context, unsynced)
+    buckets = context.find_buckets()
     exchange = UseExchange(
-        [(h.shard_group, list(map(int, h.grad.used))) for h in handles], highest=1
+        [(h.shard_group, _use_flags(h, h in buckets)) for h in handles],
+        highest=LATE if buckets else 1,
     )
     context.exchanges.append(exchange)
     if not context.accumulates:
         # Another rank may, where this one skips a unit for example.
         context.accumulates = any(any(flags) for flags in exchange.finish())
-    end_units_after(context, -1)
-    for owner, handle in unsynced:
-        _issue(context, owner, handle)
+    if not context.is_sure_to_reduce:
+        _issue_rest(context, unsynced)
+    if buckets:
+        _issue_rest(context, _find_late(buckets, handles, exchange.finish()))
     deliver(context)
     published = _publish(context, handles, exchange)
     context.reduced = {}
@@ -300,13 +248,15 @@ def _publish(
     context: TreeContext, handles: list[FlatParamHandle], exchange: UseExchange
 ) -> list[FlatParamHandle]:
     """Wait for everything that is in flight; give the parameters their gradients."""
-    _advance_in_flight(context)
+    advance_in_flight(context)
     for handle in handles:
         handle.finish_reduction()
     # Last, for it costs no time then; but before anything is published, for it may fail.
-    used = exchange.finish()
+    for other in context.exchanges:
+        other.finish()
     if not context.accumulates:
         return []
+    used = exchange.finish()
     for handle, flags in zip(handles, used, strict=True):
         handle.publish_gradients(list(map(bool, flags)))
     for ref in context.armed:
@@ -314,6 +264,32 @@ def _publish(
             state.forward_index = -1
     context.armed.clear()
     return handles
+
+
+def _issue_rest(context: TreeContext, others: list[tuple[ShardState, FlatParamHandle]]) -> None:
+    """Reduce what the end of the backward has left open, and other handles."""
+    end_units_after(context, -1)
+    for owner, handle in others:
+        issue(context, owner, handle, keeps=keeps_values(context, handle))
+
+
+def _use_flags(handle: FlatParamHandle, is_bucket: bool) -> list[int]:
+    is_late = is_bucket and any(param.grad is not None for param in handle.unsharded_params)
+    return [LATE if used and is_late else int(used) for used in handle.grad.used]
+
+
+def _find_late(
+    buckets: dict[FlatParamHandle, ShardState],
+    handles: list[FlatParamHandle],
+    used: list[list[int]],
+) -> list[tuple[ShardState, FlatParamHandle]]:
+    """Return the buckets that are reduced once more, see [Note: Buckets]."""
+    found = [h for h, flags in zip(handles, used, strict=True) if LATE in flags]
+    late = [(buckets[handle], handle) for handle in found]
+    for state, _ in late:
+        if state.buckets is not None:
+            state.buckets.note_late()
+    return late
 
 
 def _find_unsynced(context: TreeContext) -> list[tuple[ShardState, FlatParamHandle]]:
@@ -335,13 +311,15 @@ def _find_unsynced(context: TreeContext) -> list[tuple[ShardState, FlatParamHand
 
 
 def _return_to_idle(context: TreeContext) -> None:
-    context.accumulates = False
+    context.accumulates = context.is_sure_to_reduce = False
     context.open_handles = []
     drop_early(context)
     context.spans_calls, context.reaches_earlier_call = context.reaches_earlier_call, False
     # It may never run: a graph that ends before it, units that share an output.
     context.prefetched = {}
     for state in context.live_states():
+        if state.buckets is not None:
+            state.buckets.reset()
         if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
         state.may_recompute = False
@@ -352,7 +330,7 @@ def _return_to_idle(context: TreeContext) -> None:
             if handle.has_early_hooks:
                 handle.accumulated, handle.early_age = set(), 0
             if handle.is_registered_unsharded or handle.is_unsharded or handle.is_small:
-                _release_after_backward(context, handle)
+                release_after_backward(context, handle)
 
 
 def abort_backward(context: TreeContext) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import _trace
+from composable_shard._buckets import is_recomputed
 from composable_shard._calls import (
     check_forward_in_scope,
     end_call,
@@ -21,14 +22,9 @@ from composable_shard._early_gradients import check_not_written
 from composable_shard._lazy_init import lazy_init, prepare, share_context
 from composable_shard._nested import iter_tensors, map_tensors
 from composable_shard._prefetch import prefetch, prepare_ahead
-from composable_shard._reduction import (
-    begin_backward,
-    check_not_in_scope,
-    end_units_after,
-    open_unit,
-    release_handle,
-)
+from composable_shard._reduction import begin_backward, check_not_in_scope
 from composable_shard._state import ShardState, TrainingState, TreeContext
+from composable_shard._unit_end import end_units_after, open_unit, release_handle
 
 __all__ = ["post_forward", "pre_backward", "pre_forward"]
 
@@ -69,6 +65,8 @@ def pre_forward(state: ShardState, module: nn.Module) -> None:
             end_call(context, state)
         raise
     state.transition(TrainingState.FORWARD)
+    context.num_calls += 1
+    state.last_call = context.num_calls
     if torch.is_grad_enabled():
         _number_call(context, state)
     elif any(handle.has_early_hooks for handle in state.needed):
@@ -189,13 +187,19 @@ class _OutputReached:
     Keeps the unit alive as long as the graph, so that a backward works after `del model`.
     """
 
-    __slots__ = ("end", "num_writes", "start", "state")
+    __slots__ = ("end", "num_writes", "runs_alone", "start", "state")
 
     def __init__(self, state: ShardState, context: TreeContext) -> None:
         self.state = state
         self.num_writes = _count_writes(state)
         # [Note: End of a unit]
         self.start, self.end = state.call_number, context.num_forwards
+        # [Note: Buckets]
+        self.runs_alone = (
+            state.buckets is not None
+            and context.num_calls == state.last_call
+            and not is_recomputed()
+        )
 
     def __call__(self, *_: Any) -> None:
         pre_backward(self)
@@ -284,9 +288,7 @@ def pre_backward(call: _OutputReached) -> None:
         raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
     check_not_in_scope(state)
     begin_backward(context)
-    context.reaches_earlier_call |= call.start < context.call_start
-    open_unit(context, state, call.start)
-    end_units_after(context, call.end)
+    _reach(context, call)
     if state.training_state is TrainingState.PRE_BACKWARD:
         return
     if _count_writes(state) != call.num_writes:
@@ -314,3 +316,14 @@ def pre_backward(call: _OutputReached) -> None:
         handle.register_unsharded()
     if _trace.is_traced():
         _trace.record("compute_backward", state.name)
+
+
+def _reach(context: TreeContext, call: _OutputReached) -> None:
+    """End the units that are over, now that the backward has reached a call."""
+    context.reaches_earlier_call |= call.start < context.call_start
+    open_unit(context, call.state, call.start)
+    end_units_after(context, call.end)
+    buckets = call.state.buckets
+    if buckets is not None:
+        is_safe = call.runs_alone and context.is_sure_to_reduce and context.is_only_one_armed()
+        buckets.reach(call.start if is_safe else None)

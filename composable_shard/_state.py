@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable_shard._buckets import Buckets
 from composable_shard._buffer_broadcast import BufferBroadcast
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_reduction import ScratchPool, Streams
@@ -76,6 +77,8 @@ class ShardState:
         mp_policy: In which dtypes it computes and communicates.
         offload_policy: What of it lives on the host.
         buffers: Broadcasts its buffers before forwards, on request.
+        bucket_cap_mb: What each of its handles reduces at most, None without limit.
+        buckets: Decides which of them are reduced before the unit's end, if any may.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
         requires_all_reduce: False reduces gradients over the shard group only.
@@ -104,6 +107,8 @@ class ShardState:
         self.mp_policy = MixedPrecisionPolicy()
         self.offload_policy = OffloadPolicy()
         self.buffers: BufferBroadcast | None = None
+        self.bucket_cap_mb: float | None = None
+        self.buckets: Buckets | None = None
         self.num_modules = num_modules
         self.modules_to_run = num_modules
         self.training_state = TrainingState.IDLE
@@ -117,6 +122,7 @@ class ShardState:
         self.full_params: dict[FlatParamHandle, FullParams] = {}
         self.depth = 0
         self.call_number = -1
+        self.last_call = -1  # `context.num_calls` when that call, or one without graph, began
         self.call_sequence_nr = 0  # of the next autograd node when that call began
         self.forward_index = -1
         self.may_recompute = False
@@ -142,6 +148,10 @@ class ShardState:
         if not handle.grad.is_persistent:
             return self.requires_gradient_sync
         return self.puts_nothing_off
+
+    def has_issued(self, handle: FlatParamHandle) -> bool:
+        """Return whether the running backward reduces a bucket of the unit already."""
+        return self.buckets is not None and self.buckets.is_issued(handle)
 
     def defers_all_reduce(self, handle: FlatParamHandle) -> bool:
         """Return whether a reduction over the shard group leaves out the copies of the shard."""
@@ -184,6 +194,8 @@ class ShardState:
             options += " broadcast_buffers=True"
         if self.offload_policy.is_active:
             options += f" offload_policy={self.offload_policy}"
+        if self.bucket_cap_mb is not None:
+            options += f" bucket_cap_mb={self.bucket_cap_mb}"
         return options if self.use_orig_params else f"{options} use_orig_params=False"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,7 +269,8 @@ class TreeContext:
         call: Another object for each such call.
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         backward: Weak reference to the running backward pass; dead if that was aborted.
-        num_forwards: Number of the next call of a unit.
+        num_forwards: Number of the next call of a unit that records a graph.
+        num_calls: How many calls of units have begun.
         call_start: Number with which the last call that led the tree began.
         spans_calls: The last backward reached an earlier one too: so may the next.
         reaches_earlier_call: This backward does.
@@ -276,6 +289,7 @@ class TreeContext:
         is_checked: And its buffers have been initialised, so calls need no check any more.
         has_warned_of_host_memory: Every rank was about to hold the whole tree in host memory.
         accumulates: This backward accumulates gradients of parameters.
+        is_sure_to_reduce: All ranks know that some rank does.
         prefetched: The units whose gathers were issued ahead, until they run; True for those that
             the user chose.
         scratch: Memory that the reductions share.
@@ -292,6 +306,7 @@ class TreeContext:
         self.leader: StateRef | None = None
         self.call = object()
         self.num_forwards = 0
+        self.num_calls = 0
         self.call_start = 0
         self.spans_calls = False
         self.reaches_earlier_call = False
@@ -311,12 +326,28 @@ class TreeContext:
         self.prefetched: dict[ShardState, bool] = {}
         self.keeps_unsharded = False
         self.accumulates = False
+        self.is_sure_to_reduce = False
         self.output_sequence_nr = 0
         self.has_agreed = False
         self.is_checked = False
         self.has_warned_of_host_memory = False
         self.streams = _make_streams(device)
         self.scratch = ScratchPool()
+        _trees.add(self)
+
+    def find_buckets(self) -> dict[FlatParamHandle, ShardState]:
+        """Return the handles that may be reduced before their unit's end, each with its unit."""
+        return {
+            handle: state
+            for state in self.live_states()
+            if state.buckets is not None
+            for handle in state.handles
+            if state.reduces(handle)
+        }
+
+    def is_only_one_armed(self) -> bool:
+        """Return whether no unit of another tree waits for a backward, perhaps the same one."""
+        return not any(other.armed for other in _trees if other is not self)
 
     def live_modules(self) -> list[nn.Module]:
         """Return the outermost modules that still exist."""
@@ -325,6 +356,9 @@ class TreeContext:
     def live_states(self) -> list[ShardState]:
         """Return the units that still exist."""
         return [state for ref in self.states if (state := ref()) is not None]
+
+
+_trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process
 
 
 def _make_streams(device: torch.device) -> Streams | None:

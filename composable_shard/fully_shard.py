@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -47,6 +48,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     use_orig_params: bool = True,
     sync_module_states: bool = False,
     broadcast_buffers: bool = False,
+    bucket_cap_mb: float | None = None,
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -89,6 +91,12 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         broadcast_buffers: As in DistributedDataParallel: before a forward give all ranks the
             buffers of the mesh's first rank, in one broadcast for the unit; not while gradients
             accumulate without being reduced.
+        bucket_cap_mb: The most MiB (2**20 bytes) of gradients that are reduced together; a larger
+            parameter is alone. Each bucket is a handle of its own, reduced in the backward as soon
+            as it is complete; its full parameters are then freed. So one call on a whole model
+            overlaps reductions with the backward. Not before the end of the unit's backward,
+            though, where that would not be safe on all ranks: if units run inside this one, or it
+            runs in a checkpointed region. None: one handle for each kind of parameters.
 
     Returns:
         `module`.
@@ -110,6 +118,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         "use_orig_params": use_orig_params,
         "sync_module_states": sync_module_states,
         "broadcast_buffers": broadcast_buffers,
+        "bucket_cap_mb": bucket_cap_mb,
     }
     check_options(options)
     modules = as_modules(module)
@@ -187,6 +196,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"expected offload_policy to be an OffloadPolicy, got {options['offload_policy']!r}"
         )
     _check_ignored(options["ignored_params"])
+    _check_bucket_cap(options["bucket_cap_mb"])
     for name in ("sync_module_states", "broadcast_buffers"):
         if not isinstance(options[name], bool):
             raise ValueError(f"expected {name} to be a bool, got {options[name]!r}")
@@ -226,6 +236,14 @@ def _check_ignored(ignored_params: object) -> None:
             raise ValueError(f"expected ignored_params to hold parameters only, got a {kind}")
 
 
+def _check_bucket_cap(cap: object) -> None:
+    is_number = isinstance(cap, (int, float)) and not isinstance(cap, bool)
+    if cap is not None and not (is_number and 0 < cap < math.inf):  # type: ignore[operator]
+        raise ValueError(
+            f"expected bucket_cap_mb to be None or a positive, finite number of MiB, got {cap!r}"
+        )
+
+
 def check_unit(
     modules: list[nn.Module],
     shard_group: ShardGroup | None,
@@ -249,6 +267,7 @@ def check_unit(
     plan = plan_unit(modules, shard_group, options["ignored_params"] or (), inner)
     apply_precision(plan, options["mp_policy"])
     plan.offload = options["offload_policy"]
+    plan.bucket_cap_mb = options["bucket_cap_mb"]
     if shard_group is not None:
         check_policy(options["reshard_after_forward"], shard_group.size)
         if options["offload_policy"].is_active:

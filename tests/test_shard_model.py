@@ -46,7 +46,8 @@ from tests.helpers import distributed, run_ranks
 from tests.models import Block, Net, Twins, assert_at_rest, fingerprint, rank_input
 
 _OPTIONS = "mesh, strategy, reshard_after_forward, shard_over_replicas, mp_policy, " + (
-    "offload_policy, ignored_params, use_orig_params, sync_module_states, broadcast_buffers"
+    "offload_policy, ignored_params, use_orig_params, sync_module_states, "
+    "broadcast_buffers, bucket_cap_mb"
 )
 
 

@@ -1,0 +1,63 @@
+"""Which parameters of a unit share a flat parameter: those of one kind, cut into buckets."""
+
+from __future__ import annotations
+
+from composable_shard._flat_param import plan_layout
+from composable_shard._layout import cut_buckets
+from composable_shard._plan import Original, Plan
+from composable_shard._precision import Precision
+
+__all__ = ["group_params"]
+
+Group = tuple[Precision, list[Original]]
+_MIB = 1 << 20
+
+
+def group_params(
+    plan: Plan, use_orig_params: bool, *, shard_size: int, is_alone: bool
+) -> list[Group]:
+    """Return the original parameters of each handle that the unit will have, and its dtypes.
+
+    Args:
+        plan: The unit's.
+        use_orig_params: Whether it shows them at rest.
+        shard_size: The ranks that share a flat parameter.
+        is_alone: No other rank has gradients: nothing is reduced, so there are no buckets.
+    """
+    groups = _by_kind(plan, use_orig_params)
+    if plan.bucket_cap_mb is None or is_alone:
+        return groups
+    cap_nbytes = int(plan.bucket_cap_mb * _MIB)
+    buckets = [
+        (precision, [members[index] for index in bucket])
+        for precision, members in groups
+        for bucket in _cut(precision, members, cap_nbytes, shard_size)
+    ]
+    # [Note: Buckets] The order of reductions, across kinds.
+    position = {id(original): index for index, original in enumerate(plan.originals)}
+    return sorted(buckets, key=lambda bucket: -position[id(bucket[1][-1])])
+
+
+def _by_kind(plan: Plan, use_orig_params: bool) -> list[Group]:
+    groups: dict[object, Group] = {}
+    for original in plan.originals:
+        param, tensor_parallel = original.param, original.tensor_parallel
+        mesh = None if tensor_parallel is None else tensor_parallel[0]
+        placements = None if use_orig_params or mesh is None else tensor_parallel
+        precision = Precision.of(plan.policy, param.dtype, is_kept=original.is_kept)
+        main_dtype = precision.main_dtype or param.dtype
+        kind = (main_dtype, precision, param.requires_grad, mesh, placements)
+        groups.setdefault(kind, (precision, []))[1].append(original)
+    return list(groups.values())
+
+
+def _cut(
+    precision: Precision, members: list[Original], cap_nbytes: int, shard_size: int
+) -> list[range]:
+    dense = [original.dense for original in members]
+    if not members[0].param.requires_grad:
+        return [range(len(members))]  # nothing to reduce
+    reduce_dtype = precision.reduces_in(precision.main_dtype or dense[0].dtype)
+    alignment = plan_layout(dense, shard_size, precision).alignment
+    numels = [tensor.numel() for tensor in dense]
+    return cut_buckets(numels, cap_nbytes // reduce_dtype.itemsize, shard_size, alignment)
