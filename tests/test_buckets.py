@@ -165,7 +165,7 @@ def test_a_default_of_shard_model() -> None:
     model = shard_model(Net(), {nn.Linear: None}, bucket_cap_mb=CAP)
     handles = get_handles(model)
     assert len(handles) > 4
-    assert plan.units[0].shard_nbytes == sum(handle.local_shard.nbytes for handle in handles)
+    assert plan.units[0].cost.param_nbytes == sum(handle.local_shard.nbytes for handle in handles)
 
 
 # --- when it is reduced ---
