@@ -726,7 +726,8 @@ def test_tensor_parallel_parameters_are_shown_as_dtensors() -> None:
             assert isinstance(param, DTensor)
             assert isinstance(param, nn.Parameter)
             assert_equal(param.detach().full_tensor(), expected.detach())
-            assert_equal(param.grad.full_tensor(), expected.grad)
+            # Half a matrix: some CPUs add up in another order there.
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
             with torch.no_grad():
                 param.mul_(2)
         kept, state_dict = model[0].weight, model.state_dict()
