@@ -397,8 +397,8 @@ class _Picky(nn.Module):
 
 
 def _shard_nested(model: nn.Module, **options: Any) -> None:
-    """Make the optional layers a unit with buckets inside another."""
-    _sharded(model.optional, **options)
+    """Make the first layer a unit inside that of the others."""
+    _sharded(model.first, **options)
     _sharded(model, **options)
 
 
@@ -417,6 +417,12 @@ def test_parameters_that_some_ranks_use(
         twins.step(lambda model, x=x, used=used: model(x, used).square().mean())
         for model in twins:
             model.zero_grad()
+    for model in twins:
+        # The second backward meets units of which no forward came just before.
+        losses = [model(x, [2] if rank == i else [0]).square().mean() for i in range(2)]
+        for loss in losses:
+            twins.backward(model, loss)
+    twins.assert_equal_gradients()
     assert_at_rest(twins.sharded)
 
 
@@ -446,35 +452,50 @@ def test_two_trees_in_one_backward() -> None:
     assert_at_rest(twins.sharded)
 
 
-class _CheckpointedPair(nn.Module):
-    """Three units in one region of checkpointing, whose recomputation gathers them."""
+class _Shifted(nn.Module):
+    """The gradient of its last parameter needs nothing that a checkpoint must recompute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Optional() for _ in range(3))
-        self.bias = nn.Parameter(torch.ones(5))
+        self.linear = nn.Linear(5, 5)
+        self.shift = nn.ParameterList([torch.ones(5)])
 
-    def _all(self, x: Tensor, used: list[int]) -> Tensor:
-        for part in self.parts:
-            x = part(x, used) + 1
+    def forward(self, x: Tensor, is_used: bool) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return x + self.shift[0] if is_used else x + 1
+
+
+class _Checkpointed(nn.Module):
+    """Several units in one region of checkpointing, whose recomputation gathers them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(_Shifted() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def _all(self, x: Tensor, used: list[bool]) -> Tensor:
+        for part, is_used in zip(self.parts, used, strict=True):
+            x = part(x, is_used)
         return x
 
-    def forward(self, x: Tensor, used: list[int]) -> Tensor:
-        return checkpoint(self._all, x * self.bias, used, use_reentrant=False)
+    def forward(self, x: Tensor, used: list[bool]) -> Tensor:
+        return checkpoint(self._all, x * self.scale, used, use_reentrant=False)
 
 
 def _shard_parts(model: nn.Module) -> None:
+    # Gradients that are not packed in place: the recomputation finds the values.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     for part in model.parts:
-        _sharded(part, 16 / MIB, reshard_after_forward=True)
+        _sharded(part, 16 / MIB, reshard_after_forward=True, mp_policy=policy)
     _sharded(model)
 
 
 @distributed(2)
 def test_units_that_are_recomputed_together() -> None:
     """Their buckets wait for their end, so the gathers keep their place."""
-    twins = Twins(_CheckpointedPair, _shard_parts)
+    twins = Twins(_Checkpointed, _shard_parts)
     for step in range(3):
-        used = [0, 1, 2] if dist.get_rank() else [step]
+        used = [dist.get_rank() == step % 2] * 4
         x = rank_input(4, 5, step=step)
         twins.step(lambda model, x=x, used=used: model(x, used).square().mean())
     assert_at_rest(twins.sharded)

@@ -41,6 +41,7 @@ class _RandomUnit(nn.Module):
         self.options: dict[str, object] = {"strategy": random.choice(_STRATEGIES)}
         if self.options["strategy"] is ShardingStrategy.FULL_SHARD:
             self.options["reshard_after_forward"] = random.choice([None, True, False])
+        self.options["bucket_cap_mb"] = random.choice([None, 1e-6, 3e-4])  # one or two matrices
 
     def forward(self, x: Tensor, uses: list[bool]) -> Tensor:
         for position, (is_inner, index) in enumerate(self.operations):
