@@ -338,7 +338,6 @@ class FlatGradient:
 
     def move_out_published(self, params: list[FlatShard]) -> None:
         """Give published gradients that are views of the buffer memory of their own."""
-        self._pieces.forget()
         result = self._result if self._result.numel() else self._own
         start = result.untyped_storage().data_ptr()
         for param in params:
@@ -347,6 +346,7 @@ class FlatGradient:
                 local = grad.to_local()
                 if local.numel() and local.untyped_storage().data_ptr() == start:
                     grad._local = local.clone()
+                    self._pieces.forget()  # it may be one of them
 
     def publish(
         self,
