@@ -259,7 +259,7 @@ def _exchange_terms(
         # In place the output is one of the two terms already.
         terms, receiver = (own, output) if scratch is None else (scratch, scratch)
         receives = dict.fromkeys(slices, _real(receiver))
-        if output.dtype != input.dtype:
+        if scratch is not None and output.data_ptr() != own.data_ptr():
             output.copy_(own)
     work = exchange({rank: _real(part) for rank, part in slices.items()}, receives, group)
     return PendingReduction(work, output, input, terms, scale)

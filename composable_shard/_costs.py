@@ -4,8 +4,12 @@
 All of it follows from the layout, the mesh, the strategy and the dtypes. A *payload* is the
 full-size buffer of a collective. Of a gather or reduce-scatter over n ranks each rank sends
 `(n - 1) / n` of the payload, of an all-reduce twice that, as a ring does it. Not counted: memory
-that is freed again within a pass, scratch memory for the terms of a reduction on the CPU, and a
-unit's gathers of parameters that another unit manages.
+that is freed again within a pass, scratch memory for the terms of a reduction on the CPU, a unit's
+gathers of parameters that another unit manages, the byte with which a backward with buckets begins,
+and those of early hooks.
+
+Bytes held are those of the device and the host together; `host_nbytes` says how much of them is on
+the host. There, the further backward passes of a step need one more gradient shard.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._plan import Plan
 from composable_shard._precision import Precision
+from composable_shard._quantise import QUANTISED
 from composable_shard._wire import wire_nbytes
-from composable_shard.api import ShardingStrategy
+from composable_shard.api import OffloadPolicy, ShardingStrategy
 
 __all__ = ["Cost", "FlatParamCost", "RankCounts", "sent_nbytes", "unit_cost"]
 
@@ -78,12 +83,14 @@ class Cost:
         param_nbytes: Parameters at rest, padding included.
         grad_nbytes: Gradients after a backward, padding included.
         optimizer_nbytes: AdamW's two moments, on the first rank.
+        host_nbytes: Of these three, what is offloaded to host memory.
         payloads: Full-size bytes of the collectives of a step, by kind and number of ranks.
     """
 
     param_nbytes: int = 0
     grad_nbytes: int = 0
     optimizer_nbytes: int = 0
+    host_nbytes: int = 0
     payloads: Payloads = field(default_factory=dict)
 
     def __add__(self, other: Cost) -> Cost:
@@ -93,6 +100,7 @@ class Cost:
             self.param_nbytes + other.param_nbytes,
             self.grad_nbytes + other.grad_nbytes,
             self.optimizer_nbytes + other.optimizer_nbytes,
+            self.host_nbytes + other.host_nbytes,
             payloads,
         )
 
@@ -127,6 +135,7 @@ class FlatParamCost:
         requires_grad: Whether its parameters are trainable.
         reshard_after_forward: True, False, or the size of a small group; for `FULL_SHARD`.
         shows_flat: Whether optimizers see one parameter in place of the originals.
+        offload: What lives on the host.
     """
 
     layout: FlatLayout
@@ -137,29 +146,38 @@ class FlatParamCost:
     requires_grad: bool = True
     reshard_after_forward: bool | int = True
     shows_flat: bool = False
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
 
     @property
     def param_nbytes(self) -> int:
-        """Parameters at rest: the shard, and where it is kept the unsharded buffer around it."""
-        shard = self.layout.shard_numel * self.main_dtype.itemsize
+        """Parameters at rest: the shard, and where it is kept the unsharded buffer around it.
+
+        An offloaded shard is beside that buffer, or beside a copy that the device keeps.
+        """
+        shard = self._shard_nbytes
         if not self._is_kept:
-            return shard
+            is_copied = self.offload.is_active and not self.offload.params
+            return shard + (self._device_copy_nbytes if is_copied else 0)
         full = self.layout.padded_numel * self._param_dtype.itemsize
         is_cast = {self._param_dtype, self._wire_dtype} != {self.main_dtype}
-        return full + shard if is_cast else full
+        return full + shard if is_cast or self.offload.is_active else full
 
     @property
     def grad_nbytes(self) -> int:
-        """Gradients after a backward: shards, or the buffer that all of them stay in."""
-        shard = self.layout.shard_numel * self.main_dtype.itemsize
+        """Gradients after a backward: shards, or the buffer that all of them stay in.
+
+        Offloaded shards are beside that buffer.
+        """
+        shard, is_offloaded = self._shard_nbytes, self.offload.is_active
         if not self.requires_grad:
             return 0
-        if not self.ranks.joint and not self.shows_flat:
+        if not (self.ranks.joint or self.shows_flat or is_offloaded):
             return self.layout.unpadded_numel * self.main_dtype.itemsize
         if not self._keeps_gradients:
             return shard
         full = self.layout.padded_numel * self._reduce_dtype.itemsize
-        return full if self._reduce_dtype == self.main_dtype else full + shard
+        num_shards = int(self._reduce_dtype != self.main_dtype) + int(is_offloaded)
+        return full + num_shards * shard
 
     @property
     def optimizer_nbytes(self) -> int:
@@ -170,6 +188,13 @@ class FlatParamCost:
         if self.shows_flat:
             owned = min(self.layout.shard_numel, self.layout.end)
         return _NUM_MOMENTS * owned * self.main_dtype.itemsize
+
+    @property
+    def host_nbytes(self) -> int:
+        """What is in host memory: shards of parameters and gradients, and moments."""
+        if not self.offload.is_active:
+            return 0
+        return self._shard_nbytes * (1 + self.requires_grad) + self.optimizer_nbytes
 
     def payloads(self, num_passes: int = 1, num_reductions: int = 1) -> Payloads:
         """Return the full-size bytes of a step's collectives, by kind and number of ranks.
@@ -205,7 +230,23 @@ class FlatParamCost:
     @property
     def cost(self) -> Cost:
         """All of it, with one forward and backward in a step."""
-        return Cost(self.param_nbytes, self.grad_nbytes, self.optimizer_nbytes, self.payloads())
+        return Cost(
+            self.param_nbytes,
+            self.grad_nbytes,
+            self.optimizer_nbytes,
+            self.host_nbytes,
+            self.payloads(),
+        )
+
+    @property
+    def _shard_nbytes(self) -> int:
+        return self.layout.shard_numel * self.main_dtype.itemsize
+
+    @property
+    def _device_copy_nbytes(self) -> int:
+        wire_dtype = self._wire_dtype
+        held_dtype = self.main_dtype if wire_dtype in QUANTISED else wire_dtype
+        return self.layout.shard_numel * held_dtype.itemsize
 
     @property
     def _is_kept(self) -> bool:
@@ -260,6 +301,7 @@ def unit_cost(
             requires_grad=members[0].param.requires_grad,
             reshard_after_forward=reshard_after_forward,
             shows_flat=not use_orig_params,
+            offload=plan.offload,
         )
         total += handle.cost
     return total

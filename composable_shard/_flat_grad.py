@@ -118,7 +118,7 @@ class FlatGradient:
             self._own.as_strided(spec.dense_shape, spec.dense_stride, offset)
             for spec, offset in zip(specs, self._layout.offsets, strict=True)
         ]
-        if self.is_persistent and (reduce_dtype == main_dtype or group.replicate_groups):
+        if self.is_persistent and self.reduction.output_dtype(reduce_dtype) == reduce_dtype:
             start, end = self._layout.shard_range(group.rank)
             self._own_part = self._own[start:end]
         free_storage(self._own)
@@ -288,8 +288,8 @@ class FlatGradient:
 
     def _take_scratch(self, pool: ScratchPool, may_share: bool) -> Tensor | None:
         """Return the one of the two buffers that does not hold the gradients, or other memory."""
-        group, is_cast = self._shard_group.group, self._own.dtype != self.reduction.main_dtype
-        in_place = self.is_persistent or (is_cast and not self._shard_group.replicate_groups)
+        group, dtype = self._shard_group.group, self._own.dtype
+        in_place = self.is_persistent or self.reduction.output_dtype(dtype) != dtype
         num_parts = _collectives.scratch_parts(group, self._own, in_place=in_place)
         if num_parts == 0 or self._shard_group.size == 1 or self.reduction.hook_name:
             return None

@@ -82,6 +82,16 @@ class FlatReduction:
         self._event: torch.Event | None = None
         self._scratch: Tensor | None = None  # until the reduce stream has read the terms in it
 
+    def output_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which what ranks sent is added up.
+
+        The second stage travels in the dtype of the first. A main dtype that is narrower than that
+        of the gradients on the way is for the result, which is rounded to it once.
+        """
+        if self._shard_group.replicate_groups:
+            return reduce_dtype
+        return torch.promote_types(reduce_dtype, self.main_dtype)
+
     @property
     def hook_name(self) -> str | None:
         """The name of the comm hook, None where there is none."""
@@ -144,8 +154,7 @@ class FlatReduction:
             for start, end in self._layout.padding_ranges():
                 buffer[start:end].zero_()
         if output is None:
-            # The second stage travels in the dtype of the first.
-            dtype = buffer.dtype if group.replicate_groups else self.main_dtype
+            dtype = self.output_dtype(buffer.dtype)
             output = buffer.new_empty(buffer.numel() // group.size, dtype=dtype)
         if group.size > 1:
             self._scale = 1.0

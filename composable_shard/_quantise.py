@@ -105,6 +105,8 @@ def round_trip(values: Tensor, dtype: torch.dtype, output_dtype: torch.dtype) ->
 
 
 def _parts(encoded: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if numel == 0:  # a part of nothing need not be aligned
+        return encoded.new_empty(0, dtype=dtype), encoded.new_empty(0, dtype=torch.float32)
     scales = encoded[_payload_nbytes(numel) :].view(torch.float32)
     return encoded[:numel].view(dtype), scales
 

@@ -14,11 +14,12 @@ from composable_shard._costs import Cost, RankCounts
 __all__ = ["PlannedUnit", "ShardingPlan"]
 
 _LABELS = ("unit", "class", "rule", "parameters", "numel", "ranks")
-_HEADINGS = (*_LABELS, "params", "grads", "AdamW", "sent", "options")
+_HEADINGS = (*_LABELS, "params", "grads", "AdamW", "on host", "sent", "options")
 _LEGEND = (
-    "bytes of a rank: parameters at rest, gradients after a backward, AdamW's state; sent per step"
+    "bytes of a rank: parameters at rest, gradients after a backward, AdamW's state; how much of "
+    "that is offloaded to the host; sent per step"
 )
-_NUMBERS = range(3, 10)  # columns that are aligned to the right
+_NUMBERS = range(3, 11)  # columns that are aligned to the right
 _MAX_VALUE_LENGTH = 60
 
 
@@ -106,7 +107,7 @@ def _row(unit: PlannedUnit) -> tuple[str, ...]:
 
 
 def _cells(cost: Cost) -> tuple[str, ...]:
-    held = (cost.param_nbytes, cost.grad_nbytes, cost.optimizer_nbytes)
+    held = (cost.param_nbytes, cost.grad_nbytes, cost.optimizer_nbytes, cost.host_nbytes)
     return tuple(f"{nbytes:,}" for nbytes in (*held, cost.sent_nbytes))
 
 

@@ -60,7 +60,7 @@ class MixedPrecisionPolicy:
             part for a small group moves values as they were received, in `param_dtype`.
         reduce_dtype: In which gradients are packed, sent and added up while a buffer holds them
             unsharded. Default: `param_dtype`. Where this library adds up what ranks sent, it does
-            so in the main dtype.
+            so in the wider one of this and the main dtype.
         main_dtype: What the sharded parameters are made, for example float32 for a bfloat16 model,
             which then goes on computing in bfloat16. Default: as before the call.
         output_dtype: What floating-point tensors in the output of the unit's forward are cast to.

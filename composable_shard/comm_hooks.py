@@ -139,7 +139,7 @@ class ErrorFeedback:
         return numel * self.dtype.itemsize
 
 
-def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable:
+def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable | None:
     """Send gradients compressed, and what that leaves out with the next ones.
 
     See [Note: Error feedback]. A reduce-scatter is one all-to-all of compressed parts, which each
@@ -161,6 +161,8 @@ def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable
         )
     gradient, output, group = _real(stage.gradient), _real(stage.output), stage.group
     numel, size = gradient.numel(), group.size()
+    if numel == 0:
+        return None
     part_numel = -(-numel // size)  # an all-reduce may cut anywhere
     part_nbytes = state._encoded_nbytes(part_numel)
     sent = gradient.new_zeros(size * part_nbytes, dtype=torch.uint8)

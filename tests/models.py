@@ -21,6 +21,7 @@ __all__ = [
     "Block",
     "FailingMode",
     "Net",
+    "Nothing",
     "Optional",
     "Twins",
     "assert_at_rest",
@@ -61,6 +62,17 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.out(x)
+
+
+class Nothing(nn.Module):
+    """A product with a parameter that has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
 
 
 def shard_root(model: nn.Module, **options: Any) -> None:

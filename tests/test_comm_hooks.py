@@ -34,7 +34,7 @@ from composable_shard.comm_hooks import (
     fp16_compress_hook,
 )
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, assert_at_rest, pickled, rank_input, shard_blocks
+from tests.models import Net, Nothing, assert_at_rest, pickled, rank_input, shard_blocks
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)
@@ -533,6 +533,37 @@ def test_error_feedback_is_the_same_over_the_backends_all_to_all() -> None:
         _assert_same(*seen)
 
 
+@pytest.mark.parametrize("reduce_dtype", [None, F32])
+@distributed(2)
+def test_compression_of_what_has_the_dtype_already(reduce_dtype: torch.dtype | None) -> None:
+    """A bf16 model: the sum has the terms' dtype, and memory of its own."""
+    for strategy in STRATEGIES:
+        model = fully_shard(
+            nn.Linear(8, 8, bias=False, dtype=BF16),
+            strategy=strategy,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        )
+        register_comm_hook(model, bf16_compress_hook)
+        for step in range(2):
+            model.zero_grad()
+            factor = (step + 1) * (dist.get_rank() + 1)
+            (model(torch.ones(1, 8, dtype=BF16)) * factor).sum().backward()
+            expected = torch.full((8, 8), 1.5 * (step + 1), dtype=BF16)
+            assert_equal(model.weight.grad.full_tensor(), expected, strategy.value)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.int8])
+@distributed(3)
+def test_error_feedback_of_nothing(dtype: torch.dtype) -> None:
+    """A unit whose parameters have no elements."""
+    for strategy in STRATEGIES:
+        model = Nothing()
+        fully_shard(model, strategy=strategy)
+        register_comm_hook(model, error_feedback_hook, ErrorFeedback(dtype))
+        model(torch.ones(2, 0)).sum().backward()
+        assert_equal(model.weight.grad.full_tensor(), torch.empty(0, 3))
+
+
 @distributed(2)
 def test_compression_of_complex_gradients() -> None:
     """They are pairs of real numbers."""
@@ -599,6 +630,20 @@ def test_low_precision_terms_are_sent_as_they_are_and_added_up_in_fp32(
             assert_equal(output, exact.to(output_dtype) * 2)
     assert log.count("reduce_scatter") == 2
     assert log.nbytes("reduce_scatter") == 2 * input.nbytes
+
+
+@distributed(3)
+def test_sums_are_not_narrower_than_their_terms() -> None:
+    """A bf16 model that is reduced in fp32 rounds the mean once."""
+    for strategy in STRATEGIES:
+        policy = MixedPrecisionPolicy(reduce_dtype=F32)
+        model = fully_shard(
+            nn.Linear(33, 65, bias=False, dtype=BF16), strategy=strategy, mp_policy=policy
+        )
+        x = rank_input(1, 33, dtype=BF16)
+        model(x).float().sum().backward()
+        mean = _sum_of(x.float().flatten()) / dist.get_world_size()
+        assert_equal(model.weight.grad.full_tensor(), mean.to(BF16).expand(65, 33))
 
 
 @distributed(3)

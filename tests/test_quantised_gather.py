@@ -32,6 +32,7 @@ from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import (
     Block,
     Net,
+    Nothing,
     assert_at_rest,
     average_gradient,
     rank_input,
@@ -318,6 +319,21 @@ def test_bytes_of_the_backends_all_gather() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_collectives, "_MAX_EXCHANGE_SIZE", 0)
         assert_equal(_loss(_make("e4m3")).detach(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@distributed(3)
+def test_a_unit_without_elements(dtype: torch.dtype) -> None:
+    """Nothing is sent for it, and its neighbours train."""
+    for strategy in (FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM):
+        model = nn.Sequential(nn.Linear(3, 1), Nothing())
+        for child in model:
+            policy = MixedPrecisionPolicy(gather_dtype=dtype)
+            fully_shard(child, strategy=strategy, mp_policy=policy)
+        loss = model[0](torch.ones(2, 3)).sum() + model[1](torch.ones(2, 0)).sum()
+        loss.backward()
+        assert_equal(model[0].weight.grad.full_tensor(), torch.full((1, 3), 2.0))
+        assert_equal(model[1].weight.grad.full_tensor(), torch.empty(0, 3))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import (
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardingPlan,
     ShardingStrategy,
     by_class,
@@ -207,6 +209,27 @@ def test_a_flat_parameter_holds_what_the_dry_run_says() -> None:
         _check_stored(plan, model, optimizer, F32, strategy.name)
 
 
+@distributed(1, 2)
+def test_offload_holds_what_the_dry_run_says() -> None:
+    """On device and host together, and of that on the host."""
+    policies = [OffloadPolicy(params=True), OffloadPolicy(optim_state=True)]
+    cases = [(strategy, True) for strategy in ShardingStrategy] + [(FULL_SHARD, False)]
+    for dtype, mp_policy in POLICIES.values():
+        for (strategy, use_orig_params), policy in product(cases, policies):
+            model = _make(dtype) if use_orig_params else Net().to(dtype)
+            options = {"strategy": strategy, "mp_policy": mp_policy, "offload_policy": policy}
+            plan = _shard(model, use_orig_params=use_orig_params, **options)
+            optimizer = torch.optim.AdamW(model.parameters())
+            _step(optimizer, lambda m=model, dtype=dtype: _backward(m, dtype))
+            _check_stored(plan, model, optimizer, dtype, f"{options}")
+            _backward(model, dtype)
+            on_host = [handle.local_shard for handle in get_handles(model)]
+            on_host += [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+            moments = plan.cost.optimizer_nbytes
+            assert _stored(on_host) == plan.cost.host_nbytes - moments, options
+            assert f"{plan.cost.host_nbytes:,}" in str(plan).splitlines()[-1].split()
+
+
 def _check_stored(
     plan: ShardingPlan,
     model: nn.Module,
@@ -217,6 +240,8 @@ def _check_stored(
     """Check a model at rest, after steps of the optimizer."""
     handles = get_handles(model)
     params = [t for handle in handles for t in (handle.unsharded, handle.local_shard)]
+    copies = [handle._buffers.device_shard for handle in handles]
+    params += [copy for copy in copies if copy is not None]
     assert _stored(params) == plan.cost.param_nbytes, case
     _backward(model, dtype)
     grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
