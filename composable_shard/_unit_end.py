@@ -48,6 +48,10 @@ def open_unit(context: TreeContext, state: ShardState, position: int) -> None:
             if position >= handle.end_position:
                 continue
             context.open_handles = [item for item in context.open_handles if item[2] is not handle]
+        elif position >= 0 and handle in context.in_flight:
+            # A late gradient waits for its last reduction, perhaps on this rank only: the second
+            # stage must be issued before. [Note: Two stages]
+            advance_in_flight(context)
         handle.end_position = position
         insort(context.open_handles, (position, owner, handle), key=lambda item: -item[0])
 
