@@ -72,10 +72,12 @@ def end_handle(context: TreeContext, state: ShardState, handle: FlatParamHandle)
         if context.early:
             advance_in_flight(context)
             collect(context)
-        if handle.has_early_hooks:
+        # An earlier call of the unit was reached; all ranks know that nothing is to come.
+        is_final = handle in context.delivered or any(h is handle for h, _ in context.ready)
+        if handle.has_early_hooks and not is_final:
             handle.pack_rest(may_overwrite=not keeps_values(context, handle))
             start_early(context, state, handle)
-        if is_accumulating(context, handle):
+        if not is_final and is_accumulating(context, handle):
             issue(context, state, handle, keeps=keeps_values(context, handle))
     elif handle.requires_grad and context.accumulates:
         handle.is_unsynced = True
