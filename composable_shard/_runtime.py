@@ -289,7 +289,9 @@ def pre_backward(call: _OutputReached) -> None:
     check_not_in_scope(state)
     begin_backward(context)
     _reach(context, call)
-    if state.training_state is TrainingState.PRE_BACKWARD:
+    # The owner of borrowed ones may have ended since, and freed them.
+    has_borrowed = all(handle.is_registered_unsharded for handle in state.borrowed)
+    if state.training_state is TrainingState.PRE_BACKWARD and has_borrowed:
         return
     if _count_writes(state) != call.num_writes:
         names = [str(entry.label) for handle in state.needed for entry in handle.entries]

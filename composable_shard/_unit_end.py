@@ -48,6 +48,10 @@ def open_unit(context: TreeContext, state: ShardState, position: int) -> None:
             if position >= handle.end_position:
                 continue
             context.open_handles = [item for item in context.open_handles if item[2] is not handle]
+        elif position >= 0 and handle in context.in_flight:
+            # A late gradient waits for its last reduction, perhaps on this rank only: the second
+            # stage must be issued before. [Note: Two stages]
+            advance_in_flight(context)
         handle.end_position = position
         insort(context.open_handles, (position, owner, handle), key=lambda item: -item[0])
 
@@ -68,10 +72,12 @@ def end_handle(context: TreeContext, state: ShardState, handle: FlatParamHandle)
         if context.early:
             advance_in_flight(context)
             collect(context)
-        if handle.has_early_hooks:
+        # An earlier call of the unit was reached; all ranks know that nothing is to come.
+        is_final = handle in context.delivered or any(h is handle for h, _ in context.ready)
+        if handle.has_early_hooks and not is_final:
             handle.pack_rest(may_overwrite=not keeps_values(context, handle))
             start_early(context, state, handle)
-        if is_accumulating(context, handle):
+        if not is_final and is_accumulating(context, handle):
             issue(context, state, handle, keeps=keeps_values(context, handle))
     elif handle.requires_grad and context.accumulates:
         handle.is_unsynced = True

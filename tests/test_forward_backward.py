@@ -1419,6 +1419,34 @@ def test_tied_parameters(units: tuple[str, ...], reshard_after_forward: bool | N
     assert_at_rest(twins.sharded, kept=twins.sharded_units(reshard_after_forward))
 
 
+class _BorrowedOnly(nn.Module):
+    """Two layers with one weight, so that the second unit has no parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5, bias=False)
+        self.second = nn.Linear(5, 5, bias=False)
+        self.first.weight = self.second.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@distributed(2)
+def test_a_unit_that_only_borrows_is_reached_twice_in_a_backward() -> None:
+    """Its parameters' owner has ended and freed them between the two."""
+    twins = Twins(_BorrowedOnly)
+    for step in range(2):
+        twins.step(
+            lambda model, step=step: sum(
+                model(rank_input(4, 5, step=2 * step + i)).square().mean() for i in range(2)
+            )
+        )
+        for model in twins:
+            model.zero_grad()
+    assert_at_rest(twins.sharded)
+
+
 @distributed(2)
 def test_collectives_of_parameters_tied_to_the_root() -> None:
     """The owner is gathered once for each pass and reduced once."""

@@ -677,3 +677,30 @@ def test_a_copy_agrees_anew() -> None:
     twin = copy.deepcopy(model)
     _loss(twin).backward()
     assert not any(handle.has_early_hooks for handle in get_handles(twin))
+
+
+class _PassesThrough(nn.Module):
+    """A unit whose last part may let its input through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), Optional()
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        return self.last(self.first(x), used)
+
+
+@distributed(2)
+def test_a_unit_is_reached_again_after_its_gradients_were_final() -> None:
+    """By an earlier call in the same backward, which does not use its parameters."""
+    twins = Twins(_PassesThrough, shard_children)
+    calls: list[Tensor] = []
+    for param in twins.sharded.parameters():
+        param.register_post_accumulate_grad_hook(calls.append)
+
+    def run(model: nn.Module) -> Tensor:
+        uses: list[list[int]] = [[], [0, 1, 2]]
+        return sum(model(rank_input(4, 5), used).square().mean() for used in uses)
+
+    twins.step(run)
+    assert len(calls) == len(list(twins.sharded.parameters()))

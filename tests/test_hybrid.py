@@ -355,3 +355,34 @@ def test_submesh_of_some_ranks_and_a_pickle() -> None:
         _loss(each).backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
+
+
+class _Twice(nn.Module):
+    """Runs its layers, or the last one alone, which this rank may let the input pass through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5)))
+        self.last = Optional()
+
+    def forward(self, x: Tensor, used: list[int], runs_all: bool) -> Tensor:
+        return self.last(self.outer(x) if runs_all else x, used)
+
+
+@distributed(4, timeout=20)
+def test_late_gradients_on_some_ranks_do_not_change_the_order() -> None:
+    """The all-reduce of a unit's first round comes before its second round on all ranks."""
+    mesh = _mesh(2, 2)
+
+    def shard(model: nn.Module) -> None:
+        for module in (model.outer[1], model.outer, model.last, model):
+            fully_shard(module, mesh=mesh)
+
+    def run(model: nn.Module) -> Tensor:
+        x = rank_input(4, 5).requires_grad_()
+        first = model(x, [0, 1, 2] if dist.get_rank() in (1, 2) else [], True)
+        return (first + model(x, [0, 1, 2], False)).square().mean()
+
+    twins = Twins(_Twice, shard)
+    twins.step(run)
+    assert_at_rest(twins.sharded)
