@@ -18,6 +18,9 @@ do their part though they may have no gradient at all. So each backward begins w
 whether any rank accumulates gradients, for which only those wait that do not, and at its end what
 is left is reduced before anyone waits for anything else.
 
+Where a backward fails at the same point on all ranks, some may have reduced more buckets than
+others. What the unit's end would have reduced is then reduced before the next call, and dropped.
+
 A nested backward, as reentrant checkpointing runs it, may accumulate a gradient again when its
 bucket has gone. It then stays where autograd put it, and the exchange at the end of the backward
 tells all ranks to reduce that bucket once more; afterwards the unit's buckets wait for its end.
@@ -46,6 +49,7 @@ class Buckets:
 
     def __init__(self) -> None:
         self._position: int | None = None
+        self._is_under_way = False
         self._full: set[FlatParamHandle] = set()
         self._issued: set[FlatParamHandle] = set()
         self._is_late = False  # a gradient came after its bucket had gone, in some backward
@@ -57,6 +61,12 @@ class Buckets:
             position: Of that call; None where buckets may not be reduced early.
         """
         self._position = position
+        self._is_under_way = position is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some rank may have reduced buckets early, and the unit's end is still to come."""
+        return self._is_under_way and not self._is_late
 
     def may_go_early(self, handle: FlatParamHandle) -> bool:
         """Return whether a bucket that is full may be reduced before its unit's end."""
@@ -96,6 +106,7 @@ class Buckets:
 
     def end(self, handle: FlatParamHandle) -> bool:
         """Note the end of the unit; return whether the bucket was reduced early."""
+        self._is_under_way = False
         was_issued = handle in self._issued
         self._issued.discard(handle)
         self._full.discard(handle)
@@ -108,6 +119,6 @@ class Buckets:
 
     def reset(self) -> None:
         """Forget the backward, which is over."""
-        self._position = None
+        self._position, self._is_under_way = None, False
         self._full.clear()
         self._issued.clear()

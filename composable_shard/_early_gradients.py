@@ -46,7 +46,7 @@ def start_early(context: TreeContext, state: ShardState, handle: FlatParamHandle
 
     One all-reduce of a byte for each parameter, and one more, for each process group.
     """
-    if context.is_ending or state.defers_all_reduce(handle):
+    if context.is_ending or state.defers_all_reduce(handle) or not state.is_last_backward:
         return
     statuses = _statuses(context, state, handle)
     # Whether this rank accumulates at all goes first.

@@ -346,7 +346,6 @@ class FlatGradient:
                 local = grad.to_local()
                 if local.numel() and local.untyped_storage().data_ptr() == start:
                     grad._local = local.clone()
-                    self._pieces.forget()  # it may be one of them
 
     def publish(
         self,

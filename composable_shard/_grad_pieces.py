@@ -62,18 +62,22 @@ class GradPieces:
         self._indices = [place for place, index in enumerate(kept) if index % 2]
         self._is_kept = is_kept
         self._shard: Tensor | None = None
+        self._views: list[Tensor] = []
         self._pieces: list[FlatShard] = []
 
     def cut(self, shard: Tensor, specs: list[ShardSpec]) -> Sequence[FlatShard | None]:
         """Return the parameters' slices of a shard of shape `(layout.shard_numel,)`."""
-        if shard is self._shard:
+        if shard is self._shard and all(
+            # They may have been moved out of the shard, or have got other data by hand.
+            piece._local is view
+            for piece, view in zip(self._pieces, self._views, strict=True)
+        ):
             return self._pieces
-        views = shard.split_with_sizes(self._sizes)
-        pieces = [
-            wrap(views[index], spec) for index, spec in zip(self._indices, specs, strict=True)
-        ]
+        parts = shard.split_with_sizes(self._sizes)
+        views = [parts[index] for index in self._indices]
+        pieces = [wrap(view, spec) for view, spec in zip(views, specs, strict=True)]
         if self._is_kept:
-            self._shard, self._pieces = shard, pieces
+            self._shard, self._views, self._pieces = shard, views, pieces
         return pieces
 
     @staticmethod
@@ -86,7 +90,7 @@ class GradPieces:
 
     def forget(self) -> None:
         """Give up the memory that pieces are views of."""
-        self._shard, self._pieces = None, []
+        self._shard, self._views, self._pieces = None, [], []
 
 
 def scales_first(group: ShardGroup, reduce_dtype: torch.dtype, *, is_cast: bool) -> bool:

@@ -9,6 +9,7 @@ was aborted, and its unpublished gradients are dropped as a whole.
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise, takewhile
 
@@ -239,8 +240,15 @@ def _finish_backward(context: TreeContext) -> None:
     context.backward = None
     _return_to_idle(context)
     # Last of all: a user's hook may raise, or step an optimizer.
+    accumulating = {
+        handle
+        for state in context.live_states()
+        if not state.is_last_backward
+        for handle in state.handles
+    }
     for handle in published:
-        run_hooks(context, handle)
+        if handle not in accumulating:
+            run_hooks(context, handle)
     raise_hook_error(context)
 
 
@@ -333,6 +341,24 @@ def _return_to_idle(context: TreeContext) -> None:
                 release_after_backward(context, handle)
 
 
+def _catch_up(context: TreeContext, state: ShardState) -> None:
+    """Issue what other ranks have issued, perhaps, of a unit that a failed backward was in.
+
+    An error of it is not ours to raise: all of it is dropped. [Note: Buckets]
+    """
+    buckets = [handle for handle in state.handles if handle.requires_grad and state.reduces(handle)]
+    with suppress(Exception):
+        for handle in buckets:
+            if not state.has_issued(handle):
+                handle.issue_reduction(
+                    context.streams,
+                    context.scratch,
+                    keep_unsharded=True,
+                    is_deferred=state.defers_all_reduce(handle),
+                )
+            handle.advance_reduction()
+
+
 def abort_backward(context: TreeContext) -> None:
     """Drop what an aborted backward left behind; already published gradients stay.
 
@@ -340,6 +366,9 @@ def abort_backward(context: TreeContext) -> None:
     some of them.
     """
     context.backward = None
+    for state in context.live_states():
+        if state.buckets is not None and state.buckets.is_under_way:
+            _catch_up(context, state)
     context.reduced, context.in_flight = {}, []
     context.hook_error = None
     context.armed.clear()

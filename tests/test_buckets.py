@@ -428,6 +428,31 @@ def test_parameters_that_some_ranks_use(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
+def test_a_backward_fails_when_ranks_have_reduced_different_buckets(
+    strategy: ShardingStrategy,
+) -> None:
+    """All ranks have issued the same collectives when the next step begins."""
+    twins = Twins(_Picky, partial(_sharded, cap=64 / MIB, strategy=strategy))
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("planned")
+
+    for step in range(2):
+        x = torch.ones(4, 5, requires_grad=True)
+        x.register_hook(fail)
+        used = [0] if dist.get_rank() == step else [0, 1, 2]
+        with pytest.raises(ValueError, match="planned"):
+            twins.sharded(x, used).sum().backward()
+        y = rank_input(4, 5, step=step)
+        twins.step(lambda model, y=y, used=used: model(y, used).square().mean())
+        twins.assert_equal_gradients()
+        for model in twins:
+            model.zero_grad()
+    assert_at_rest(twins.sharded)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
 def test_a_rank_without_any_gradient(strategy: ShardingStrategy) -> None:
     """It does its part of the reductions that the others have begun."""
     twins = Twins(Optional, partial(_sharded, cap=64 / MIB, strategy=strategy))

@@ -23,6 +23,7 @@ from composable_shard import (
     fully_shard,
     get_handles,
     no_sync,
+    set_is_last_backward,
     set_requires_all_reduce,
     unshard_params,
 )
@@ -224,6 +225,24 @@ def test_accumulation_ends_with_one_hook_and_the_whole_gradient(strategy: Shardi
         assert set(steps.calls.values()) == {turn + 1}
         optimizer.step()
         optimizer.zero_grad()
+    for param, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert_equal(param.full_tensor(), expected.full_tensor())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_hooks_wait_for_the_last_backward(strategy: ShardingStrategy) -> None:
+    """Also where each backward reduces into shards, and the next one adds to them."""
+    models = [_make(strategy=strategy) for _ in range(2)]
+    steps = _Steps(models[1].parameters(), partial(torch.optim.SGD, lr=0.05))
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.05)
+    for model in models:
+        for micro in range(3):
+            set_is_last_backward(model, micro == 2)
+            _loss(model, micro).backward()
+            assert set(steps.calls.values()) <= {int(model is models[1] and micro == 2)}
+    optimizer.step()
+    assert set(steps.calls.values()) == {1}
     for param, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
         assert_equal(param.full_tensor(), expected.full_tensor())
 
