@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from composable_shard import _collectives, _trace
 from composable_shard._flat_reduction import FlatReduction, ScratchPool, Streams
 from composable_shard._flat_shard import FlatShard
-from composable_shard._grad_pieces import AwaitedGradients, GradPieces, scales_first, set_or_add
+from composable_shard._grad_pieces import AwaitedGradients, GradPieces, packing_scale, set_or_add
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ShardSpec
@@ -123,9 +123,8 @@ class FlatGradient:
             self._own_part = self._own[start:end]
         free_storage(self._own)
         self._shared, self._shared_views = shared, shared_views
-        is_scaled = scales_first(group, reduce_dtype, is_cast=not self.can_share)
-        self._prescale = 1.0 / group.num_ranks if is_scaled else 1.0
-        self._factor = torch.tensor(self._prescale, dtype=torch.float64, device="cpu")
+        scale = packing_scale(group, reduce_dtype, is_cast=not self.can_share)
+        self._prescale, self._factor = scale
         self._is_plain = all(spec.tensor_parallel is None for spec in specs)
 
     def release(self) -> None:

@@ -14,7 +14,7 @@ from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ShardSpec
 
-__all__ = ["AwaitedGradients", "GradPieces", "local_gradient", "scales_first", "set_or_add"]
+__all__ = ["AwaitedGradients", "GradPieces", "local_gradient", "packing_scale", "set_or_add"]
 
 
 class AwaitedGradients:
@@ -93,15 +93,30 @@ class GradPieces:
         self._shard, self._views, self._pieces = None, [], []
 
 
-def scales_first(group: ShardGroup, reduce_dtype: torch.dtype, *, is_cast: bool) -> bool:
-    """Return whether gradients are divided by the number of ranks while they are packed.
+def packing_scale(
+    group: ShardGroup, reduce_dtype: torch.dtype, *, is_cast: bool
+) -> tuple[float, Tensor]:
+    """Return what gradients are multiplied with while they are packed: 1 / ranks, or 1 for later.
 
     A sum of fp16 gradients may overflow where their mean does not. Else where it saves a pass: the
     whole buffer comes back, or sums are taken on the CPU and the division is exact.
+
+    Args:
+        group: The ranks whose gradients are averaged.
+        reduce_dtype: In which they are packed.
+        is_cast: Whether they come in another one.
+
+    Returns:
+        The scale, and the same as a CPU tensor of 0 dimensions, which kernels take fastest where it
+        needs no conversion.
     """
     is_exact = group.device.type == "cpu" and group.num_ranks & (group.num_ranks - 1) == 0
     is_cheap = not is_cast and (group.size == 1 or is_exact)
-    return is_cheap or reduce_dtype is torch.float16
+    scale = 1.0 / group.num_ranks if is_cheap or reduce_dtype is torch.float16 else 1.0
+    factor = torch.tensor(scale, dtype=torch.float64, device="cpu")
+    if reduce_dtype.is_floating_point and factor.to(reduce_dtype).item() == scale:
+        factor = factor.to(reduce_dtype)
+    return scale, factor
 
 
 def set_or_add(param: FlatShard, shard: FlatShard) -> None:

@@ -117,8 +117,10 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
     if state is None or state.context is None:
         return
     context = state.context
-    _enter(context, state, handle, index)
-    if state.has_issued(handle):
+    if handle.end_position is None or context.backward is None or context.backward() is None:
+        _enter(context, state, handle, index)
+    context.accumulates = True
+    if state.buckets is not None and state.buckets.is_issued(handle):
         return  # [Note: Buckets]: a late gradient stays where it is
     if handle.has_early_hooks:
         handle.accumulated.add(index)
@@ -141,7 +143,6 @@ def _enter(context: TreeContext, state: ShardState, handle: FlatParamHandle, ind
     if context.backward is None or context.backward() is None:
         check_not_in_scope(state)
         begin_backward(context)
-    context.accumulates = True
     if handle.end_position is None:
         check_not_in_scope(state)
         check_not_delivered(context, handle, index)
