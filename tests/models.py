@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from composable_shard import FlatShard, fully_shard, get_states
 from composable_shard._state import ShardState, TrainingState
@@ -61,6 +62,18 @@ class Net(nn.Module):
         x = self.inp(x)
         for block in self.blocks:
             x = block(x)
+        return self.out(x)
+
+
+class CheckpointsBlocks:
+    """For a model with `inp`, `blocks` and `out`: recomputes its blocks in backward."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
         return self.out(x)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from composable_shard import (
     MixedPrecisionPolicy,
@@ -32,7 +31,7 @@ from composable_shard import (
 )
 from composable_shard._collectives import CollectiveLog, count_collectives
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, assert_at_rest, pickled, rank_input, shard_blocks
+from tests.models import CheckpointsBlocks, Net, assert_at_rest, pickled, rank_input, shard_blocks
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)
@@ -384,14 +383,8 @@ def test_unit_that_a_call_runs_twice_broadcasts_once() -> None:
         _assert_same_buffers(model, plain)
 
 
-class _Checkpointed(_Normed):
-    use_reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.out(x)
+class _Checkpointed(CheckpointsBlocks, _Normed):
+    """Its blocks are recomputed; the root's own forward moves nothing."""
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

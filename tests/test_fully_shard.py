@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import composable_shard
 from composable_shard import (
@@ -38,6 +37,7 @@ from composable_shard._collectives import count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
 from tests.models import (
     Block,
+    CheckpointsBlocks,
     Net,
     Twins,
     assert_at_rest,
@@ -700,12 +700,8 @@ class _Tied(nn.Module):
         return self.last(x)
 
 
-class _Checkpointed(_Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.out(x)
+class _Checkpointed(CheckpointsBlocks, _Net):
+    """Its blocks are recomputed."""
 
 
 class _Failing(_Net):

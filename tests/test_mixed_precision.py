@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from composable_shard import (
     FlatShard,
@@ -46,6 +45,7 @@ from composable_shard._collectives import count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import (
     Block,
+    CheckpointsBlocks,
     Net,
     assert_at_rest,
     average_gradient,
@@ -921,16 +921,8 @@ def test_scaler_skips_steps_alike(strategy: ShardingStrategy) -> None:
     assert scales[-1] == scales[-2]
 
 
-class _Checkpointed(Net):
+class _Checkpointed(CheckpointsBlocks, Net):
     """Recomputes its blocks in backward."""
-
-    use_reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.out(x)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
