@@ -35,11 +35,12 @@ from composable_shard._unshard_params import (
     unshard_params,
     writeback,
 )
-from composable_shard.api import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
+from composable_shard.api import Block, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from composable_shard.fully_shard import fully_shard
 from composable_shard.shard_model import shard_model
 
 __all__ = [
+    "Block",
     "FlatLayout",
     "FlatParamHandle",
     "FlatShard",

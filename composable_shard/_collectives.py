@@ -13,7 +13,7 @@ All-reduces, of shards that have copies, add up as the backend does it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from composable_shard import _trace
 from composable_shard._exchange import Waitable, abandon, exchange
+from composable_shard._parts import cut_in_parts, gather_parts, reduce_parts
 from composable_shard._sums import PendingReduction
 from composable_shard._trace import INSIDE, Event, is_inside
 
@@ -132,31 +133,49 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Waitable:
+def _payload(tensor: Tensor, numels: Sequence[int] | None) -> int:
+    return tensor.nbytes if numels is None else sum(numels) * tensor.itemsize
+
+
+def all_gather(
+    output: Tensor,
+    shard: Tensor,
+    group: dist.ProcessGroup,
+    numels: Sequence[int] | None = None,
+) -> Waitable:
     """Start gathering every rank's shard into `output`.
 
     Args:
         output: Shape `(group.size() * shard_numel,)`; rank r's shard lands in its r-th part.
         shard: Shape `(shard_numel,)`, this rank's; it may be its part of `output`.
         group: The ranks that take part.
+        numels: Elements of each rank's shard where they differ, the same on all ranks; `output` may
+            be longer than all of them.
 
     Returns:
         The work to wait for before `output` is read or `shard` is written.
     """
     if _trace.is_traced():
-        _trace.record("all_gather", group.group_name, output.nbytes)
+        _trace.record("all_gather", group.group_name, _payload(output, numels))
     with INSIDE:
         output, shard = _real(output), _real(shard)
         if not _is_exchange(group, output.device):
-            return group._allgather_base(output, shard)
-        parts = dict(enumerate(output.view(group.size(), -1).unbind()))
+            if numels is None:
+                return group._allgather_base(output, shard)
+            return gather_parts(cut_in_parts(output, group, numels), shard, group)
+        parts = dict(enumerate(cut_in_parts(output, group, numels)))
         own = parts.pop(group.rank())
         if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard.flatten())
+            own.copy_(shard.view(own.shape))
         return exchange(dict.fromkeys(parts, shard), parts, group)
 
 
-def gather(output: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> Waitable:
+def gather(
+    output: Tensor | None,
+    shard: Tensor,
+    group: dist.ProcessGroup,
+    numels: Sequence[int] | None = None,
+) -> Waitable:
     """Start gathering every rank's shard on the group's first rank alone.
 
     Args:
@@ -164,38 +183,47 @@ def gather(output: Tensor | None, shard: Tensor, group: dist.ProcessGroup) -> Wa
             on the others.
         shard: Shape `(shard_numel,)`, this rank's.
         group: The ranks that take part.
+        numels: As in `all_gather`.
     """
     if _trace.is_traced():
-        _trace.record("gather", group.group_name, shard.nbytes * group.size())
+        nbytes = shard.nbytes * group.size() if numels is None else _payload(shard, numels)
+        _trace.record("gather", group.group_name, nbytes)
     with INSIDE:
         shard = _real(shard)
-        parts = [] if output is None else list(_real(output).view(group.size(), -1).unbind())
-        if not _is_exchange(group, shard.device):
+        parts = [] if output is None else list(cut_in_parts(_real(output), group, numels))
+        if numels is None and not _is_exchange(group, shard.device):
             return group.gather([parts] if parts else [], [shard], dist.GatherOptions())
         if not parts:
             return exchange({0: shard}, {}, group)
-        parts[0].copy_(shard)
+        parts[0].copy_(shard.view(parts[0].shape))
         return exchange({}, dict(enumerate(parts[1:], 1)), group)
 
 
-def scatter(output: Tensor, input: Tensor | None, group: dist.ProcessGroup) -> Waitable:
+def scatter(
+    output: Tensor,
+    input: Tensor | None,
+    group: dist.ProcessGroup,
+    numels: Sequence[int] | None = None,
+) -> Waitable:
     """Start giving each rank its part of a tensor that the group's first rank has.
 
     Args:
         output: Shape `(shard_numel,)`, this rank's part.
         input: On the first rank: shape `(group.size() * shard_numel,)`. None on the others.
         group: The ranks that take part.
+        numels: As in `all_gather`.
     """
     if _trace.is_traced():
-        _trace.record("scatter", group.group_name, output.nbytes * group.size())
+        nbytes = output.nbytes * group.size() if numels is None else _payload(output, numels)
+        _trace.record("scatter", group.group_name, nbytes)
     with INSIDE:
         output = _real(output)
-        parts = [] if input is None else list(_real(input).view(group.size(), -1).unbind())
-        if not _is_exchange(group, output.device):
+        parts = [] if input is None else list(cut_in_parts(_real(input), group, numels))
+        if numels is None and not _is_exchange(group, output.device):
             return group.scatter([output], [parts] if parts else [], dist.ScatterOptions())
         if not parts:
             return exchange({}, {0: output}, group)
-        output.copy_(parts[0])
+        output.copy_(parts[0].view(output.shape))
         return exchange(dict(enumerate(parts[1:], 1)), {}, group)
 
 
@@ -205,6 +233,7 @@ def reduce_scatter(
     scratch: Tensor | None,
     group: dist.ProcessGroup,
     scale: float = 1.0,
+    numels: Sequence[int] | None = None,
 ) -> PendingReduction:
     """Start summing `input` over the ranks, each rank keeping its own part, scaled.
 
@@ -217,19 +246,25 @@ def reduce_scatter(
         scratch: Memory for as many shards as `scratch_parts` says, None for none.
         group: The ranks that take part.
         scale: What the sum is multiplied with.
+        numels: As in `all_gather`, of `input`, which may then be overwritten.
     """
     if group.size() == 1:
         return PendingReduction(None, output.copy_(input), input, None, scale)
     if _trace.is_traced():
-        _trace.record("reduce_scatter", group.group_name, input.nbytes)
+        _trace.record("reduce_scatter", group.group_name, _payload(input, numels))
     with INSIDE:
         if _is_exchange(group, output.device):
-            return _exchange_terms(output, input, scratch, group, scale)
+            return _exchange_terms(output, input, scratch, group, scale, numels)
         if _adds_up_here(group, input.dtype):
             assert scratch is not None
-            terms = scratch.view(group.size(), -1)
-            work = _start_all_to_all(terms, input, group)
+            terms = scratch.view(group.size(), output.numel())
+            work = _start_all_to_all(terms, input, group, numels)
             return PendingReduction(work, output, input, terms, scale)
+        if numels is not None:
+            parts = cut_in_parts(_real(input), group, numels)
+            own = cut_in_parts(input, group, numels)[group.rank()]
+            own_term = None if own.data_ptr() == output.data_ptr() else own[None]
+            return PendingReduction(reduce_parts(parts, group), output, input, own_term, scale)
         options = dist.ReduceScatterOptions()
         if scale == 1.0 / group.size() and _backend_name(group, output.device) == "nccl":
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
@@ -246,13 +281,14 @@ def _exchange_terms(
     scratch: Tensor | None,
     group: dist.ProcessGroup,
     scale: float,
+    numels: Sequence[int] | None,
 ) -> PendingReduction:
     """Send each rank its slice of `input`; with two ranks the output receives the other's term."""
-    slices = dict(enumerate(input.view(group.size(), -1).unbind()))
+    slices = dict(enumerate(cut_in_parts(input, group, numels)))
     own = slices.pop(group.rank())
     if group.size() > 2:
         assert scratch is not None
-        terms = scratch.view(group.size(), -1)
+        terms = scratch.view(group.size(), own.numel())
         terms[group.rank()].copy_(own)
         receives = {rank: _real(terms[rank]) for rank in slices}
     else:
@@ -286,10 +322,20 @@ def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waita
         return exchange(sends, receives, group)
 
 
-def _start_all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def _start_all_to_all(
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup,
+    numels: Sequence[int] | None = None,
+) -> dist.Work:
     # As bytes, which every backend carries.
     sent, received = (tensor.view(-1).view(torch.uint8) for tensor in (input, output))
-    return group.alltoall_base(received, sent, [], [], dist.AllToAllOptions())
+    splits: tuple[list[int], list[int]] = ([], [])
+    if numels is not None:
+        sizes = [numel * input.itemsize for numel in numels]
+        splits = [sizes[group.rank()]] * group.size(), sizes
+        sent = sent[: sum(sizes)]
+    return group.alltoall_base(received, sent, *splits, dist.AllToAllOptions())
 
 
 def all_reduce(

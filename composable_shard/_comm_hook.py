@@ -40,7 +40,7 @@ class ReductionStage:
         kind: `"reduce_scatter"` or `"all_reduce"`.
         gradient: What this rank adds. For a reduce-scatter the unsharded gradient, shape
             `(padded_numel,)`, all parameters of a handle in the order of the layout, with zeros
-            between: its r-th of `group.size()` equal parts goes to rank r of the group. For an
+            between: its r-th of `group.size()` parts goes to rank r of the group. For an
             all-reduce a shard, or with `NO_SHARD` the unsharded gradient. A hook may overwrite it.
         output: Where the sum goes. For a reduce-scatter shape `(shard_numel,)`, perhaps this rank's
             part of `gradient`; its dtype may be a wider one than that of `gradient`. For an
@@ -50,6 +50,8 @@ class ReductionStage:
             multiplied with some of the divisor before.
         key: The same for a flat parameter and stage in every step, for what a hook keeps of it:
             in a `weakref.WeakKeyDictionary` it goes when the unit does.
+        numels: Elements of each rank's part of `gradient`, one part behind the other from its
+            start, where they differ; None where all are `gradient.numel() // group.size()`.
     """
 
     kind: Literal["reduce_scatter", "all_reduce"]
@@ -58,6 +60,7 @@ class ReductionStage:
     group: dist.ProcessGroup
     scale: float
     key: StageKey
+    numels: tuple[int, ...] | None = None
 
 
 CommHook = Callable[[Any, ReductionStage], Waitable | None]

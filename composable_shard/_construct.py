@@ -12,8 +12,7 @@ from composable_shard._casts import cast_buffers
 from composable_shard._flat_mode import make_flat_entry, show_flat
 from composable_shard._flat_param import FlatParamHandle, ParamEntry
 from composable_shard._flat_shard import FlatShard
-from composable_shard._grouping import group_params
-from composable_shard._layout import FlatLayout
+from composable_shard._grouping import group_params, lay_out
 from composable_shard._mesh import ShardGroup
 from composable_shard._plan import FLAT_PARAM_NAME, Original, Plan, states_to_sync
 from composable_shard._precision import Precision
@@ -109,31 +108,28 @@ def _build_handle(
 ) -> FlatParamHandle:
     labels = [ParamLabel(original.fqn) for original in members]
     dense = [original.dense for original in members]
-
-    def specs(layout: FlatLayout) -> list[ShardSpec]:
-        return [
-            ShardSpec(
-                shape=original.param.shape,
-                dense_shape=tensor.shape,
-                dense_stride=dense_stride(tensor),
-                offset=offset,
-                shard_numel=layout.shard_numel,
-                world_size=shard_group.size,
-                rank=shard_group.rank,
-                group_name=shard_group.name,
-                tensor_parallel=original.tensor_parallel,
-                label=label,
-            )
-            for original, tensor, offset, label in zip(
-                members, dense, layout.offsets, labels, strict=True
-            )
-        ]
-
+    layout = lay_out(members, shard_group.size, precision)
+    specs = [
+        ShardSpec(
+            shape=original.param.shape,
+            dense_shape=tensor.shape,
+            dense_stride=dense_stride(tensor),
+            layout=layout,
+            index=index,
+            rank=shard_group.rank,
+            group_name=shard_group.name,
+            tensor_parallel=original.tensor_parallel,
+            label=label,
+        )
+        for index, (original, tensor, label) in enumerate(zip(members, dense, labels, strict=True))
+    ]
     return FlatParamHandle(
         dense,
         labels,
         shard_group,
+        layout,
         specs,
+        [original.granularity for original in members],
         requires_grad=members[0].param.requires_grad,
         strategy=strategy,
         precision=precision,

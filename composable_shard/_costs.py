@@ -22,8 +22,7 @@ from math import ceil
 
 import torch
 
-from composable_shard._flat_param import plan_layout
-from composable_shard._grouping import group_params
+from composable_shard._grouping import group_params, lay_out
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._plan import Plan
@@ -186,7 +185,7 @@ class FlatParamCost:
             return 0
         owned = sum(self.layout.piece_numels(0)[1::2])
         if self.shows_flat:
-            owned = min(self.layout.shard_numel, self.layout.end)
+            owned = min(self.layout.cut(1), self.layout.end)
         return _NUM_MOMENTS * owned * self.main_dtype.itemsize
 
     @property
@@ -205,7 +204,12 @@ class FlatParamCost:
         """
         payloads: Counter[tuple[str, int]] = Counter()
         shard, numel = self.ranks.shard, self.layout.padded_numel
-        wire = shard * wire_nbytes(self._wire_dtype, self.layout.shard_numel)
+        each = self.layout.uneven_numels
+        if each is None:
+            wire = shard * wire_nbytes(self._wire_dtype, self.layout.shard_numel)
+        else:
+            wire = sum(wire_nbytes(self._wire_dtype, numel) for numel in each)
+            numel = sum(each)
         if shard > 1 and self._is_kept:
             payloads["all_gather", shard] += wire * self.requires_grad  # else never written
         elif shard > 1:
@@ -214,7 +218,7 @@ class FlatParamCost:
             if small is True:
                 payloads["all_gather", shard] += wire * num_passes
             elif small is not False:
-                kept = numel * self._param_dtype.itemsize
+                kept = self.layout.padded_numel * self._param_dtype.itemsize
                 payloads["all_gather", small] += kept * num_passes
         if self.requires_grad:
             reduced = numel * self._reduce_dtype.itemsize * num_reductions
@@ -293,7 +297,7 @@ def unit_cost(
     for precision, members in groups:
         dense = [original.dense for original in members]
         handle = FlatParamCost(
-            layout=plan_layout(dense, ranks.shard, precision),
+            layout=lay_out(members, ranks.shard, precision),
             ranks=ranks,
             strategy=strategy,
             main_dtype=precision.main_dtype or dense[0].dtype,

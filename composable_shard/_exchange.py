@@ -11,7 +11,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Waitable", "abandon", "exchange"]
+__all__ = ["Waitable", "Works", "abandon", "exchange"]
 
 _TAGS = range(1 << 20, 1 << 24)  # out of the way of tags that users choose
 _ABANDONED_TIMEOUT = timedelta(seconds=10)
@@ -30,7 +30,7 @@ def abandon(work: Waitable) -> None:
         work.wait()
 
 
-class _Works:
+class Works:
     """Several pieces of work that are waited for together."""
 
     def __init__(self, works: list[dist.Work]) -> None:
@@ -55,9 +55,9 @@ _tags: dict[str, Iterator[int]] = {}  # by name of the group: ranks share only s
 def exchange(
     sends: dict[int, Tensor], receives: dict[int, Tensor], group: dist.ProcessGroup
 ) -> Waitable:
-    """Start sending and receiving tensors, by rank in the group."""
+    """Start sending and receiving tensors, by rank in the group; nothing where one is empty."""
     # One tag for each exchange: the group's ranks take part in the same ones in the same order.
     tag = next(_tags.setdefault(group.group_name, itertools.cycle(_TAGS)))
-    works = [group.recv([tensor], rank, tag) for rank, tensor in receives.items()]
-    works += [group.send([tensor], rank, tag) for rank, tensor in sends.items()]
-    return _Works(works)
+    works = [group.recv([tensor], rank, tag) for rank, tensor in receives.items() if tensor.numel()]
+    works += [group.send([tensor], rank, tag) for rank, tensor in sends.items() if tensor.numel()]
+    return Works(works)

@@ -69,6 +69,7 @@ class FlatGradient:
         self.is_persistent = (is_persistent or shard_group.size == 1) and not self.is_alone
         self._layout = layout
         self._shard_group = shard_group
+        self._own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
         self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
         self.arrived = [False] * len(layout.numels)
         self.num_arrived = 0
@@ -282,7 +283,7 @@ class FlatGradient:
     def _main_memory(self) -> Tensor:
         """Return the persistent memory of [Note: Reduce dtype]."""
         if self._result.numel() == 0:
-            self._result = self._result.new_empty(self._layout.shard_numel)
+            self._result = self._result.new_empty(self._own_numel)
         return self._result
 
     def _take_scratch(self, pool: ScratchPool, may_share: bool) -> Tensor | None:
@@ -292,14 +293,17 @@ class FlatGradient:
         num_parts = _collectives.scratch_parts(group, self._own, in_place=in_place)
         if num_parts == 0 or self._shard_group.size == 1 or self.reduction.hook_name:
             return None
+        numel = num_parts * self._own_numel
         if self.is_persistent:
-            return pool.take(num_parts * self._layout.shard_numel, self._own)
+            return pool.take(numel, self._own)
         if num_parts < group.size() or not (self.uses_shared or may_share):
-            return self._own.new_empty(num_parts * self._layout.shard_numel)
+            return self._own.new_empty(numel)
         scratch = self._own if self.uses_shared else self._shared
+        if numel > scratch.numel():
+            return self._own.new_empty(numel)  # an uneven shard, and a large one
         self.uses_shared = True
         alloc_storage(scratch)
-        return scratch
+        return scratch[:numel]
 
     def advance(self) -> None:
         """Wait until the reduction in flight needs no buffer any more; free the own buffer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from composable_shard._precision import Precision
 from composable_shard._published_gradients import PublishedGradients
 from composable_shard._registration import ParamEntry
 from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
-from composable_shard.api import OffloadPolicy, ShardingStrategy
+from composable_shard.api import Granularity, OffloadPolicy, ShardingStrategy
 
 __all__ = ["FlatParamHandle", "ParamEntry", "plan_layout"]
 
@@ -33,13 +33,27 @@ _ACCUMULATES_UNSHARDED = (ShardingStrategy.SHARD_OPTIM, ShardingStrategy.NO_SHAR
 
 
 def plan_layout(
-    params: Sequence[Tensor], world_size: int, precision: Precision | None = None
+    params: Sequence[Tensor],
+    world_size: int,
+    precision: Precision | None = None,
+    *,
+    blocks: Sequence[int] = (),
+    owners: Sequence[int] = (),
 ) -> FlatLayout:
-    """Lay out the dense tensors of one flat parameter; reads only their sizes and dtypes."""
+    """Lay out the dense tensors of one flat parameter; reads only their sizes and dtypes.
+
+    Args:
+        params: The tensors.
+        world_size: The ranks that share the flat parameter.
+        precision: The dtypes that differ from theirs.
+        blocks: As in `FlatLayout.plan`.
+        owners: As in `FlatLayout.plan`.
+    """
     precision = precision or Precision()
     itemsize = precision.itemsize(precision.main_dtype or params[0].dtype)
     alignment = max(1, _ALIGNMENT_NBYTES // itemsize)
-    return FlatLayout.plan([param.numel() for param in params], world_size, alignment)
+    numels = [param.numel() for param in params]
+    return FlatLayout.plan(numels, world_size, alignment, blocks=blocks, owners=owners)
 
 
 class FlatParamHandle(PublishedGradients):
@@ -51,6 +65,7 @@ class FlatParamHandle(PublishedGradients):
 
     Attributes:
         layout: Where each parameter lies, and who owns what.
+        granularities: How finely each parameter may be cut.
         shard_group: The ranks that share the flat parameter, and those that hold copies.
         strategy: What each rank keeps.
         reshards_after_backward: Whether the end of a backward frees the full values.
@@ -67,7 +82,9 @@ class FlatParamHandle(PublishedGradients):
         params: Sequence[Tensor],
         labels: Sequence[ParamLabel],
         shard_group: ShardGroup,
-        specs: Callable[[FlatLayout], list[ShardSpec]],
+        layout: FlatLayout,
+        specs: Sequence[ShardSpec],
+        granularities: Sequence[Granularity],
         requires_grad: bool,
         strategy: ShardingStrategy,
         precision: Precision | None = None,
@@ -80,7 +97,9 @@ class FlatParamHandle(PublishedGradients):
                 the precision has a main dtype.
             labels: Names for messages, one for each parameter.
             shard_group: The ranks that share the flat parameter.
-            specs: Given the layout, one spec for each parameter.
+            layout: Where each parameter lies.
+            specs: One for each parameter.
+            granularities: How finely each parameter may be cut.
             requires_grad: Whether the parameters are trainable.
             strategy: What each rank keeps.
             precision: Dtypes, where they are not those of `params`.
@@ -97,7 +116,8 @@ class FlatParamHandle(PublishedGradients):
         self.flat: FlatEntry | None = None
         self.shows_flat = False
         self.name = labels[0].fqn
-        self.layout = plan_layout(params, shard_group.size, self.precision)
+        self.layout = layout
+        self.granularities = tuple(granularities)
         self.entries: list[ParamEntry] = []
         self._reset()
         device = params[0].device
@@ -106,9 +126,7 @@ class FlatParamHandle(PublishedGradients):
         main_dtype = self.precision.main_dtype or params[0].dtype
         self._buffers = self._make_buffers(main_dtype, device)
         shard = self._buffers.local_shard
-        for index, (param, label, spec) in enumerate(
-            zip(params, labels, specs(self.layout), strict=True)
-        ):
+        for index, (param, label, spec) in enumerate(zip(params, labels, specs, strict=True)):
             start, end = self.layout.local_range(index, shard_group.rank)
             view = shard[start:end]
             view.copy_(spec.slice(param.detach()))
@@ -154,8 +172,9 @@ class FlatParamHandle(PublishedGradients):
         """Return a line for each parameter with all that the ranks must agree on."""
         return [
             f"'{entry.label}' shape {tuple(entry.spec.shape)} {self.local_shard.dtype} "
-            f"requires_grad={self.requires_grad} {options}"
-            for entry in self.entries
+            f"requires_grad={self.requires_grad} granularity={granularity!r} "
+            f"owner={entry.spec.owner} {options}"
+            for entry, granularity in zip(self.entries, self.granularities, strict=True)
         ]
 
     # Copies and pickles
@@ -180,6 +199,7 @@ class FlatParamHandle(PublishedGradients):
         return {
             "name": self.name,
             "layout": self.layout,
+            "granularities": self.granularities,
             "shard_group": self.shard_group,
             "strategy": self.strategy,
             "reshards_after_backward": self.reshards_after_backward,

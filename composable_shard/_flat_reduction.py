@@ -155,7 +155,8 @@ class FlatReduction:
                 buffer[start:end].zero_()
         if output is None:
             dtype = self.output_dtype(buffer.dtype)
-            output = buffer.new_empty(buffer.numel() // group.size, dtype=dtype)
+            start, end = self._layout.shard_range(group.rank)
+            output = buffer.new_empty(end - start, dtype=dtype)
         if group.size > 1:
             self._scale = 1.0
             self._scatter = self._issue_scatter(output, buffer, scratch, scale)
@@ -169,9 +170,11 @@ class FlatReduction:
     ) -> PendingReduction | HookedReduction:
         group = self._shard_group.group
         if self._hook is None:
-            return _collectives.reduce_scatter(output, buffer, scratch, group, scale)
+            numels = self._layout.uneven_numels
+            return _collectives.reduce_scatter(output, buffer, scratch, group, scale, numels)
         key = self._keys[0]
-        stage = ReductionStage("reduce_scatter", buffer, output, group, scale, key)
+        numels = self._layout.uneven_numels
+        stage = ReductionStage("reduce_scatter", buffer, output, group, scale, key, numels)
         return HookedReduction(call_hook(*self._hook, stage), stage)
 
     def _issue_all_reduce(self, output: Tensor) -> None:

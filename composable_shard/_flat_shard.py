@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard._collectives import all_gather_uneven, resolve_group
+from composable_shard._layout import FlatLayout
 from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
 
 __all__ = [
@@ -267,21 +270,22 @@ class FlatShard(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle a copy of the slice, so that the unit's whole storage isn't written."""
         spec = self._shard_spec
-        fields = (
+        values = (
             spec.shape,
             spec.dense_shape,
             spec.dense_stride,
-            spec.offset,
-            spec.shard_numel,
-            spec.world_size,
+            _layout_fields(spec.layout),
+            spec.index,
             spec.rank,
             spec.group_name,
             spec.tensor_parallel,
             spec.label.fqn,
+            spec.start,
+            spec.num_components,
         )
         is_of_dtensor = isinstance(self, FlatShardOfDTensor)
         state = (is_of_dtensor, self.requires_grad, self.user_attributes())
-        return _rebuild_flat_shard, (self._local.clone(), fields, state)
+        return _rebuild_flat_shard, (self._local.clone(), values, state)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # the stub returns Any
         """Describe this rank's part; no communication."""
@@ -359,11 +363,35 @@ def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
 _make_wrapper = Tensor._make_wrapper_subclass
 
 
+def _layout_fields(layout: FlatLayout) -> tuple[Any, ...]:
+    """Return what a layout is made from: plain data, which pickles store once for all shards."""
+    return tuple(getattr(layout, field.name) for field in fields(layout))
+
+
+@cache
+def _layout_of(values: tuple[Any, ...]) -> FlatLayout:
+    # One object for equal layouts: specs are compared by identity first.
+    return FlatLayout(*values)
+
+
 def _rebuild_flat_shard(
-    local: Tensor, fields: tuple[Any, ...], state: tuple[bool, bool, dict[str, Any]]
+    local: Tensor, values: tuple[Any, ...], state: tuple[bool, bool, dict[str, Any]]
 ) -> FlatShard:
-    *others, fqn = fields
-    spec = ShardSpec(*(*others, ParamLabel(fqn)))
+    shape, dense_shape, dense_stride, layout, *rest = values
+    index, rank, group_name, tensor_parallel, fqn, start, num_components = rest
+    spec = ShardSpec(
+        shape,
+        dense_shape,
+        dense_stride,
+        _layout_of(layout),
+        index,
+        rank,
+        group_name,
+        tensor_parallel,
+        ParamLabel(fqn),
+        start,
+        num_components,
+    )
     is_of_dtensor, requires_grad, attributes = state
     shard_class = FlatShardOfDTensor if is_of_dtensor else FlatShard
     shard = shard_class(local, spec, requires_grad=requires_grad)

@@ -107,20 +107,20 @@ class FlatStorage(Registration):
             # At once: what is needed only later must not add to a peak.
             free_storage(unsharded)
         if is_offloaded:
-            shard = alloc_host(self.layout.shard_numel, dtype, is_pinned=self.is_pinned)
+            shard = alloc_host(end - start, dtype, is_pinned=self.is_pinned)
             if not (self.is_kept or self.offload.params):
                 # Scales are those of main values.
                 held_dtype = dtype if wire_dtype in QUANTISED else wire_dtype
-                device_shard = own_part.new_empty(self.layout.shard_numel, dtype=held_dtype)
+                device_shard = own_part.new_empty(end - start, dtype=held_dtype)
         elif self.is_kept and not is_cast:
             # [Note: Kept buffers]: nothing is stored twice.
             shard = unsharded.zero_()[start:end]
         else:
-            shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+            shard = torch.zeros(end - start, dtype=dtype, device=device)
         copies = copies_for(device)
         self.host_grad = None
         if is_offloaded:
-            numel, is_pinned = self.layout.shard_numel, self.is_pinned
+            numel, is_pinned = end - start, self.is_pinned
             self.host_grad = HostGradient(numel, dtype, copies, is_pinned=is_pinned)
         return _Buffers(
             shard,
@@ -253,17 +253,18 @@ class FlatStorage(Registration):
 
     def _start_gather(self) -> Waitable:
         buffers, group = self._buffers, self.shard_group.group
+        numels = self.layout.uneven_numels
         output = buffers.gather_output
         has_valid_part = self._small_writes == self.guard.num_writes
         alloc_storage(buffers.unsharded)
         if self.small_group is not None and self._small_part is not None and has_valid_part:
             return _collectives.all_gather(output, self._small_part, self.small_group.group)
         if not self.is_apart:
-            return _collectives.all_gather(output, buffers.local_shard, group)
+            return _collectives.all_gather(output, buffers.local_shard, group, numels)
         # [Note: Main and compute dtype]
         if buffers.wire_dtype == output.dtype:
-            return _collectives.all_gather(output, self._fill(buffers.own_part), group)
-        return gather_in(buffers.wire_dtype, output, self._on_device(), group)
+            return _collectives.all_gather(output, self._fill(buffers.own_part), group, numels)
+        return gather_in(buffers.wire_dtype, output, self._on_device(), group, numels)
 
     def _fill(self, target: Tensor) -> Tensor:
         """Copy the local shard to `target` on the device, cast, and return that."""

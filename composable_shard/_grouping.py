@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from composable_shard._flat_param import plan_layout
-from composable_shard._layout import cut_buckets
+from composable_shard._granularity import balance
+from composable_shard._layout import FlatLayout, cut_buckets
 from composable_shard._plan import Original, Plan
 from composable_shard._precision import Precision
 
@@ -24,7 +27,8 @@ def group_params(
         shard_size: The ranks that share a flat parameter.
         is_alone: No other rank has gradients: nothing is reduced, so there are no buckets.
     """
-    groups = _by_kind(plan, use_orig_params)
+    _assign_owners(plan, shard_size)
+    groups = _by_kind(plan, use_orig_params, shard_size)
     if plan.bucket_cap_mb is None or is_alone:
         return groups
     cap_nbytes = int(plan.bucket_cap_mb * _MIB)
@@ -38,7 +42,25 @@ def group_params(
     return sorted(buckets, key=lambda bucket: -position[id(bucket[1][-1])])
 
 
-def _by_kind(plan: Plan, use_orig_params: bool) -> list[Group]:
+def _assign_owners(plan: Plan, shard_size: int) -> None:
+    """Say which rank gets each parameter that is not cut."""
+    whole = [original for original in plan.originals if original.is_owned]
+    sizes = [original.dense.numel() for original in whole]
+    for original, owner in zip(whole, balance(sizes, shard_size), strict=True):
+        original.owner = owner
+
+
+def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) -> FlatLayout:
+    """Lay out the parameters of one handle as their granularities ask for."""
+    dense = [original.dense for original in members]
+    if members[0].is_owned:
+        owners = [original.owner for original in members]
+        return plan_layout(dense, shard_size, precision, owners=owners)
+    blocks = [original.block_numel for original in members]
+    return plan_layout(dense, shard_size, precision, blocks=blocks)
+
+
+def _by_kind(plan: Plan, use_orig_params: bool, shard_size: int) -> list[Group]:
     groups: dict[object, Group] = {}
     for original in plan.originals:
         param, tensor_parallel = original.param, original.tensor_parallel
@@ -46,8 +68,12 @@ def _by_kind(plan: Plan, use_orig_params: bool) -> list[Group]:
         placements = None if use_orig_params or mesh is None else tensor_parallel
         precision = Precision.of(plan.policy, param.dtype, is_kept=original.is_kept)
         main_dtype = precision.main_dtype or param.dtype
-        kind = (main_dtype, precision, param.requires_grad, mesh, placements)
+        is_owned = original.is_owned and shard_size > 1
+        kind = (main_dtype, precision, param.requires_grad, mesh, placements, is_owned)
         groups.setdefault(kind, (precision, []))[1].append(original)
+    for _, members in groups.values():
+        if members[0].is_owned:
+            members.sort(key=lambda original: original.owner)  # as `FlatLayout` wants them
     return list(groups.values())
 
 

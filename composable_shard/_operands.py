@@ -107,9 +107,14 @@ def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> Non
 
 def _describe_spec(spec: ShardSpec) -> str:
     return (
-        f"'{spec.label.fqn}' {tuple(spec.shape)} at offset {spec.offset} "
-        f"({spec.shard_numel} elements per rank, group '{spec.group_name}')"
+        f"'{spec.label.fqn}' {tuple(spec.shape)}, elements per rank {_shorten(spec.numels)}, group "
+        f"'{spec.group_name}'"
     )
+
+
+def _shorten(numels: Sequence[int], limit: int = 8) -> str:
+    more = ", ..." if len(numels) > limit else ""
+    return ", ".join(map(str, numels[:limit])) + more
 
 
 def plain_scalar(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int) -> Tensor:

@@ -218,10 +218,12 @@ class ParamViews(ShardAccess):
 
     def slice_at(self, spec: ShardSpec, shard: Tensor) -> Tensor:
         """Return the part of a shard that belongs to a parameter with this spec, a view."""
-        position = spec.offset - self.shard_group.rank * self.layout.shard_numel
-        start = min(max(position, 0), self.layout.shard_numel)
-        low, high = spec.local_range
-        return shard[start : start + high - low]
+        rank = self.shard_group.rank
+        if spec.index is None:
+            start, end = spec.local_range
+            return shard[: end - start]
+        start, end = self.layout.local_range(spec.index, rank)
+        return shard[start:end]
 
     # What was done to the full values
 

@@ -16,18 +16,25 @@ from composable_shard._contract import find_applied, read_state
 from composable_shard._flat_param import FlatParamHandle, ParamEntry
 from composable_shard._flat_shard import FlatShard
 from composable_shard._full_params import is_shown_by_scope
+from composable_shard._granularity import GranularityOption, block_numel, granularity_of
 from composable_shard._mesh import ShardGroup
 from composable_shard._module_tree import has_forward
 from composable_shard._storage import Slot, find_slots
 from composable_shard._traversal import iter_unmanaged_modules
 from composable_shard._unsharded_param import UnshardedParameter
-from composable_shard.api import PRECISIONS, MixedPrecisionPolicy, OffloadPolicy
+from composable_shard.api import (
+    PRECISIONS,
+    Granularity,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 __all__ = [
     "FLAT_PARAM_NAME",
     "Borrowed",
     "Original",
     "Plan",
+    "apply_granularity",
     "apply_precision",
     "as_modules",
     "check_can_be_flat",
@@ -47,11 +54,23 @@ class Original:
     fqn: str
     slots: list[Slot] = field(default_factory=list)
     is_kept: bool = False  # in a module that computes in the main dtype
+    granularity: Granularity = "element"
+    owner: int = 0  # the rank that gets it whole, where the granularity says so
 
     @property
     def dense(self) -> Tensor:
         """The data to shard: the parameter's, or its local part for a DTensor."""
         return self.param.to_local() if isinstance(self.param, DTensor) else self.param.detach()
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether one rank gets it whole."""
+        return self.granularity == "param"
+
+    @property
+    def block_numel(self) -> int:
+        """Consecutive elements, in memory order, that stay together."""
+        return block_numel(self.dense, self.granularity)
 
     @property
     def tensor_parallel(self) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
@@ -302,6 +321,16 @@ def check_sync(plan: Plan) -> None:
             "sync_module_states=True needs real parameters and buffers, got some on the meta "
             "device. Initialise or load them after fully_shard instead."
         )
+
+
+def apply_granularity(plan: Plan, option: GranularityOption) -> None:
+    """Enter into the plan how finely each parameter is cut.
+
+    Raises:
+        ValueError: If the user's function returned no granularity, naming the parameter.
+    """
+    for original in plan.originals:
+        original.granularity = granularity_of(original.param, original.fqn, option)
 
 
 def apply_precision(plan: Plan, policy: MixedPrecisionPolicy) -> None:

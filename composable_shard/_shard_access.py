@@ -44,9 +44,9 @@ class ShardAccess(FlatStorage):
             return None
         shard = self.to_device(shard)
         if to_first:
-            return _collectives.gather(output, shard, group)
+            return _collectives.gather(output, shard, group, self.layout.uneven_numels)
         assert output is not None
-        return _collectives.all_gather(output, shard, group)
+        return _collectives.all_gather(output, shard, group, self.layout.uneven_numels)
 
     def copy_unsharded(self, output: Tensor | None) -> None:
         """Copy the full values, where `is_current` holds, into another buffer."""
@@ -106,7 +106,7 @@ class ShardAccess(FlatStorage):
         group = self.shard_group
         target = self._new_shard(shard)
         if self.is_sharded and group.is_first_replica:
-            _collectives.scatter(target, full, group.group).wait()
+            _collectives.scatter(target, full, group.group, self.layout.uneven_numels).wait()
         elif full is not None:
             target.copy_(full)
         for copies in group.replicate_groups:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from composable_shard._layout import intersect
+from composable_shard._layout import FlatLayout, intersect
 
 __all__ = ["ParamLabel", "ShardSpec", "WriteGuard"]
 
@@ -99,20 +99,27 @@ class ShardSpec:
 
     The *dense* tensor is what the ranks of the shard group hold together: the original parameter,
     or its local part where it is a DTensor of a tensor-parallel mesh. Its elements, in memory
-    order, occupy `[offset, offset + numel)` of a flat index space that is cut every
-    `shard_numel` elements. Compares and hashes by value; `label` is for messages only.
+    order, are those of one parameter of a layout from `start` on, or with `index` None of all its
+    parameters with the padding between them. Compares and hashes by value; `label` is for messages
+    only.
     """
 
     shape: torch.Size  # logical shape, what `tensor.shape` says
     dense_shape: torch.Size  # shape of the dense tensor; differs from `shape` for DTensors only
     dense_stride: tuple[int, ...]
-    offset: int
-    shard_numel: int
-    world_size: int
+    layout: FlatLayout  # who owns what
+    index: int | None  # of the parameter there
     rank: int
     group_name: str
     tensor_parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
     label: ParamLabel = field(default_factory=lambda: ParamLabel("?"), compare=False)
+    start: int = 0  # other than 0 for some rows of a parameter
+    num_components: int = 1  # elements for each one of the layout: 2 for a complex tensor as real
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the tensor."""
+        return self.layout.world_size
 
     @cached_property
     def numel(self) -> int:
@@ -121,10 +128,19 @@ class ShardSpec:
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """Return the half-open range of the dense tensor's elements that `rank` holds."""
-        cut = rank * self.shard_numel - self.offset
-        start, end = intersect((0, self.numel), (cut, cut + self.shard_numel))
-        low = min(start, self.numel)
-        return low, low + end - start
+        if self.index is not None:
+            start, end = self.layout.param_range(self.index, rank)
+        else:
+            start, end = self.layout.shard_range(rank)
+        first, last = start * self.num_components - self.start, end * self.num_components
+        low, high = intersect((0, self.numel), (first, last - self.start))
+        return min(low, self.numel), min(high, self.numel)
+
+    @cached_property
+    def owner(self) -> int | None:
+        """The rank that holds the whole tensor by plan, None where all share it."""
+        owners = self.layout.owners
+        return owners[self.index] if owners and self.index is not None else None
 
     @cached_property
     def local_range(self) -> tuple[int, int]:

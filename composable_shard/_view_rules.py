@@ -147,7 +147,7 @@ def _run_of(shard: FlatShard, geometry: _Geometry) -> FlatShard:
         shape=geometry.shape,
         dense_shape=geometry.shape,
         dense_stride=geometry.stride,
-        offset=shard._shard_spec.offset + geometry.start,
+        start=shard._shard_spec.start + geometry.start,
     )
     local = shard._local
     if spec.numel != shard.numel():
@@ -256,8 +256,8 @@ def _spec_as_real(spec: ShardSpec) -> ShardSpec:
         shape=torch.Size((*spec.shape, 2)),
         dense_shape=torch.Size((*spec.dense_shape, 2)),
         dense_stride=(*(2 * stride for stride in spec.dense_stride), 1),
-        offset=2 * spec.offset,
-        shard_numel=2 * spec.shard_numel,
+        start=2 * spec.start,
+        num_components=2 * spec.num_components,
     )
 
 
@@ -269,8 +269,8 @@ def _view_as_complex(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         shape=spec.shape[:-1],
         dense_shape=spec.dense_shape[:-1],
         dense_stride=tuple(stride // 2 for stride in spec.dense_stride[:-1]),
-        offset=spec.offset // 2,
-        shard_numel=spec.shard_numel // 2,
+        start=spec.start // 2,
+        num_components=spec.num_components // 2,
     )
     # Only what view_as_real made: any other range may cut a pair in two.
     if spec.shape[-1:] != (2,) or _spec_as_real(as_complex) != spec:

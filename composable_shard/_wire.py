@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from composable_shard import _collectives
 from composable_shard._collectives import Waitable
+from composable_shard._parts import cut_in_parts
 from composable_shard._quantise import QUANTISED, decode, encode, encoded_nbytes, round_trip
 
 __all__ = ["as_received", "gather_in", "wire_nbytes"]
@@ -23,7 +24,11 @@ def wire_nbytes(wire_dtype: torch.dtype, shard_numel: int) -> int:
 
 
 def gather_in(
-    wire_dtype: torch.dtype, output: Tensor, shard: Tensor, group: dist.ProcessGroup
+    wire_dtype: torch.dtype,
+    output: Tensor,
+    shard: Tensor,
+    group: dist.ProcessGroup,
+    numels: Sequence[int] | None = None,
 ) -> Waitable:
     """Start gathering every rank's shard into `output`, this rank's own one included.
 
@@ -36,22 +41,27 @@ def gather_in(
         output: Shape `(group.size() * shard_numel,)`.
         shard: Shape `(shard_numel,)`, this rank's, of any dtype.
         group: The ranks that take part.
+        numels: As in `all_gather`.
     """
     if wire_dtype not in QUANTISED:
         staging = torch.empty_like(output, dtype=wire_dtype)
-        own = staging.view(group.size(), -1)[group.rank()].copy_(shard)
-        return _StagedGather(_collectives.all_gather(staging, own, group), staging, output.copy_)
-    staging = output.new_empty(group.size() * encoded_nbytes(shard.numel()), dtype=torch.uint8)
-    own = staging.view(group.size(), -1)[group.rank()]
+        own = cut_in_parts(staging, group, numels)[group.rank()].copy_(shard)
+        work = _collectives.all_gather(staging, own, group, numels)
+        return _StagedGather(work, staging, output.copy_)
+    each = numels or [shard.numel()] * group.size()
+    sizes = [encoded_nbytes(numel) for numel in each]
+    staging = output.new_empty(sum(sizes), dtype=torch.uint8)
+    encoded_sizes = None if numels is None else sizes
+    own = cut_in_parts(staging, group, encoded_sizes)[group.rank()]
     encode(shard, own, wire_dtype)
 
     def decode_all(encoded: Tensor) -> None:
-        for part, values in zip(
-            encoded.view(group.size(), -1), output.view(group.size(), -1), strict=True
-        ):
+        encoded_parts = cut_in_parts(encoded, group, encoded_sizes)
+        for part, values in zip(encoded_parts, cut_in_parts(output, group, numels), strict=True):
             decode(part, values, wire_dtype)
 
-    return _StagedGather(_collectives.all_gather(staging, own, group), staging, decode_all)
+    work = _collectives.all_gather(staging, own, group, encoded_sizes)
+    return _StagedGather(work, staging, decode_all)
 
 
 def as_received(wire_dtype: torch.dtype, shard: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,11 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
 
-__all__ = ["PRECISIONS", "MixedPrecisionPolicy", "OffloadPolicy", "ShardingStrategy"]
+__all__ = [
+    "PRECISIONS",
+    "Block",
+    "Granularity",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardingStrategy",
+]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A granularity: blocks of so many elements of a parameter stay on one rank.
+
+    Blocks begin at the parameter's first element, in memory order; the last one may be shorter. As
+    optimizers with block-wise quantised state want them, `Block(256)`.
+
+    Attributes:
+        numel: Elements in a block, at least 1.
+    """
+
+    numel: int
+
+    def __post_init__(self) -> None:
+        """Check the size.
+
+        Raises:
+            ValueError: If it is not a whole number of at least 1.
+        """
+        if not isinstance(self.numel, int) or isinstance(self.numel, bool) or self.numel < 1:
+            raise ValueError(f"expected Block(n) with n >= 1 elements, got {self.numel!r}")
+
+
+# How finely a parameter is cut: anywhere, between rows, between blocks, or not at all.
+Granularity: TypeAlias = Literal["element", "row", "param"] | Block
 
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIRE_PRECISIONS = (*PRECISIONS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -12,7 +12,7 @@ in fp32, or in the main dtype. At world size 1 nothing is sent, and no hook is c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -65,7 +65,8 @@ def _reduce_in(dtype: torch.dtype, stage: ReductionStage, factor: float) -> Wait
         return _Then(_collectives.all_reduce(low, group), unpack)
     num_parts = _collectives.scratch_parts(group, low, in_place=True)
     scratch = low.new_empty(num_parts * output.numel()) if num_parts else None
-    pending = _collectives.reduce_scatter(output, low, scratch, group, 1.0 / factor)
+    numels = _part_numels(stage)
+    pending = _collectives.reduce_scatter(output, low, scratch, group, 1.0 / factor, numels)
     return _Then(None, pending.finish)
 
 
@@ -163,12 +164,16 @@ def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable
     numel, size = gradient.numel(), group.size()
     if numel == 0:
         return None
-    part_numel = -(-numel // size)  # an all-reduce may cut anywhere
-    part_nbytes = state._encoded_nbytes(part_numel)
+    part_numels = _part_numels(stage)
+    if part_numels is None:
+        part_numel = -(-numel // size)  # an all-reduce may cut anywhere
+        part_numels = [max(0, min(part_numel, numel - rank * part_numel)) for rank in range(size)]
+    part_nbytes = state._encoded_nbytes(max(part_numels))
     sent = gradient.new_zeros(size * part_nbytes, dtype=torch.uint8)
     residual = state._residual(stage.key, gradient)
     residual.add_(gradient)
-    for part, encoded in zip(residual.split(part_numel), sent.view(size, -1), strict=False):
+    parts = residual[: sum(part_numels)].split_with_sizes(list(part_numels))
+    for part, encoded in zip(parts, sent.view(size, -1), strict=True):
         part_encoded = encoded[: state._encoded_nbytes(part.numel())]
         state._encode(part, part_encoded)
         applied = torch.empty_like(part)
@@ -178,23 +183,29 @@ def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable
     work = _collectives.all_to_all(received, sent, group)
 
     def add_up() -> None:
-        start = min(group.rank() * part_numel, numel)
-        own_numel = min(part_numel, numel - start)
+        own_numel = part_numels[group.rank()]
         own_nbytes = state._encoded_nbytes(own_numel)
         dtype = torch.promote_types(output.dtype, torch.float32)
-        total = output.new_zeros(part_numel, dtype=dtype)
-        term = torch.empty_like(total[:own_numel])
+        total = output.new_zeros(own_numel, dtype=dtype)
+        term = torch.empty_like(total)
         for encoded in received.view(size, -1):
             state._decode(encoded[:own_nbytes], term)
-            total[:own_numel].add_(term)
+            total.add_(term)
         if stage.kind == "reduce_scatter":
             output.copy_(total)
             return
-        gathered = total.new_empty(size * part_numel)
-        _collectives.all_gather(gathered, total, group).wait()
-        output.copy_(gathered[:numel])
+        gathered = total.new_empty(numel)
+        _collectives.all_gather(gathered, total, group, part_numels).wait()
+        output.copy_(gathered)
 
     return _Then(work, add_up)
+
+
+def _part_numels(stage: ReductionStage) -> Sequence[int] | None:
+    """Return the real numbers of each rank's part, None where all are the same."""
+    if stage.numels is None:
+        return None
+    return [numel * (2 if stage.gradient.is_complex() else 1) for numel in stage.numels]
 
 
 class _Then:

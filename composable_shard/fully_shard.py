@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_shard._buffer_broadcast import BufferBroadcast, check_can_broadcast
 from composable_shard._construct import build_state, sync_states
 from composable_shard._contract import attach_state, read_state
+from composable_shard._granularity import GranularityOption, check_option
 from composable_shard._hooks import register_boundaries, register_hooks
 from composable_shard._lazy_init import share_context
 from composable_shard._mesh import ShardGroup
 from composable_shard._plan import (
     Plan,
+    apply_granularity,
     apply_precision,
     as_modules,
     check_can_be_flat,
@@ -49,6 +51,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     sync_module_states: bool = False,
     broadcast_buffers: bool = False,
     bucket_cap_mb: float | None = None,
+    granularity: GranularityOption = "element",
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -97,6 +100,10 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             overlaps reductions with the backward. Not before the end of the unit's backward,
             though, where that would not be safe on all ranks: if units run inside this one, or it
             runs in a checkpointed region. None: one handle for each kind of parameters.
+        granularity: How finely the unit's parameters are cut: `"element"` anywhere, `"row"` between
+            rows, `Block(n)` between blocks of n elements, `"param"` not at all: one rank holds the
+            whole parameter. Or a function that returns one of these for a parameter, the same on
+            all ranks. Parameters of `"param"` have a handle of their own in their unit.
 
     Returns:
         `module`.
@@ -119,6 +126,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         "sync_module_states": sync_module_states,
         "broadcast_buffers": broadcast_buffers,
         "bucket_cap_mb": bucket_cap_mb,
+        "granularity": granularity,
     }
     check_options(options)
     modules = as_modules(module)
@@ -197,6 +205,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
     _check_ignored(options["ignored_params"])
     _check_bucket_cap(options["bucket_cap_mb"])
+    check_option(options["granularity"])
     for name in ("sync_module_states", "broadcast_buffers"):
         if not isinstance(options[name], bool):
             raise ValueError(f"expected {name} to be a bool, got {options[name]!r}")
@@ -268,6 +277,7 @@ def check_unit(
     apply_precision(plan, options["mp_policy"])
     plan.offload = options["offload_policy"]
     plan.bucket_cap_mb = options["bucket_cap_mb"]
+    apply_granularity(plan, options["granularity"])
     if shard_group is not None:
         check_policy(options["reshard_after_forward"], shard_group.size)
         if options["offload_policy"].is_active:

@@ -67,9 +67,8 @@ def make_spec(tensor: Tensor, layout: FlatLayout, index: int, name: str) -> Shar
         tensor.shape,
         tensor.shape,
         tensor.stride(),
-        layout.offsets[index],
-        layout.shard_numel,
-        dist.get_world_size(),
+        layout,
+        index,
         dist.get_rank(),
         dist.group.WORLD.group_name,
         label=ParamLabel(name),
@@ -93,7 +92,7 @@ def shard(full: Tensor, name: str = "w", *, offset: int = 3) -> FlatShard:
     numel = full.numel()
     world_size = dist.get_world_size()
     shard_numel = max(1, -(-(offset + numel) // world_size))
-    layout = FlatLayout((numel,), (offset,), world_size, shard_numel, 1)
+    layout = FlatLayout((numel,), (offset,), world_size, world_size * shard_numel, 1)
     return FlatShard.from_full(full, make_spec(full, layout, 0, name))
 
 
@@ -416,9 +415,8 @@ def _shard_dtensor(param: nn.Parameter, mesh: dist.device_mesh.DeviceMesh) -> nn
         param.shape,
         dense.shape,
         dense.stride(),
-        offset=0,
-        shard_numel=dense.numel(),
-        world_size=1,
+        FlatLayout.plan([dense.numel()], 1),
+        0,
         rank=0,
         group_name=mesh.get_group("shard").group_name,
         tensor_parallel=(mesh["tp"], tuple(param.placements)),

@@ -91,6 +91,7 @@ def _assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
 def test_public_names_are_pinned() -> None:
     """Adding or removing a public name is a decision, not an accident."""
     assert composable_shard.__all__ == [
+        "Block",
         "FlatLayout",
         "FlatParamHandle",
         "FlatShard",

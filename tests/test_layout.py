@@ -97,9 +97,7 @@ def test_spec_finds_the_range_that_the_layout_gave(layout: FlatLayout) -> None:
     """`ShardSpec.range_of`, which sees one parameter only, agrees with `param_range`."""
     for index, numel in enumerate(layout.numels):
         shape = torch.Size((numel,))
-        spec = ShardSpec(
-            shape, shape, (1,), layout.offsets[index], layout.shard_numel, layout.world_size, 0, "g"
-        )
+        spec = ShardSpec(shape, shape, (1,), layout, index, 0, "g")
         found = [spec.range_of(rank) for rank in range(layout.world_size)]
         assert found == [layout.param_range(index, rank) for rank in range(layout.world_size)]
 

@@ -1,0 +1,69 @@
+"""How the ranks' parts of a tensor are sent where they are not all of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_shard._exchange import Waitable, Works
+
+__all__ = ["cut_in_parts", "gather_parts", "reduce_parts"]
+
+
+def cut_in_parts(
+    tensor: Tensor, group: dist.ProcessGroup, numels: Sequence[int] | None
+) -> Sequence[Tensor]:
+    """Return a view of each rank's part of a tensor.
+
+    Args:
+        tensor: Elements along the first dimension; behind the last part there may be more.
+        group: The ranks.
+        numels: Elements of each rank's part; None where all are the same.
+    """
+    if numels is None:
+        return tensor.view(group.size(), -1).unbind()
+    return tensor[: sum(numels)].split_with_sizes(list(numels))
+
+
+def gather_parts(parts: Sequence[Tensor], shard: Tensor, group: dist.ProcessGroup) -> Waitable:
+    """Start gathering parts of any sizes, each straight to its place: a broadcast from each rank.
+
+    NCCL makes one launch of them.
+    """
+    if _is_nccl(group, shard.device):
+        return group.allgather([list(parts)], [shard])
+    own = parts[group.rank()]
+    if own.data_ptr() != shard.data_ptr():
+        own.copy_(shard)
+    works = []
+    for rank, part in enumerate(parts):
+        if part.numel():
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = rank, 0
+            works.append(group.broadcast([part], options))
+    return Works(works)
+
+
+def reduce_parts(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
+    """Start summing each part over the ranks, in place on the rank that it belongs to.
+
+    A reduce to each rank; NCCL makes one launch of them. The other parts hold anything afterwards.
+    """
+    if _is_nccl(group, parts[0].device):
+        return group.reduce_scatter(
+            [parts[group.rank()]], [list(parts)], dist.ReduceScatterOptions()
+        )
+    works = []
+    for rank, part in enumerate(parts):
+        if part.numel():
+            options = dist.ReduceOptions()
+            options.rootRank = rank
+            works.append(group.reduce([part], options))
+    return Works(works)
+
+
+def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return group._get_backend(device).name().lower() == "nccl"
