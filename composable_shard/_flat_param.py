@@ -56,6 +56,10 @@ def plan_layout(
     return FlatLayout.plan(numels, world_size, alignment, blocks=blocks, owners=owners)
 
 
+def _describe(granularity: Granularity) -> str:
+    return "" if granularity == "element" else f" granularity={granularity!r}"
+
+
 class FlatParamHandle(PublishedGradients):
     """One flat parameter: parameters of a unit that share dtypes, requires_grad and mesh.
 
@@ -172,8 +176,7 @@ class FlatParamHandle(PublishedGradients):
         """Return a line for each parameter with all that the ranks must agree on."""
         return [
             f"'{entry.label}' shape {tuple(entry.spec.shape)} {self.local_shard.dtype} "
-            f"requires_grad={self.requires_grad} granularity={granularity!r} "
-            f"owner={entry.spec.owner} {options}"
+            f"requires_grad={self.requires_grad}{_describe(granularity)} {options}"
             for entry, granularity in zip(self.entries, self.granularities, strict=True)
         ]
 

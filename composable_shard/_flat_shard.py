@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import fields
-from functools import cache
 from typing import Any
 
 import torch
@@ -274,7 +272,7 @@ class FlatShard(Tensor):
             spec.shape,
             spec.dense_shape,
             spec.dense_stride,
-            _layout_fields(spec.layout),
+            spec.layout.as_tuple(),
             spec.index,
             spec.rank,
             spec.group_name,
@@ -363,17 +361,6 @@ def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
 _make_wrapper = Tensor._make_wrapper_subclass
 
 
-def _layout_fields(layout: FlatLayout) -> tuple[Any, ...]:
-    """Return what a layout is made from: plain data, which pickles store once for all shards."""
-    return tuple(getattr(layout, field.name) for field in fields(layout))
-
-
-@cache
-def _layout_of(values: tuple[Any, ...]) -> FlatLayout:
-    # One object for equal layouts: specs are compared by identity first.
-    return FlatLayout(*values)
-
-
 def _rebuild_flat_shard(
     local: Tensor, values: tuple[Any, ...], state: tuple[bool, bool, dict[str, Any]]
 ) -> FlatShard:
@@ -383,7 +370,7 @@ def _rebuild_flat_shard(
         shape,
         dense_shape,
         dense_stride,
-        _layout_of(layout),
+        FlatLayout.from_tuple(layout),
         index,
         rank,
         group_name,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
 from math import lcm
+from typing import Any
 
 __all__ = ["FlatLayout", "cut_buckets", "intersect", "round_up", "snap"]
 
@@ -170,6 +171,16 @@ class FlatLayout:
         return _plan_equal_cuts(even, blocks) or replace(
             even, span=round_up(end, alignment), blocks=blocks
         )
+
+    def as_tuple(self) -> tuple[Any, ...]:
+        """Return plain data for `from_tuple`; a pickle stores it once for all parameters."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @classmethod
+    @cache  # one object for equal layouts: specs are compared by identity first
+    def from_tuple(cls, values: tuple[Any, ...]) -> FlatLayout:
+        """Return the layout that `as_tuple` was called on, or an equal one."""
+        return cls(*values)
 
     @property
     def is_even(self) -> bool:

@@ -220,9 +220,9 @@ aten.add_ would write a slice of the sharded parameter 'fc.weight' (7, 15) into 
 of shape (7, 15). Optimizer state made before sharding: call
 shard_optimizer_state(optimizer). Otherwise use p.full_tensor().
 
-aten.add needs shards of one and the same range, got 'fc.weight' (7, 15) at offset 0 (60
-elements per rank, group '0') and 'other' (7, 15) at offset 9 (57 elements per rank, group
-'0'). Use p.full_tensor() to combine different parameters.
+aten.add needs shards of one and the same range, got 'fc.weight' (7, 15), elements per
+rank 60, 45, group '0' and 'other' (7, 15), elements per rank 48, 57, group '0'. Use
+p.full_tensor() to combine different parameters.
 
 aten.sum reads elements of the sharded parameter 'fc.weight' (7, 15) that were selected by
 index, and other ranks hold some of them. Use p.full_tensor(), or unshard_params(module).""",
