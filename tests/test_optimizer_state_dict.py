@@ -260,6 +260,44 @@ def test_s3_6_main_shards_and_their_state_are_fp32() -> None:
 
 
 @distributed(2)
+def test_loaded_state_is_in_memory_of_its_own() -> None:
+    """Two optimizers must not step one state; but what is an optimizer's own is not copied."""
+    model = Net()
+    shard_blocks(model)
+    optimizer, other = (optim.AdamW(model.parameters()) for _ in range(2))
+    model(rank_input(4, 5)).square().mean().backward()
+    optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer)
+    set_optimizer_state_dict(model, other, saved)
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            found = other.state[param][name]
+            assert found is not value
+            found.zero_()
+            assert value.abs().sum() > 0
+    kept = {id(value) for state in optimizer.state.values() for value in state.values()}
+    set_optimizer_state_dict(model, optimizer, saved)
+    assert kept == {id(value) for state in optimizer.state.values() for value in state.values()}
+
+
+@distributed(2)
+def test_torchs_own_functions_give_the_same() -> None:
+    """With default options, which return shards; and they take them back."""
+    twins, optimizers = _trained("adamw", shard_blocks, Net, lambda model: list(model.parameters()))
+    model, optimizer = twins.sharded, optimizers[1]
+    found = torch_state_dict.get_optimizer_state_dict(model, optimizer)
+    assert_same_state(found["state"], expected_state(twins.plain, optimizers[0]))
+    mine = get_optimizer_state_dict(model, optimizer)
+    assert found["param_groups"] == mine["param_groups"]
+    assert list(torch_state_dict.get_model_state_dict(model)) == list(get_model_state_dict(model))
+    torch_state_dict.set_optimizer_state_dict(model, optimizer, found)
+    assert_same_state(
+        get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)["state"],
+        expected_state(twins.plain, optimizers[0]),
+    )
+
+
+@distributed(2)
 def test_several_optimizers_share_one_dict() -> None:
     """Each gets its own back."""
     model = Net()

@@ -274,6 +274,17 @@ def test_assign_takes_the_values_over(layout: str, is_meta: bool) -> None:
     assert not torch.equal(model.state_dict()["out.bias"].full_tensor(), make(Net).out.bias)
 
 
+@distributed(2)
+def test_assigned_values_are_gathered_anew() -> None:
+    """Where full parameters are kept, too: no op tells of an assignment."""
+    model, plain, x = make(Net, seed=1), make(Net), rank_input(4, 5)
+    shard_blocks(model, strategy=ShardingStrategy.SHARD_GRAD_OP)
+    with torch.no_grad():
+        model(x)
+        model.load_state_dict(plain.state_dict(), assign=True)
+        assert_equal(model(x), plain(x))
+
+
 @pytest.mark.parametrize("layout", list(_LAYOUTS))
 @distributed(2)
 def test_first_rank_alone_has_the_dict(layout: str) -> None:
