@@ -28,6 +28,13 @@ from composable_shard._setters import (
     set_reshard_after_forward,
 )
 from composable_shard._sharding_plan import ShardingPlan
+from composable_shard._state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from composable_shard._state_options import StateDictOptions
 from composable_shard._traversal import get_handles, get_root_states, get_states, is_sharded
 from composable_shard._unshard_params import (
     register_flat_param,
@@ -49,6 +56,7 @@ __all__ = [
     "ReductionStage",
     "ShardingPlan",
     "ShardingStrategy",
+    "StateDictOptions",
     "UnshardWork",
     "by_class",
     "by_size",
@@ -56,6 +64,8 @@ __all__ = [
     "count_collectives",
     "fully_shard",
     "get_handles",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
     "get_root_states",
     "get_states",
     "is_sharded",
@@ -69,6 +79,8 @@ __all__ = [
     "set_forward_prefetch",
     "set_gradient_divide_factor",
     "set_is_last_backward",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
     "set_reshard_after_backward",
