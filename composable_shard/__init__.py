@@ -1,5 +1,12 @@
 """Composable sharded training for PyTorch: `fully_shard(module)`, and parameters stay yours."""
 
+from composable_shard._checkpoint import (
+    CheckpointSave,
+    LoadedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from composable_shard._checkpoint_reader import find_checkpoint
 from composable_shard._collectives import count_collectives
 from composable_shard._comm_hook import ReductionStage
 from composable_shard._controls import (
@@ -40,9 +47,11 @@ from composable_shard.fully_shard import fully_shard
 from composable_shard.shard_model import shard_model
 
 __all__ = [
+    "CheckpointSave",
     "FlatLayout",
     "FlatParamHandle",
     "FlatShard",
+    "LoadedCheckpoint",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReductionStage",
@@ -53,17 +62,20 @@ __all__ = [
     "by_size",
     "clip_grad_norm_",
     "count_collectives",
+    "find_checkpoint",
     "fully_shard",
     "get_handles",
     "get_root_states",
     "get_states",
     "is_sharded",
     "lazy_init",
+    "load_checkpoint",
     "no_sync",
     "register_comm_hook",
     "register_flat_param",
     "register_orig_params",
     "reshard",
+    "save_checkpoint",
     "set_backward_prefetch",
     "set_forward_prefetch",
     "set_gradient_divide_factor",
