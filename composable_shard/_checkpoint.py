@@ -210,7 +210,7 @@ def load_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
     with _agreed(group):
         reader = CheckpointReader(Path(text[0]), text[1].encode())
     group.on_first(reader.check_files)
-    with reader, _agreed(group):
+    with reader, _agreed(group), _reading(reader.folder / METADATA):
         apply = [_stage_model(reader, model, strict)]
         apply += _stage_optimizers(reader, model, _as_dict(optimizer), strict)
         apply += _stage_objects(reader, "scheduler", _as_dict(scheduler))
@@ -318,6 +318,17 @@ def _rng_name(rank: int) -> str:
 
 
 # Loading
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file where the body finds something that no save has written."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        if isinstance(error, ValueError) and str(path.parent) in str(error):
+            raise
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,14 +18,12 @@ from composable_shard import (
     FlatShard,
     OffloadPolicy,
     ShardingStrategy,
-    clip_grad_norm_,
     fully_shard,
     load_checkpoint,
     save_checkpoint,
 )
 from composable_shard._checkpoint_reader import CheckpointReader
-from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import Net, rank_input, shard_blocks, shard_children, shard_root
+from tests.helpers import assert_equal, run_ranks
 
 # --- from any layout to any other ---
 
