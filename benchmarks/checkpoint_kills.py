@@ -268,8 +268,8 @@ def read_values(path: Path) -> tuple[int, dict[str, bytes]]:
         return reader.metadata.step, values
 
 
-def kill_at_every_operation(scenario: Scenario, resume_every: int) -> None:
-    """Kill each rank before each file operation of the third save, alone and with all others."""
+def kill_at_operations(scenario: Scenario, every: int, resume_every: int) -> None:
+    """Kill each rank before file operations of the third save, alone and with all others."""
     result = scenario.result
     scenario.remember(4)
     kills = [
@@ -278,7 +278,7 @@ def kill_at_every_operation(scenario: Scenario, resume_every: int) -> None:
         for rank, count in enumerate(result.num_operations)
         for operation in range(count)
     ]
-    for number, kill in enumerate(kills):
+    for number, kill in enumerate(kills[::every]):
         folder = scenario.folder / f"kill {number}"
         folder.mkdir()
         codes = Ranks(folder, scenario.shared, 4, kill).join()
@@ -333,6 +333,7 @@ def main() -> int:
     add = parser.add_argument
     add("--random", type=int, default=50, help="kills at random moments")
     add("--steps", type=int, default=400, help="of the run that is killed at random moments")
+    add("--every", type=int, default=1, help="kill at every n-th operation")
     add("--resume-every", type=int, default=1, help="go on after every n-th kill at an operation")
     add("--seed", type=int, default=0, help="of the random moments")
     add("--json", action="store_true", help="print the counts for a program")
@@ -341,7 +342,7 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         scenario = Scenario(Path(name), args.steps)
-        kill_at_every_operation(scenario, args.resume_every)
+        kill_at_operations(scenario, args.every, args.resume_every)
         kill_at_random(scenario, args.random, args.seed)
     result = scenario.result
     if args.json:
@@ -353,21 +354,18 @@ def main() -> int:
 
 def _report(result: Result, seconds: float) -> str:
     rows = [[kind, str(count)] for kind, count in sorted(result.num_kills.items())]
-    return (
-        header(
-            "Kills while a checkpoint is saved",
-            f"{WORLD_SIZE} gloo ranks, keep_last=2; file operations of a save by rank: "
-            f"{result.num_operations}",
-            f"runs that went on after a kill: {result.num_resumed}, all losses bitwise those of an "
-            "undisturbed run",
-            f"found after a kill: {result.found['before']} times the last checkpoint whose save had "
-            f"returned, {result.found['new']} times the one that was being saved",
-            f"problems: {result.problems or 'none'}",
-            f"{seconds:.0f} s in all",
-        )
-        + "\n"
-        + table(["kill", "number"], rows)
+    top = header(
+        "Kills while a checkpoint is saved",
+        f"{WORLD_SIZE} gloo ranks, keep_last=2; file operations of a save by rank: "
+        f"{result.num_operations}",
+        f"runs that went on after a kill: {result.num_resumed}; all losses are compared bitwise "
+        "with those of an undisturbed run",
+        f"found after a kill: {result.found['before']} times the last checkpoint whose save had "
+        f"returned, {result.found['new']} times the one that was being saved",
+        f"problems: {result.problems or 'none'}",
+        f"{seconds:.0f} s in all",
     )
+    return top + "\n" + table(["kill", "number"], rows)
 
 
 if __name__ == "__main__":

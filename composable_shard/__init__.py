@@ -35,6 +35,13 @@ from composable_shard._setters import (
     set_reshard_after_forward,
 )
 from composable_shard._sharding_plan import ShardingPlan
+from composable_shard._state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from composable_shard._state_options import StateDictOptions
 from composable_shard._traversal import get_handles, get_root_states, get_states, is_sharded
 from composable_shard._unshard_params import (
     register_flat_param,
@@ -57,6 +64,7 @@ __all__ = [
     "ReductionStage",
     "ShardingPlan",
     "ShardingStrategy",
+    "StateDictOptions",
     "UnshardWork",
     "by_class",
     "by_size",
@@ -65,6 +73,8 @@ __all__ = [
     "find_checkpoint",
     "fully_shard",
     "get_handles",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
     "get_root_states",
     "get_states",
     "is_sharded",
@@ -80,6 +90,8 @@ __all__ = [
     "set_forward_prefetch",
     "set_gradient_divide_factor",
     "set_is_last_backward",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
     "set_reshard_after_backward",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from composable_shard import _collectives
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._mesh import ShardGroup
+from composable_shard._rank_messages import digest_of, gather_bytes
 from composable_shard._state import ShardState
 from composable_shard._use_exchange import UseExchange
 
@@ -71,32 +69,27 @@ class _Mesh:
 
 def _compare(groups: _Groups, device: torch.device, lines: list[str], has_hooks: bool) -> bool:
     """Compare descriptions; return whether any rank has hooks."""
-    digest = _digest(json.dumps(lines).encode())
+    digest = digest_of(json.dumps(lines).encode())
     # Axis by axis: a digest of digests tells every rank of the mesh of a difference anywhere.
     is_same = True
     for group in groups:
         data = digest + bytes([has_hooks])
-        gathered = _gather_bytes(group, device, data, [len(data)] * group.size())
+        gathered = gather_bytes(group, device, data, [len(data)] * group.size())
         has_hooks = any(other[-1] for other in gathered)
         is_same &= all(other[:-1] == digest for other in gathered)
-        digest = _digest(b"".join(other[:-1] for other in gathered))
+        digest = digest_of(b"".join(other[:-1] for other in gathered))
     if is_same:
         return has_hooks
     texts = [json.dumps(lines)]
     for group in groups:
         payload = json.dumps(texts).encode()
         nbytes = len(payload).to_bytes(8, "little")
-        sizes = _gather_bytes(group, device, nbytes, [8] * group.size())
+        sizes = gather_bytes(group, device, nbytes, [8] * group.size())
         numels = [int.from_bytes(size, "little") for size in sizes]
-        gathered = _gather_bytes(group, device, payload, numels)
+        gathered = gather_bytes(group, device, payload, numels)
         texts = [text for part in gathered for text in json.loads(part)]
     _raise_difference([json.loads(text) for text in texts])
     return has_hooks
-
-
-def _digest(data: bytes) -> bytes:
-    """Return 31 bytes, so that one more makes a message of 32."""
-    return hashlib.sha256(data).digest()[:31]
 
 
 def copy_to_replicas(states: list[ShardState]) -> None:
@@ -107,14 +100,6 @@ def copy_to_replicas(states: list[ShardState]) -> None:
     for state in states:
         for handle in state.handles:
             handle.copy_to_replicas()
-
-
-def _gather_bytes(
-    group: dist.ProcessGroup, device: torch.device, data: bytes, sizes: list[int]
-) -> list[bytes]:
-    local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    joined: Tensor = _collectives.all_gather_uneven(local, sizes, group).cpu()
-    return [bytes(part.tolist()) for part in joined.split(sizes)]
 
 
 def _raise_difference(all_lines: list[list[str]]) -> None:

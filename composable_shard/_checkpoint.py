@@ -25,9 +25,10 @@ from composable_shard._checkpoint_state import (
     describe_model,
     describe_optimizer,
 )
-from composable_shard._checkpoint_writer import SavePlan, list_items, plan_save, write_checkpoint
+from composable_shard._checkpoint_writer import list_items, plan_save, write_checkpoint
 from composable_shard._host_group import HostGroup, get_host_group
 from composable_shard._rng_state import get_rng_state, set_rng_state
+from composable_shard._state_dict import get_optimizer_state_dict
 
 __all__ = ["CheckpointSave", "LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -150,11 +151,20 @@ def save_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
             all ranks alike, and nothing is left behind.
     """
     group = _quiet_group()
-    plan: SavePlan | None = None
     with _agreed(group):
         _check_arguments(step, keep_last)
         objects = {"scheduler": _as_dict(scheduler), "scaler": _as_dict(scaler)}
-        tree, tensors = _describe(model, _as_dict(optimizer), objects, extra, group.rank)
+        tree, tensors = _describe(model, objects, extra, group.rank)
+    with _agreed(group):
+        # Collectives of training's groups, which raise on all ranks: only now, as all have got here.
+        states = {
+            name: get_optimizer_state_dict(model, each)
+            for name, each in _as_dict(optimizer).items()
+        }
+        tree["optimizer"] = {
+            name: describe_optimizer(state, _prefix("optimizer", name), tensors)
+            for name, state in states.items()
+        }
         items = list_items(tensors)
     plan = plan_save(group, step, tree, items)
     error: Exception | None = None
@@ -284,19 +294,11 @@ def _check_arguments(step: int, keep_last: int | None) -> None:
 
 
 def _describe(
-    model: nn.Module,
-    optimizers: dict[str, Optimizer],
-    objects: dict[str, dict[str, Any]],
-    extra: Any,
-    rank: int,
+    model: nn.Module, objects: dict[str, dict[str, Any]], extra: Any, rank: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the tree of all values, and this rank's tensors by name."""
+    """Return the tree of all values but the optimizers', and this rank's tensors by name."""
     tensors: dict[str, Tensor] = {}
     tree: dict[str, Any] = {"model": describe_model(model, tensors)}
-    tree["optimizer"] = {
-        name: describe_optimizer(model, each, _prefix("optimizer", name), tensors)
-        for name, each in optimizers.items()
-    }
     for kind, named in objects.items():
         tree[kind] = {
             name: _json_tree.encode(each.state_dict(), _prefix(kind, name), tensors)

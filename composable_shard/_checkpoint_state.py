@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 from composable_shard import _json_tree
 from composable_shard._checkpoint_reader import CheckpointReader
 from composable_shard._flat_shard import FlatShard
-from composable_shard._optimizer_state import shard_optimizer_state
+from composable_shard._optimizer_view import canonical, view_optimizers
+from composable_shard._param_names import find_params
+from composable_shard._state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from composable_shard._state_options import StateDictOptions
 from composable_shard._tensor_region import region_of
 
 __all__ = ["StagedModel", "StagedOptimizer", "describe_model", "describe_optimizer"]
@@ -22,74 +29,38 @@ __all__ = ["StagedModel", "StagedOptimizer", "describe_model", "describe_optimiz
 _MAX_NAMES = 8  # in a message
 
 
-def _get_model_state(model: nn.Module) -> dict[str, Any]:
-    return model.state_dict(keep_vars=True)
-
-
-def _set_model_state(model: nn.Module, state: dict[str, Any]) -> None:
-    model.load_state_dict(state, strict=False)
-
-
-def _get_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    state = {names[param]: dict(each) for param, each in optimizer.state.items()}
-    groups = [
-        {**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups
-    ]
-    return {"state": state, "param_groups": groups}
-
-
-def _set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    number = {name: index for index, name in enumerate(order)}
-    by_name = {name: group for group in state["param_groups"] for name in group["params"]}
-    groups = []
-    for group in optimizer.param_groups:
-        own = [names[p] for p in group["params"]]
-        stored = by_name[own[0]] if own else group
-        groups.append({**stored, "params": [number[name] for name in own]})
-    states = {number[name]: each for name, each in state["state"].items() if name in number}
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
-    shard_optimizer_state(optimizer)  # that of parameters of one element
-
-
 # Saving
 
 
 def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the model's state, encoded, by FQN; a tensor under several FQNs is saved once.
+    """Return the model's state, encoded, by FQN; a tied parameter is saved once. No communication.
 
     Args:
         model: The model.
         tensors: Gets this rank's tensors, by name.
     """
     tree: dict[str, Any] = {}
-    names: dict[int, str] = {}
-    for fqn, value in _get_model_state(model).items():
-        if isinstance(value, Tensor):
-            name = names.setdefault(id(value), f"model/{fqn}")
-            tree[fqn] = _json_tree.encode(value, name, tensors)
-        else:
-            tree[fqn] = _json_tree.encode(value, f"model/{fqn}", tensors)
-    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if meta:
-        raise RuntimeError(f"can't save {_listing(meta)}: on the meta device")
+    names: dict[Any, str] = {}
+    places = {canonical(name): place for name, place in find_params(model).items()}
+    for fqn, value in get_model_state_dict(model).items():
+        name = f"model/{fqn}"
+        if isinstance(value, Tensor) and value.is_meta:
+            raise RuntimeError(f"can't save '{fqn}', which is on the meta device")
+        if fqn in places:
+            name = names.setdefault(places[fqn], name)
+        tree[fqn] = _json_tree.encode(value, name, tensors)
     return tree
 
 
-def describe_optimizer(
-    model: nn.Module, optimizer: Optimizer, name: str, tensors: dict[str, Tensor]
-) -> Any:
-    """Return the optimizer's state by FQN, encoded.
+def describe_optimizer(state: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return an optimizer's state, encoded.
 
     Args:
-        model: The model whose parameters it has.
-        optimizer: The optimizer.
+        state: What `get_optimizer_state_dict` returned.
         name: What names of tensors begin with.
         tensors: Gets this rank's tensors, by name.
     """
-    return _json_tree.encode(_get_optimizer_state(model, optimizer), name, tensors)
+    return _json_tree.encode(state, name, tensors)
 
 
 # Loading
@@ -110,7 +81,7 @@ class StagedModel:
             ValueError: If the checkpoint does not fit or is damaged.
             RuntimeError: If the model is on the meta device.
         """
-        state = _get_model_state(model)
+        state = get_model_state_dict(model)
         meta = [fqn for fqn, value in state.items() if isinstance(value, Tensor) and value.is_meta]
         if meta:
             raise RuntimeError(
@@ -128,19 +99,21 @@ class StagedModel:
         if problems:
             raise ValueError(f"{reader.folder} does not fit the model: {_listing(problems)}")
         staged: dict[str, Any] = {}
-        known: dict[int, Tensor] = {}
+        places = {canonical(name): place for name, place in find_params(model).items()}
+        known: dict[Any, Tensor] = {}
         for fqn, name, target in pairs:
             if name is None:
                 staged[fqn] = _json_tree.decode(tree[fqn], _no_tensor)
             else:
-                if id(target) not in known:  # tied parameters are read once
-                    known[id(target)] = _read_like(reader, name, target)
-                staged[fqn] = known[id(target)]
+                key = places.get(fqn, fqn)
+                if key not in known:  # tied parameters are read once
+                    known[key] = _read_like(reader, name, target)
+                staged[fqn] = known[key]
         return cls(model, staged)
 
     def apply(self) -> None:
         """Change the model."""
-        _set_model_state(self.model, self.state)
+        set_model_state_dict(self.model, self.state, options=StateDictOptions(strict=False))
 
 
 @dataclass
@@ -169,10 +142,10 @@ class StagedOptimizer:
             ValueError: If the checkpoint does not fit or is damaged.
         """
         groups = _json_tree.decode(tree["param_groups"], _no_tensor)
-        own = _get_optimizer_state(model, optimizer)["param_groups"]
+        own = [group.fqns for group in view_optimizers(model, [optimizer])]
         _compare_groups(reader, own, groups, is_strict=is_strict)
-        wanted = {fqn for group in own for fqn in group["params"]}
-        params = _get_model_state(model)
+        wanted = {fqn for fqns in own for fqn in fqns}
+        params = get_model_state_dict(model)
         state: dict[str, dict[str, Any]] = {}
         for fqn, entries in tree["state"].items():
             if fqn in wanted:
@@ -185,7 +158,9 @@ class StagedOptimizer:
 
     def apply(self) -> None:
         """Change the optimizer."""
-        _set_optimizer_state(self.model, self.optimizer, self.state)
+        set_optimizer_state_dict(
+            self.model, self.optimizer, self.state, options=StateDictOptions(strict=False)
+        )
 
 
 def _read_state(reader: CheckpointReader, name: str, param: Tensor) -> Tensor:
@@ -257,16 +232,14 @@ def _compare_names(
 
 
 def _compare_groups(
-    reader: CheckpointReader, own: list[Any], stored: list[Any], *, is_strict: bool
+    reader: CheckpointReader, own: list[list[str]], stored: list[Any], *, is_strict: bool
 ) -> None:
-    names, stored_names = (
-        [fqn for group in groups for fqn in group["params"]] for groups in (own, stored)
-    )
-    if is_strict:
-        _compare_names(reader, "parameters in an optimizer", names, stored_names)
     group_of = {fqn: number for number, group in enumerate(stored) for fqn in group["params"]}
-    for number, group in enumerate(own):
-        found = {group_of[fqn] for fqn in group["params"] if fqn in group_of}
+    if is_strict:
+        names = [fqn for fqns in own for fqn in fqns]
+        _compare_names(reader, "parameters in an optimizer", names, group_of)
+    for number, fqns in enumerate(own):
+        found = {group_of[fqn] for fqn in fqns if fqn in group_of}
         if len(found) > 1:
             raise ValueError(
                 f"parameter group {number} of the optimizer has parameters of the groups "

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard._collectives import all_gather_uneven, resolve_group
+from composable_shard._dcp_boxes import Checkpointable
 from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
 
 __all__ = [
@@ -49,7 +50,7 @@ class RuleTable(dict[OpOverload, Rule]):
 OP_RULES = RuleTable()
 
 
-class FlatShard(Tensor):
+class FlatShard(Checkpointable, Tensor):
     """One rank's flat range of a tensor, under the tensor's logical shape, stride and dtype.
 
     Elementwise ops run on the slices alone; reductions to one value are exact, global and

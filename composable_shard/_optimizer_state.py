@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from composable_shard._flat_shard import FlatShard
 
-__all__ = ["shard_optimizer_state"]
+__all__ = ["find_scalar_keys", "shard_optimizer_state"]
 
 # State of torch's optimizers that is one number per parameter, whatever the parameter's shape.
 _SCALAR_KEYS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -38,7 +39,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
             as Adafactor's row statistics. Nothing has been changed then.
     """
     entries = list(_entries(optimizer))
-    scalar_keys = _scalar_keys(entries)
+    scalar_keys = find_scalar_keys((e.key, e.value.shape, e.param.shape) for e in entries)
     full_size = [entry for entry in entries if _is_full_size(entry, scalar_keys)]
     for entry in full_size:
         spec = entry.param._shard_spec
@@ -56,17 +57,18 @@ def _entries(optimizer: Optimizer) -> Iterator[_Entry]:
                         yield _Entry(state, key, value, param)
 
 
-def _scalar_keys(entries: list[_Entry]) -> frozenset[str]:
+def find_scalar_keys(
+    tensors: Iterable[tuple[str, torch.Size, torch.Size]],
+) -> frozenset[str]:
     """Return the keys that hold one number per parameter.
 
     For a parameter of one element the shape doesn't tell: the same key of other parameters does,
     and where there are none, the names that torch uses.
+
+    Args:
+        tensors: The key of each state tensor, its shape, and its parameter's.
     """
-    told = {
-        entry.key: entry.value.shape != entry.param.shape
-        for entry in entries
-        if entry.param.numel() != 1
-    }
+    told = {key: shape != wanted for key, shape, wanted in tensors if wanted.numel() != 1}
     found = {key for key, is_scalar in told.items() if is_scalar}
     return frozenset(found | (_SCALAR_KEYS - told.keys()))
 

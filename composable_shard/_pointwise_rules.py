@@ -239,8 +239,13 @@ def _new_filled(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shard, size = args[:2]
+    local, spec = shard._local, shard._shard_spec
+    if kwargs.get("device") is not None and tuple(size) == tuple(spec.shape):
+        # The copy on a device that dcp.async_save makes; it sets the attributes itself.
+        return wrap(func(local, [local.numel()], **kwargs), spec)
     # Plain even for the own size: nn.init.orthogonal_ factorises such a tensor as a whole.
-    return func(args[0]._local, *args[1:], **kwargs)
+    return func(local, *args[1:], **kwargs)
 
 
 def _new_empty_strided(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -57,6 +57,9 @@ class WriteGuard:
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
         self.owner = owner  # the handle; a unit that shares a parameter finds it here
 
+    def __deepcopy__(self, memo: object) -> None:
+        """Return None: what is copied belongs to no handle."""
+
     def note_write(self, fqn: str) -> None:
         """Count a write, before it happens.
 
@@ -113,6 +116,9 @@ class ShardSpec:
     group_name: str
     tensor_parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
     label: ParamLabel = field(default_factory=lambda: ParamLabel("?"), compare=False)
+
+    def __deepcopy__(self, memo: object) -> ShardSpec:
+        return self
 
     @cached_property
     def numel(self) -> int:

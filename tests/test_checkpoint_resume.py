@@ -183,7 +183,7 @@ def _save_large(path: Path) -> None:
     optimizer.step()
     with count_collectives() as log:
         save_checkpoint(path, model, optimizer, step=1)
-    assert not log.events
+    assert sum(event.nbytes for event in log.events) < 4096  # names and shapes are compared
 
 
 def _load_large(path: Path) -> int:
@@ -192,7 +192,7 @@ def _load_large(path: Path) -> int:
     optimizer = torch.optim.AdamW(model.parameters())
     with count_collectives() as log, peak_bytes() as memory:
         nbytes = load_checkpoint(path, model, optimizer).nbytes_read
-    assert not log.events
+    assert sum(event.nbytes for event in log.events) < 4096  # names and shapes are compared
     # The shards on their way, the optimizer's new state, and a chunk or two.
     part = 4 * 512 * 1024 / dist.get_world_size()
     assert memory.peak < 5.3 * part + (1 << 19), memory

@@ -693,13 +693,13 @@ def test_errors_leave_the_flat_parameters_shown(where: str) -> None:
 
 
 @distributed(1, 2)
-def test_state_dict_holds_flat_parameters_and_loads_back() -> None:
-    """At rest, in place; also through a file read with weights_only."""
+def test_state_dict_holds_the_originals_and_loads_back() -> None:
+    """Under their names in their order; also through a file read with weights_only."""
     model, other = make_flat(), make_flat()
     _NET(model, 0).backward()
     optim.SGD(model.parameters(), lr=0.1).step()
     saved = model.state_dict()
-    assert list(saved) == _FLAT_NAMES
+    assert list(saved) == _NET_NAMES
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)

@@ -1,0 +1,283 @@
+"""Optimizer state by parameter name put into optimizers, whatever form it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable_shard._encoded_values import decode, describe, encode
+from composable_shard._flat_shard import FlatShard
+from composable_shard._full_values import scatter_full
+from composable_shard._given_values import has_fitting_shape, needs_gather, slice_given
+from composable_shard._optimizer_dict import Ranks, by_handle, view_together
+from composable_shard._optimizer_state import find_scalar_keys
+from composable_shard._optimizer_view import Group, States, join_state
+from composable_shard._shard_spec import ShardSpec
+from composable_shard._state_options import StateDictOptions
+
+__all__ = ["load_optimizers"]
+
+_KEPT_OPTIONS = ("params", "param_names")
+
+
+def load_optimizers(
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    state_dict: Mapping[str, Any],
+    options: StateDictOptions,
+) -> None:
+    """Put state by name into optimizers, which may be fresh; for all ranks together."""
+    optimizers, ranks = list(optimizers), Ranks(model)
+    groups = view_together(ranks, model, optimizers)
+    specs = {
+        fqn: handle.entries[index].spec
+        for handle, names in by_handle(groups).items()
+        for index, fqn in names.items()
+    }
+    given = _Given(groups, specs)
+    problem: Exception | None = None
+    if not options.broadcast_from_rank0 or ranks.is_first:
+        try:
+            given.take(state_dict, is_strict=options.strict)
+        except (ValueError, NotImplementedError) as error:
+            problem = error
+    ranks.raise_together(problem)
+    if options.broadcast_from_rank0:
+        ranks.check_one_is_first()
+        given.spread(ranks)
+    else:
+        given.cut(ranks)
+    joined: list[list[dict[str, Any]]] = []
+    try:
+        joined = [[join_state(m, given.states) for m in group.members] for group in groups]
+    except ValueError as error:
+        problem = error
+    ranks.raise_together(problem)
+    for optimizer in optimizers:
+        _load(optimizer, groups, joined, given.options)
+
+
+def _load(
+    optimizer: Optimizer,
+    groups: list[Group],
+    joined: list[list[dict[str, Any]]],
+    options: list[dict[str, Any]],
+) -> None:
+    """Load through the optimizer's own method, which casts, moves and runs hooks."""
+    param_groups: list[dict[str, Any]] = []
+    state: dict[int, dict[str, Any]] = {}
+    count = 0
+    for group, states, values in zip(groups, joined, options, strict=True):
+        if group.optimizer is not optimizer:
+            continue
+        numbers = list(range(count, count + len(states)))
+        count += len(states)
+        state |= {number: each for number, each in zip(numbers, states, strict=True) if each}
+        param_groups.append({**group.options, **values, "params": numbers})
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+
+class _Given:
+    """State that was given by name, on its way into the groups of optimizers.
+
+    Attributes:
+        states: What is there, by parameter name; what has a parameter's shape in any form at
+            first, and as FlatShards like the parameters' after `cut` or `spread`.
+        options: For each group, what its options shall be.
+    """
+
+    def __init__(self, groups: list[Group], specs: dict[str, ShardSpec]) -> None:
+        self._groups = groups
+        self._specs = specs
+        self.states: States = {}
+        self.options: list[dict[str, Any]] = [{} for _ in groups]
+
+    def take(self, state_dict: Mapping[str, Any], *, is_strict: bool) -> None:
+        """Take what concerns the optimizers' parameters; changes no optimizer.
+
+        Raises:
+            ValueError: If the dict is none of this kind, or names or shapes do not fit.
+        """
+        if (
+            not isinstance(state_dict, Mapping)
+            or not {"state", "param_groups"} <= state_dict.keys()
+        ):
+            raise ValueError(
+                "expected an optimizer state dict by parameter name, with 'state' and "
+                f"'param_groups', got {_outline(state_dict)}. get_optimizer_state_dict makes one."
+            )
+        saved = state_dict["param_groups"]
+        homes = {fqn: number for number, group in enumerate(saved) for fqn in group["params"]}
+        wanted = [fqn for group in self._groups for fqn in group.fqns]
+        missing = [fqn for fqn in wanted if fqn not in homes]
+        known = set(wanted)
+        extra = [fqn for fqn in dict.fromkeys([*homes, *state_dict["state"]]) if fqn not in known]
+        if is_strict and (missing or extra):
+            raise ValueError(
+                f"the optimizers' parameters are not those of the state dict: missing {missing}, "
+                f"unexpected {extra}. Pass StateDictOptions(strict=False) to ignore this."
+            )
+        self.options = [self._options_of(i, homes, saved) for i in range(len(self._groups))]
+        self.states = {
+            fqn: dict(state_dict["state"][fqn]) for fqn in wanted if state_dict["state"].get(fqn)
+        }
+        self._check_shapes()
+
+    def _options_of(
+        self, number: int, homes: dict[str, int], saved: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        group = self._groups[number]
+        found = {homes[fqn]: fqn for fqn in group.fqns if fqn in homes}
+        if len(found) > 1:
+            raise ValueError(
+                f"the parameters of one group of the optimizer, {list(found.values())} among them, "
+                "are in different groups of the state dict. Build the optimizer with groups like "
+                "those that were saved."
+            )
+        is_empty_there = number < len(saved) and not saved[number]["params"]
+        if not found and not (is_empty_there and not group.members):
+            return {}
+        source = saved[next(iter(found), number)]
+        return {key: value for key, value in source.items() if key not in _KEPT_OPTIONS}
+
+    def _check_shapes(self) -> None:
+        tensors = [
+            (name, value.shape, self._specs[fqn].shape)
+            for fqn, state in self.states.items()
+            for name, value in state.items()
+            if fqn in self._specs and isinstance(value, Tensor)
+        ]
+        scalars = find_scalar_keys(tensors)
+        elementwise = {
+            name for name, shape, wanted in tensors if shape == wanted and wanted.numel() != 1
+        }
+        for fqn, state in self.states.items():
+            spec = self._specs.get(fqn)
+            for name, value in state.items():
+                if spec is None or not isinstance(value, Tensor):
+                    continue
+                if isinstance(value, FlatShard | DTensor) or name in elementwise:
+                    if not has_fitting_shape(value, spec):
+                        raise ValueError(
+                            f"expected the state '{name}' of '{fqn}' to have shape "
+                            f"{tuple(spec.shape)}, got {tuple(value.shape)}"
+                        )
+                    state[name] = _Whole(value)
+                elif value.shape == spec.shape and name not in scalars:
+                    state[name] = _Whole(value)
+
+    def cut(self, ranks: Ranks) -> None:
+        """Cut what has a parameter's shape like the parameter.
+
+        Raises:
+            RuntimeError: On all ranks alike, if they gave values that lie in different ways.
+        """
+        gathered = [
+            f"{fqn}.{name}"
+            for fqn, state in self.states.items()
+            for name, value in state.items()
+            if isinstance(value, _Whole) and needs_gather(value.tensor, self._specs[fqn])
+        ]
+        told = ranks.all_messages(gathered)
+        if len(told) > 1:
+            odd = sorted({name for names in told for name in names})
+            raise RuntimeError(
+                f"the ranks gave optimizer state that lies on them in different ways: {odd}. Load "
+                "the same kind of state dict on every rank."
+            )
+        current = {
+            fqn: group.optimizer.state.get(member.param, {})
+            for group in self._groups
+            for member in group.members
+            for fqn in member.fqns
+        }
+        for fqn, state in self.states.items():
+            for name, value in state.items():
+                own = current[fqn].get(name)
+                if isinstance(value, _Whole):
+                    state[name] = self._shard_of(value.tensor, self._specs[fqn], own)
+                elif isinstance(value, Tensor):
+                    state[name] = value if value is own else value.clone()
+
+    def _shard_of(self, value: Tensor, spec: ShardSpec, own: object) -> Tensor:
+        if value is own:
+            return value  # its own, as torch.distributed.checkpoint has filled it
+        return FlatShard(slice_given(value, spec).clone(), spec)
+
+    def spread(self, ranks: Ranks) -> None:
+        """Give every rank its part of what the first rank has taken, a handle at a time."""
+        mine: Any = None
+        problem: Exception | None = None
+        if ranks.is_first:
+            try:
+                mine = [[encode_options(o) for o in self.options], self._describe()]
+            except TypeError as error:
+                problem = ValueError(f"state or options that can't be sent to other ranks: {error}")
+        ranks.raise_together(problem)
+        messages = [message for message in ranks.all_messages(mine) if message is not None]
+        options, told = messages[0]
+        self.options = [{key: decode(value) for key, value in each.items()} for each in options]
+        # All names, for their order.
+        states: States = {fqn: dict.fromkeys(state) for fqn, state in told.items()}
+        for fqn, state in told.items():
+            for name, what in state.items():
+                if what["kind"] != "shard":
+                    states[fqn][name] = self._send(ranks, fqn, name, what)
+        for handle, names in by_handle(self._groups).items():
+            kinds = {
+                (name, what["dtype"]): None
+                for fqn in names.values()
+                for name, what in told.get(fqn, {}).items()
+                if what["kind"] == "shard"
+            }
+            for key, dtype in kinds:
+                what = {"kind": "shard", "dtype": dtype}
+                indices = [i for i, fqn in names.items() if told.get(fqn, {}).get(key) == what]
+                given = {i: self.states[names[i]][key].tensor for i in indices if ranks.is_first}
+                shard = scatter_full(handle, given, indices, getattr(torch, dtype))
+                for index in indices:
+                    entry = handle.entries[index]
+                    piece = handle.slice_of(entry, shard).clone()
+                    states[names[index]][key] = FlatShard(piece, entry.spec)
+        self.states = states
+
+    def _send(self, ranks: Ranks, fqn: str, name: str, what: dict[str, Any]) -> Any:
+        value = decode(what)
+        if what["kind"] != "tensor" or "bytes" in what:
+            return value
+        if ranks.is_first:
+            value.copy_(self.states[fqn][name])
+        return ranks.broadcast(value)
+
+    def _describe(self) -> dict[str, dict[str, Any]]:
+        return {
+            fqn: {
+                name: {"kind": "shard", "dtype": str(value.tensor.dtype).removeprefix("torch.")}
+                if isinstance(value, _Whole)
+                else describe(value)
+                for name, value in state.items()
+            }
+            for fqn, state in self.states.items()
+        }
+
+
+class _Whole:
+    """A tensor of a parameter's shape, in any form, which is to be cut like the parameter."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def encode_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: encode(value) for key, value in options.items()}
+
+
+def _outline(found: Any) -> str:
+    if isinstance(found, Mapping):
+        return f"a dict with the keys {list(found)[:5]}"
+    return f"a {type(found).__name__}"

@@ -1,0 +1,77 @@
+"""The parameters of a model by the names they have in its state dict, shown or hidden."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from composable_shard._flat_param import FlatParamHandle, ParamEntry
+from composable_shard._storage import slot_key
+from composable_shard._traversal import get_states
+
+__all__ = ["ManagedParam", "find_params", "flat_names", "handles_of", "mesh_groups"]
+
+
+@dataclass(frozen=True)
+class ManagedParam:
+    """A parameter that a unit manages."""
+
+    handle: FlatParamHandle
+    index: int
+
+    @property
+    def entry(self) -> ParamEntry:
+        """The parameter itself."""
+        return self.handle.entries[self.index]
+
+
+def handles_of(module: nn.Module) -> list[FlatParamHandle]:
+    """Return the handles whose parameters `module` shows, of units outside of it too."""
+    return list(dict.fromkeys(h for state in get_states(module) for h in state.needed))
+
+
+def find_params(module: nn.Module) -> dict[str, ManagedParam]:
+    """Return every managed parameter by name, a tied one by each of its names, in order."""
+    places = {
+        slot_key(slot): ManagedParam(handle, index)
+        for handle in handles_of(module)
+        for index, entry in enumerate(handle.entries)
+        for slot in entry.slots
+    }
+    found: dict[str, ManagedParam] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name in child._parameters:
+            place = places.get((id(child._parameters), name))
+            if place is not None:
+                found[f"{prefix}.{name}".lstrip(".")] = place
+    return found
+
+
+def flat_names(module: nn.Module) -> dict[str, FlatParamHandle]:
+    """Return the names of the flat parameters that are shown instead of originals."""
+    handles = {id(h.flat.sharded): h for h in handles_of(module) if h.flat is not None}
+    handles |= {id(h.unsharded_flat): h for h in handles_of(module) if h.unsharded_flat is not None}
+    found: dict[str, FlatParamHandle] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, param in child._parameters.items():
+            if param is not None and id(param) in handles:
+                found[f"{prefix}.{name}".lstrip(".")] = handles[id(param)]
+    return found
+
+
+def mesh_groups(handles: list[FlatParamHandle]) -> list[dist.ProcessGroup]:
+    """Return groups through which, one after another, a message reaches all ranks concerned.
+
+    Those of the data-parallel meshes, then the axes of the tensor-parallel ones.
+    """
+    groups = [group for handle in handles for group in handle.shard_group.joint_groups]
+    meshes = dict.fromkeys(
+        entry.spec.tensor_parallel[0]
+        for handle in handles
+        for entry in handle.entries
+        if entry.spec.tensor_parallel is not None
+    )
+    groups += [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    return list(dict.fromkeys(groups))

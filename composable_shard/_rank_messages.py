@@ -1,0 +1,97 @@
+"""Small messages that all ranks see, as JSON: what they have to say, and what went wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_shard import _collectives
+
+__all__ = ["all_messages", "digest_of", "gather_bytes", "raise_together"]
+
+_Groups = Sequence[dist.ProcessGroup]
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, RuntimeError, NotImplementedError)
+}
+
+
+def digest_of(data: bytes) -> bytes:
+    """Return 31 bytes, so that one more makes a message of 32."""
+    return hashlib.sha256(data).digest()[:31]
+
+
+def gather_bytes(
+    group: dist.ProcessGroup, device: torch.device, data: bytes, sizes: list[int]
+) -> list[bytes]:
+    """Return what every rank of the group sent; one all-gather of the largest size.
+
+    Args:
+        group: The ranks that take part.
+        device: Where they communicate.
+        data: This rank's.
+        sizes: Of what each rank sends, the same list on all ranks.
+    """
+    local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    joined: Tensor = _collectives.all_gather_uneven(local, sizes, group).cpu()
+    return [bytes(part.tolist()) for part in joined.split(sizes)]
+
+
+def all_messages(groups: _Groups, device: torch.device, message: Any) -> list[Any]:
+    """Return the different messages of all ranks; this rank's alone where all have the same.
+
+    One all-gather of 31 bytes for each group; only where messages differ two more, of them.
+
+    Args:
+        groups: What goes through them, one after another, reaches all ranks concerned.
+        device: Where the ranks communicate.
+        message: Anything that JSON can say; tuples come back as lists.
+    """
+    text = json.dumps(message)
+    digest, is_same = digest_of(text.encode()), True
+    for group in groups:
+        gathered = gather_bytes(group, device, digest, [len(digest)] * group.size())
+        is_same &= all(other == digest for other in gathered)
+        # Of all digests: it tells the ranks of the next group of a difference in this one.
+        digest = digest_of(b"".join(gathered))
+    if is_same:
+        return [json.loads(text)]
+    return [json.loads(each) for each in gather_texts(groups, device, [text])]
+
+
+def gather_texts(groups: _Groups, device: torch.device, texts: list[str]) -> list[str]:
+    """Return the texts of all ranks, each once; two all-gathers for each group."""
+    for group in groups:
+        payload = json.dumps(texts).encode()
+        sizes = gather_bytes(group, device, len(payload).to_bytes(8, "little"), [8] * group.size())
+        numels = [int.from_bytes(size, "little") for size in sizes]
+        gathered = gather_bytes(group, device, payload, numels)
+        texts = list(dict.fromkeys(text for part in gathered for text in json.loads(part)))
+    return texts
+
+
+def raise_together(groups: _Groups, device: torch.device, problem: Exception | None) -> None:
+    """Raise on all ranks the errors that any of them has found; one all-gather of 31 bytes each.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: Of the first rank's kind, with the texts of
+            all ranks.
+    """
+    rank = dist.get_rank() if groups else 0
+    mine = None if problem is None else [rank, type(problem).__name__, str(problem)]
+    messages = all_messages(groups, device, mine)
+    found = [each for each in messages if each is not None]
+    if not found:
+        return
+    texts: dict[str, list[int]] = {}
+    for where, _, text in sorted(found):
+        texts.setdefault(text, []).append(where)
+    joined = "; ".join(f"on ranks {ranks}: {text}" for text, ranks in texts.items())
+    is_everywhere = len(texts) == 1 and None not in messages
+    kind = _KINDS.get(min(found)[1], RuntimeError)
+    raise kind(next(iter(texts)) if is_everywhere else joined) from problem
