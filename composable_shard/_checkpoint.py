@@ -156,7 +156,7 @@ def save_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
         objects = {"scheduler": _as_dict(scheduler), "scaler": _as_dict(scaler)}
         tree, tensors = _describe(model, objects, extra, group.rank)
     with _agreed(group):
-        # Collectives of training's groups, which raise on all ranks: only now, as all have got here.
+        # Collectives of training's groups, which raise on all ranks: all of them have got here.
         states = {
             name: get_optimizer_state_dict(model, each)
             for name, each in _as_dict(optimizer).items()

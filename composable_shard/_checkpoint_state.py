@@ -46,10 +46,18 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, An
         name = f"model/{fqn}"
         if isinstance(value, Tensor) and value.is_meta:
             raise RuntimeError(f"can't save '{fqn}', which is on the meta device")
-        if fqn in places:
-            name = names.setdefault(places[fqn], name)
+        tied = places.get(fqn) or _memory(value)
+        if tied is not None:
+            name = names.setdefault(tied, name)
         tree[fqn] = _json_tree.encode(value, name, tensors)
     return tree
+
+
+def _memory(value: Any) -> tuple[Any, ...] | None:
+    """Return what two plain tensors have in common if they are tied."""
+    if type(value) is not Tensor or value.numel() == 0:
+        return None
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def describe_optimizer(state: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> Any:
