@@ -62,7 +62,16 @@ class Kill:
     save: int = 2
 
 
-def rank_main(rank: int, folder: Path, shared: Shared, last_step: int, kill: Kill | None) -> None:
+@dataclass
+class Run:
+    """What the ranks are to do."""
+
+    last_step: int
+    kill: Kill | None = None
+    keep_last: int | None = 2
+
+
+def rank_main(rank: int, folder: Path, shared: Shared, run: Run) -> None:
     """Train and save, from the last checkpoint on."""
     numbers = shared.numbers
     dist.init_process_group(
@@ -86,8 +95,8 @@ def rank_main(rank: int, folder: Path, shared: Shared, last_step: int, kill: Kil
         start = load_checkpoint(path, model, optimizer).step
     if rank == 0:
         numbers[COMPLETED] = numbers[START] = start
-    count_operations(rank, shared, kill)
-    for step in range(start, last_step):
+    count_operations(rank, shared, run.kill)
+    for step in range(start, run.last_step):
         generator = torch.Generator().manual_seed(1000 * rank + step)
         loss = model(torch.randn(4, 6, generator=generator)).square().mean()
         loss.backward()
@@ -99,7 +108,7 @@ def rank_main(rank: int, folder: Path, shared: Shared, last_step: int, kill: Kil
             numbers[LOSSES + step] = total.item()
         numbers[NUM_OPERATIONS + rank] = 0
         numbers[IN_SAVE + rank] = step + 1 - start  # number of the save
-        save_checkpoint(path, model, optimizer, step=step + 1, keep_last=2)
+        save_checkpoint(path, model, optimizer, step=step + 1, keep_last=run.keep_last)
         numbers[IN_SAVE + rank] = 0
         if rank == 0:
             numbers[COMPLETED] = step + 1
@@ -126,9 +135,7 @@ def count_operations(rank: int, shared: Shared, kill: Kill | None) -> None:
 class Ranks:
     """One run of all ranks, forked from here, in a process group of their own."""
 
-    def __init__(
-        self, folder: Path, shared: Shared, last_step: int, kill: Kill | None = None
-    ) -> None:
+    def __init__(self, folder: Path, shared: Shared, run: Run) -> None:
         (folder / "store").unlink(missing_ok=True)
         shared.numbers[IN_SAVE] = shared.numbers[IN_SAVE + 1] = 0
         shared.numbers[COMPLETED] = shared.numbers[START] = -1
@@ -138,7 +145,7 @@ class Ranks:
             pid = os.fork()
             if pid == 0:
                 os.setpgid(0, self.pids[0] if self.pids else 0)
-                _run_child(rank, folder, shared, last_step, kill)
+                _run_child(rank, folder, shared, run)
             os.setpgid(pid, self.pids[0] if self.pids else pid)
             self.pids.append(pid)
 
@@ -172,10 +179,10 @@ class Ranks:
         return [self.statuses[rank] for rank in range(WORLD_SIZE)]
 
 
-def _run_child(rank: int, folder: Path, shared: Shared, last_step: int, kill: Kill | None) -> None:
+def _run_child(rank: int, folder: Path, shared: Shared, run: Run) -> None:
     code = 1
     try:
-        rank_main(rank, folder, shared, last_step, kill)
+        rank_main(rank, folder, shared, run)
         (folder / f"modules {rank}").write_text("\n".join(sys.modules))
         code = 0
     except RuntimeError as error:  # another rank was killed
@@ -209,26 +216,19 @@ class Scenario:
         self.shared = Shared()
         reference = folder / "reference"
         reference.mkdir()
-        self.values: dict[int, dict[str, bytes]] = {}
-        ranks = Ranks(reference, self.shared, num_steps)
-        if any(ranks.join()):
+        started = time.monotonic()
+        if any(Ranks(reference, self.shared, Run(num_steps, keep_last=None)).join()):
             raise RuntimeError("the undisturbed run failed")
         # What torch imports when it is needed takes a second, which each rank would pay.
         for name in (reference / "modules 0").read_text().split("\n"):
             with suppress(ImportError):
                 importlib.import_module(name)
+        self.step_seconds = (time.monotonic() - started) / num_steps
+        path = reference / "checkpoints"
+        self.values = {step: read_values(path, step)[1] for step in range(1, 5)}
         self.losses = list(self.shared.numbers[LOSSES : LOSSES + num_steps])
         counts = self.shared.numbers[NUM_OPERATIONS : NUM_OPERATIONS + WORLD_SIZE]
         self.result.num_operations = [int(count) for count in counts]
-
-    def remember(self, num_steps: int) -> None:
-        """Keep the values after each of the first steps, one run for each."""
-        for step in range(1, num_steps + 1):
-            folder = self.folder / f"step {step}"
-            folder.mkdir()
-            if any(Ranks(folder, Shared(), step).join()):
-                raise RuntimeError("the undisturbed run failed")
-            self.values[step] = read_values(folder / "checkpoints")[1]
 
     def check(self, path: Path, name: str, kill: str) -> int:
         """Check what a kill has left; return its step."""
@@ -242,7 +242,7 @@ class Scenario:
             return 0
         if step < completed:
             self.result.problems.append(f"{name}: found step {step} after {completed}")
-        if self.values and values != self.values[step]:
+        if values != self.values.get(step, values):
             self.result.problems.append(f"{name}: the values of step {step} are others")
         self.check_losses(max(start, 0), max(completed, 0), name)
         self.result.num_kills[kill] += 1
@@ -256,9 +256,9 @@ class Scenario:
             self.result.problems.append(f"{name}: other losses from step {start} on")
 
 
-def read_values(path: Path) -> tuple[int, dict[str, bytes]]:
+def read_values(path: Path, step: int | None = None) -> tuple[int, dict[str, bytes]]:
     """Return the step of the checkpoint that is found, and all that was saved, verified."""
-    folder = find_checkpoint(path)
+    folder = find_checkpoint(path, step)
     if folder is None:
         raise ValueError("there is no checkpoint")
     with CheckpointReader(folder) as reader:
@@ -271,7 +271,6 @@ def read_values(path: Path) -> tuple[int, dict[str, bytes]]:
 def kill_at_operations(scenario: Scenario, every: int, resume_every: int) -> None:
     """Kill each rank before file operations of the third save, alone and with all others."""
     result = scenario.result
-    scenario.remember(4)
     kills = [
         Kill(rank, operation, takes_all, save=3)
         for takes_all in (False, True)
@@ -281,7 +280,7 @@ def kill_at_operations(scenario: Scenario, every: int, resume_every: int) -> Non
     for number, kill in enumerate(kills[::every]):
         folder = scenario.folder / f"kill {number}"
         folder.mkdir()
-        codes = Ranks(folder, scenario.shared, 4, kill).join()
+        codes = Ranks(folder, scenario.shared, Run(4, kill)).join()
         name = f"rank {kill.rank} before operation {kill.operation}"
         survivor = -signal.SIGKILL if kill.takes_all else EXIT_FAILED
         expected = [-signal.SIGKILL if r == kill.rank else survivor for r in range(WORLD_SIZE)]
@@ -290,7 +289,7 @@ def kill_at_operations(scenario: Scenario, every: int, resume_every: int) -> Non
         kind = "all ranks" if kill.takes_all else "one rank"
         step = scenario.check(folder / "checkpoints", name, f"{kind}, between operations")
         if number % resume_every == 0:
-            if any(Ranks(folder, scenario.shared, 6).join()):
+            if any(Ranks(folder, scenario.shared, Run(6)).join()):
                 result.problems.append(f"{name}: could not go on")
             scenario.check_losses(step, 6, name)
             result.num_resumed += 1
@@ -301,17 +300,16 @@ def kill_at_random(scenario: Scenario, num_kills: int, seed: int) -> None:
     """Kill one run again and again inside and between saves; it goes on from what is left."""
     result, numbers = scenario.result, scenario.shared.numbers
     generator = random.Random(seed)
-    scenario.values = {}
     folder = scenario.folder / "random"
     folder.mkdir()
     for number in range(num_kills):
-        ranks = Ranks(folder, scenario.shared, len(scenario.losses))
+        ranks = Ranks(folder, scenario.shared, Run(len(scenario.losses)))
         num_saves = generator.randrange(3)
         while ranks.poll() and (
             numbers[START] < 0 or numbers[COMPLETED] < numbers[START] + num_saves
         ):
             time.sleep(0.0005)
-        time.sleep(generator.random() * 0.04)
+        time.sleep(generator.random() * scenario.step_seconds)
         victims = [[0], [1], [0, 1]][generator.randrange(3)]
         ranks.kill(victims)
         is_in_save = any(numbers[IN_SAVE + rank] for rank in victims)
@@ -322,7 +320,7 @@ def kill_at_random(scenario: Scenario, num_kills: int, seed: int) -> None:
         where = "inside a save" if is_in_save else "between saves"
         scenario.check(folder / "checkpoints", f"random kill {number}", f"{kind}, {where}")
         result.num_resumed += number > 0
-    if any(Ranks(folder, scenario.shared, len(scenario.losses)).join()):
+    if any(Ranks(folder, scenario.shared, Run(len(scenario.losses))).join()):
         result.problems.append("the run could not go on after the last kill")
     scenario.check_losses(int(numbers[START]), len(scenario.losses), "the last run")
     result.num_resumed += 1

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor
@@ -37,6 +38,7 @@ __all__ = [
     "agree_on_values",
     "find_problems",
     "load_values",
+    "make_whole",
     "materialize",
     "show_shards",
     "write_values",
@@ -132,6 +134,7 @@ def load_values(  # noqa: PLR0913 -- torch's hook
         module, state_dict, prefix, is_strict=_is_strict(), is_assigned=is_assigned
     )
     agree_on_values(module, state_dict, prefix, problems)
+    make_whole(module, state_dict, prefix)
     write_values(module, state_dict, prefix)
     missing_keys += [
         key for key, param in params.items() if param.handle.shows_flat and key not in state_dict
@@ -278,6 +281,7 @@ def agree_on_values(
         if isinstance(value := state_dict.get(prefix + name), Tensor)
         and needs_gather(value, param.entry.spec)
     ]
+    gathered += _to_make_whole(module, state_dict, prefix)
     told = all_messages(groups, device, gathered)
     if len(told) > 1:
         odd = sorted({name for names in told for name in names})
@@ -285,6 +289,21 @@ def agree_on_values(
             f"the ranks gave values that lie on them in different ways for {_quoted(odd)}. Load "
             "the same kind of state dict on every rank."
         )
+
+
+def make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str = "") -> None:
+    """Replace sharded values of what is plain in `module` by whole ones, in the dict."""
+    for key in _to_make_whole(module, state_dict, prefix):
+        state_dict[key] = state_dict[key].full_tensor()
+
+
+def _to_make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> list[str]:
+    return [
+        key
+        for key, own in module.state_dict(prefix=prefix).items()
+        if isinstance(state_dict.get(key), FlatShard | DTensor)
+        and not isinstance(own, FlatShard | DTensor)
+    ]
 
 
 def write_values(module: nn.Module, state_dict: dict[str, Any], prefix: str = "") -> None:

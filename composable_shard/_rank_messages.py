@@ -37,7 +37,8 @@ def gather_bytes(
         data: This rank's.
         sizes: Of what each rank sends, the same list on all ranks.
     """
-    local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    # Of at least one byte, as a buffer without any is refused.
+    local = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[: len(data)].to(device)
     joined: Tensor = _collectives.all_gather_uneven(local, sizes, group).cpu()
     return [bytes(part.tolist()) for part in joined.split(sizes)]
 

@@ -15,7 +15,7 @@ from composable_shard._calls import check_is_idle
 from composable_shard._full_values import gather_full_params
 from composable_shard._host_copies import HOST
 from composable_shard._model_broadcast import broadcast_model
-from composable_shard._model_state import agree_on_values, find_problems
+from composable_shard._model_state import agree_on_values, find_problems, make_whole
 from composable_shard._optimizer_dict import Ranks, read_optimizers
 from composable_shard._optimizer_load import load_optimizers
 from composable_shard._optimizer_view import canonical
@@ -178,6 +178,7 @@ def set_model_state_dict(
         # As a whole: the hook of a unit knows only what is in its module.
         problems = find_problems(model, given, is_strict=options.strict)
         agree_on_values(model, given, "", problems)
+        make_whole(model, given)
     return cast(_IncompatibleKeys, model.load_state_dict(given, strict=options.strict))
 
 

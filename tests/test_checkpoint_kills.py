@@ -11,7 +11,7 @@ from pathlib import Path
 
 def test_kills_between_file_operations_and_at_random_moments() -> None:
     """A part of what the benchmark does, whose own checks say what went wrong."""
-    options = ["--every", "5", "--random", "8", "--steps", "60", "--resume-every", "5", "--json"]
+    options = ["--every", "5", "--random", "8", "--steps", "30", "--resume-every", "6", "--json"]
     process = subprocess.run(
         [sys.executable, "-m", "benchmarks.checkpoint_kills", *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -27,7 +27,7 @@ def test_kills_between_file_operations_and_at_random_moments() -> None:
     assert counts["all ranks, between operations"] >= 8
     inside = counts.get("one rank, inside a save", 0) + counts.get("all ranks, inside a save", 0)
     assert inside >= 1
-    assert result["num_resumed"] >= 11
+    assert result["num_resumed"] >= 10
     assert set(result["found"]) == {
         "before",
         "new",

@@ -1,0 +1,448 @@
+"""Optimizer state by parameter name: that of a plain optimizer, from and into any layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as torch_state_dict
+from torch import Tensor, nn, optim
+
+from composable_shard import (
+    FlatShard,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictOptions,
+    count_collectives,
+    fully_shard,
+    get_handles,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from tests.helpers import assert_equal, distributed, run_ranks
+from tests.models import Net, Twins, rank_input, shard_blocks, shard_root
+
+FULL = StateDictOptions(full_state_dict=True)
+EVERYWHERE = StateDictOptions(full_state_dict=True, rank0_only=False)
+FROM_RANK0 = StateDictOptions(broadcast_from_rank0=True)
+
+
+class Model(Net):
+    """A frozen layer, a tie, a parameter that gets no gradient, and one without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+        self.blocks[2].requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(4))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return three groups, one of them empty, with options of their own."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [{"params": params[:2], "lr": 0.01}, {"params": []}, {"params": params[2:]}]
+
+
+_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (optim.AdamW, {"amsgrad": True}),
+    "sgd": (optim.SGD, {}),
+    "momentum": (optim.SGD, {"momentum": 0.9}),
+    "nadam": (optim.NAdam, {}),
+    "adagrad": (optim.Adagrad, {}),
+    "rmsprop": (optim.RMSprop, {"centered": True}),
+    "asgd": (optim.ASGD, {}),
+    "rprop": (optim.Rprop, {}),
+}
+
+
+def _trained(
+    kind: str, shard: Callable[..., object], make: Any = Model, groups: Any = param_groups
+) -> tuple[Twins, list[Any]]:
+    twins = Twins(make, shard)
+    build, options = _KINDS[kind]
+    optimizers = [build(groups(model), lr=0.05, **options) for model in twins]
+    for step in range(2):
+        twins.step(lambda model, step=step: model(rank_input(4, 5, step=step)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return twins, optimizers
+
+
+def expected_state(model: nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]:
+    """Return the state of a plain optimizer by name, in the optimizer's order."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {names[id(param)]: state for param, state in optimizer.state.items()}
+
+
+def assert_same_state(
+    found: dict[str, dict[str, Any]], expected: dict[str, dict[str, Any]]
+) -> None:
+    """Assert names, order, types and values; shards are compared as a whole."""
+    assert list(found) == list(expected)
+    for fqn, state in expected.items():
+        assert list(found[fqn]) == list(state), fqn
+        for name, value in state.items():
+            other = found[fqn][name]
+            if isinstance(other, FlatShard):
+                other = other.full_tensor()
+            assert type(other) is type(value), (fqn, name)
+            if isinstance(value, Tensor):
+                assert_equal(other, value, f"{name} of {fqn}")
+            else:
+                assert other == value
+
+
+def _flat(model: nn.Module) -> None:
+    shard_blocks(model, use_orig_params=False)
+
+
+def _zero1(model: nn.Module) -> None:
+    fully_shard(model, strategy=ShardingStrategy.SHARD_OPTIM)
+
+
+# --- S2.7 ---
+
+
+@pytest.mark.parametrize("kind", list(_KINDS))
+@distributed(2)
+def test_s2_7_state_is_that_of_a_plain_optimizer(kind: str) -> None:
+    """Frozen, tied, unused and 0-d parameters, groups; whole on the first rank, and on all."""
+    twins, optimizers = _trained(kind, shard_blocks)
+    expected = expected_state(twins.plain, optimizers[0])
+    plain = torch_state_dict.get_optimizer_state_dict(twins.plain, optimizers[0])
+    for options in (FULL, EVERYWHERE, StateDictOptions()):
+        found = get_optimizer_state_dict(twins.sharded, optimizers[1], options=options)
+        if options is FULL and dist.get_rank():
+            assert found == {}
+            continue
+        assert_same_state(found["state"], expected)
+        assert found["param_groups"] == plain["param_groups"]
+
+
+@pytest.mark.parametrize("kind", list(_KINDS))
+@distributed(2)
+def test_s2_7_state_loads_into_a_plain_optimizer_by_torch(kind: str) -> None:
+    """By torch's own function, into an optimizer that never stepped."""
+    twins, optimizers = _trained(kind, shard_blocks, Net, lambda model: list(model.parameters()))
+    saved = get_optimizer_state_dict(twins.sharded, optimizers[1], options=EVERYWHERE)
+    build, options = _KINDS[kind]
+    fresh = build(twins.plain.parameters(), lr=0.5, **options)
+    torch_state_dict.set_optimizer_state_dict(twins.plain, fresh, saved)
+    expected = expected_state(twins.plain, optimizers[0])
+    assert_same_state(expected_state(twins.plain, fresh), expected)
+    assert fresh.param_groups[0]["lr"] == 0.05
+
+
+def _state_after_two_steps(kind: str) -> Any:
+    twins, optimizers = _trained(kind, shard_blocks)
+    return (
+        get_model_state_dict(twins.sharded, options=FULL),
+        get_optimizer_state_dict(twins.sharded, optimizers[1], options=FULL),
+    )
+
+
+def _resume(kind: str, saved: Any, shard: Callable[..., object]) -> None:
+    """Load on rank 0 into a fresh optimizer, and compare all that it holds then."""
+    torch.manual_seed(1)
+    model = Model()
+    shard(model)
+    build, options = _KINDS[kind]
+    optimizer = build(param_groups(model), lr=0.5, **options)
+    given = saved if dist.get_rank() == 0 else ({}, {})
+    set_model_state_dict(model, given[0], options=FROM_RANK0)
+    set_optimizer_state_dict(model, optimizer, given[1], options=FROM_RANK0)
+    found = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)
+    assert_same_state(found["state"], saved[1]["state"])
+    assert found["param_groups"] == saved[1]["param_groups"]
+    for name, value in get_model_state_dict(model, options=EVERYWHERE).items():
+        assert_equal(value, saved[0][name], name)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "nadam", "sgd"])
+def test_s2_7_state_comes_back_at_any_world_size(kind: str) -> None:
+    """Of two ranks into one, three and four, from the first rank, into another layout."""
+    saved = run_ranks(2, _state_after_two_steps, kind)[0]
+    for world_size in (1, 3, 4):
+        run_ranks(world_size, _resume, kind, saved, shard_root)
+
+
+# --- other layouts ---
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "adagrad", "nadam"])
+@distributed(2)
+def test_state_of_flat_parameters_is_cut_and_joined(kind: str) -> None:
+    """As if every original had been stepped by itself; into originals and back."""
+
+    def all_params(model: nn.Module) -> list[Any]:
+        return list(model.parameters())
+
+    twins, optimizers = _trained_flat(kind, all_params)
+    expected = expected_state(twins[0], optimizers[0])
+    found = get_optimizer_state_dict(twins[1], optimizers[1], options=EVERYWHERE)
+    assert_same_state(found["state"], expected)
+    build, options = _KINDS[kind]
+    for shard in (shard_root, _flat, _zero1):
+        model = Net()
+        shard(model)
+        fresh = build(model.parameters(), lr=0.5, **options)
+        set_optimizer_state_dict(model, fresh, found)
+        again = get_optimizer_state_dict(model, fresh, options=EVERYWHERE)
+        assert_same_state(again["state"], expected)
+        flat = Net()
+        _flat(flat)
+        fresh = build(flat.parameters(), lr=0.5, **options)
+        sharded = get_optimizer_state_dict(twins[1], optimizers[1])
+        set_optimizer_state_dict(flat, fresh, sharded)
+        # In memory of its own: two optimizers must not step one state.
+        with torch.no_grad():
+            for state in fresh.state.values():
+                for value in state.values():
+                    value.zero_()
+        found = get_optimizer_state_dict(twins[1], optimizers[1], options=EVERYWHERE)
+        assert_same_state(found["state"], expected)
+
+
+def _trained_flat(kind: str, groups: Any) -> tuple[list[nn.Module], list[Any]]:
+    torch.manual_seed(0)
+    models: list[nn.Module] = [Net()]
+    models.append(copy.deepcopy(models[0]))
+    _flat(models[1])
+    build, options = _KINDS[kind]
+    optimizers = [build(groups(model), lr=0.05, **options) for model in models]
+    x = torch.randn(4, 5)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return models, optimizers
+
+
+@distributed(2)
+def test_s3_6_main_shards_and_their_state_are_fp32() -> None:
+    """A bf16 model with fp32 main parameters: both dicts are fp32, and resume exactly."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_dtype=torch.float32)
+
+    def make() -> tuple[nn.Module, Any]:
+        model = Net().to(torch.bfloat16)
+        shard_blocks(model, strategy=ShardingStrategy.SHARD_OPTIM, mp_policy=policy)
+        return model, optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(model: nn.Module, optimizer: Any, number: int) -> Tensor:
+        loss = model(rank_input(4, 5, step=number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    values = get_model_state_dict(model, options=FULL)
+    state = get_optimizer_state_dict(model, optimizer, options=FULL)
+    assert all(value.dtype == torch.float32 for value in values.values())
+    other, fresh = make()
+    set_model_state_dict(other, values, options=FROM_RANK0)
+    set_optimizer_state_dict(other, fresh, state, options=FROM_RANK0)
+    for number in range(1, 4):
+        assert_equal(step(other, fresh, number), step(model, optimizer, number), "loss")
+
+
+@distributed(2)
+def test_loaded_state_is_in_memory_of_its_own() -> None:
+    """Two optimizers must not step one state; but what is an optimizer's own is not copied."""
+    model = Net()
+    shard_blocks(model)
+    optimizer, other = (optim.AdamW(model.parameters()) for _ in range(2))
+    model(rank_input(4, 5)).square().mean().backward()
+    optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer)
+    set_optimizer_state_dict(model, other, saved)
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            found = other.state[param][name]
+            assert found is not value
+            found.zero_()
+            assert value.abs().sum() > 0
+    kept = {id(value) for state in optimizer.state.values() for value in state.values()}
+    set_optimizer_state_dict(model, optimizer, saved)
+    assert kept == {id(value) for state in optimizer.state.values() for value in state.values()}
+
+
+@distributed(2)
+def test_torchs_own_functions_give_the_same() -> None:
+    """With default options, which return shards; and they take them back."""
+    twins, optimizers = _trained("adamw", shard_blocks, Net, lambda model: list(model.parameters()))
+    model, optimizer = twins.sharded, optimizers[1]
+    found = torch_state_dict.get_optimizer_state_dict(model, optimizer)
+    assert_same_state(found["state"], expected_state(twins.plain, optimizers[0]))
+    mine = get_optimizer_state_dict(model, optimizer)
+    assert found["param_groups"] == mine["param_groups"]
+    assert list(torch_state_dict.get_model_state_dict(model)) == list(get_model_state_dict(model))
+    torch_state_dict.set_optimizer_state_dict(model, optimizer, found)
+    assert_same_state(
+        get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)["state"],
+        expected_state(twins.plain, optimizers[0]),
+    )
+
+
+@distributed(2)
+def test_several_optimizers_share_one_dict() -> None:
+    """Each gets its own back."""
+    model = Net()
+    shard_blocks(model)
+    params = list(model.parameters())
+
+    def build() -> list[Any]:
+        return [optim.AdamW(params[:3]), optim.SGD(params[3:], lr=0.1, momentum=0.9)]
+
+    optimizers = build()
+    model(rank_input(4, 5)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizers)
+    fresh = build()
+    set_optimizer_state_dict(model, fresh, saved)
+    assert_same_state(
+        get_optimizer_state_dict(model, fresh, options=EVERYWHERE)["state"],
+        get_optimizer_state_dict(model, optimizers, options=EVERYWHERE)["state"],
+    )
+
+
+@distributed(2)
+def test_full_state_takes_one_gather_per_flat_parameter_and_kind() -> None:
+    """And scatters likewise; sharded state takes a message of 31 bytes alone."""
+    model = Net()
+    shard_blocks(model)
+    optimizer = optim.AdamW(model.parameters())
+    model(rank_input(4, 5)).square().mean().backward()
+    optimizer.step()
+    num_handles = len(get_handles(model))
+    with count_collectives() as log:
+        saved = get_optimizer_state_dict(model, optimizer, options=FULL)
+    assert log.count("gather") == 2 * num_handles
+    with count_collectives() as log:
+        set_optimizer_state_dict(model, optimizer, saved, options=FROM_RANK0)
+    assert log.count("scatter") == 2 * num_handles
+    with count_collectives() as log:
+        get_optimizer_state_dict(model, optimizer)
+    assert {event.kind for event in log.events} == {"all_gather"}
+    assert sum(event.nbytes for event in log.events) < 300
+
+
+@distributed(2)
+def test_state_that_only_an_owner_has_reaches_all() -> None:
+    """Whole parameters on one rank: shards are empty elsewhere, other tensors are fetched."""
+    model = nn.Linear(2, 2, bias=False)
+    fully_shard(model)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.arange(20.0)
+    if dist.get_rank() == 1:
+        optimizer.state[model.weight] = {"step": torch.tensor(3.0), "rows": rows, "count": 2}
+    found = get_optimizer_state_dict(model, optimizer)["state"]["weight"]
+    assert found["count"] == 2
+    assert_equal(found["step"], torch.tensor(3.0))
+    full = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)["state"]["weight"]
+    assert_equal(full["rows"], rows)
+    saved = {"state": {"weight": full}, "param_groups": [{"lr": 0.2, "params": ["weight"]}]}
+    set_optimizer_state_dict(
+        model, optimizer, saved if dist.get_rank() == 0 else {}, options=FROM_RANK0
+    )
+    assert_equal(optimizer.state[model.weight]["rows"], rows)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+# --- what is refused ---
+
+
+def _without_group(saved: Any) -> None:
+    saved["param_groups"][0]["params"].remove("inp.bias")
+
+
+def _with_stranger(saved: Any) -> None:
+    saved["state"]["head.weight"] = {"step": torch.tensor(1.0)}
+
+
+def _wrongly_shaped(saved: Any) -> None:
+    saved["state"]["out.weight"]["exp_avg"] = torch.zeros(2, 2)
+
+
+def _by_number(saved: Any) -> None:
+    del saved["param_groups"]
+
+
+_WRONG = {
+    "missing": (_without_group, r"missing \['inp\.bias'\]"),
+    "unexpected": (_with_stranger, r"unexpected \['head\.weight'\]"),
+    "shape": (_wrongly_shaped, r"'exp_avg' of 'out\.weight' to have shape \(3, 15\)"),
+    "format": (_by_number, r"by parameter name"),
+}
+
+
+@pytest.mark.parametrize("where", ["all ranks", "rank 1", "from rank 0"])
+@pytest.mark.parametrize("wrong", list(_WRONG))
+@distributed(2)
+def test_wrong_state_raises_on_all_ranks_before_anything_changes(wrong: str, where: str) -> None:
+    """Naming it; the right one works afterwards."""
+    model = Net()
+    shard_blocks(model)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    model(rank_input(4, 5)).square().mean().backward()
+    optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)
+    before = copy.deepcopy(saved)
+    options = FROM_RANK0 if where == "from rank 0" else StateDictOptions()
+    change, message = _WRONG[wrong]
+    given = copy.deepcopy(saved)
+    if where != "rank 1" or dist.get_rank() == 1:
+        change(given)
+    with pytest.raises(ValueError, match=message):
+        set_optimizer_state_dict(model, optimizer, given, options=options)
+    found = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)
+    assert_same_state(found["state"], before["state"])
+    set_optimizer_state_dict(model, optimizer, saved, options=options)
+
+
+@distributed(2)
+def test_strangers_and_odd_state_are_refused_by_name() -> None:
+    """Another model's parameters; the history of LBFGS; ranks that stepped differently."""
+    model = Net()
+    shard_blocks(model)
+    stranger = optim.SGD(Net().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="not among them"):
+        get_optimizer_state_dict(model, stranger)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.out.bias] = {"old_dirs": []}
+    with pytest.raises(NotImplementedError, match=r"'old_dirs' of 'out\.bias' is a list.*LBFGS"):
+        get_optimizer_state_dict(model, optimizer)
+    optimizer.state.clear()
+    if dist.get_rank() == 0:
+        optimizer.state[model.inp.weight] = {"exp_avg": torch.zeros_like(model.inp.weight)}
+    with pytest.raises(RuntimeError, match=r"'exp_avg' of 'inp\.weight' is not on all ranks"):
+        get_optimizer_state_dict(model, optimizer)
+
+
+@distributed(2)
+def test_numbers_that_differ_have_no_flat_form() -> None:
+    """A flat parameter has one step count."""
+    model, flat = Net(), Net()
+    fully_shard(model)
+    fully_shard(flat, use_orig_params=False)
+    optimizer = optim.AdamW(model.parameters())
+    model(rank_input(4, 5)).square().mean().backward()
+    optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer)
+    saved["state"]["inp.bias"]["step"] = torch.tensor(7.0)
+    with pytest.raises(ValueError, match="expected one 'step' for the parameters of a flat"):
+        set_optimizer_state_dict(flat, optim.AdamW(flat.parameters()), saved)
