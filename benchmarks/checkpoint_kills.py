@@ -214,21 +214,26 @@ class Scenario:
         self.folder = folder
         self.result = Result()
         self.shared = Shared()
-        reference = folder / "reference"
-        reference.mkdir()
-        started = time.monotonic()
-        if any(Ranks(reference, self.shared, Run(num_steps, keep_last=None)).join()):
-            raise RuntimeError("the undisturbed run failed")
+        first = self._run_undisturbed("first", Run(4))
+        counts = self.shared.numbers[NUM_OPERATIONS : NUM_OPERATIONS + WORLD_SIZE]
+        self.result.num_operations = [int(count) for count in counts]
         # What torch imports when it is needed takes a second, which each rank would pay.
-        for name in (reference / "modules 0").read_text().split("\n"):
+        for name in (first / "modules 0").read_text().split("\n"):
             with suppress(ImportError):
                 importlib.import_module(name)
+        started = time.monotonic()
+        reference = self._run_undisturbed("reference", Run(num_steps, keep_last=None))
         self.step_seconds = (time.monotonic() - started) / num_steps
         path = reference / "checkpoints"
         self.values = {step: read_values(path, step)[1] for step in range(1, 5)}
         self.losses = list(self.shared.numbers[LOSSES : LOSSES + num_steps])
-        counts = self.shared.numbers[NUM_OPERATIONS : NUM_OPERATIONS + WORLD_SIZE]
-        self.result.num_operations = [int(count) for count in counts]
+
+    def _run_undisturbed(self, name: str, run: Run) -> Path:
+        folder = self.folder / name
+        folder.mkdir()
+        if any(Ranks(folder, self.shared, run).join()):
+            raise RuntimeError("the undisturbed run failed")
+        return folder
 
     def check(self, path: Path, name: str, kill: str) -> int:
         """Check what a kill has left; return its step."""
