@@ -1,11 +1,7 @@
 """Composable sharded training for PyTorch: `fully_shard(module)`, and parameters stay yours."""
 
-from composable_shard._checkpoint import (
-    CheckpointSave,
-    LoadedCheckpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from composable_shard._background_save import CheckpointSave
+from composable_shard._checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from composable_shard._checkpoint_reader import find_checkpoint
 from composable_shard._collectives import count_collectives
 from composable_shard._comm_hook import ReductionStage

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composable_shard import _json_tree
+from composable_shard._background_save import CheckpointSave
 from composable_shard._checkpoint_format import METADATA
 from composable_shard._checkpoint_reader import CheckpointReader, find_checkpoint
 from composable_shard._checkpoint_state import (
@@ -30,60 +30,9 @@ from composable_shard._host_group import HostGroup, get_host_group
 from composable_shard._rng_state import get_rng_state, set_rng_state
 from composable_shard._state_dict import get_optimizer_state_dict
 
-__all__ = ["CheckpointSave", "LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
 
 _OneOrMore = Any  # of something: itself, a list or a dict of them
-
-
-class CheckpointSave:
-    """A save that goes on in the background.
-
-    `wait()` returns the directory when it is published, or raises what went wrong, the same on
-    every rank. An error nobody waited for is raised by the next save or load. A process that ends
-    waits for its save first.
-    """
-
-    def __init__(self, write: Callable[[], Path]) -> None:
-        self._write = write
-        self._path: Path | None = None
-        self._error: Exception | None = None
-        self._is_told = False
-        # Not a daemon: the interpreter joins it before it ends.
-        self._thread = threading.Thread(target=self._run, name="save_checkpoint", daemon=False)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._path = self._write()
-        except Exception as error:
-            self._error = error
-        finally:
-            del self._write  # with the copies of the values
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait()` returns at once."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> Path:
-        """Wait until the checkpoint is published, and return its directory.
-
-        Raises:
-            RuntimeError: If it could not be written.
-        """
-        self._thread.join()
-        if self._error is not None:
-            self._is_told = True
-            raise RuntimeError(f"a checkpoint was not saved: {self._error}") from self._error
-        assert self._path is not None
-        return self._path
-
-    def untold_error(self) -> Exception | None:
-        """Wait; return the error that nobody has been told of."""
-        self._thread.join()
-        error = None if self._is_told else self._error
-        self._is_told = True
-        return error
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,8 @@ class _Run:
 # --- resuming ---
 
 
-def _train_through(path: Path, dropout: float = 0.0) -> list[float]:
-    run = _Run(dropout)
+def _train_through(path: Path, dropout: float = 0.0, **options: Any) -> list[float]:
+    run = _Run(dropout, **options)
     run.train(3)
     extra = {"position": (3, "epoch"), "order": torch.arange(5), "seen": Counter({7: 2})}
     run.save(path, extra=extra)
@@ -115,6 +115,15 @@ def test_resuming_at_the_same_world_size_is_bitwise(tmp_path: Path) -> None:
     expected = _train_through(tmp_path, dropout=0.2)
     torch.manual_seed(5)
     assert _resume(tmp_path, dropout=0.2) == expected
+
+
+@pytest.mark.parametrize("is_saved_flat", [False, True])
+@distributed(2)
+def test_flat_parameters_and_originals_load_each_other(is_saved_flat: bool, tmp_path: Path) -> None:
+    """A checkpoint has the originals' names, whatever the optimizer was built from."""
+    expected = _train_through(tmp_path, use_orig_params=not is_saved_flat)
+    for use_orig_params in (False, True):
+        assert _resume(tmp_path, use_orig_params=use_orig_params) == expected
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
