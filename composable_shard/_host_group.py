@@ -8,7 +8,6 @@ are not counted as collectives of training either.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,6 @@ class HostGroup:
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self.pending: Any = None  # the save that runs in the background
-        self.lock = threading.Lock()
 
     @property
     def is_first(self) -> bool:
