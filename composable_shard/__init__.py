@@ -1,5 +1,8 @@
 """Composable sharded training for PyTorch: `fully_shard(module)`, and parameters stay yours."""
 
+from composable_shard._background_save import CheckpointSave
+from composable_shard._checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from composable_shard._checkpoint_reader import find_checkpoint
 from composable_shard._collectives import count_collectives
 from composable_shard._comm_hook import ReductionStage
 from composable_shard._controls import (
@@ -48,9 +51,11 @@ from composable_shard.shard_model import shard_model
 
 __all__ = [
     "Block",
+    "CheckpointSave",
     "FlatLayout",
     "FlatParamHandle",
     "FlatShard",
+    "LoadedCheckpoint",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReductionStage",
@@ -62,6 +67,7 @@ __all__ = [
     "by_size",
     "clip_grad_norm_",
     "count_collectives",
+    "find_checkpoint",
     "fully_shard",
     "get_handles",
     "get_model_state_dict",
@@ -70,11 +76,13 @@ __all__ = [
     "get_states",
     "is_sharded",
     "lazy_init",
+    "load_checkpoint",
     "no_sync",
     "register_comm_hook",
     "register_flat_param",
     "register_orig_params",
     "reshard",
+    "save_checkpoint",
     "set_backward_prefetch",
     "set_forward_prefetch",
     "set_gradient_divide_factor",

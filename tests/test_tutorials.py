@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import csv
+import importlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +15,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import run_ranks
 
 TUTORIALS = Path(__file__).parent.parent / "tutorials"
 SCRIPT = TUTORIALS / "train_language_model.py"
 SMALL = ["--layers", "2", "--dim", "64", "--check-steps", "2"]
+TINY = ["--layers", "1", "--dim", "64", "--length", "16", "--steps", "6", "--check-steps", "2"]
 
 
 def _start(num_ranks: int, *options: str) -> subprocess.Popen[str]:
@@ -71,6 +78,39 @@ def test_language_model_ends_cleanly_at_ctrl_c(tmp_path: Path) -> None:
     assert process.returncode == 130, output
     assert "stopped by a signal" in output
     assert "Traceback" not in output
+
+
+def _job(folder: Path, *options: str) -> list[list[str]]:
+    """Run the job in this process, which is a rank already; return its losses as written."""
+    sys.path.insert(0, str(TUTORIALS))
+    job = importlib.import_module("train_language_model")
+    args = job.parse_args([*TINY, "--output", str(folder), *options])
+    world = job.World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    tokens = torch.arange(3000) ** 2 % 251
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "read_text", lambda device: (tokens, tokens[:200]))
+        patch.setattr(job.Journal, "plot", lambda *_: None)
+        assert job.train(world, job.Journal(world, args), args) == 0
+    dist.barrier()
+    with (folder / "loss.csv").open() as file:
+        return list(csv.reader(file))[1:]
+
+
+def test_language_model_resumes(tmp_path: Path) -> None:
+    """Bitwise on as many ranks as before, closely on others; a finished run only reports."""
+    whole = run_ranks(2, _job, tmp_path / "whole", "--save-every", "3")[0]
+    checkpoints = tmp_path / "whole" / "checkpoints"
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["latest", "step_00000003", "step_00000006"]
+    resumed = ["--resume", "--checkpoints", str(checkpoints)]
+    assert run_ranks(1, _job, tmp_path / "finished", *resumed)[0] == whole
+    shutil.rmtree(checkpoints / "step_00000006")
+    assert run_ranks(2, _job, tmp_path / "two", *resumed)[0] == whole
+    for num_ranks in (1, 4):
+        rows = run_ranks(num_ranks, _job, tmp_path / str(num_ranks), *resumed)[0]
+        assert rows[:3] == whole[:3]
+        for row, expected in zip(rows, whole, strict=True):
+            assert float(row[1]) == pytest.approx(float(expected[1]), abs=1e-6)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

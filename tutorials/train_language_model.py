@@ -6,11 +6,12 @@
 
 The text is the language reference that comes with every CPython (`pydoc_data.topics`), read byte
 by byte; nothing is downloaded. Two CPU cores need about three minutes. With one GPU per rank the
-GPUs and NCCL are used instead of the CPU and gloo.
+GPUs and NCCL are used instead of the CPU and gloo. With `--save-every 50` a run that was stopped,
+or killed, goes on with `--resume`, on any number of ranks.
 
-What sharding needs is in `shard`, `train_step` and `write_sentence`; the rest is an ordinary
-training script. Before it trains, rank 0 takes the first steps alone with an unsharded copy of
-the model and the whole global batch, and the sharded losses have to agree with those.
+What sharding needs is in `shard`, `train_step`, `write_sentence`, `save` and `resume`; the rest is
+an ordinary training script. Before it trains, rank 0 takes the first steps alone with an unsharded
+copy of the model and the whole global batch, and the sharded losses have to agree with those.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,9 +42,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from composable_shard import (
     clip_grad_norm_,
+    find_checkpoint,
     fully_shard,
     get_handles,
+    load_checkpoint,
     no_sync,
+    save_checkpoint,
     unshard_params,
 )
 
@@ -78,6 +82,10 @@ def parse_args(options: list[str]) -> argparse.Namespace:
     add("--prompt", default="The ", help="how the sentence at the end begins")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if enough")
     add("--output", type=Path, default=Path("out"), help="directory for loss.csv and loss.png")
+    add("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
+    add("--keep", type=int, default=2, help="how many checkpoints to keep")
+    add("--checkpoints", type=Path, help="directory for them; default: checkpoints in --output")
+    add("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
     add(
         "--no-sync",
         action="store_true",
@@ -96,6 +104,9 @@ def parse_args(options: list[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} has to be at least 1")
     if args.dim < 64 or args.dim % 64:
         parser.error(f"--dim has to be a multiple of 64, got {args.dim}")
+    if args.save_every < 0 or args.keep < 1:
+        parser.error("--save-every has to be at least 0, --keep at least 1")
+    args.checkpoints = args.checkpoints or args.output / "checkpoints"
     if not args.prompt:
         parser.error("--prompt has to have at least one character")
     args.check_steps = min(args.check_steps, args.steps)
@@ -337,6 +348,50 @@ def write_sentence(model: Transformer, world: World, args: argparse.Namespace) -
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
+# Checkpoints
+
+
+def fixed_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that a run keeps when it goes on; `batch` may depend on the ranks."""
+    names = ("layers", "dim", "length", "batch", "steps", "warmup", "check_steps", "learning_rate")
+    return {name: getattr(args, name) for name in (*names, "weight_decay", "max_norm", "seed")}
+
+
+def save(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    journal: "Journal",
+    reference: Reference,
+    step: int,
+) -> None:
+    """Save after so many steps; the step is the data position too, see `global_batch`."""
+    start = time.perf_counter()
+    extra = {
+        "options": fixed_options(journal.args),
+        "rows": [tuple(row) for row in journal.rows],
+        "training_seconds": journal.training_seconds,
+        "reference": (reference.losses, reference.nbytes),
+    }
+    args = journal.args
+    folder = save_checkpoint(
+        args.checkpoints, model, optimizer, step=step, extra=extra, keep_last=args.keep
+    )
+    journal.note(f"saved {folder} in {time.perf_counter() - start:.1f} s")
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer, journal: "Journal") -> Reference:
+    """Load the last checkpoint and the rows before it; return what one process had measured."""
+    args = journal.args
+    loaded = load_checkpoint(args.checkpoints, model, optimizer)
+    options, saved = fixed_options(args), loaded.extra["options"]
+    if options != saved:
+        changed = {n: (saved[n], options[n]) for n in options if options[n] != saved[n]}
+        raise ValueError(f"a run that goes on keeps its options; saved and given: {changed}")
+    journal.restore(loaded.extra["rows"], loaded.extra["training_seconds"])
+    journal.note(f"goes on after step {loaded.step} from {loaded.path}")
+    return Reference(*loaded.extra["reference"])
+
+
 # Reporting
 
 
@@ -370,6 +425,18 @@ class Journal:
         """Write one line of loss.csv, so that whatever ends the run leaves the file complete."""
         with open(self.csv_path, mode, newline="") as file:
             csv.writer(file).writerow(row)
+
+    def restore(self, rows: Iterable[Sequence[Any]], training_seconds: float) -> None:
+        """Begin with the rows of the run that goes on."""
+        self.rows = [Row(*row) for row in rows]
+        self.training_seconds = training_seconds
+        for row in self.rows:
+            if self.world.rank == 0:
+                self.write_csv_row(row)
+
+    def note(self, text: str) -> None:
+        """Print a line that stays, on rank 0."""
+        self.world.say(f"\r\033[K{text}" if sys.stdout.isatty() else text)
 
     def record(self, row: Row, nbytes: int) -> None:
         """Note what a step brought, and show where the run stands."""
@@ -465,9 +532,10 @@ def train(world: World, journal: Journal, args: argparse.Namespace) -> int:
         f"ranks: {world.size} on {world.device.type}; one step: {args.batch} sequences of "
         f"{args.length} bytes, {args.microbatches} microbatches per rank"
     )
-    if args.check_steps:
+    is_resumed = args.resume and find_checkpoint(args.checkpoints) is not None
+    if args.check_steps and not is_resumed:
         world.say(f"one process takes the first {args.check_steps} steps with the whole model ...")
-    reference = train_reference(training_text, world, args)
+    reference = Reference() if is_resumed else train_reference(training_text, world, args)
 
     model = shard(make_model(args, world.device), world, keep_unsharded=args.keep_unsharded)
     optimizer = make_optimizer(model, args)
@@ -475,7 +543,9 @@ def train(world: World, journal: Journal, args: argparse.Namespace) -> int:
         f"{sum(p.numel() for p in model.parameters()):,} parameters, sharded in "
         f"{len(get_handles(model))} pieces; MB per rank: parameters + optimizer state"
     )
-    for step in range(args.steps):
+    if is_resumed:
+        reference = resume(model, optimizer, journal)
+    for step in range(len(journal.rows), args.steps):
         start = time.perf_counter()
         share = global_batch(training_text, step, args).chunk(world.size)[world.rank]
         loss = train_step(model, optimizer, share.chunk(args.microbatches), step, args)
@@ -487,15 +557,17 @@ def train(world: World, journal: Journal, args: argparse.Namespace) -> int:
         elif (step + 1) % args.eval_every == 0:
             held_out_loss = evaluate(model, held_out[:: args.eval_part], world)
         single = reference.losses[step] if step < args.check_steps else None
-        nbytes = training_nbytes(model, optimizer)
-        journal.record(Row(step + 1, loss, held_out_loss, single), nbytes)
+        row = Row(step + 1, loss, held_out_loss, single)
+        journal.record(row, training_nbytes(model, optimizer))
         if step + 1 == args.check_steps and not losses_agree(journal, reference):
             return EXIT_FAILED
+        if args.save_every and (step + 1) % args.save_every == 0:
+            save(model, optimizer, journal, reference, step + 1)
 
     sentence = write_sentence(model, world, args)
     world.sum()  # the last chance to agree on stopping
-    report(journal, sentence, entropy, reference.nbytes, nbytes)
-    return 0 if goal_reached(held_out_loss, entropy, journal) else EXIT_FAILED
+    report(journal, sentence, entropy, reference.nbytes, training_nbytes(model, optimizer))
+    return 0 if goal_reached(journal.rows[-1].held_out_loss, entropy, journal) else EXIT_FAILED
 
 
 def launch(ranks: int, options: list[str]) -> int:

@@ -1,0 +1,260 @@
+"""What of a model and its optimizers a checkpoint holds, and how it gets back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable_shard import _json_tree
+from composable_shard._checkpoint_reader import CheckpointReader
+from composable_shard._flat_shard import FlatShard
+from composable_shard._optimizer_view import canonical, view_optimizers
+from composable_shard._param_names import find_params
+from composable_shard._state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from composable_shard._state_options import StateDictOptions
+from composable_shard._tensor_region import region_of
+
+__all__ = ["StagedModel", "StagedOptimizer", "describe_model", "describe_optimizer"]
+
+_MAX_NAMES = 8  # in a message
+
+
+# Saving
+
+
+def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the model's state, encoded, by FQN; a tied parameter is saved once. No communication.
+
+    Args:
+        model: The model.
+        tensors: Gets this rank's tensors, by name.
+    """
+    tree: dict[str, Any] = {}
+    names: dict[Any, str] = {}
+    places = {canonical(name): place for name, place in find_params(model).items()}
+    for fqn, value in get_model_state_dict(model).items():
+        name = f"model/{fqn}"
+        if isinstance(value, Tensor) and value.is_meta:
+            raise RuntimeError(f"can't save '{fqn}', which is on the meta device")
+        tied = places.get(fqn) or _memory(value)
+        if tied is not None:
+            name = names.setdefault(tied, name)
+        tree[fqn] = _json_tree.encode(value, name, tensors)
+    return tree
+
+
+def _memory(value: Any) -> tuple[Any, ...] | None:
+    """Return what two plain tensors have in common if they are tied."""
+    if type(value) is not Tensor or value.numel() == 0:
+        return None
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
+
+
+def describe_optimizer(state: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return an optimizer's state, encoded.
+
+    Args:
+        state: What `get_optimizer_state_dict` returned.
+        name: What names of tensors begin with.
+        tensors: Gets this rank's tensors, by name.
+    """
+    return _json_tree.encode(state, name, tensors)
+
+
+# Loading
+
+
+@dataclass
+class StagedModel:
+    """A model's new state in host memory."""
+
+    model: nn.Module
+    state: dict[str, Any]
+
+    @classmethod
+    def read(cls, reader: CheckpointReader, model: nn.Module, *, is_strict: bool) -> StagedModel:
+        """Read and verify what this rank needs; changes nothing.
+
+        Raises:
+            ValueError: If the checkpoint does not fit or is damaged.
+            RuntimeError: If the model is on the meta device.
+        """
+        state = get_model_state_dict(model)
+        meta = [fqn for fqn, value in state.items() if isinstance(value, Tensor) and value.is_meta]
+        if meta:
+            raise RuntimeError(
+                f"the model's {_listing(meta)} are on the meta device. Call "
+                "model.to_empty(device=...) before load_checkpoint."
+            )
+        tree = reader.metadata.tree.get("model")
+        if not isinstance(tree, dict):
+            raise ValueError(f"{reader.folder} has no model")
+        if is_strict:
+            _compare_names(reader, "parameters and buffers", state, tree)
+        common = [fqn for fqn in state if fqn in tree]
+        pairs = [(fqn, _json_tree.tensor_name(tree[fqn]), state[fqn]) for fqn in common]
+        problems = [p for pair in pairs for p in _mismatch(reader, *pair, is_strict=is_strict)]
+        if problems:
+            raise ValueError(f"{reader.folder} does not fit the model: {_listing(problems)}")
+        staged: dict[str, Any] = {}
+        places = {canonical(name): place for name, place in find_params(model).items()}
+        known: dict[Any, Tensor] = {}
+        for fqn, name, target in pairs:
+            if name is None:
+                staged[fqn] = _json_tree.decode(tree[fqn], _no_tensor)
+            else:
+                key = places.get(fqn, fqn)
+                if key not in known:  # tied parameters are read once
+                    known[key] = _read_like(reader, name, target)
+                staged[fqn] = known[key]
+        return cls(model, staged)
+
+    def apply(self) -> None:
+        """Change the model."""
+        set_model_state_dict(self.model, self.state, options=StateDictOptions(strict=False))
+
+
+@dataclass
+class StagedOptimizer:
+    """An optimizer's new state in host memory."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    state: dict[str, Any]
+
+    @classmethod
+    def read(
+        cls,
+        reader: CheckpointReader,
+        model: nn.Module,
+        optimizer: Optimizer,
+        tree: Any,
+        *,
+        is_strict: bool,
+    ) -> StagedOptimizer:
+        """Read and verify what this rank needs; changes nothing.
+
+        State of a parameter's shape is read like the parameter is sharded, everything else whole.
+
+        Raises:
+            ValueError: If the checkpoint does not fit or is damaged.
+        """
+        groups = _json_tree.decode(tree["param_groups"], _no_tensor)
+        own = [group.fqns for group in view_optimizers(model, [optimizer])]
+        _compare_groups(reader, own, groups, is_strict=is_strict)
+        wanted = {fqn for fqns in own for fqn in fqns}
+        params = get_model_state_dict(model)
+        state: dict[str, dict[str, Any]] = {}
+        for fqn, entries in tree["state"].items():
+            if fqn in wanted:
+
+                def find(name: str, param: Tensor = params[fqn]) -> Tensor:
+                    return _read_state(reader, name, param)
+
+                state[fqn] = _json_tree.decode(entries, find)
+        return cls(model, optimizer, {"state": state, "param_groups": groups})
+
+    def apply(self) -> None:
+        """Change the optimizer."""
+        set_optimizer_state_dict(
+            self.model, self.optimizer, self.state, options=StateDictOptions(strict=False)
+        )
+
+
+def _read_state(reader: CheckpointReader, name: str, param: Tensor) -> Tensor:
+    stored = reader.metadata.tensors.get(name)
+    # One element may be a number for the whole parameter: that is the same everywhere.
+    if stored is not None and stored.shape == param.shape and param.numel() != 1:
+        return _read_like(reader, name, param, stored.dtype)
+    values = reader.read(name)
+    return values.view(reader.metadata.tensors[name].shape)
+
+
+def _read_like(
+    reader: CheckpointReader, name: str, target: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Read this rank's part of a tensor, as a CPU tensor of the target's kind and dtype."""
+    values = reader.read(name, region_of(target)).to(dtype or target.dtype)
+    if isinstance(target, FlatShard):
+        return FlatShard(values, target._shard_spec)
+    if isinstance(target, DTensor):
+        return DTensor.from_local(
+            values.view(target.to_local().shape).to(target.device),
+            target.device_mesh,
+            target.placements,
+            run_check=False,
+            shape=target.shape,
+            stride=torch.empty(target.shape, device="meta").stride(),
+        )
+    return values.view(target.shape)
+
+
+def _no_tensor(name: str) -> Any:
+    raise ValueError(f"'{name}' is a tensor where none is expected")
+
+
+# Checks
+
+
+def _mismatch(
+    reader: CheckpointReader, fqn: str, name: str | None, target: Any, *, is_strict: bool
+) -> list[str]:
+    if name is None or not isinstance(target, Tensor):
+        is_same = name is None and not isinstance(target, Tensor)
+        return [] if is_same else [f"'{fqn}' is a tensor on one side only"]
+    stored = reader.metadata.tensors.get(name)
+    if stored is None:
+        return [f"'{fqn}' has no data"]
+    if stored.shape != target.shape:
+        shapes = tuple(stored.shape), tuple(target.shape)
+        return [f"'{fqn}' was saved with shape {shapes[0]}, the model has {shapes[1]}"]
+    # A wider dtype takes the values as they are.
+    if is_strict and torch.promote_types(stored.dtype, target.dtype) != target.dtype:
+        return [
+            f"'{fqn}' was saved as {stored.dtype}, the model has {target.dtype}; strict=False casts"
+        ]
+    return []
+
+
+def _compare_names(
+    reader: CheckpointReader, what: str, own: Iterable[str], stored: Iterable[str]
+) -> None:
+    missing, unexpected = sorted(set(own) - set(stored)), sorted(set(stored) - set(own))
+    if missing or unexpected:
+        parts = [f"missing: {_listing(missing)}"] if missing else []
+        parts += [f"unexpected: {_listing(unexpected)}"] if unexpected else []
+        raise ValueError(
+            f"{reader.folder} has other {what} than the model; {'; '.join(parts)}. Pass "
+            "strict=False to load the common ones."
+        )
+
+
+def _compare_groups(
+    reader: CheckpointReader, own: list[list[str]], stored: list[Any], *, is_strict: bool
+) -> None:
+    group_of = {fqn: number for number, group in enumerate(stored) for fqn in group["params"]}
+    if is_strict:
+        names = [fqn for fqns in own for fqn in fqns]
+        _compare_names(reader, "parameters in an optimizer", names, group_of)
+    for number, fqns in enumerate(own):
+        found = {group_of[fqn] for fqn in fqns if fqn in group_of}
+        if len(found) > 1:
+            raise ValueError(
+                f"parameter group {number} of the optimizer has parameters of the groups "
+                f"{sorted(found)} in {reader.folder}: build the optimizer with the same groups"
+            )
+
+
+def _listing(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
