@@ -20,6 +20,8 @@ from composable_shard._lazy_init import lazy_init
 from composable_shard._op_rules import register_op_rules
 from composable_shard._optimizer_state import shard_optimizer_state
 from composable_shard._ready_rules import by_class, by_size, transformer_blocks
+from composable_shard._safetensors_load import load_safetensors
+from composable_shard._safetensors_save import save_safetensors
 from composable_shard._setters import (
     register_comm_hook,
     set_backward_prefetch,
@@ -77,12 +79,14 @@ __all__ = [
     "is_sharded",
     "lazy_init",
     "load_checkpoint",
+    "load_safetensors",
     "no_sync",
     "register_comm_hook",
     "register_flat_param",
     "register_orig_params",
     "reshard",
     "save_checkpoint",
+    "save_safetensors",
     "set_backward_prefetch",
     "set_forward_prefetch",
     "set_gradient_divide_factor",
