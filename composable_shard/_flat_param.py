@@ -19,6 +19,7 @@ from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor
 from composable_shard._grad_pieces import local_gradient
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup, SmallGroup
+from composable_shard._owned_params import note_owned
 from composable_shard._param_views import GradientHook
 from composable_shard._precision import Precision
 from composable_shard._published_gradients import PublishedGradients
@@ -148,6 +149,9 @@ class FlatParamHandle(PublishedGradients):
         self.early_age = 0  # reductions that were issued since this one's, likewise
         self._has_new_versions = False  # gradients were packed in place since the last gather
         self.gathered_writes = -1  # guard.num_writes when the unsharded buffer was filled
+        self.is_outdated = False
+        if self.layout.owners and self.shard_group.size > 1:
+            note_owned(self)
         self.written_back = -1
         self._small_part: Tensor | None = None
         self._small_writes = -1

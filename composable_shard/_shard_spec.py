@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +94,12 @@ class WriteGuard:
             self._reads.pop()()
 
 
+@cache
+def _layout_of(values: tuple[Any, ...]) -> FlatLayout:
+    # One object for equal layouts: specs are compared by identity first.
+    return FlatLayout(*values)
+
+
 @dataclass(frozen=True)
 class ShardSpec:
     """Immutable description of one rank's flat range of one tensor.
@@ -115,6 +122,42 @@ class ShardSpec:
     label: ParamLabel = field(default_factory=lambda: ParamLabel("?"), compare=False)
     start: int = 0  # other than 0 for some rows of a parameter
     num_components: int = 1  # elements for each one of the layout: 2 for a complex tensor as real
+
+    def to_plain(self) -> tuple[Any, ...]:
+        """Return what defines the spec as plain data, for a pickle that loads safely."""
+        return (
+            self.shape,
+            self.dense_shape,
+            self.dense_stride,
+            # Fields, which pickles store once for all shards.
+            tuple(getattr(self.layout, each.name) for each in fields(self.layout)),
+            self.index,
+            self.rank,
+            self.group_name,
+            self.tensor_parallel,
+            self.label.fqn,
+            self.start,
+            self.num_components,
+        )
+
+    @classmethod
+    def from_plain(cls, values: tuple[Any, ...]) -> ShardSpec:
+        """Return the spec that `to_plain` was called on."""
+        shape, dense_shape, dense_stride, layout, *rest = values
+        index, rank, group_name, tensor_parallel, fqn, start, num_components = rest
+        return cls(
+            shape,
+            dense_shape,
+            dense_stride,
+            _layout_of(layout),
+            index,
+            rank,
+            group_name,
+            tensor_parallel,
+            ParamLabel(fqn),
+            start,
+            num_components,
+        )
 
     @property
     def world_size(self) -> int:
@@ -141,6 +184,16 @@ class ShardSpec:
         """The rank that holds the whole tensor by plan, None where all share it."""
         owners = self.layout.owners
         return owners[self.index] if owners and self.index is not None else None
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether this rank holds the whole tensor: by plan, or as the only one."""
+        return self.world_size == 1 or self.owner == self.rank
+
+    @cached_property
+    def is_elsewhere(self) -> bool:
+        """Whether another rank holds the whole tensor, and this one nothing of it."""
+        return self.owner is not None and self.owner != self.rank
 
     @cached_property
     def local_range(self) -> tuple[int, int]:

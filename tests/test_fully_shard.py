@@ -98,6 +98,7 @@ def test_public_names_are_pinned() -> None:
         "MixedPrecisionPolicy",
         "OffloadPolicy",
         "ReductionStage",
+        "ShardedGradScaler",
         "ShardingPlan",
         "ShardingStrategy",
         "UnshardWork",

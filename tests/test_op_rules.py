@@ -210,7 +210,9 @@ def test_texts_of_the_errors() -> None:
         """\
 aten.mm can't run on a sharded parameter, of which each rank holds only a flat range: got
 'fc.weight' (7, 15), Tensor (15, 2). Read and edit the module's full parameters inside
-unshard_params(module), or use p.full_tensor() for one whole tensor.
+unshard_params(module), or use p.full_tensor() for one whole tensor. For optimizers of
+whole matrices (Muon, Adafactor, Shampoo) pass granularity="param" to fully_shard for this
+parameter: one rank then holds all of it.
 
 aten.add combines the sharded parameter 'fc.weight' (7, 15) with a Tensor of shape (7,
 15), of which each rank would need its own part. Optimizer state made before sharding:
@@ -220,9 +222,9 @@ aten.add_ would write a slice of the sharded parameter 'fc.weight' (7, 15) into 
 of shape (7, 15). Optimizer state made before sharding: call
 shard_optimizer_state(optimizer). Otherwise use p.full_tensor().
 
-aten.add needs shards of one and the same range, got 'fc.weight' (7, 15) at offset 0 (60
-elements per rank, group '0') and 'other' (7, 15) at offset 9 (57 elements per rank, group
-'0'). Use p.full_tensor() to combine different parameters.
+aten.add needs shards of one and the same range, got 'fc.weight' (7, 15), elements per
+rank 60, 45, group '0' and 'other' (7, 15), elements per rank 48, 57, group '0'. Use
+p.full_tensor() to combine different parameters.
 
 aten.sum reads elements of the sharded parameter 'fc.weight' (7, 15) that were selected by
 index, and other ranks hold some of them. Use p.full_tensor(), or unshard_params(module).""",
