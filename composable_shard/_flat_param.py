@@ -30,6 +30,7 @@ from composable_shard.api import Granularity, OffloadPolicy, ShardingStrategy
 __all__ = ["FlatParamHandle", "ParamEntry", "plan_layout"]
 
 _ALIGNMENT_NBYTES = 16
+_OWNED_ALIGNMENT_NBYTES = 64  # torch's own, on which the rounding of matrix products depends
 _ACCUMULATES_UNSHARDED = (ShardingStrategy.SHARD_OPTIM, ShardingStrategy.NO_SHARD)
 
 
@@ -52,7 +53,8 @@ def plan_layout(
     """
     precision = precision or Precision()
     itemsize = precision.itemsize(precision.main_dtype or params[0].dtype)
-    alignment = max(1, _ALIGNMENT_NBYTES // itemsize)
+    nbytes = _OWNED_ALIGNMENT_NBYTES if owners else _ALIGNMENT_NBYTES
+    alignment = max(1, nbytes // itemsize)
     numels = [param.numel() for param in params]
     return FlatLayout.plan(numels, world_size, alignment, blocks=blocks, owners=owners)
 
