@@ -15,6 +15,7 @@ from composable_shard._controls import (
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_shard import FlatShard
 from composable_shard._grad_norm import clip_grad_norm_
+from composable_shard._grad_scaler import ShardedGradScaler
 from composable_shard._layout import FlatLayout
 from composable_shard._lazy_init import lazy_init
 from composable_shard._op_rules import register_op_rules
@@ -61,6 +62,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReductionStage",
+    "ShardedGradScaler",
     "ShardingPlan",
     "ShardingStrategy",
     "StateDictOptions",

@@ -148,5 +148,5 @@ def _replace_parameter(param: nn.Parameter, entry: ParamEntry) -> None:
             f"parameter '{entry.label}' has {param.dtype} after it was sharded, not that of its "
             "shard; please report this"
         )
-    if grad is not None:
+    if grad is not None and not entry.spec.is_elsewhere:
         param.grad = FlatShard.from_full(grad.to(param.device, param.dtype), entry.spec)

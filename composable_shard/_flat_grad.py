@@ -346,7 +346,7 @@ class FlatGradient:
         for param in params:
             grad = param.grad
             if isinstance(grad, FlatShard):
-                local = grad.to_local()
+                local = grad._local
                 if local.numel() and local.untyped_storage().data_ptr() == start:
                     grad._local = local.clone()
 

@@ -166,7 +166,7 @@ def keep_requires_grad(handle: FlatParamHandle) -> None:
 
 
 def has_gradients(handle: FlatParamHandle) -> list[bool]:
-    """Return which parameters have a sharded gradient, in either form.
+    """Return which parameters have a sharded gradient, in either form, on this rank.
 
     Raises:
         RuntimeError: If a `.grad` is no shard like its parameter.
@@ -193,7 +193,7 @@ def gradient_shard(handle: FlatParamHandle) -> Tensor:
     for shown in handle.shown_at_rest:
         grad = shown.sharded.grad
         if isinstance(grad, FlatShard):
-            handle.slice_of(shown, whole).copy_(grad.to_local())
+            handle.slice_of(shown, whole).copy_(grad._local)
     return whole
 
 
@@ -220,7 +220,7 @@ def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -
                 entry.sharded.grad = None
     for shown in handle.shown_at_rest:
         if isinstance(shown.sharded.grad, FlatShard):
-            shown.sharded.grad.to_local().copy_(handle.slice_of(shown, shard))
+            shown.sharded.grad._local.copy_(handle.slice_of(shown, shard))
 
 
 def write_unsharded_gradients(handle: FlatParamHandle) -> None:
@@ -228,6 +228,8 @@ def write_unsharded_gradients(handle: FlatParamHandle) -> None:
     shard, existing = gradient_shard(handle), has_gradients(handle)
     for entry, exists in zip(handle.entries, existing, strict=True):
         param = entry.unsharded
+        if param is not None and entry.spec.is_elsewhere:
+            param.grad = None  # its owner has the same
         if param is None or param.grad is None or not exists:
             continue
         piece = entry.spec.slice(local_gradient(param.grad, entry.spec))
@@ -253,5 +255,5 @@ def _move_gradients_to_originals(handle: FlatParamHandle, flat: FlatEntry) -> No
     whole = gradient_shard(handle)
     flat.sharded.grad = None
     for entry, is_there in zip(handle.entries, has_gradient, strict=True):
-        if is_there:
+        if is_there and not entry.spec.is_elsewhere:
             entry.sharded.grad = wrap(handle.slice_of(entry, whole), entry.spec)

@@ -19,6 +19,7 @@ from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor
 from composable_shard._grad_pieces import local_gradient
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup, SmallGroup
+from composable_shard._owned_params import note_owned
 from composable_shard._param_views import GradientHook
 from composable_shard._precision import Precision
 from composable_shard._published_gradients import PublishedGradients
@@ -29,6 +30,7 @@ from composable_shard.api import Granularity, OffloadPolicy, ShardingStrategy
 __all__ = ["FlatParamHandle", "ParamEntry", "plan_layout"]
 
 _ALIGNMENT_NBYTES = 16
+_OWNED_ALIGNMENT_NBYTES = 64  # torch's own, on which the rounding of matrix products depends
 _ACCUMULATES_UNSHARDED = (ShardingStrategy.SHARD_OPTIM, ShardingStrategy.NO_SHARD)
 
 
@@ -51,7 +53,8 @@ def plan_layout(
     """
     precision = precision or Precision()
     itemsize = precision.itemsize(precision.main_dtype or params[0].dtype)
-    alignment = max(1, _ALIGNMENT_NBYTES // itemsize)
+    nbytes = _OWNED_ALIGNMENT_NBYTES if owners else _ALIGNMENT_NBYTES
+    alignment = max(1, nbytes // itemsize)
     numels = [param.numel() for param in params]
     return FlatLayout.plan(numels, world_size, alignment, blocks=blocks, owners=owners)
 
@@ -152,6 +155,9 @@ class FlatParamHandle(PublishedGradients):
         self.early_age = 0  # reductions that were issued since this one's, likewise
         self._has_new_versions = False  # gradients were packed in place since the last gather
         self.gathered_writes = -1  # guard.num_writes when the unsharded buffer was filled
+        self.is_outdated = False
+        if self.layout.owners and self.shard_group.size > 1:
+            note_owned(self)
         self.written_back = -1
         self._small_part: Tensor | None = None
         self._small_writes = -1

@@ -12,43 +12,14 @@ from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable_shard._collectives import all_gather_uneven, resolve_group
+from composable_shard._collectives import all_gather_uneven, broadcast, resolve_group
 from composable_shard._dcp_boxes import Checkpointable
-from composable_shard._layout import FlatLayout
-from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
+from composable_shard._rule_table import OP_RULES, NeedsWhole
+from composable_shard._shard_spec import ShardSpec, WriteGuard
 
-__all__ = [
-    "OP_RULES",
-    "DTensorSlots",
-    "FlatShard",
-    "FlatShardOfDTensor",
-    "Rule",
-    "RuleTable",
-    "wrap",
-]
+__all__ = ["DTensorSlots", "FlatShard", "FlatShardOfDTensor", "allow_loading", "wrap"]
 
-Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 _OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
-
-
-class RuleTable(dict[OpOverload, Rule]):
-    """How each op runs on FlatShards: rules by op, and families that make rules for whole kinds.
-
-    Filled once by `register_op_rules`; what a family makes is kept.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.families: list[Callable[[OpOverload], Rule | None]] = []
-
-    def __missing__(self, func: OpOverload) -> Rule:
-        """Ask the families in order; the last one makes a rule that raises, for any op."""
-        made = (family(func) for family in self.families)
-        self[func] = rule = next(rule for rule in made if rule is not None)
-        return rule
-
-
-OP_RULES = RuleTable()
 
 
 class FlatShard(Checkpointable, Tensor):
@@ -57,6 +28,14 @@ class FlatShard(Checkpointable, Tensor):
     Elementwise ops run on the slices alone; reductions to one value are exact, global and
     collective; what would be wrong on a slice raises on every rank. Attributes set by the user
     survive `detach`, `to` and deep copies.
+
+    [Note: Whole shards]
+    A parameter of granularity "param" is whole on its owner, and empty elsewhere. On the owner
+    every op runs locally, on the tensor in its shape, reductions too, and mixes with plain tensors
+    of that shape. Elementwise results of the same shape are FlatShards again, and so are views that
+    are one run of memory, for writes to them to be noted; others are plain tensors. Elsewhere
+    elementwise ops run on the empty slice, and what needs values raises: nothing is a collective
+    but `full_tensor()`. Where one rank alone holds everything, each shard is whole.
     """
 
     _local: Tensor  # (end - start,); a parameter's is a view of its handle's local shard
@@ -106,9 +85,14 @@ class FlatShard(Checkpointable, Tensor):
         """Run the op by its rule."""
         try:
             return OP_RULES[func](func, args, kwargs or {})
+        except NeedsWhole:
+            run = OP_RULES.on_whole(func, args, kwargs or {})
+            if run is None:
+                raise
         except RuntimeError as error:
             _explain_devices(func, args, error)
             raise
+        return run()
 
     @classmethod
     def from_full(cls, full: Tensor, spec: ShardSpec) -> FlatShard:
@@ -135,18 +119,35 @@ class FlatShard(Checkpointable, Tensor):
     def to_local(self) -> Tensor:
         """Return this rank's slice, shape `(end - start,)`; it shares memory and has no grad.
 
-        Writes to it bypass the shard's write guard: write to the shard itself.
+        Of a parameter of granularity "param" the owner gets the whole tensor in its shape (a
+        DTensor's local part), and the others an empty one. Writes to it bypass the shard's write
+        guard: write to the shard itself.
         """
-        return self._local
+        spec = self._shard_spec
+        if spec.owner is None or spec.is_elsewhere:
+            return self._local
+        return self._local.as_strided(spec.dense_shape, spec.dense_stride)
+
+    def _whole(self) -> Tensor:
+        """Return all elements of a shard that is whole, in its shape; a DTensor's as a DTensor."""
+        return self._shard_spec.unflatten(self._local)
 
     def full_tensor(self) -> Tensor:
-        """Gather and return the whole tensor, without autograd; a collective, for all ranks."""
+        """Gather and return the whole tensor, without autograd; a collective, for all ranks.
+
+        One all-gather; one broadcast of what one rank holds whole.
+        """
         spec, local = self._shard_spec, self._local
         with torch.no_grad():
             if local.is_meta:
                 flat = local.new_empty(spec.numel)
             elif spec.world_size == 1:
                 flat = local.clone()
+            elif spec.owner is not None:
+                flat = local.new_empty(spec.numel) if spec.is_elsewhere else local.clone()
+                # As bytes: not every backend carries every dtype.
+                sent = flat.view(torch.uint8)
+                broadcast(sent, spec.owner, resolve_group(spec.group_name)).wait()
             else:
                 flat = all_gather_uneven(local, spec.numels, resolve_group(spec.group_name))
             logical = spec.unflatten(flat)
@@ -268,23 +269,9 @@ class FlatShard(Checkpointable, Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle a copy of the slice, so that the unit's whole storage isn't written."""
-        spec = self._shard_spec
-        values = (
-            spec.shape,
-            spec.dense_shape,
-            spec.dense_stride,
-            spec.layout.as_tuple(),
-            spec.index,
-            spec.rank,
-            spec.group_name,
-            spec.tensor_parallel,
-            spec.label.fqn,
-            spec.start,
-            spec.num_components,
-        )
         is_of_dtensor = isinstance(self, FlatShardOfDTensor)
         state = (is_of_dtensor, self.requires_grad, self.user_attributes())
-        return _rebuild_flat_shard, (self._local.clone(), values, state)
+        return _rebuild_flat_shard, (self._local.clone(), self._shard_spec.to_plain(), state)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # the stub returns Any
         """Describe this rank's part; no communication."""
@@ -365,21 +352,7 @@ _make_wrapper = Tensor._make_wrapper_subclass
 def _rebuild_flat_shard(
     local: Tensor, values: tuple[Any, ...], state: tuple[bool, bool, dict[str, Any]]
 ) -> FlatShard:
-    shape, dense_shape, dense_stride, layout, *rest = values
-    index, rank, group_name, tensor_parallel, fqn, start, num_components = rest
-    spec = ShardSpec(
-        shape,
-        dense_shape,
-        dense_stride,
-        FlatLayout.from_tuple(layout),
-        index,
-        rank,
-        group_name,
-        tensor_parallel,
-        ParamLabel(fqn),
-        start,
-        num_components,
-    )
+    spec = ShardSpec.from_plain(values)
     is_of_dtensor, requires_grad, attributes = state
     shard_class = FlatShardOfDTensor if is_of_dtensor else FlatShard
     shard = shard_class(local, spec, requires_grad=requires_grad)

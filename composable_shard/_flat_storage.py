@@ -83,6 +83,7 @@ class FlatStorage(Registration):
     grad: FlatGradient
     host_grad: HostGradient | None  # where gradients are offloaded
     gathered_writes: int  # guard.num_writes when the unsharded buffer was filled, -1: it is not
+    is_outdated: bool  # owners may have written since, [Note: Writes by owners]
     small_group: SmallGroup | None  # what `reshard_to_small_group` keeps a part for
     _small_part: Tensor | None  # (padded_numel / small_group.size,), see [Note: Small group]
     _small_writes: int  # guard.num_writes when the part was kept
@@ -190,7 +191,7 @@ class FlatStorage(Registration):
     @property
     def is_current(self) -> bool:
         """Whether the unsharded buffer holds what the shards hold now."""
-        return self.gathered_writes == self.guard.num_writes
+        return self.gathered_writes == self.guard.num_writes and not self.is_outdated
 
     def check_materialized(self) -> None:
         """Check that the shard is on a real device.
@@ -231,6 +232,7 @@ class FlatStorage(Registration):
             self._small_part = None
             raise
         self.gathered_writes = self.guard.num_writes
+        self.is_outdated = False
         if self._has_new_versions:
             # [Note: Packing in place]: what an earlier forward saved is valid again.
             self._has_new_versions = False

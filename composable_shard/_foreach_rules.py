@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from composable_shard._flat_shard import FlatShard, Rule, wrap
+from composable_shard._flat_shard import FlatShard, wrap
 from composable_shard._operands import (
     binding,
     check_same_spec,
@@ -19,6 +19,7 @@ from composable_shard._operands import (
     write_to_plain,
 )
 from composable_shard._pointwise_rules import copy
+from composable_shard._rule_table import NeedsWhole, Rule
 from composable_shard._shard_spec import ShardSpec
 
 __all__ = ["RULES", "list_family"]
@@ -109,12 +110,28 @@ class _ListRule:
         for index in range(len(args[places[0]])):
             items = [args[place][index] for place in places]
             shards = [item for item in items if isinstance(item, FlatShard)]
-            specs.append(shards[0]._shard_spec if shards else None)
-            if not shards:
-                continue
+            spec = shards[0]._shard_spec if shards else None
+            if shards:
+                items, spec = self._local_items(func, places, items, shards[0])
             for place, item in zip(places, items, strict=True):
-                operands[place][index] = self._local_item(func, place, item, shards[0])
+                operands[place][index] = item
+            specs.append(spec)
         return operands, specs
+
+    def _local_items(
+        self, func: OpOverload, places: list[int], items: list[Tensor], shard: FlatShard
+    ) -> tuple[list[Tensor], ShardSpec | None]:
+        """Return slices and the spec of results; or whole tensors, and None for plain results."""
+        try:
+            pairs = zip(places, items, strict=True)
+            locals_ = [self._local_item(func, place, item, shard) for place, item in pairs]
+        except NeedsWhole:
+            shards = [item for item in items if isinstance(item, FlatShard)]
+            if not all(each._shard_spec.is_whole for each in shards):
+                raise
+        else:
+            return locals_, shard._shard_spec
+        return [item._whole() if isinstance(item, FlatShard) else item for item in items], None
 
     def _local_item(self, func: OpOverload, place: int, item: Tensor, shard: FlatShard) -> Tensor:
         if isinstance(item, FlatShard):

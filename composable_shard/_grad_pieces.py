@@ -63,19 +63,25 @@ class GradPieces:
         self._is_kept = is_kept
         self._shard: Tensor | None = None
         self._views: list[Tensor] = []
-        self._pieces: list[FlatShard] = []
+        self._pieces: list[FlatShard | None] = []
 
     def cut(self, shard: Tensor, specs: list[ShardSpec]) -> Sequence[FlatShard | None]:
-        """Return the parameters' slices of a shard of shape `(layout.shard_numel,)`."""
+        """Return the parameters' slices of a shard of shape `(layout.shard_numel,)`.
+
+        None for those that another rank holds whole: optimizers shall skip them.
+        """
         if shard is self._shard and all(
             # They may have been moved out of the shard, or have got other data by hand.
-            piece._local is view
+            piece is None or piece._local is view
             for piece, view in zip(self._pieces, self._views, strict=True)
         ):
             return self._pieces
         parts = shard.split_with_sizes(self._sizes)
         views = [parts[index] for index in self._indices]
-        pieces = [wrap(view, spec) for view, spec in zip(views, specs, strict=True)]
+        pieces = [
+            None if spec.is_elsewhere else wrap(view, spec)
+            for view, spec in zip(views, specs, strict=True)
+        ]
         if self._is_kept:
             self._shard, self._views, self._pieces = shard, views, pieces
         return pieces
@@ -84,9 +90,12 @@ class GradPieces:
     def wrap(
         pieces: Sequence[Tensor | None], specs: Sequence[ShardSpec]
     ) -> Sequence[FlatShard | None]:
-        """Return slices that are there already, None where there is none."""
+        """Return slices that are there already, None where there is none, as for `cut`."""
         pairs = zip(pieces, specs, strict=True)
-        return [None if piece is None else wrap(piece, spec) for piece, spec in pairs]
+        return [
+            None if piece is None or spec.is_elsewhere else wrap(piece, spec)
+            for piece, spec in pairs
+        ]
 
     def forget(self) -> None:
         """Give up the memory that pieces are views of."""
@@ -129,12 +138,12 @@ def set_or_add(param: FlatShard, shard: FlatShard) -> None:
     if grad is None:
         param.grad = shard
         return
-    if not isinstance(grad, FlatShard) or grad.to_local().shape != shard.to_local().shape:
+    if not isinstance(grad, FlatShard) or grad._local.shape != shard._local.shape:
         raise RuntimeError(
             f"expected .grad of parameter '{param._shard_spec.label}' to be None or a FlatShard, "
             f"got {type(grad).__name__}. Let backward() set it, or assign a FlatShard."
         )
-    grad.to_local().add_(shard.to_local())
+    grad._local.add_(shard._local)
 
 
 def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:

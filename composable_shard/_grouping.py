@@ -68,7 +68,7 @@ def _by_kind(plan: Plan, use_orig_params: bool, shard_size: int) -> list[Group]:
         placements = None if use_orig_params or mesh is None else tensor_parallel
         precision = Precision.of(plan.policy, param.dtype, is_kept=original.is_kept)
         main_dtype = precision.main_dtype or param.dtype
-        is_owned = original.is_owned and shard_size > 1
+        is_owned = original.is_owned
         kind = (main_dtype, precision, param.requires_grad, mesh, placements, is_owned)
         groups.setdefault(kind, (precision, []))[1].append(original)
     for _, members in groups.values():

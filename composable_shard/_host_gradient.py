@@ -59,7 +59,7 @@ class HostGradient:
             shown: The sharded parameters that have the `.grad`s.
         """
         start = self.memory.untyped_storage().data_ptr()
-        locals_ = [p.grad.to_local() for p in shown if isinstance(p.grad, FlatShard)]
+        locals_ = [p.grad._local for p in shown if isinstance(p.grad, FlatShard)]
         is_taken = any(local.untyped_storage().data_ptr() == start for local in locals_)
         self._incoming = self._buffer(int(is_taken))
         return self._incoming

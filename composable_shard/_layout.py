@@ -159,12 +159,10 @@ class FlatLayout:
             end = start + numel
         shard_numel = round_up(-(-end // world_size), alignment)
         even = cls(tuple(numels), tuple(offsets), world_size, world_size * shard_numel, alignment)
-        if world_size == 1:
-            return even
         if owners:
             span = round_up(end, alignment)
             return replace(even, span=span, owners=tuple(owners))
-        if all(block == 1 for block in blocks):
+        if world_size == 1 or all(block == 1 for block in blocks):
             return even
         # Cuts in a parameter that asks for nothing stay aligned.
         blocks = tuple(alignment if block == 1 else block for block in blocks)

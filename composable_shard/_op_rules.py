@@ -10,19 +10,16 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 
 from composable_shard import (
     _foreach_rules,
+    _gradient_rules,
     _pointwise_rules,
     _random_rules,
     _reduction_rules,
     _view_rules,
 )
-from composable_shard._flat_shard import (
-    OP_RULES,
-    FlatShard,
-    FlatShardOfDTensor,
-    Rule,
-    allow_loading,
-)
+from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor, allow_loading
 from composable_shard._operands import unsupported
+from composable_shard._rule_table import OP_RULES, Rule
+from composable_shard._whole_rules import on_whole
 
 __all__ = ["register_op_rules"]
 
@@ -39,6 +36,7 @@ def register_op_rules() -> None:
         _foreach_rules,
         _view_rules,
         _reduction_rules,
+        _gradient_rules,
         _random_rules,
     ):
         OP_RULES.update(module.RULES)
@@ -47,6 +45,7 @@ def register_op_rules() -> None:
         _foreach_rules.list_family,
         _refuse_family,
     ]
+    OP_RULES.on_whole = on_whole
     foreach_types: tuple[list[Any], ...] = (_optimizer_types, _clipping_types)
     for types in foreach_types:
         types += [FlatShard, FlatShardOfDTensor]

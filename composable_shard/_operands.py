@@ -12,6 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_shard._flat_shard import FlatShard
+from composable_shard._rule_table import NeedsWhole
 from composable_shard._shard_spec import ShardSpec
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "binding",
     "check_same_spec",
     "describe_operands",
+    "elsewhere",
     "note_write",
     "plain_scalar",
     "schema_arguments",
@@ -86,19 +88,39 @@ def describe_operands(args: Iterable[Any], limit: int = 4) -> str:
     return ", ".join(named) + (", ..." if len(tensors) > limit else "")
 
 
+def _specs(args: Iterable[Any]) -> list[ShardSpec]:
+    return [item._shard_spec for item in _tensors(list(args)) if isinstance(item, FlatShard)]
+
+
 def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
     """Return the error for an op that has no meaning on one rank's slice."""
-    return RuntimeError(
+    args = list(args)
+    return elsewhere(func, _specs(args)) or NeedsWhole(
         f"{func.overloadpacket} can't run on a sharded parameter, of which each rank holds only a "
         f"flat range: got {describe_operands(args)}. Read and edit the module's full "
-        "parameters inside unshard_params(module), or use p.full_tensor() for one whole tensor."
+        "parameters inside unshard_params(module), or use p.full_tensor() for one whole tensor. "
+        "For optimizers of whole matrices (Muon, Adafactor, Shampoo) pass "
+        'granularity="param" to fully_shard for this parameter: one rank then holds all of it.'
     )
+
+
+def elsewhere(func: OpOverload, specs: Iterable[ShardSpec]) -> NeedsWhole | None:
+    """Return the error for an op that needs values which another rank holds whole, if it does."""
+    for spec in specs:
+        if spec.is_elsewhere:
+            return NeedsWhole(
+                f"{func.overloadpacket} needs the values of parameter '{spec.label.fqn}' "
+                f'{tuple(spec.shape)} (granularity="param"), which rank {spec.owner} of its shard '
+                "group holds whole, and this rank not at all. Run it on that rank alone, or call "
+                "p.full_tensor() on all ranks."
+            )
+    return None
 
 
 def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> None:
     """Raise if two operands are shards of different ranges; compares by identity first."""
     if other is not first and other != first:
-        raise RuntimeError(
+        raise elsewhere(func, (first, other)) or NeedsWhole(
             f"{func.overloadpacket} needs shards of one and the same range, got "
             f"{_describe_spec(first)} and {_describe_spec(other)}. Use p.full_tensor() to combine "
             "different parameters."
@@ -136,7 +158,7 @@ def plain_scalar(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int) 
             return tensor if spec.shape else tensor.expand(numel)
         if not any(tensor.stride()) and _broadcasts(shape, spec.shape):
             return tensor.as_strided((numel,), (0,))
-    raise RuntimeError(
+    raise elsewhere(func, (spec,)) or NeedsWhole(
         f"{func.overloadpacket} combines the sharded parameter '{spec.label.fqn}' "
         f"{tuple(spec.shape)} with a {type(tensor).__name__} of shape {tuple(tensor.shape)}, of "
         "which each rank would need its own part. Optimizer state made before sharding: call "
@@ -153,9 +175,10 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 def write_to_plain(func: OpOverload, tensor: Any, args: Iterable[Any]) -> RuntimeError:
     """Return the error for an op that would write a slice's result into a plain tensor."""
-    shards = [item for item in _tensors(list(args)) if isinstance(item, FlatShard)]
+    args = list(args)
+    shards = [item for item in _tensors(args) if isinstance(item, FlatShard)]
     shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
-    return RuntimeError(
+    return elsewhere(func, _specs(args)) or NeedsWhole(
         f"{func.overloadpacket} would write a slice of the sharded parameter "
         f"{describe_operands(shards[:1])} into a {type(tensor).__name__} of shape {shape}. "
         "Optimizer state made before sharding: call shard_optimizer_state(optimizer). Otherwise "

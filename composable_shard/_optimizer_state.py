@@ -32,7 +32,8 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
     Needed for state that exists before `fully_shard` is called: Adagrad makes its state in the
     constructor, other optimizers in their first step. Every rank must hold the same full-size
     state. State that is one number per parameter (`step`) stays as it is, and so does all state of
-    parameters that are not sharded. No-op the second time; no communication.
+    parameters that are not sharded. Of a parameter of granularity "param" the owner keeps all
+    state, of any shape, and the other ranks none. No-op the second time; no communication.
 
     Raises:
         ValueError: If a state tensor has neither the parameter's shape nor a single element, such
@@ -41,10 +42,16 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
     entries = list(_entries(optimizer))
     scalar_keys = find_scalar_keys((e.key, e.value.shape, e.param.shape) for e in entries)
     full_size = [entry for entry in entries if _is_full_size(entry, scalar_keys)]
+    for param in [param for param in optimizer.state if _is_elsewhere(param)]:
+        del optimizer.state[param]
     for entry in full_size:
         spec = entry.param._shard_spec
         # A parameter whose unit is offloaded is not where it was.
         entry.state[entry.key] = FlatShard.from_full(entry.value, spec).to(entry.param.device)
+
+
+def _is_elsewhere(param: Tensor) -> bool:
+    return isinstance(param, FlatShard) and param._shard_spec.is_elsewhere
 
 
 def _entries(optimizer: Optimizer) -> Iterator[_Entry]:
@@ -84,10 +91,10 @@ def _is_full_size(entry: _Entry, scalar_keys: frozenset[str]) -> bool:
         )
     if value.shape == spec.shape:
         return entry.param.numel() != 1 or entry.key not in scalar_keys
-    if value.numel() == 1:
+    if value.numel() == 1 or spec.owner is not None:
         return False
     raise ValueError(
         f"expected the state '{entry.key}' of '{spec.label.fqn}' to have the parameter's shape "
         f"{tuple(spec.shape)} or a single element, got shape {tuple(value.shape)}: it can't be "
-        "cut like the parameter. Use an elementwise optimizer."
+        'cut like the parameter. Use an elementwise optimizer, or granularity="param".'
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
-from composable_shard._flat_shard import FlatShard, Rule, wrap
+from composable_shard._flat_shard import FlatShard, wrap
 from composable_shard._operands import (
     binding,
     check_same_spec,
@@ -21,6 +21,7 @@ from composable_shard._operands import (
     unsupported,
     write_to_plain,
 )
+from composable_shard._rule_table import Rule
 from composable_shard._shard_spec import ShardSpec
 
 __all__ = ["RULES", "copy", "fill_mask", "local_operands", "pointwise_family", "slice_of"]
@@ -234,8 +235,18 @@ def _new_filled(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     shard, size, *others = args
     local, spec = shard._local, shard._shard_spec
     if tuple(size) != tuple(spec.shape):
+        if not spec.is_whole and _is_reduced(size, spec.shape):
+            raise unsupported(func, args)
         return func(local, size, *others, **kwargs)
     return wrap(func(local, [local.numel()], *others, **kwargs), spec)
+
+
+def _is_reduced(size: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return whether a size is that of sums over some dims of a shape, as Adafactor's state is."""
+    is_sum = len(size) == len(shape) and all(
+        one in (1, full) for one, full in zip(size, shape, strict=True)
+    )
+    return is_sum and any(one > 1 for one in size)
 
 
 def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

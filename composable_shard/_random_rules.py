@@ -13,8 +13,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
-from composable_shard._flat_shard import FlatShard, Rule, wrap
+from composable_shard._flat_shard import FlatShard, wrap
 from composable_shard._operands import note_write, unsupported, write_to_plain
+from composable_shard._rule_table import Rule
 
 __all__ = ["RULES"]
 

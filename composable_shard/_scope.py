@@ -108,10 +108,18 @@ class Scope:
                 self.has_gradient[handle] = [True] * len(handle.entries)
         for group, handles in _by_group(self.handles):
             flags = [flag for handle in handles for flag in self.has_gradient[handle]]
-            # A rank that can't tell says both, so that the others raise too.
-            lacks = [problem is not None or not flag for flag in flags]
+            entries = [entry for handle in handles for entry in handle.entries]
+            # A rank that can't tell says both, so that the others raise too. What another rank
+            # holds whole has no gradient here in any case.
+            lacks = [
+                problem is not None or not (flag or entry.spec.is_elsewhere)
+                for flag, entry in zip(flags, entries, strict=True)
+            ]
             both = _exchange(flags + lacks, group.joint_groups, group.device)
-            labels = [entry.label for handle in handles for entry in handle.entries]
+            told = iter(both)
+            for handle in handles:
+                self.has_gradient[handle] = [bool(next(told)) for _ in handle.entries]
+            labels = [entry.label for entry in entries]
             odd = [str(label) for i, label in enumerate(labels) if both[i] and both[i + len(flags)]]
             if odd and problem is None:
                 raise RuntimeError(

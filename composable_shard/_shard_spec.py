@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,6 +120,41 @@ class ShardSpec:
     start: int = 0  # other than 0 for some rows of a parameter
     num_components: int = 1  # elements for each one of the layout: 2 for a complex tensor as real
 
+    def to_plain(self) -> tuple[Any, ...]:
+        """Return what defines the spec as plain data, for a pickle that loads safely."""
+        return (
+            self.shape,
+            self.dense_shape,
+            self.dense_stride,
+            self.layout.as_tuple(),
+            self.index,
+            self.rank,
+            self.group_name,
+            self.tensor_parallel,
+            self.label.fqn,
+            self.start,
+            self.num_components,
+        )
+
+    @classmethod
+    def from_plain(cls, values: tuple[Any, ...]) -> ShardSpec:
+        """Return the spec that `to_plain` was called on."""
+        shape, dense_shape, dense_stride, layout, *rest = values
+        index, rank, group_name, tensor_parallel, fqn, start, num_components = rest
+        return cls(
+            shape,
+            dense_shape,
+            dense_stride,
+            FlatLayout.from_tuple(layout),
+            index,
+            rank,
+            group_name,
+            tensor_parallel,
+            ParamLabel(fqn),
+            start,
+            num_components,
+        )
+
     @property
     def world_size(self) -> int:
         """Ranks that share the tensor."""
@@ -147,6 +183,16 @@ class ShardSpec:
         """The rank that holds the whole tensor by plan, None where all share it."""
         owners = self.layout.owners
         return owners[self.index] if owners and self.index is not None else None
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether this rank holds the whole tensor: by plan, or as the only one."""
+        return self.world_size == 1 or self.owner == self.rank
+
+    @cached_property
+    def is_elsewhere(self) -> bool:
+        """Whether another rank holds the whole tensor, and this one nothing of it."""
+        return self.owner is not None and self.owner != self.rank
 
     @cached_property
     def local_range(self) -> tuple[int, int]:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from composable_shard._flat_shard import FlatShard, Rule, wrap
-from composable_shard._operands import note_write, unsupported
+from composable_shard._flat_shard import FlatShard, wrap
+from composable_shard._operands import elsewhere, note_write, unsupported
 from composable_shard._pointwise_rules import fill_mask
+from composable_shard._rule_table import OP_RULES, NeedsWhole, Rule
 from composable_shard._shard_spec import ShardSpec
 
-__all__ = ["RULES", "FlatRegion"]
+__all__ = ["RULES", "FlatRegion", "view_of"]
 
 aten = torch.ops.aten
 
@@ -60,7 +61,10 @@ class _Geometry:
 
 
 class FlatRegion(Tensor):
-    """Elements of a FlatShard that don't lie side by side; can be written, not read."""
+    """Elements of a FlatShard that don't lie side by side; can be written, not read.
+
+    Where the shard is whole they can be read too, see [Note: Whole shards].
+    """
 
     _shard: FlatShard
     _geometry: _Geometry
@@ -85,34 +89,51 @@ class FlatRegion(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Narrow further, or write; anything else raises."""
-        region = args[0]
-        if isinstance(region, FlatRegion):
-            if func in _VIEWS:
-                return _view_region(func, region, args[1:], kwargs or {})
-            if func in _INDEX_WRITES:
-                return _INDEX_WRITES[func](func, args, kwargs or {})
-            if func is aten.copy_.default:
-                return _copy_region(func, region, args[1])
-            if _is_in_place(func):
-                return _write_region(func, region, args[1:], kwargs or {})
-        raise _region_read(func, args)
+        """Narrow further, or write; anything else raises, unless the shard is whole."""
+        try:
+            return _run_on_region(func, args, kwargs or {})
+        except NeedsWhole:
+            run = OP_RULES.on_whole(func, args, kwargs or {})
+            if run is None:
+                raise
+        return run()
+
+    def _whole(self) -> Tensor:
+        """Return the elements of a whole shard as a plain strided view of its slice."""
+        local, geometry = self._shard._local, self._geometry
+        start = local.storage_offset() + geometry.start
+        return local.as_strided(geometry.shape, geometry.stride, start)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # the stub returns Any
         """Name the parameter; no communication."""
         return f"FlatRegion of '{self._shard._shard_spec.label.fqn}' {tuple(self.shape)}"
 
 
+def _run_on_region(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    region = args[0] if args else None
+    if isinstance(region, FlatRegion):
+        if func in _VIEWS:
+            return _view_region(func, region, args[1:], kwargs)
+        if func in _INDEX_WRITES:
+            return _INDEX_WRITES[func](func, args, kwargs)
+        if func is aten.copy_.default:
+            return _copy_region(func, region, args[1])
+        if _is_in_place(func):
+            return _write_region(func, region, args[1:], kwargs)
+    raise _region_read(func, args)
+
+
 def _is_in_place(func: OpOverload) -> bool:
     written = [argument.is_write for argument in func._schema.arguments]
-    return written[0] and not any(written[1:])
+    return written[:1] == [True] and not any(written[1:])
 
 
 def _region_read(func: OpOverload, args: tuple[Any, ...]) -> RuntimeError:
     regions = (arg._shard for arg in args if isinstance(arg, FlatRegion))
     shard = next(regions, None)
     fqn = "?" if shard is None else shard._shard_spec.label.fqn
-    return RuntimeError(
+    specs = () if shard is None else (shard._shard_spec,)
+    return elsewhere(func, specs) or NeedsWhole(
         f"{func.overloadpacket} reads elements of the sharded parameter '{fqn}' "
         f"{tuple(shard.shape) if shard is not None else ''} that were selected by index, and "
         "other ranks hold some of them. Use p.full_tensor(), or unshard_params(module)."
@@ -135,9 +156,21 @@ def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     if after.is_one_run:
         return _run_of(shard, after)
     # With autograd on, torch refuses to write to a view of a leaf: this can only be a read.
-    if shard.requires_grad and torch.is_grad_enabled():
+    if shard.requires_grad and torch.is_grad_enabled() and not spec.is_whole:
         raise unsupported(func, args)
     return FlatRegion(shard, after)
+
+
+def view_of(shard: FlatShard, view: Tensor) -> Tensor:
+    """Return a view of a whole shard's memory as a shard, or as a region of one.
+
+    Args:
+        shard: Where all elements are.
+        view: Any view of its slice, of the same dtype.
+    """
+    start = int(view.storage_offset() - shard._local.storage_offset())
+    geometry = _Geometry(view.shape, view.stride(), start)
+    return _run_of(shard, geometry) if geometry.is_one_run else FlatRegion(shard, geometry)
 
 
 def _run_of(shard: FlatShard, geometry: _Geometry) -> FlatShard:

@@ -100,6 +100,7 @@ def test_public_names_are_pinned() -> None:
         "MixedPrecisionPolicy",
         "OffloadPolicy",
         "ReductionStage",
+        "ShardedGradScaler",
         "ShardingPlan",
         "ShardingStrategy",
         "StateDictOptions",

@@ -114,7 +114,9 @@ def test_language_model_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("name", ["average_weights", "compare_strategies", "edit_weights"])
+@pytest.mark.parametrize(
+    "name", ["average_weights", "compare_strategies", "edit_weights", "train_with_muon"]
+)
 def test_tutorial_prints_what_its_text_says(name: str, num_ranks: int, tmp_path: Path) -> None:
     """All lines of the expected output come; the digits may differ, the words may not."""
     script = TUTORIALS / f"{name}.py"

@@ -1,0 +1,197 @@
+"""Norms, and what clipping and loss scaling ask of lists of gradients: exact and collective."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+
+from composable_shard._collectives import all_reduce, resolve_group
+from composable_shard._flat_shard import FlatShard
+from composable_shard._operands import describe_operands, note_write
+from composable_shard._owned_params import trainable_owned
+from composable_shard._reduction_rules import (
+    is_inexact,
+    max_over,
+    option,
+    reduction_groups,
+    shaped,
+    shard_of,
+    sum_over,
+)
+from composable_shard._rule_table import Rule
+
+__all__ = ["RULES", "norms_of"]
+
+aten = torch.ops.aten
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def _exact(device: torch.device) -> torch.dtype:
+    """Return the dtype in which the ranks' norms are combined."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
+    name = "ord" if func is aten.linalg_vector_norm.default else "p"
+    order = option(func, args, kwargs, name)
+    norm = norms_of([shard], 2.0 if order is None else float(order), kwargs.get("dtype"))[0]
+    return shaped(shard, norm, option(func, args, kwargs, "keepdim"))
+
+
+def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    order = float(option(func, args, kwargs, "ord"))
+    dtype = option(func, args, kwargs, "dtype")
+    shards = [item for item in args[0] if isinstance(item, FlatShard)]
+    _check_all_ranks_have_them()
+    norms = iter(norms_of(shards, order, dtype))
+    return [
+        next(norms)
+        if isinstance(item, FlatShard)
+        else torch.linalg.vector_norm(item, order, dtype=dtype)
+        for item in args[0]
+    ]
+
+
+def _check_all_ranks_have_them() -> None:
+    """Check that a list of gradients can be the same one on every rank.
+
+    Raises:
+        RuntimeError: On all ranks that have gradients alike, where some are on their owner alone.
+    """
+    names = sorted(param._shard_spec.label.fqn for param in trainable_owned())
+    if names:
+        raise RuntimeError(
+            "the norms of a list of tensors are taken by all ranks together, and the gradient of "
+            f"parameter '{names[0]}' (granularity=\"param\") is on its owner alone. Clip gradients "
+            "with composable_shard.clip_grad_norm_ in place of torch.nn.utils'; take norms of "
+            "other tensors one by one, x.norm(), or of x.to_local()."
+        )
+
+
+def norms_of(
+    shards: Sequence[FlatShard], order: float, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Return each shard's norm; one collective for all that have the same groups.
+
+    Collective also for what one rank holds whole: the others pass empty shards of it.
+    """
+    norms: list[Tensor | None] = [None] * len(shards)
+    if not all(is_inexact(shard.dtype) for shard in shards):
+        # Torch would raise only on the ranks whose slice is not empty, and the others would wait.
+        raise RuntimeError(f"norms need floating-point tensors, got {describe_operands(shards)}")
+    by_groups: dict[tuple[tuple[str, ...], torch.device], list[int]] = defaultdict(list)
+    for index, shard in enumerate(shards):
+        if shard.numel() == 0:  # torch knows which orders an empty tensor has
+            empty = torch.empty(shard.shape, dtype=shard.dtype, device=shard._local.device)
+            norms[index] = torch.linalg.vector_norm(empty, order, dtype=dtype)
+        else:
+            key = reduction_groups(shard._shard_spec), shard._local.device
+            by_groups[key].append(index)
+    for (groups, _), indices in by_groups.items():
+        found = _combined_norms([shards[i]._local for i in indices], order, groups)
+        for index, norm in zip(indices, found, strict=True):
+            norms[index] = norm.to(dtype or shards[index].dtype.to_real())
+    return [norm for norm in norms if norm is not None]
+
+
+def _combined_norms(locals_: list[Tensor], order: float, groups: tuple[str, ...]) -> list[Tensor]:
+    device = locals_[0].device
+    norms = _local_norms(locals_, order)
+    if math.isinf(order):
+        sign = 1 if order > 0 else -1
+        identity = torch.tensor([0.0 if order > 0 else math.inf] * len(locals_), device=device)
+        values = _fill_at(identity.to(_exact(device)), locals_, norms)
+        return list((sign * max_over(sign * values, groups)).unbind())
+    exponent = order if order != 0 else 1.0
+    powers = [norm.to(_exact(device)) ** exponent for norm in norms]
+    zeros = torch.zeros(len(locals_), dtype=_exact(device), device=device)
+    total = sum_over(_fill_at(zeros, locals_, powers), groups)
+    return list((total ** (1.0 / exponent)).unbind())
+
+
+def _local_norms(locals_: list[Tensor], order: float) -> list[Tensor]:
+    """Return the norms of the slices that are not empty, in order."""
+    filled = [local for local in locals_ if local.numel()]
+    if not filled:
+        return []
+    if order == 0 or order < 0 or any(local.dtype in _HALF for local in filled):
+        return [
+            torch.linalg.vector_norm(local, order, dtype=_accumulate(local)) for local in filled
+        ]
+    return list(torch._foreach_norm(filled, order))
+
+
+def _accumulate(local: Tensor) -> torch.dtype | None:
+    return torch.float32 if local.dtype in _HALF else None
+
+
+def _fill_at(target: Tensor, locals_: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Write the values to the places of the slices that are not empty."""
+    if values:
+        is_filled = [local.numel() > 0 for local in locals_]
+        stacked = torch.stack([value.to(target.dtype) for value in values])
+        target[torch.tensor(is_filled, device=target.device)] = stacked
+    return target
+
+
+def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale gradients for GradScaler, and tell every rank if any of them found an inf or NaN."""
+    grads, found_inf, inverse_scale = args
+    shards = [grad for grad in grads if isinstance(grad, FlatShard)]
+    _check_all_ranks_check(shards)
+    for shard in shards:
+        note_write(shard)
+    locals_ = [grad._local if isinstance(grad, FlatShard) else grad for grad in grads]
+    func(locals_, found_inf, inverse_scale)
+    names = {
+        name: None
+        for shard in shards
+        if shard._shard_spec.owner is None
+        for name in reduction_groups(shard._shard_spec)
+    }
+    for name in names:
+        all_reduce(found_inf, resolve_group(name), dist.ReduceOp.MAX).wait()
+
+
+def _check_all_ranks_check(shards: Sequence[FlatShard]) -> None:
+    """Check that all ranks call this with a list that tells of their owned gradients too.
+
+    Raises:
+        RuntimeError: Where gradients that one rank holds whole may be in a list that is on some
+            ranks only.
+    """
+    reached = {
+        (reduction_groups(shard._shard_spec), shard.dtype)
+        for shard in shards
+        if shard._shard_spec.owner is None
+    }
+    missing = sorted(
+        param._shard_spec.label.fqn
+        for param in trainable_owned()
+        if (reduction_groups(param._shard_spec), param.dtype) not in reached
+    )
+    if missing:
+        raise RuntimeError(
+            f"the gradient of parameter '{missing[0]}' (granularity=\"param\") is on its owner "
+            "alone, and torch's GradScaler would look for infs and NaNs on some ranks only. Use "
+            "composable_shard.ShardedGradScaler in its place."
+        )
+
+
+RULES: dict[OpOverload, Rule] = {
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dtype: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten.norm.ScalarOpt_dim_dtype: _norm,
+    aten.linalg_vector_norm.default: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
