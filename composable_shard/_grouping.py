@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from composable_shard._flat_param import plan_layout
-from composable_shard._granularity import balance
 from composable_shard._layout import FlatLayout, cut_buckets
 from composable_shard._plan import Original, Plan
 from composable_shard._precision import Precision
@@ -22,15 +21,14 @@ def group_params(
     """Return the original parameters of each handle that the unit will have, and its dtypes.
 
     Args:
-        plan: The unit's.
+        plan: The unit's; the owners of its parameters are known.
         use_orig_params: Whether it shows them at rest.
         shard_size: The ranks that share a flat parameter.
         is_alone: No other rank has gradients: nothing is reduced, so there are no buckets.
     """
-    _assign_owners(plan, shard_size)
     groups = _by_kind(plan, use_orig_params, shard_size)
     if plan.bucket_cap_mb is None or is_alone:
-        return groups
+        return _sort_by_owner(groups)
     cap_nbytes = int(plan.bucket_cap_mb * _MIB)
     buckets = [
         (precision, [members[index] for index in bucket])
@@ -39,15 +37,8 @@ def group_params(
     ]
     # [Note: Buckets] The order of reductions, across kinds.
     position = {id(original): index for index, original in enumerate(plan.originals)}
-    return sorted(buckets, key=lambda bucket: -position[id(bucket[1][-1])])
-
-
-def _assign_owners(plan: Plan, shard_size: int) -> None:
-    """Say which rank gets each parameter that is not cut."""
-    whole = [original for original in plan.originals if original.is_owned]
-    sizes = [original.dense.numel() for original in whole]
-    for original, owner in zip(whole, balance(sizes, shard_size), strict=True):
-        original.owner = owner
+    in_order = sorted(buckets, key=lambda bucket: -position[id(bucket[1][-1])])
+    return _sort_by_owner(in_order)
 
 
 def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) -> FlatLayout:
@@ -71,10 +62,15 @@ def _by_kind(plan: Plan, use_orig_params: bool, shard_size: int) -> list[Group]:
         is_owned = original.is_owned and shard_size > 1
         kind = (main_dtype, precision, param.requires_grad, mesh, placements, is_owned)
         groups.setdefault(kind, (precision, []))[1].append(original)
-    for _, members in groups.values():
-        if members[0].is_owned:
-            members.sort(key=lambda original: original.owner)  # as `FlatLayout` wants them
     return list(groups.values())
+
+
+def _sort_by_owner(groups: list[Group]) -> list[Group]:
+    """Bring parameters that are owned whole into the order that `FlatLayout` wants."""
+    for _, members in groups:
+        if members[0].is_owned:
+            members.sort(key=lambda original: original.owner)
+    return groups
 
 
 def _cut(

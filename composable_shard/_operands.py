@@ -98,10 +98,16 @@ def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
 def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> None:
     """Raise if two operands are shards of different ranges; compares by identity first."""
     if other is not first and other != first:
+        remedy = "Use p.full_tensor() to combine different parameters."
+        if first.owner is not None and first.label.fqn == other.label.fqn:
+            remedy = (
+                "The parameter was given to another rank after the other was made from it: build "
+                "an optimizer that makes its state at once (Adagrad) after the outermost "
+                "fully_shard."
+            )
         raise RuntimeError(
             f"{func.overloadpacket} needs shards of one and the same range, got "
-            f"{_describe_spec(first)} and {_describe_spec(other)}. Use p.full_tensor() to combine "
-            "different parameters."
+            f"{_describe_spec(first)} and {_describe_spec(other)}. {remedy}"
         )
 
 
