@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from composable_shard._flat_param import plan_layout
@@ -13,6 +14,7 @@ __all__ = ["group_params"]
 
 Group = tuple[Precision, list[Original]]
 _MIB = 1 << 20
+_MAX_IMBALANCE = 1.25  # the largest shard of a unit and the mean
 
 
 def group_params(
@@ -42,13 +44,37 @@ def group_params(
 
 
 def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) -> FlatLayout:
-    """Lay out the parameters of one handle as their granularities ask for."""
+    """Lay out the parameters of one handle as their granularities ask for.
+
+    Warns where blocks are so large that a rank gets much more than the mean.
+    """
     dense = [original.dense for original in members]
     if members[0].is_owned:
         owners = [original.owner for original in members]
         return plan_layout(dense, shard_size, precision, owners=owners)
     blocks = [original.block_numel for original in members]
-    return plan_layout(dense, shard_size, precision, blocks=blocks)
+    layout = plan_layout(dense, shard_size, precision, blocks=blocks)
+    if layout.blocks:
+        _warn_of_imbalance(members, layout)
+    return layout
+
+
+def _warn_of_imbalance(members: Sequence[Original], layout: FlatLayout) -> None:
+    """Warn where the largest shard is well above the mean, and the difference counts."""
+    mean = layout.span / layout.world_size
+    nbytes = (layout.shard_numel - mean) * (members[0].nbytes / max(1, members[0].dense.numel()))
+    if layout.shard_numel <= _MAX_IMBALANCE * mean or nbytes < _MIB:
+        return
+    # As many as explain it: a cut is off by half of a block.
+    coarse = [each for each in members if each.block_numel > (_MAX_IMBALANCE - 1) * mean]
+    names = ", ".join(f"'{each.fqn}' ({each.block_numel})" for each in coarse)
+    warnings.warn(
+        f"one of {layout.world_size} ranks holds {layout.shard_numel / mean:.2f} times the mean of "
+        f"a unit's shards, {mean:.0f} elements, because these parameters are cut in blocks of as "
+        f"many elements: {names}. Pass a finer granularity for them, make the unit larger, or use "
+        'granularity="param", which balances over all units.',
+        stacklevel=2,
+    )
 
 
 def _by_kind(plan: Plan, use_orig_params: bool, shard_size: int) -> list[Group]:
