@@ -1151,8 +1151,8 @@ def test_dry_run_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     rules = {Block: {"reshard_after_forward": True}, "out": {"ignored_params": {model.out.bias}}}
     plan = shard_model(model, rules, dry_run=True, world_size=3, sync_module_states=True)
     lines = [
-        "Net: 5 units; bytes of a rank: parameters at rest, gradients after a backward, AdamW's "
-        "state; how much of that is offloaded to the host; sent per step",
+        "Net: 5 units; bytes of the first rank: parameters at rest, gradients after a backward, "
+        "AdamW's state; how much of that is offloaded to the host; sent per step",
         "unit      class   rule            parameters  numel  ranks  params  grads  AdamW  on host"
         "   sent  options",
         "blocks.0  Block   rule 1 (Block)           4    232      3     320    320    640"
