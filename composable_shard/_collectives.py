@@ -11,11 +11,12 @@ memory for the terms, and a message to each rank, for which the group must not b
 All-reduces, of shards that have copies, add up as the backend does it.
 
 [Note: Uneven shards]
-NCCL has collectives for lists of any sizes. On gloo a gather is a broadcast from each rank that has
-something, straight into its place: 0.3 to 1.2 of the time of an exchange at 2 and 4 ranks. Terms of
-sums are exchanged, or sent all to all, as those of equal shards of 16 bits are; that took a half to
-a tenth of the time of a reduce to each rank. Where the largest shard is much larger than the mean,
-the memory for its terms would be, too: then it is a reduce to each rank that has a shard.
+NCCL has collectives for lists of any sizes. On gloo they are exchanged as equal ones are; where
+there is no exchange a gather is a broadcast from each rank that has something, and the terms of
+sums are sent all to all: at 10 ranks and 64 kB to 16 MB that took 0.03 to 0.9 of the time of a
+reduce to each rank. Where the largest shard is much larger than the mean, the memory for its terms
+would be, too: then it is a reduce to each rank that has a shard, which takes about as long. Shards
+padded to the largest take 2 to 40 times as long. (benchmarks/uneven.py)
 """
 
 from __future__ import annotations
@@ -161,11 +162,11 @@ def all_gather(
         _trace.record("all_gather", group.group_name, _payload(output, numels))
     with INSIDE:
         output, shard = _real(output), _real(shard)
-        if numels is not None:
-            return gather_parts(cut_in_parts(output, group, numels), shard, group)
         if not _is_exchange(group, output.device):
-            return group._allgather_base(output, shard)
-        parts = dict(enumerate(cut_in_parts(output, group, None)))
+            if numels is None:
+                return group._allgather_base(output, shard)
+            return gather_parts(cut_in_parts(output, group, numels), shard, group)
+        parts = dict(enumerate(cut_in_parts(output, group, numels)))
         own = parts.pop(group.rank())
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard.view(own.shape))
