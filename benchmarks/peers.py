@@ -48,12 +48,14 @@ def _ours(
     strategy: str = "FULL_SHARD",
     layers_per_unit: int = 1,
     bucket_cap_mb: float | None = None,
+    granularity: str = "element",
 ) -> nn.Module:
     package = importlib.import_module("composable_shard")
     options: dict[str, Any] = {
         "strategy": package.ShardingStrategy[strategy],
         "reshard_after_forward": reshard_after_forward,
         "bucket_cap_mb": bucket_cap_mb,
+        "granularity": granularity,
     }
     layers = list(model.layers) if layers_per_unit else []
     for start in range(0, len(layers), layers_per_unit or 1):
@@ -75,6 +77,8 @@ _BUILDERS: dict[str, Builder] = {
     "ours": partial(_ours, reshard_after_forward=None),
     "ours_raf": partial(_ours, reshard_after_forward=True),  # the root as well
     "ours_keep": partial(_ours, reshard_after_forward=False),
+    "ours_row": partial(_ours, granularity="row"),
+    "ours_param": partial(_ours, granularity="param"),
     "ours_gradop": partial(_ours, strategy="SHARD_GRAD_OP"),
     "ours_optim": partial(_ours, strategy="SHARD_OPTIM"),
     "ours_noshard": partial(_ours, strategy="NO_SHARD"),

@@ -14,7 +14,7 @@ from composable_shard._rank_messages import digest_of, gather_bytes
 from composable_shard._state import ShardState
 from composable_shard._use_exchange import UseExchange
 
-__all__ = ["check_agreement", "copy_to_replicas"]
+__all__ = ["check_agreement", "check_same", "copy_to_replicas"]
 
 _Groups = tuple[dist.ProcessGroup, ...]
 
@@ -90,6 +90,17 @@ def _compare(groups: _Groups, device: torch.device, lines: list[str], has_hooks:
         texts = [text for part in gathered for text in json.loads(part)]
     _raise_difference([json.loads(text) for text in texts])
     return has_hooks
+
+
+def check_same(shard_group: ShardGroup, lines: list[str]) -> None:
+    """Check that all data-parallel ranks bring the same lines, one for each parameter.
+
+    One all-gather of 32 bytes for each process group.
+
+    Raises:
+        RuntimeError: As `check_agreement`.
+    """
+    _compare(shard_group.joint_groups, shard_group.device, lines, False)
 
 
 def copy_to_replicas(states: list[ShardState]) -> None:

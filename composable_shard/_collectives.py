@@ -9,13 +9,20 @@ they are, and each rank adds up those of its shard in fp32, or in the output's d
 no exchange, an all-to-all does the same: it moves the bytes that a reduce-scatter moves, but needs
 memory for the terms, and a message to each rank, for which the group must not be too large.
 All-reduces, of shards that have copies, add up as the backend does it.
+
+[Note: Uneven shards]
+NCCL has collectives for lists of any sizes. On gloo they are exchanged as equal ones are; where
+there is no exchange a gather is a broadcast from each rank that has something, and the terms of
+sums are sent all to all: at 10 ranks and 64 kB to 16 MB that took 0.03 to 0.9 of the time of a
+reduce to each rank. Where the largest shard is much larger than the mean, the memory for its terms
+would be, too: then it is a reduce to each rank that has a shard, which takes about as long. Shards
+padded to the largest take 2 to 40 times as long. (benchmarks/uneven.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,10 +30,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from composable_shard import _trace
+from composable_shard._collective_log import CollectiveLog, count_collectives
 from composable_shard._exchange import Waitable, abandon, exchange
 from composable_shard._parts import cut_in_parts, gather_parts, reduce_parts
 from composable_shard._sums import PendingReduction
-from composable_shard._trace import INSIDE, Event, is_inside
+from composable_shard._trace import INSIDE, is_inside
 
 __all__ = [
     "CollectiveLog",
@@ -47,39 +55,9 @@ __all__ = [
     "scratch_parts",
 ]
 
-_KINDS = frozenset(
-    {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter"}
-)
 _MAX_EXCHANGE_SIZE = 8
 _MAX_ALL_TO_ALL_SIZE = 64
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-
-@dataclass
-class CollectiveLog:
-    """The collectives issued in a `count_collectives` block."""
-
-    log: list[Event] = field(default_factory=list)
-
-    @property
-    def events(self) -> list[Event]:
-        """All collectives in order, each with its kind and the bytes of its full-size payload."""
-        return [event for event in self.log if event.kind in _KINDS]
-
-    def count(self, kind: str) -> int:
-        """Return how many collectives of this kind were issued."""
-        return sum(event.kind == kind for event in self.log)
-
-    def nbytes(self, kind: str) -> int:
-        """Return the full-size payload of all collectives of this kind, in bytes."""
-        return sum(event.nbytes for event in self.log if event.kind == kind)
-
-
-@contextmanager
-def count_collectives() -> Iterator[CollectiveLog]:
-    """Count the collectives issued by this process in the enclosed block."""
-    with _trace.trace_events() as log:
-        yield CollectiveLog(log)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -87,26 +65,51 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type, no-any-return, unused-ignore]
 
 
-def scratch_parts(group: dist.ProcessGroup, input: Tensor, *, in_place: bool) -> int:
+def scratch_parts(
+    group: dist.ProcessGroup,
+    input: Tensor,
+    numels: Sequence[int] | None = None,
+    *,
+    in_place: bool,
+) -> int:
     """Return how many shards' memory a reduction wants for the ranks' terms.
 
     Args:
         group: The ranks that take part.
         input: A tensor of the input's dtype and device.
+        numels: As in `all_gather`.
         in_place: Whether the output can't receive a term: it is this rank's part of the input,
             or has another dtype.
     """
-    if not _is_exchange(group, input.device):
-        return group.size() if _adds_up_here(group, input.dtype) else 0
-    return group.size() if group.size() > 2 else int(in_place)
+    way = _way_of_terms(group, input.dtype, input.device, numels)
+    if way is None:
+        return 0
+    return group.size() if way == "all_to_all" or group.size() > 2 else int(in_place)
 
 
-def _adds_up_here(group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
-    """Return whether terms are sent all to all where they are not exchanged.
+def _way_of_terms(
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    numels: Sequence[int] | None,
+) -> Literal["exchange", "all_to_all"] | None:
+    """Return how the terms of a sum are sent, None where the backend adds them up.
 
-    See [Note: Low-precision sums].
+    See [Note: Low-precision sums] and [Note: Uneven shards].
     """
-    return dtype in _LOW_PRECISION and 1 < group.size() <= _MAX_ALL_TO_ALL_SIZE
+    is_low = dtype in _LOW_PRECISION
+    if not is_low and numels is not None and group.size() > 2 and _is_extreme(numels):
+        return None
+    if _is_exchange(group, device):
+        return "exchange"
+    is_uneven = numels is not None and _backend_name(group, device) == "gloo"
+    is_small = 1 < group.size() <= _MAX_ALL_TO_ALL_SIZE
+    return "all_to_all" if is_small and (is_low or is_uneven) else None
+
+
+def _is_extreme(numels: Sequence[int]) -> bool:
+    """Whether all terms of the largest shard take more than twice the memory of all shards."""
+    return max(numels) * len(numels) > 2 * sum(numels)
 
 
 def _is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -253,9 +256,10 @@ def reduce_scatter(
     if _trace.is_traced():
         _trace.record("reduce_scatter", group.group_name, _payload(input, numels))
     with INSIDE:
-        if _is_exchange(group, output.device):
+        way = _way_of_terms(group, input.dtype, output.device, numels)
+        if way == "exchange":
             return _exchange_terms(output, input, scratch, group, scale, numels)
-        if _adds_up_here(group, input.dtype):
+        if way == "all_to_all":
             assert scratch is not None
             terms = scratch.view(group.size(), output.numel())
             work = _start_all_to_all(terms, input, group, numels)

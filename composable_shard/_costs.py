@@ -8,8 +8,9 @@ that is freed again within a pass, scratch memory for the terms of a reduction o
 gathers of parameters that another unit manages, the byte with which a backward with buckets begins,
 and those of early hooks.
 
-Bytes held are those of the device and the host together; `host_nbytes` says how much of them is on
-the host. There, the further backward passes of a step need one more gradient shard.
+Shards may differ in size: bytes held are those of the first rank. They are those of the device and
+the host together; `host_nbytes` says how much of them is on the host. There, the further backward
+passes of a step need one more gradient shard.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ class RankCounts:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one rank; costs of parts of a model add up.
+    """Bytes of the first rank; costs of parts of a model add up.
 
     Attributes:
         param_nbytes: Parameters at rest, padding included.
         grad_nbytes: Gradients after a backward, padding included.
-        optimizer_nbytes: AdamW's two moments, on the first rank.
+        optimizer_nbytes: AdamW's two moments.
         host_nbytes: Of these three, what is offloaded to host memory.
         payloads: Full-size bytes of the collectives of a step, by kind and number of ranks.
     """
@@ -180,7 +181,7 @@ class FlatParamCost:
 
     @property
     def optimizer_nbytes(self) -> int:
-        """Two moments of what the first rank owns, without padding."""
+        """Two moments of what the rank owns, without padding."""
         if not self.requires_grad:
             return 0
         owned = sum(self.layout.piece_numels(0)[1::2])
@@ -225,7 +226,8 @@ class FlatParamCost:
             if shard > 1:
                 payloads["reduce_scatter", shard] += reduced
             for size in self.ranks.replicate:
-                payloads["all_reduce", size] += reduced // shard
+                own = self._shard_numel * self._reduce_dtype.itemsize
+                payloads["all_reduce", size] += own * num_reductions
             for size in self.ranks.joint:
                 # A flag for each parameter tells which ranks used it.
                 payloads["all_reduce", size] += len(self.layout.numels) * num_reductions
@@ -243,14 +245,18 @@ class FlatParamCost:
         )
 
     @property
+    def _shard_numel(self) -> int:
+        return self.layout.cut(1)
+
+    @property
     def _shard_nbytes(self) -> int:
-        return self.layout.shard_numel * self.main_dtype.itemsize
+        return self._shard_numel * self.main_dtype.itemsize
 
     @property
     def _device_copy_nbytes(self) -> int:
         wire_dtype = self._wire_dtype
         held_dtype = self.main_dtype if wire_dtype in QUANTISED else wire_dtype
-        return self.layout.shard_numel * held_dtype.itemsize
+        return self._shard_numel * held_dtype.itemsize
 
     @property
     def _is_kept(self) -> bool:

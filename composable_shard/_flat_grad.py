@@ -288,9 +288,9 @@ class FlatGradient:
 
     def _take_scratch(self, pool: ScratchPool, may_share: bool) -> Tensor | None:
         """Return the one of the two buffers that does not hold the gradients, or other memory."""
-        group, dtype = self._shard_group.group, self._own.dtype
+        group, dtype, numels = self._shard_group.group, self._own.dtype, self._layout.uneven_numels
         in_place = self.is_persistent or self.reduction.output_dtype(dtype) != dtype
-        num_parts = _collectives.scratch_parts(group, self._own, in_place=in_place)
+        num_parts = _collectives.scratch_parts(group, self._own, numels, in_place=in_place)
         if num_parts == 0 or self._shard_group.size == 1 or self.reduction.hook_name:
             return None
         numel = num_parts * self._own_numel

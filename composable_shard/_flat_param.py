@@ -82,6 +82,7 @@ class FlatParamHandle(PublishedGradients):
         offload: What lives on the host.
         entries: The managed parameters, in order.
         requires_grad: Whether any of the parameters is trainable.
+        has_fixed_owners: Whether parameters that are owned whole stay where they are for good.
     """
 
     def __init__(  # noqa: PLR0913 -- all that defines a handle, each by name
@@ -120,6 +121,7 @@ class FlatParamHandle(PublishedGradients):
         self.has_early_hooks = False
         self.small_group: SmallGroup | None = None
         self.requires_grad = requires_grad
+        self.has_fixed_owners = False
         self.flat: FlatEntry | None = None
         self.shows_flat = False
         self.name = labels[0].fqn
@@ -217,6 +219,7 @@ class FlatParamHandle(PublishedGradients):
             "precision": self.precision,
             "offload": self.offload,
             "requires_grad": self.requires_grad,
+            "has_fixed_owners": self.has_fixed_owners,
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],
             "flat": None if self.flat is None else (self.flat.sharded, self.flat.used),
             "flat_slot": self.flat_slot,

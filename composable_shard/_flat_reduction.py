@@ -100,6 +100,10 @@ class FlatReduction:
         hook, _ = self._hook
         return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
+    def take_options(self, other: FlatReduction) -> None:
+        """Take over what users set on another reduction."""
+        self.divide_factor, self._hook = other.divide_factor, other._hook
+
     def set_hook(self, hook: CommHook | None, state: object) -> None:
         """Let a hook do what the collectives do from now on, or no more; [Note: Comm hooks]."""
         self._hook = None if hook is None else (hook, state)

@@ -51,11 +51,11 @@ from composable_shard._storage import alloc_storage, free_storage, restore_versi
 from composable_shard._wire import gather_in
 from composable_shard.api import OffloadPolicy
 
-__all__ = ["FlatStorage"]
+__all__ = ["Buffers", "FlatStorage"]
 
 
 @dataclass
-class _Buffers:
+class Buffers:
     """Everything that depends on dtype and device: made anew when `.to()` changes either."""
 
     local_shard: Tensor  # (shard_numel,), on the host where it is offloaded
@@ -87,12 +87,12 @@ class FlatStorage(Registration):
     small_group: SmallGroup | None  # what `reshard_to_small_group` keeps a part for
     _small_part: Tensor | None  # (padded_numel / small_group.size,), see [Note: Small group]
     _small_writes: int  # guard.num_writes when the part was kept
-    _buffers: _Buffers
+    _buffers: Buffers
     _gather: Waitable | torch.Event | None
     _versions: list[int]  # of the unsharded parameters, while they hold values
     _has_new_versions: bool  # gradients were packed in place since the last gather
 
-    def _make_buffers(self, dtype: torch.dtype, device: torch.device) -> _Buffers:
+    def _make_buffers(self, dtype: torch.dtype, device: torch.device) -> Buffers:
         """Make buffers for a local shard of this dtype; on the mesh's device where offloaded."""
         is_offloaded = self.offload.is_active and device.type != "meta"
         if is_offloaded:
@@ -123,7 +123,7 @@ class FlatStorage(Registration):
         if is_offloaded:
             numel, is_pinned = end - start, self.is_pinned
             self.host_grad = HostGradient(numel, dtype, copies, is_pinned=is_pinned)
-        return _Buffers(
+        return Buffers(
             shard,
             unsharded,
             output,

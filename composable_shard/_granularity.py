@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import TypeAlias
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from composable_shard.api import Block, Granularity
 
-__all__ = ["GranularityOption", "balance", "block_numel", "check_option", "granularity_of"]
+__all__ = ["GranularityOption", "block_numel", "check_option", "granularity_of"]
 
 GranularityOption: TypeAlias = Granularity | Callable[[nn.Parameter], Granularity]
 
@@ -50,27 +49,6 @@ def granularity_of(param: nn.Parameter, fqn: str, option: GranularityOption) -> 
 
 def _is_granularity(value: object) -> bool:
     return isinstance(value, Block) or (isinstance(value, str) and value in _NAMES)
-
-
-def balance(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] | None = None) -> list[int]:
-    """Return a rank for each item: the largest first, each to the rank with the least so far.
-
-    The rule of Graham (1969), "longest processing time": no rank gets more than 4/3 of what the
-    largest would get in the best distribution. Ties go to the earlier item, and the lower rank.
-
-    Args:
-        sizes: Of the items.
-        num_ranks: How many ranks there are.
-        loads: What each rank has already. Default: nothing.
-    """
-    heap = [(load, rank) for rank, load in enumerate(loads or [0] * num_ranks)]
-    heapq.heapify(heap)
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        load, rank = heap[0]
-        owners[index] = rank
-        heapq.heapreplace(heap, (load + sizes[index], rank))
-    return owners
 
 
 def block_numel(dense: Tensor, granularity: Granularity) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 
 from composable_shard._agreement import check_agreement, copy_to_replicas
 from composable_shard._buffers import is_never_written, place_buffers
+from composable_shard._ownership import settle_owners
 from composable_shard._reduction import on_gradient
 from composable_shard._state import ShardState, TreeContext
 from composable_shard._traversal import get_states
@@ -80,12 +81,24 @@ def lazy_init_params(module: nn.Module) -> None:
     if any(state.context is None for state in states):
         share_context([module])
     contexts = list(dict.fromkeys(state.context for state in states if state.context))
+    _settle_owners([context for context in contexts if not context.has_agreed])
     # Whole trees: a unit may borrow parameters of one that is not in `module`.
     for state in [state for context in contexts for state in context.live_states()]:
         prepare(state)
     unchecked = [context for context in contexts if not context.has_agreed]
     if unchecked:
         _check_trees(unchecked, module)
+
+
+def _settle_owners(contexts: list[TreeContext]) -> None:
+    """Fix who owns parameters whole, see [Note: Owners]."""
+    states = [state for context in contexts for state in context.live_states()]
+    handles = [handle for state in states for handle in state.handles]
+    if not all(handle.has_fixed_owners for handle in handles):
+        # The ranks compare everything soon; a rank that has another plan meets them there.
+        settle_owners(handles, always_compare=False)
+        for handle in handles:
+            handle.has_fixed_owners = True
 
 
 def _outermost(contexts: list[TreeContext], module: nn.Module) -> list[nn.Module]:

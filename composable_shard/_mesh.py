@@ -146,6 +146,13 @@ class ShardGroup:
         """The name under which the process group is registered."""
         return self.group.group_name
 
+    @property
+    def sharing_ranks(self) -> tuple[int, ...]:
+        """The ranks that share the flat parameter, by their numbers in the world."""
+        if self.size == 1:
+            return (dist.get_rank(),)
+        return tuple(dist.get_process_group_ranks(self.group))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
         return self
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard._flat_entry import FlatEntry, set_requires_grad
+from composable_shard._flat_entry import FlatEntry, flat_spec, set_requires_grad
+from composable_shard._flat_grad import FlatGradient
 from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor
+from composable_shard._flat_storage import Buffers
 from composable_shard._host_copies import HOST
+from composable_shard._host_gradient import HostGradient
+from composable_shard._layout import FlatLayout
 from composable_shard._registration import ParamEntry
 from composable_shard._shard_access import ShardAccess
 from composable_shard._shard_spec import ShardSpec
@@ -159,7 +164,8 @@ class ParamViews(ShardAccess):
             )
         with torch.inference_mode(False), torch.no_grad():
             self._take_slices()
-            self._build_unsharded_params()
+            if self.is_attached:
+                self._build_unsharded_params()
         self.guard.has_new_attributes = True
 
     def _check_host(self, shown: ParamEntry | FlatEntry) -> None:
@@ -199,18 +205,86 @@ class ParamViews(ShardAccess):
             each.shard_view = self.slice_of(each, self.local_shard)
             each.sharded._guard = self.guard
             if each.sharded.dtype != local.dtype or each.sharded.device != local.device:
-                self._remake_hidden(each)
+                self._remake(each)
             each.sharded._local = each.shard_view
         self.gathered_writes = -1  # the other ranks' parts are not there
 
-    def _remake_hidden(self, entry: ParamEntry | FlatEntry) -> None:
-        """Give a parameter that is not shown, which `.to()` did not reach, the new dtype."""
+    def _remake(self, entry: ParamEntry | FlatEntry) -> None:
+        """Make a parameter what its entry says: of another dtype, or another shape."""
         param = entry.sharded
         shown_class = FlatShardOfDTensor if isinstance(param, FlatShardOfDTensor) else FlatShard
         old_class, flag = type(param), param.requires_grad
         shard = shown_class(cast(Tensor, entry.shard_view), entry.spec, guard=self.guard)
         take_place(cast(nn.Parameter, param), nn.Parameter(shard, flag))
         param.__class__ = old_class
+
+    def change_owners(self, owners: Sequence[int]) -> None:
+        """Give parameters that are owned whole to other ranks, with their values.
+
+        Before `attach`, while no parameter has a gradient. One all-gather of the main values, none
+        on the meta device. The Parameter objects stay the same; if the allocation or the collective
+        fails, the handle is as before.
+
+        Args:
+            owners: A rank for each entry.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self.adopt_changes()
+            order = sorted(range(len(owners)), key=lambda index: owners[index])
+            old = self.layout
+            layout = FlatLayout.plan(
+                [old.numels[index] for index in order],
+                old.world_size,
+                old.alignment,
+                owners=[owners[index] for index in order],
+            )
+            # All memory before the collective: nothing fails after it.
+            full = None if self.local_shard.is_meta else self.new_full()
+            buffers, host_grad = self._buffers_for(layout)
+            if full is not None:
+                work = self.gather_into(full, self.local_shard, to_first=False)
+                assert work is not None
+                work.wait()
+            self.layout, self._buffers, self.host_grad = layout, buffers, host_grad
+            self._reorder_entries(order)
+            if full is not None:
+                for index, entry in zip(order, self.entries, strict=True):
+                    start, end = old.offsets[index], old.offsets[index] + old.numels[index]
+                    if entry.spec.owner == self.shard_group.rank:
+                        self.slice_of(entry, self.local_shard).copy_(full[start:end])
+
+    def _buffers_for(self, layout: FlatLayout) -> tuple[Buffers, HostGradient | None]:
+        """Make the buffers that another layout needs; the handle keeps its own."""
+        old, shard = (self.layout, self.host_grad), self.local_shard
+        self.layout = layout
+        try:
+            return self._make_buffers(shard.dtype, shard.device), self.host_grad
+        finally:
+            self.layout, self.host_grad = old
+
+    def _reorder_entries(self, order: Sequence[int]) -> None:
+        """Bring the entries in the order of a new layout; they become views of its shard."""
+        layout = self.layout
+        self.entries = [self.entries[index] for index in order]
+        for index, entry in enumerate(self.entries):
+            entry.spec = replace(entry.spec, layout=layout, index=index)
+            entry.shard_view = self.slice_of(entry, self.local_shard)
+            entry.sharded._shard_spec, entry.sharded._local = entry.spec, entry.shard_view
+        flat = self.flat
+        if flat is not None:
+            specs = [entry.spec for entry in self.entries]
+            spec = flat_spec(specs, layout, self.shard_group, flat.label.fqn)
+            flat.spec = replace(spec, label=flat.label)
+            flat.used = [flat.used[index] for index in order]
+            flat.shard_view = self.slice_of(flat, self.local_shard)
+            self._remake(flat)  # its shape may be another one
+        grad = self.grad
+        self.grad = FlatGradient(
+            layout, self.shard_group, grad.name, is_persistent=grad.is_persistent
+        )
+        self.grad.reduction.take_options(grad.reduction)
+        self.gathered_writes = -1
+        self.index_slots()
 
     def slice_of(self, entry: ParamEntry | FlatEntry, shard: Tensor) -> Tensor:
         """Return a parameter's part of a tensor of shape `(layout.shard_numel,)`, a view."""

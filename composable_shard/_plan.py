@@ -56,11 +56,17 @@ class Original:
     is_kept: bool = False  # in a module that computes in the main dtype
     granularity: Granularity = "element"
     owner: int = 0  # the rank that gets it whole, where the granularity says so
+    main_dtype: torch.dtype | None = None  # of the shard, where it is not the parameter's
 
     @property
     def dense(self) -> Tensor:
         """The data to shard: the parameter's, or its local part for a DTensor."""
         return self.param.to_local() if isinstance(self.param, DTensor) else self.param.detach()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data, in the dtype of the shard."""
+        return self.dense.numel() * (self.main_dtype or self.param.dtype).itemsize
 
     @property
     def is_owned(self) -> bool:
@@ -349,6 +355,7 @@ def apply_precision(plan: Plan, policy: MixedPrecisionPolicy) -> None:
                     f"'{original.fqn}' of {original.param.dtype}. Pass it in ignored_params, or "
                     "leave main_dtype out for its unit."
                 )
+            original.main_dtype = policy.main_dtype
     if not policy.changes_compute:
         return
     roots = [each for each in plan.unmanaged_modules if isinstance(each, policy.keep_fp32_classes)]

@@ -16,8 +16,8 @@ __all__ = ["PlannedUnit", "ShardingPlan"]
 _LABELS = ("unit", "class", "rule", "parameters", "numel", "ranks")
 _HEADINGS = (*_LABELS, "params", "grads", "AdamW", "on host", "sent", "options")
 _LEGEND = (
-    "bytes of a rank: parameters at rest, gradients after a backward, AdamW's state; how much of "
-    "that is offloaded to the host; sent per step"
+    "bytes of the first rank: parameters at rest, gradients after a backward, AdamW's state; how "
+    "much of that is offloaded to the host; sent per step"
 )
 _NUMBERS = range(3, 11)  # columns that are aligned to the right
 _MAX_VALUE_LENGTH = 60

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -16,6 +16,7 @@ from composable_shard._granularity import GranularityOption, check_option
 from composable_shard._hooks import register_boundaries, register_hooks
 from composable_shard._lazy_init import share_context
 from composable_shard._mesh import ShardGroup
+from composable_shard._ownership import settle_owners
 from composable_shard._plan import (
     Plan,
     apply_granularity,
@@ -27,10 +28,10 @@ from composable_shard._plan import (
 )
 from composable_shard._reshard_policy import apply_policy, check_policy, find_small_group
 from composable_shard._state import ShardState
-from composable_shard._traversal import rename
+from composable_shard._traversal import get_handles, rename
 from composable_shard.api import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
-__all__ = ["check_options", "check_unit", "choose_policy", "fully_shard"]
+__all__ = ["check_options", "check_unit", "choose_policy", "form_unit", "fully_shard"]
 
 _M = TypeVar("_M", bound=nn.Module | Iterable[nn.Module])
 _NO_POLICY = MixedPrecisionPolicy()
@@ -129,7 +130,25 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         "granularity": granularity,
     }
     check_options(options)
-    modules = as_modules(module)
+    form_unit(as_modules(module), options)
+    return module
+
+
+def form_unit(
+    modules: list[nn.Module],
+    options: Mapping[str, Any],
+    owners: Mapping[nn.Parameter, int] | None = None,
+) -> None:
+    """Do what `fully_shard` does, with options that have been checked.
+
+    Args:
+        modules: The modules of the unit.
+        options: All options of `fully_shard`.
+        owners: The ranks that get the parameters that are owned whole. Default: they are planned
+            together with those of all units inside, which may move. [Note: Owners]
+    """
+    mesh, strategy = options["mesh"], options["strategy"]
+    shard_over_replicas = options["shard_over_replicas"]
     shard_group = ShardGroup.from_mesh(
         mesh,
         is_replicated=strategy is ShardingStrategy.NO_SHARD,
@@ -138,8 +157,9 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     plan = check_unit(modules, shard_group, options)
     policy = check_policy(choose_policy(options), shard_group.size)
     find_small_group(shard_group, policy)  # the last thing that may fail
-    if sync_module_states:
+    if options["sync_module_states"]:
         sync_states(plan, shard_group)
+    _set_owners(plan, modules, shard_group, owners)
     name = type(modules[0]).__name__
     state = build_state(
         plan,
@@ -147,10 +167,10 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         name,
         strategy=strategy,
         reshard_after_forward=policy,
-        use_orig_params=use_orig_params,
+        use_orig_params=options["use_orig_params"],
     )
     state.shard_over_replicas = shard_over_replicas
-    if broadcast_buffers:
+    if options["broadcast_buffers"]:
         state.buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)
     apply_policy(state, policy)
     register_boundaries(plan.kept_modules)
@@ -160,7 +180,24 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     for root in modules:
         rename(root)
     share_context(modules)
-    return module
+
+
+def _set_owners(
+    plan: Plan,
+    modules: Sequence[nn.Module],
+    shard_group: ShardGroup,
+    owners: Mapping[nn.Parameter, int] | None,
+) -> None:
+    """Enter into the plan who gets parameters whole."""
+    whole = [original for original in plan.originals if original.is_owned]
+    if owners is None:
+        inner = list(dict.fromkeys(each for root in modules for each in get_handles(root)))
+        sizes = [original.nbytes for original in whole]
+        found = settle_owners(inner, shard_group, sizes)
+    else:
+        found = [owners[original.param] for original in whole]
+    for original, owner in zip(whole, found, strict=True):
+        original.owner = owner
 
 
 def choose_policy(options: Mapping[str, Any]) -> bool | int | None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_shard._balance import balance
 from composable_shard._costs import RankCounts, unit_cost
 from composable_shard._mesh import ShardGroup
 from composable_shard._module_tree import ModuleTree
@@ -21,7 +22,7 @@ from composable_shard._sharding_rules import Rules, parse_rules
 from composable_shard._traversal import is_sharded
 from composable_shard._unit_choice import Unit, choose_units, listed
 from composable_shard.api import ShardingStrategy
-from composable_shard.fully_shard import check_unit, choose_policy, fully_shard
+from composable_shard.fully_shard import check_unit, choose_policy, form_unit
 
 __all__ = ["shard_model"]
 
@@ -107,6 +108,7 @@ def shard_model(
     _check_unsharded(tree)
     units = choose_units(tree, parsed, defaults)
     checked = _check_units(tree, units, _ShardGroups(dry_run, world_size))
+    owners = _plan_owners(checked)
     if dry_run:
         plan = _summarise(tree, checked)
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -115,7 +117,7 @@ def shard_model(
     # They hold the parameters as they are now.
     del checked
     for unit in units:
-        fully_shard(unit.module, **unit.options)
+        form_unit([unit.module], unit.all_options, owners)
     return model
 
 
@@ -123,6 +125,7 @@ def shard_model(
 class _CheckedUnit:
     unit: Unit
     plan: Plan
+    shard_group: ShardGroup | None
     ranks: RankCounts
     policy: ReshardAfterForward
 
@@ -212,8 +215,25 @@ def _check_units(
         _check_disjoint(tree, unit, plan.unmanaged_modules, owners)
         managed.update(original.param for original in plan.originals)
         inner.append(unit.module)
-        checked.append(_CheckedUnit(unit, plan, ranks, policy))
+        checked.append(_CheckedUnit(unit, plan, shard_group, ranks, policy))
     return checked
+
+
+def _plan_owners(checked: Sequence[_CheckedUnit]) -> dict[nn.Parameter, int]:
+    """Balance all parameters that will be owned whole, as one tree, before any unit is formed."""
+    pools: dict[object, list[_CheckedUnit]] = {}
+    for each in checked:
+        group = each.shard_group
+        key = each.ranks if group is None else group.sharing_ranks
+        pools.setdefault(key, []).append(each)
+    owners = {}
+    for members in pools.values():
+        whole = [item for each in members for item in each.plan.originals if item.is_owned]
+        sizes = [original.nbytes for original in whole]
+        found = balance(sizes, members[0].ranks.shard)
+        for original, owner in zip(whole, found, strict=True):
+            original.owner = owners[original.param] = owner
+    return owners
 
 
 def _check_disjoint(

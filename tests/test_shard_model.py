@@ -1124,13 +1124,17 @@ def test_options_are_those_of_fully_shard_whatever_they_are() -> None:
     parameters = [*signature.parameters.values(), extra]
 
     def extended(module: nn.Module, **options: Any) -> nn.Module:
-        seen.append((type(module).__name__, options.pop("new_option", 3)))
-        return fully_shard(module, **options)
+        raise NotImplementedError
+
+    def form(modules: list[nn.Module], options: dict[str, Any], owners: object) -> None:
+        seen.append((type(modules[0]).__name__, options["new_option"]))
+        form_unit(modules, options, owners)
 
     extended.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    form_unit = sys.modules["composable_shard.fully_shard"].form_unit
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("shard_model", "_unit_choice"):
-            patch.setattr(sys.modules[f"composable_shard.{name}"], "fully_shard", extended)
+        patch.setattr(sys.modules["composable_shard._unit_choice"], "fully_shard", extended)
+        patch.setattr(sys.modules["composable_shard.shard_model"], "form_unit", form)
         shard_model(Net(1), {Block: {"new_option": 4}})
     assert seen == [("Block", 4), ("Net", 3)]
 
@@ -1147,8 +1151,8 @@ def test_dry_run_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     rules = {Block: {"reshard_after_forward": True}, "out": {"ignored_params": {model.out.bias}}}
     plan = shard_model(model, rules, dry_run=True, world_size=3, sync_module_states=True)
     lines = [
-        "Net: 5 units; bytes of a rank: parameters at rest, gradients after a backward, AdamW's "
-        "state; how much of that is offloaded to the host; sent per step",
+        "Net: 5 units; bytes of the first rank: parameters at rest, gradients after a backward, "
+        "AdamW's state; how much of that is offloaded to the host; sent per step",
         "unit      class   rule            parameters  numel  ranks  params  grads  AdamW  on host"
         "   sent  options",
         "blocks.0  Block   rule 1 (Block)           4    232      3     320    320    640"

@@ -29,6 +29,8 @@ from composable_shard import (
 )
 from composable_shard._collectives import CollectiveLog, resolve_group
 from composable_shard._costs import FlatParamCost, RankCounts, sent_nbytes
+from composable_shard.api import Block as Granule
+from composable_shard.api import Granularity
 from tests.helpers import distributed
 from tests.models import Block, Net, rank_input
 
@@ -136,6 +138,32 @@ def test_ranks_send_and_hold_what_the_dry_run_says() -> None:
         assert counted == plan.cost.payloads, case
         assert f"{sent_nbytes(counted):,}" in str(plan).splitlines()[-1].split(), case
         _check_stored(plan, model, optimizer, dtype, case)
+
+
+def _by_shape(param: nn.Parameter) -> Granularity:
+    return "element" if param.dim() < 2 else "param" if param.shape[0] < param.shape[1] else "row"
+
+
+@pytest.mark.parametrize("granularity", ["row", Granule(16), "param", _by_shape], ids=str)
+@distributed(3, 4)
+def test_uneven_shards_cost_what_the_dry_run_says(granularity: Any) -> None:
+    """Owners are those of the run, over all units; bytes held are those of the first rank."""
+    shape = SHAPES[dist.get_world_size()][-1]
+    mesh = None if shape is None else init_device_mesh("cpu", shape)
+    for name in ("full", *(each.value for each in (SHARD_GRAD_OP, SHARD_OPTIM))):
+        for policy_name in ("fp32", "gathered in int8"):
+            dtype, policy = POLICIES[policy_name]
+            options = {"mesh": mesh, "mp_policy": policy, **OPTIONS[name]}
+            model = _make(dtype)
+            plan = _shard(model, granularity=granularity, **options)
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(2):
+                counted = _step(optimizer, lambda m=model, dtype=dtype: _backward(m, dtype))
+            if all(handle.shard_group.rank == 0 for handle in get_handles(model)):
+                assert counted == plan.cost.payloads, (name, policy_name)
+                _check_stored(plan, model, optimizer, dtype, name)
+            else:
+                _backward(model, dtype)  # which the check does, too
 
 
 @pytest.mark.parametrize("num_reductions", [1, 3])

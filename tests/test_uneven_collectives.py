@@ -1,0 +1,111 @@
+"""Collectives of shards of different sizes: the same results in every way, empty parts included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_shard import _collectives
+from composable_shard._collectives import count_collectives
+from tests.helpers import assert_equal, distributed
+
+WAYS = {"exchange": (8, 64), "all-to-all": (0, 64), "backend": (0, 0)}
+NUMELS = {
+    "rows": [6, 8, 4],
+    "empty part": [7, 0, 9],
+    "one owner": [0, 16, 0],
+    "last owner": [0, 0, 5],
+    "nothing": [0, 0, 0],
+}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+
+
+@contextmanager
+def ways(name: str) -> Iterator[None]:
+    """Choose how a group of this size sends: as small, as larger, and as very large ones do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_collectives, "_MAX_EXCHANGE_SIZE", WAYS[name][0])
+        patch.setattr(_collectives, "_MAX_ALL_TO_ALL_SIZE", WAYS[name][1])
+        yield
+
+
+def full_values(total: int, dtype: torch.dtype, rank: int) -> Tensor:
+    """Return whole numbers, which sums of any order keep exact."""
+    values = torch.arange(total, dtype=torch.float32) % 13 + rank
+    return values.to(dtype) * (1 + 1j if dtype.is_complex else 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@distributed(2, 3)
+def test_shards_of_any_size_arrive(way: str, dtype: torch.dtype) -> None:
+    """Gathers on all ranks and on the first, in place and not, and the scatter back."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
+    for numels in (each[:size] for each in NUMELS.values()):
+        total = sum(numels)
+        expected = full_values(total, dtype, 0)
+        own = expected.split(numels)[rank].clone()
+        with ways(way), count_collectives() as log:
+            output = torch.zeros(total + 3, dtype=dtype)  # there may be more behind
+            _collectives.all_gather(output, own, group, numels).wait()
+            in_place = torch.zeros(total, dtype=dtype)
+            part = in_place.split(numels)[rank].copy_(own)
+            _collectives.all_gather(in_place, part, group, numels).wait()
+            on_first = torch.zeros(total, dtype=dtype) if rank == 0 else None
+            _collectives.gather(on_first, own, group, numels).wait()
+            back = torch.zeros_like(own)
+            _collectives.scatter(back, on_first, group, numels).wait()
+        assert_equal(output[:total], expected)
+        assert bool((output[total:] == 0).all())
+        assert_equal(in_place, expected)
+        assert_equal(back, own)
+        if on_first is not None:
+            assert_equal(on_first, expected)
+        nbytes = total * dtype.itemsize
+        assert [event.nbytes for event in log.events] == [nbytes] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@distributed(2, 3)
+def test_sums_of_any_size_arrive(way: str, dtype: torch.dtype) -> None:
+    """Into memory of their own, into a wider dtype, and in place; scaled."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
+    wide = {torch.float32: torch.float64, torch.bfloat16: torch.float32}.get(dtype, dtype)
+    for numels in (each[:size] for each in NUMELS.values()):
+        total = sum(numels)
+        exact = sum(full_values(total, dtype, each) for each in range(size)) * 0.5
+        expected = exact.split(numels)[rank]
+        for kind in ("own memory", "wider", "in place"):
+            input = full_values(total, dtype, rank)
+            part = input.split(numels)[rank]
+            is_wide = kind == "wider"
+            output = part if kind == "in place" else torch.zeros_like(part, dtype=wide)
+            output = torch.zeros_like(part) if kind == "own memory" else output
+            with ways(way):
+                shares = kind == "in place" or (is_wide and wide != dtype)
+                num_parts = _collectives.scratch_parts(group, input, numels, in_place=shares)
+                scratch = input.new_empty(num_parts * numels[rank]) if num_parts else None
+                pending = _collectives.reduce_scatter(output, input, scratch, group, 0.5, numels)
+                assert_equal(pending.finish(), expected.to(output.dtype), f"{kind} {numels}")
+
+
+@distributed(4)
+def test_the_memory_for_terms_is_bounded() -> None:
+    """None where one rank owns almost everything; 16-bit terms are added up here all the same."""
+    group = dist.group.WORLD
+    assert group is not None
+    for way in ("exchange", "all-to-all"):
+        with ways(way):
+            for numels, num_parts in (([4, 4, 4, 5], 4), ([16, 0, 0, 0], 0), ([8, 8, 0, 0], 4)):
+                input = torch.empty(sum(numels))
+                assert _collectives.scratch_parts(group, input, numels, in_place=True) == num_parts
+            low = torch.empty(16, dtype=torch.bfloat16)
+            assert _collectives.scratch_parts(group, low, [16, 0, 0, 0], in_place=True) == 4
