@@ -309,6 +309,7 @@ def test_copies_keep_owners(copier: Callable[[nn.Module], nn.Module], is_used: b
         lazy_init(model.blocks)
     twin = copier(model)
     assert owners_of(twin) == owners_of(model)
+    assert {handle.has_fixed_owners for handle in get_handles(twin)} == {is_used}
     before = owners_of(twin.blocks)
     fully_shard(twin, granularity="param")
     after = owners_of(twin.blocks)
