@@ -13,11 +13,11 @@ from torch._C._dynamo.eval_frame import (
 )
 
 from composable_shard._casts import Boundary, cast_arguments, cast_output
-from composable_shard._model_state import load_values, show_shards
+from composable_shard._model_state import load_values, show_shards, show_whole_values
 from composable_shard._runtime import post_forward, pre_forward
 from composable_shard._state import ShardState, TrainingState
 
-__all__ = ["register_boundaries", "register_hooks"]
+__all__ = ["register_boundaries", "register_hooks", "register_state_dict_hooks"]
 
 
 def _before_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -52,7 +52,7 @@ for _hook in (_before_forward, _after_forward, _cast_arguments, _cast_output, *_
 
 
 def register_hooks(module: nn.Module, state: ShardState) -> None:
-    """Make calls of `module` gather and free the unit, and cast; and its state dicts right."""
+    """Make calls of `module` gather and free the unit, and cast."""
     policy = state.mp_policy
     is_kept = policy.changes_compute and isinstance(module, policy.keep_fp32_classes)
     if policy.cast_forward_inputs and policy.changes_compute and not is_kept:
@@ -63,11 +63,25 @@ def register_hooks(module: nn.Module, state: ShardState) -> None:
     if policy.output_dtype is not None:
         module.register_forward_hook(partial(_cast_output, state))
     module.register_forward_pre_hook(partial(_before_forward, state), prepend=True)
-    # [Note: State dicts]
-    module.register_state_dict_post_hook(partial(show_shards, state))
-    module.register_load_state_dict_pre_hook(partial(load_values, state))
     # always_call: the hook runs when the forward, or another hook, has raised.
     module.register_forward_hook(partial(_after_forward, state), always_call=True)
+
+
+def register_state_dict_hooks(
+    roots: list[nn.Module], modules: list[nn.Module], state: ShardState
+) -> None:
+    """Make the state dicts of a unit's modules right, [Note: State dicts].
+
+    Args:
+        roots: What `fully_shard` was called on.
+        modules: These and what is in the unit below them.
+        state: The unit.
+    """
+    for module in modules:
+        module.register_state_dict_post_hook(partial(show_shards, state))
+        module.register_load_state_dict_pre_hook(partial(load_values, state))
+    for module in roots:
+        module.register_state_dict_post_hook(show_whole_values)
 
 
 def register_boundaries(modules: list[nn.Module]) -> None:

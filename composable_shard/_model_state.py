@@ -29,19 +29,21 @@ from composable_shard._param_names import (
     flat_names,
     handles_of,
     mesh_groups,
+    unwrapped,
 )
 from composable_shard._rank_messages import all_messages, raise_together
 from composable_shard._state import ShardState
 from composable_shard._storage import take_place
+from composable_shard._traversal import get_states
+from composable_shard._value_problems import find_problems, keys_by_name
 
 __all__ = [
     "agree_on_values",
-    "find_problems",
     "load_values",
     "make_whole",
     "materialize",
     "show_shards",
-    "write_values",
+    "show_whole_values",
 ]
 
 
@@ -50,22 +52,18 @@ def show_shards(
 ) -> None:
     """Put FlatShards of the originals where anything else is shown of them at rest.
 
-    A state-dict hook, which runs after everything in the module has been saved.
+    A state-dict hook of each module of a unit, which runs after everything in it has been saved.
     """
     if not any(h.shows_flat or h.is_registered_unsharded or h.is_in_scope for h in state.needed):
         return
     with torch.no_grad():
         for name in flat_names(module):
             state_dict.pop(prefix + name, None)
-        for name, param in find_params(module).items():
+        for name, param in find_params(module, state).items():
             value = _value_of(param)
             if value is not None:
-                # torch's checkpoint wrapper takes its own name out of state dicts.
-                state_dict[prefix + name.replace(_WRAPPER, "")] = value
+                state_dict[prefix + unwrapped(name)] = value
     _restore_order(module, state_dict, prefix)
-
-
-_WRAPPER = "_checkpoint_wrapped_module."
 
 
 def _value_of(param: ManagedParam) -> Tensor | None:
@@ -82,8 +80,7 @@ def _value_of(param: ManagedParam) -> Tensor | None:
 
 def _restore_order(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Put the module's part of a state dict, which is the end of it, in the order of names."""
-    names = (name.replace(_WRAPPER, "") for name in _local_names(module))
-    expected = {prefix + name: i for i, name in enumerate(names)}
+    expected = {prefix + unwrapped(name): i for i, name in enumerate(_local_names(module))}
     mine = [key for key in state_dict if key.startswith(prefix)]
     places: dict[str, tuple[int, int]] = {}
     last = -1
@@ -101,6 +98,32 @@ def _local_names(module: nn.Module) -> Iterator[str]:
             yield f"{prefix}.{name}".lstrip(".")
 
 
+def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Gather what torch's own `get_model_state_dict` is to return as whole tensors.
+
+    A state-dict hook of units, after `show_shards`. Torch gathers DTensors only, and would return
+    FlatShards as if they were whole. One all-gather for each parameter; for all ranks.
+    """
+    if not _is_full_wanted():
+        return
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        if isinstance(state_dict[key], FlatShard):
+            state_dict[key] = state_dict[key].full_tensor()
+
+
+def _is_full_wanted() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        is_getter = frame.f_code.co_name == "_get_model_state_dict"
+        if is_getter and frame.f_globals.get("__name__") == _TORCHS_FUNCTIONS:
+            return bool(getattr(frame.f_locals.get("info"), "full_state_dict", False))
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_TORCHS_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
+
+
 # Load
 
 
@@ -116,35 +139,82 @@ def load_values(  # noqa: PLR0913 -- torch's hook
 ) -> None:
     """Write the values given for managed parameters, of all units in `module`.
 
-    A load-state-dict hook, which runs before anything in the module is loaded.
+    A load-state-dict hook of each module of a unit, which runs before anything in it is loaded.
 
     Raises:
         RuntimeError: On all ranks alike, if keys are missing or unexpected, or values are wrong;
             nothing in the module has been changed then.
     """
-    params = {prefix + name: param for name, param in find_params(module).items()}
-    flats = {prefix + name: handle for name, handle in flat_names(module).items()}
-    ours = {key: param.entry.sharded for key, param in params.items()}
-    ours |= {key: h.flat.sharded for key, h in flats.items() if h.flat is not None}
-    is_done = all(state_dict[key] is value for key, value in ours.items() if key in state_dict)
-    if is_done or any(param.handle.is_in_scope for param in params.values()):
-        return  # by the hook of a unit around this one; or the scope's own parameters are shown
-    is_assigned = bool(metadata.get("assign_to_params_buffers", False))
+    if _is_done(state, module, missing_keys):
+        _add_flat_params(state, module, state_dict, prefix)
+        return
+    params = find_params(module, state)
+    handles = list(dict.fromkeys(param.handle for param in params.values()))
+    if not handles or any(handle.is_in_scope for handle in handles):
+        return  # the scope's own parameters are shown
+    for handle in handles:
+        handle.adopt_changes()
     problems = find_problems(
-        module, state_dict, prefix, is_strict=_is_strict(), is_assigned=is_assigned
+        module,
+        state_dict,
+        prefix,
+        around=state,
+        is_strict=_is_strict(),
+        is_assigned=bool(metadata.get("assign_to_params_buffers", False)),
     )
-    agree_on_values(module, state_dict, prefix, problems)
+    given = _given_params(params, state_dict, prefix)
+    agree_on_values(module, state_dict, prefix, problems, around=state)
     make_whole(module, state_dict, prefix)
-    write_values(module, state_dict, prefix)
+    _write_values(given, state_dict)
+    by_name = keys_by_name(state_dict, prefix)
     missing_keys += [
-        key for key, param in params.items() if param.handle.shows_flat and key not in state_dict
+        name
+        for name, param in ((unwrapped(prefix + n), p) for n, p in params.items())
+        if param.handle.shows_flat and name not in by_name
     ]
-    for key in [key for key in params if key in state_dict]:
-        if params[key].handle.shows_flat:
+    for key, param in given.items():
+        if param.handle.shows_flat:
             del state_dict[key]
-        elif has_fitting_shape(state_dict[key], params[key].entry.spec):
-            state_dict[key] = params[key].entry.sharded
-    state_dict.update({key: h.flat.sharded for key, h in flats.items() if h.flat is not None})
+        elif has_fitting_shape(state_dict[key], param.entry.spec):
+            state_dict[key] = param.entry.sharded
+    _add_flat_params(state, module, state_dict, prefix)
+
+
+def _add_flat_params(
+    state: ShardState, module: nn.Module, state_dict: dict[str, Any], prefix: str
+) -> None:
+    """Let torch find what it would miss: the flat parameters that `module` itself shows.
+
+    Not for a whole tree at once: a checkpoint wrapper would take them for those of its module.
+    """
+    flats = {id(handle.flat.sharded) for handle in state.needed if handle.flat is not None}
+    for name, param in module._parameters.items():
+        if id(param) in flats:
+            state_dict[prefix + name] = param
+
+
+def _is_done(state: ShardState, module: nn.Module, missing_keys: list[str]) -> bool:
+    """Return whether a hook around this one has loaded `module`; if not, note that this one does.
+
+    Torch makes one list of missing keys for each call of `load_state_dict`, which all hooks get.
+    """
+    if state.load_call is not None:
+        known, done = state.load_call
+        if known is missing_keys and id(module) in done:
+            return True
+    covered = frozenset(map(id, module.modules()))
+    for each in (state, *get_states(module)):
+        each.load_call = (missing_keys, covered)
+    return False
+
+
+def _given_params(
+    params: dict[str, ManagedParam], state_dict: dict[str, Any], prefix: str
+) -> dict[str, ManagedParam]:
+    """Return the parameters that a state dict has values of, by its keys."""
+    keys = keys_by_name(state_dict, prefix)
+    named = {unwrapped(prefix + name): param for name, param in params.items()}
+    return {keys[name]: param for name, param in named.items() if name in keys}
 
 
 def _is_strict() -> bool:
@@ -163,105 +233,13 @@ def _is_strict() -> bool:
 _LOAD_CODE = nn.Module.load_state_dict.__code__
 
 
-def find_problems(
+def agree_on_values(
     module: nn.Module,
     state_dict: dict[str, Any],
-    prefix: str = "",
-    *,
-    is_strict: bool,
-    is_assigned: bool = False,
-) -> list[str]:
-    """Return all that is wrong with a state dict for `module`, in torch's words; changes nothing.
-
-    Names and shapes in modules that translate state dicts as they load (by a method or hook of
-    their own) are left to them.
-    """
-    params = find_params(module)
-    expected = {
-        key: value.shape if isinstance(value, Tensor) else None
-        for key, value in module.state_dict(prefix=prefix).items()
-    }
-    translated = tuple(
-        f"{prefix}{path}." if path else prefix
-        for path, child in module.named_modules(remove_duplicate=False)
-        if _translates(child)
-    )
-    names = {key for key in (*expected, *state_dict) if key.startswith(prefix)}
-    checked = {key for key in names if not (translated and key.startswith(translated))}
-    problems = []
-    if is_strict:
-        missing = [key for key in expected if key in checked and key not in state_dict]
-        extra = [key for key in state_dict if key in checked and key not in expected]
-        if missing:
-            problems.append(f"Missing key(s) in state_dict: {_quoted(missing)}.")
-        if extra:
-            problems.append(f"Unexpected key(s) in state_dict: {_quoted(extra)}.")
-    for key, shape in expected.items():
-        if key in checked and key in state_dict and shape is not None:
-            param = params.get(key.removeprefix(prefix))
-            problems += _find_value_problem(key, state_dict[key], shape, param)
-    for handle in dict.fromkeys(param.handle for param in params.values()):
-        problems += _find_handle_problem(handle, params, state_dict, prefix, is_assigned)
-    return problems
-
-
-def _translates(module: nn.Module) -> bool:
-    if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
-        return True
-    hooks = [getattr(hook, "hook", None) for hook in module._load_state_dict_pre_hooks.values()]
-    return any(getattr(hook, "func", None) is not load_values for hook in hooks)
-
-
-def _find_value_problem(
-    key: str, value: Any, shape: torch.Size, param: ManagedParam | None
-) -> list[str]:
-    if not isinstance(value, Tensor):
-        return [f"expected a tensor for {key}, got {type(value).__name__}."]
-    if param is None:
-        is_fitting = value.shape == shape or (not shape and value.numel() == 1)
-    else:
-        is_fitting = has_fitting_shape(value, param.entry.spec)
-    if is_fitting:
-        return []
-    return [
-        f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, the "
-        f"shape in current model is {shape}."
-    ]
-
-
-def _find_handle_problem(
-    handle: FlatParamHandle,
-    params: dict[str, ManagedParam],
-    state_dict: dict[str, Any],
     prefix: str,
-    is_assigned: bool,
-) -> list[str]:
-    names = {name: param for name, param in params.items() if param.handle is handle}
-    given = {param.index for name, param in names.items() if prefix + name in state_dict}
-    if not given:
-        return []
-    if handle.is_registered_unsharded:
-        return [
-            f"unit '{handle.name}' shows its full parameters, which would not get the values. Call "
-            "reshard(module) first, or load inside unshard_params(module)."
-        ]
-    if handle.local_shard.is_meta and not is_assigned:
-        return [
-            f"parameters of unit '{handle.name}' are on the meta device. Call "
-            "model.to_empty(device=...) first, or pass assign=True."
-        ]
-    if handle.local_shard.is_meta and len(given) < len(handle.entries):
-        lacking = [str(e.label) for i, e in enumerate(handle.entries) if i not in given]
-        return [f"assign=True needs the values of {_quoted(lacking)} too: they share one shard."]
-    return []
-
-
-def _quoted(names: list[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)
-
-
-def agree_on_values(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, problems: list[str]
+    problems: list[str],
+    *,
+    around: ShardState | None = None,
 ) -> None:
     """See that no rank has found a problem, and that all give values that lie alike.
 
@@ -270,23 +248,24 @@ def agree_on_values(
     Raises:
         RuntimeError: On all ranks alike.
     """
-    handles = handles_of(module)
+    handles = handles_of(module, around)
     device = handles[0].shard_group.device
     groups = mesh_groups(handles)
     text = "\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *problems])
     raise_together(groups, device, RuntimeError(text) if problems else None)
+    given = _given_params(find_params(module, around), state_dict, prefix)
     gathered = [
-        name
-        for name, param in find_params(module).items()
-        if isinstance(value := state_dict.get(prefix + name), Tensor)
-        and needs_gather(value, param.entry.spec)
+        unwrapped(key.removeprefix(prefix))
+        for key, param in given.items()
+        if isinstance(value := state_dict[key], Tensor) and needs_gather(value, param.entry.spec)
     ]
     gathered += _to_make_whole(module, state_dict, prefix)
     told = all_messages(groups, device, gathered)
     if len(told) > 1:
         odd = sorted({name for names in told for name in names})
+        quoted = ", ".join(f'"{name}"' for name in odd)
         raise RuntimeError(
-            f"the ranks gave values that lie on them in different ways for {_quoted(odd)}. Load "
+            f"the ranks gave values that lie on them in different ways for {quoted}. Load "
             "the same kind of state dict on every rank."
         )
 
@@ -298,27 +277,29 @@ def make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str = "") 
 
 
 def _to_make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> list[str]:
+    keys = keys_by_name(state_dict, prefix)
+    own = {unwrapped(key): value for key, value in module.state_dict(prefix=prefix).items()}
     return [
-        key
-        for key, own in module.state_dict(prefix=prefix).items()
-        if isinstance(state_dict.get(key), FlatShard | DTensor)
-        and not isinstance(own, FlatShard | DTensor)
+        keys[name]
+        for name, value in own.items()
+        if name in keys
+        and isinstance(state_dict[keys[name]], FlatShard | DTensor)
+        and not isinstance(value, FlatShard | DTensor)
     ]
 
 
-def write_values(module: nn.Module, state_dict: dict[str, Any], prefix: str = "") -> None:
-    """Write what a state dict has of the managed parameters of `module` into the shards."""
-    params = find_params(module)
+def _write_values(given: dict[str, ManagedParam], state_dict: dict[str, Any]) -> None:
+    """Write the values that a state dict has of managed parameters into the shards."""
     with torch.inference_mode(False), torch.no_grad():
-        for handle in dict.fromkeys(param.handle for param in params.values()):
-            given = {
-                param.index: state_dict[prefix + name]
-                for name, param in params.items()
-                if param.handle is handle and prefix + name in state_dict
+        for handle in dict.fromkeys(param.handle for param in given.values()):
+            values = {
+                param.index: state_dict[key]
+                for key, param in given.items()
+                if param.handle is handle
             }
-            if given and handle.local_shard.is_meta:
+            if handle.local_shard.is_meta:
                 materialize(handle)
-            _write_handle(handle, given)
+            _write_handle(handle, values)
 
 
 def _write_handle(handle: FlatParamHandle, given: dict[int, Tensor]) -> None:

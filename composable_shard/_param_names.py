@@ -8,10 +8,18 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard._flat_param import FlatParamHandle, ParamEntry
+from composable_shard._state import ShardState
 from composable_shard._storage import slot_key
 from composable_shard._traversal import get_states
 
-__all__ = ["ManagedParam", "find_params", "flat_names", "handles_of", "mesh_groups"]
+__all__ = ["ManagedParam", "find_params", "flat_names", "handles_of", "mesh_groups", "unwrapped"]
+
+_WRAPPER = "_checkpoint_wrapped_module."
+
+
+def unwrapped(name: str) -> str:
+    """Return a name without what torch's checkpoint wrapper takes out of state dicts."""
+    return name.replace(_WRAPPER, "")
 
 
 @dataclass(frozen=True)
@@ -27,16 +35,27 @@ class ManagedParam:
         return self.handle.entries[self.index]
 
 
-def handles_of(module: nn.Module) -> list[FlatParamHandle]:
-    """Return the handles whose parameters `module` shows, of units outside of it too."""
-    return list(dict.fromkeys(h for state in get_states(module) for h in state.needed))
+def handles_of(module: nn.Module, around: ShardState | None = None) -> list[FlatParamHandle]:
+    """Return the handles whose parameters `module` shows, of units outside of it too.
+
+    Args:
+        module: Any module.
+        around: The unit that `module` is a part of, if it is none itself.
+    """
+    states = [*get_states(module), *([] if around is None else [around])]
+    return list(dict.fromkeys(h for state in states for h in state.needed))
 
 
-def find_params(module: nn.Module) -> dict[str, ManagedParam]:
-    """Return every managed parameter by name, a tied one by each of its names, in order."""
+def find_params(module: nn.Module, around: ShardState | None = None) -> dict[str, ManagedParam]:
+    """Return every managed parameter by name, a tied one by each of its names, in order.
+
+    Args:
+        module: Any module.
+        around: As in `handles_of`.
+    """
     places = {
         slot_key(slot): ManagedParam(handle, index)
-        for handle in handles_of(module)
+        for handle in handles_of(module, around)
         for index, entry in enumerate(handle.entries)
         for slot in entry.slots
     }

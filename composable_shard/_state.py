@@ -128,6 +128,8 @@ class ShardState:
         self.may_recompute = False
         self.forward_order = ExecutionOrder()
         self.context: TreeContext | None = None
+        # The missing keys of the last load_state_dict, and the modules that it has been through.
+        self.load_call: tuple[list[str], frozenset[int]] | None = None
         self.ref: StateRef = weakref.ref(self)
 
     @property
@@ -206,6 +208,7 @@ class ShardState:
         state.update(
             training_state=TrainingState.IDLE,
             full_params={},
+            load_call=None,
             depth=0,
             forward_index=-1,
             may_recompute=False,

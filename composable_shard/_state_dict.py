@@ -12,16 +12,18 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from composable_shard._calls import check_is_idle
+from composable_shard._flat_shard import FlatShard
 from composable_shard._full_values import gather_full_params
 from composable_shard._host_copies import HOST
 from composable_shard._model_broadcast import broadcast_model
-from composable_shard._model_state import agree_on_values, find_problems, make_whole
+from composable_shard._model_state import agree_on_values, make_whole
 from composable_shard._optimizer_dict import Ranks, read_optimizers
 from composable_shard._optimizer_load import load_optimizers
 from composable_shard._optimizer_view import canonical
 from composable_shard._param_names import find_params, handles_of
 from composable_shard._state_options import StateDictOptions
 from composable_shard._traversal import get_states
+from composable_shard._value_problems import find_problems
 
 __all__ = [
     "get_model_state_dict",
@@ -124,8 +126,10 @@ def _make_full(
         for index, value in enumerate(values or ()):
             # A copy that is cast is not held beside what it was cast from.
             found.update(dict.fromkeys(own[index], _cast(value, options.dtype)))
+    done = {key for keys in places.values() for key in keys}
     for key, value in found.items():
-        if isinstance(value, DTensor):
+        # FlatShards: `model` may be a part of a unit.
+        if key not in done and isinstance(value, FlatShard | DTensor):
             found[key] = value.full_tensor()
     if options.rank0_only and not Ranks(model).is_first:
         return {}
@@ -172,9 +176,13 @@ def set_model_state_dict(
     if options.broadcast_from_rank0:
         return broadcast_model(model, model_state_dict, is_strict=options.strict)
     raw = {name.replace(_COMPILED, ""): name for name in model.state_dict()}
-    given = {raw.get(key, key): value for key, value in model_state_dict.items()}
+    given = model_state_dict
+    if isinstance(given, Mapping):
+        given = {raw.get(key, key): value for key, value in given.items()}
     handles = handles_of(model)
     if handles and not any(handle.is_in_scope for handle in handles):
+        for handle in handles:
+            handle.adopt_changes()
         # As a whole: the hook of a unit knows only what is in its module.
         problems = find_problems(model, given, is_strict=options.strict)
         agree_on_values(model, given, "", problems)

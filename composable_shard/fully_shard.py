@@ -13,7 +13,7 @@ from composable_shard._buffer_broadcast import BufferBroadcast, check_can_broadc
 from composable_shard._construct import build_state, sync_states
 from composable_shard._contract import attach_state, read_state
 from composable_shard._granularity import GranularityOption, check_option
-from composable_shard._hooks import register_boundaries, register_hooks
+from composable_shard._hooks import register_boundaries, register_hooks, register_state_dict_hooks
 from composable_shard._lazy_init import share_context
 from composable_shard._mesh import ShardGroup
 from composable_shard._ownership import settle_owners
@@ -177,6 +177,7 @@ def form_unit(
     for root in modules:
         attach_state(root, state)
         register_hooks(root, state)
+    register_state_dict_hooks(modules, plan.unmanaged_modules, state)
     for root in modules:
         rename(root)
     share_context(modules)
