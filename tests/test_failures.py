@@ -362,23 +362,12 @@ def test_writing_between_forward_and_backward_raises_in_backward() -> None:
         fail(_make())
 
 
-def _replacements() -> dict[str, Callable[[nn.Module], object]]:
-    def assign(model: nn.Module) -> None:
-        model.out.weight = nn.Parameter(torch.zeros(3, 15))
-
-    def load(model: nn.Module) -> None:
-        model.out.load_state_dict(nn.Linear(15, 3).state_dict(), assign=True)
-
-    return {"assign": assign, "load": load}
-
-
-@pytest.mark.parametrize("kind", ["assign", "load"])
 @distributed(2)
-def test_replaced_parameter_is_refused_by_name_until_it_is_put_back(kind: str) -> None:
+def test_replaced_parameter_is_refused_by_name_until_it_is_put_back() -> None:
     """Its value would be ignored otherwise."""
     model = _make()
     originals = dict(model.named_parameters())
-    _replacements()[kind](model)
+    model.out.weight = nn.Parameter(torch.zeros(3, 15))
     with pytest.raises(RuntimeError, match=r"parameter '(out|inp).weight' was replaced"):
         _forward_and_backward(model)
     for name, param in originals.items():
