@@ -164,7 +164,7 @@ class FlatLayout:
         if owners:
             span = round_up(end, alignment)
             return replace(even, span=span, owners=tuple(owners))
-        if all(block == 1 for block in blocks):
+        if not end or all(block == 1 for block in blocks):
             return even
         # Cuts in a parameter that asks for nothing stay aligned.
         blocks = tuple(alignment if block == 1 else block for block in blocks)

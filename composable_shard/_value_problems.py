@@ -25,7 +25,7 @@ def keys_by_name(state_dict: Mapping[str, Any], prefix: str) -> dict[str, str]:
     return {unwrapped(key): key for key in state_dict if key.startswith(prefix)}
 
 
-def find_problems(  # noqa: PLR0913 -- what a hook knows of the running load
+def find_problems(
     module: nn.Module,
     state_dict: Mapping[str, Any],
     prefix: str = "",
@@ -122,9 +122,7 @@ def _find_value_problem(
     ]
 
 
-def _find_handle_problem(
-    handle: FlatParamHandle, given: set[int], is_assigned: bool
-) -> list[str]:
+def _find_handle_problem(handle: FlatParamHandle, given: set[int], is_assigned: bool) -> list[str]:
     if not given:
         return []
     if handle.is_registered_unsharded:
