@@ -14,7 +14,7 @@ from composable_shard._flat_param import FlatParamHandle
 from composable_shard._param_names import tensor_meshes
 from composable_shard._shard_spec import ShardSpec
 
-__all__ = ["gather_full", "gather_full_params", "is_first", "scatter_full"]
+__all__ = ["ReceiveBuffer", "gather_full", "gather_full_params", "is_first", "scatter_full"]
 
 
 def is_first(handle: FlatParamHandle) -> bool:
@@ -23,8 +23,27 @@ def is_first(handle: FlatParamHandle) -> bool:
     return handle.shard_group.is_first and is_first_part
 
 
+class ReceiveBuffer:
+    """Memory that one gather after another receives into: fresh memory costs more than a copy."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory of shape `(numel,)` that holds anything; what was taken before is lost."""
+        nbytes = numel * dtype.itemsize
+        if self._memory.numel() < nbytes or self._memory.device != device:
+            self._memory = self._memory.new_empty(0)  # before the larger one is there
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._memory[:nbytes].view(dtype)
+
+
 def gather_full_params(
-    handle: FlatParamHandle, *, to_first: bool, device: torch.device | None
+    handle: FlatParamHandle,
+    *,
+    to_first: bool,
+    device: torch.device | None,
+    buffer: ReceiveBuffer | None = None,
 ) -> list[Tensor] | None:
     """Return the full main values of a handle's parameters, as `gather_full` does.
 
@@ -36,7 +55,9 @@ def gather_full_params(
         full = handle.unsharded if handle.shard_group.is_first or not to_first else None
         return _cut(handle, full, range(len(handle.entries)), device, to_first)
     indices = range(len(handle.entries))
-    return gather_full(handle, handle.local_shard, indices, to_first=to_first, device=device)
+    return gather_full(
+        handle, handle.local_shard, indices, to_first=to_first, device=device, buffer=buffer
+    )
 
 
 def gather_full(
@@ -46,6 +67,7 @@ def gather_full(
     *,
     to_first: bool,
     device: torch.device | None,
+    buffer: ReceiveBuffer | None = None,
 ) -> list[Tensor] | None:
     """Return full tensors of which the ranks hold shards laid out as the handle's.
 
@@ -57,6 +79,7 @@ def gather_full(
         indices: Of the parameters that are wanted.
         to_first: Only the first rank gets them.
         device: Where to; None: where the unit computes.
+        buffer: What receives. Default: fresh memory.
 
     Returns:
         For each index a tensor of the parameter's shape, in memory of its own; None on the other
@@ -68,8 +91,8 @@ def gather_full(
         output = shard if is_receiver else None
     else:
         if is_receiver:
-            numel = handle.layout.padded_numel
-            output = torch.empty(numel, dtype=shard.dtype, device=handle.device)
+            memory = buffer or ReceiveBuffer()
+            output = memory.take(handle.layout.padded_numel, shard.dtype, handle.device)
         gather = handle.gather_into(output, shard, to_first=to_first)
         if gather is not None:
             gather.wait()

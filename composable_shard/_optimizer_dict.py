@@ -16,7 +16,7 @@ from composable_shard import _collectives
 from composable_shard._encoded_values import decode, describe
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_shard import FlatShard
-from composable_shard._full_values import gather_full
+from composable_shard._full_values import ReceiveBuffer, gather_full
 from composable_shard._host_copies import HOST
 from composable_shard._optimizer_view import Group, States, split_state, view_optimizers
 from composable_shard._param_names import handles_of, mesh_groups, tensor_meshes
@@ -258,6 +258,7 @@ def _make_full(
     to_first: bool,
 ) -> States:
     full = {fqn: dict(state) for fqn, state in states.items()}
+    buffer = ReceiveBuffer()
     for handle, names in by_handle(groups).items():
         for key, dtype in _shard_kinds(names, states):
             indices = [i for i, fqn in names.items() if _is_kind(states.get(fqn), key, dtype)]
@@ -265,18 +266,29 @@ def _make_full(
             for index in indices:
                 piece = states[names[index]][key]._local
                 handle.slice_of(handle.entries[index], shard).copy_(piece)
-            values = gather_full(handle, shard, indices, to_first=to_first, device=device)
+            values = gather_full(
+                handle, shard, indices, to_first=to_first, device=device, buffer=buffer
+            )
             for index, value in zip(indices, values or (), strict=False):
                 full[names[index]][key] = value
     if to_first and not ranks.is_first:
         return {}
-    return {fqn: _map(state, lambda v: _plain(v, device)) for fqn, state in full.items()}
+    return {
+        fqn: {
+            # Not the optimizer's own `step`, which goes on counting.
+            name: _copied(value, device) if value is states[fqn].get(name) else value
+            for name, value in state.items()
+        }
+        for fqn, state in full.items()
+    }
 
 
-def _plain(value: Tensor, device: torch.device | None) -> Tensor:
+def _copied(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return value if device is None else value.to(device)
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(value.device if device is None else device, copy=True)
 
 
 def _shard_kinds(names: dict[int, str], states: States) -> list[tuple[str, torch.dtype]]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from composable_shard._calls import check_is_idle
 from composable_shard._flat_shard import FlatShard
-from composable_shard._full_values import gather_full_params
+from composable_shard._full_values import ReceiveBuffer, gather_full_params
 from composable_shard._host_copies import HOST
 from composable_shard._model_broadcast import broadcast_model
 from composable_shard._model_state import agree_on_values, make_whole
@@ -123,11 +123,14 @@ def _make_full(
     for name, param in find_params(model).items():
         places.setdefault((param.handle, param.index), []).append(canonical(name))
     device = HOST if options.cpu_offload else None
+    buffer = ReceiveBuffer()
     for handle in handles_of(model):
         own = {i: places.get((handle, i), []) for i in range(len(handle.entries))}
         if not any(names(key) is not None for keys in own.values() for key in keys):
             continue
-        values = gather_full_params(handle, to_first=options.rank0_only, device=device)
+        values = gather_full_params(
+            handle, to_first=options.rank0_only, device=device, buffer=buffer
+        )
         for index, value in enumerate(values or ()):
             # A copy that is cast is not held beside what it was cast from.
             found.update(dict.fromkeys(own[index], _cast(value, options.dtype)))
@@ -138,7 +141,17 @@ def _make_full(
             found[key] = value.full_tensor()
     if options.rank0_only and not ranks.is_first:
         return {}
-    return {key: _moved(value, device) for key, value in found.items() if names(key) is not None}
+    return {
+        key: value if key in done else _copied(value, device)
+        for key, value in found.items()
+        if names(key) is not None
+    }
+
+
+def _copied(value: Any, device: torch.device | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(value.device if device is None else device, copy=True)
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

@@ -287,6 +287,27 @@ def test_loaded_state_is_in_memory_of_its_own() -> None:
 
 
 @distributed(2)
+def test_full_state_does_not_go_on_with_the_optimizer() -> None:
+    """Nor do full values with the model: what is small, and what no unit manages, is copied."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    fully_shard(model)
+    optimizer = optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(rank_input(4, 3)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    state = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)
+    values = get_model_state_dict(model, options=EVERYWHERE)
+    before = copy.deepcopy((state["state"], values))
+    step()
+    assert_same_state(state["state"], before[0])
+    for name, value in values.items():
+        assert_equal(value, before[1][name], name)
+
+
+@distributed(2)
 def test_torchs_own_functions_give_the_same() -> None:
     """With default options, which return shards; and they take them back."""
     twins, optimizers = _trained("adamw", shard_blocks, Net, lambda model: list(model.parameters()))
@@ -378,15 +399,10 @@ def _whole_params(model: nn.Module, **options: Any) -> None:
 def test_state_of_whole_parameters_is_its_owners(how: str) -> None:
     """What the others hold of it, from a load perhaps, is not asked: nobody steps it there."""
     twins, optimizers = _trained("nadam", _whole_params)
-    given = {
-        "sharded": StateDictOptions(),
-        "full": EVERYWHERE,
-        "from rank 0": FULL,
-    }[how]
-    saved = get_optimizer_state_dict(twins.sharded, optimizers[1], options=given)
-    assert_same_state(
-        saved.get("state", {}), expected_state(twins.plain, optimizers[0]) if saved else {}
-    )
+    given = {"sharded": StateDictOptions(), "full": EVERYWHERE, "from rank 0": FULL}
+    saved = get_optimizer_state_dict(twins.sharded, optimizers[1], options=given[how])
+    if saved:
+        assert_same_state(saved["state"], expected_state(twins.plain, optimizers[0]))
     torch.manual_seed(1)
     model = Model()
     _whole_params(model)
@@ -434,7 +450,8 @@ def test_state_moves_between_sharded_and_plain_parameters(is_saved_sharded: bool
         return model, optim.NAdam(model.parameters())
 
     model, optimizer = build(is_saved_sharded)
-    model(torch.ones(4, 5)).square().mean().backward()
+    for param in model.parameters():
+        param.grad = param.detach().clone()
     optimizer.step()
     other, fresh = build(not is_saved_sharded)
     saved = get_optimizer_state_dict(model, optimizer)
