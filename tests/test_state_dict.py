@@ -534,7 +534,10 @@ def test_modules_of_one_unit_load_one_after_another() -> None:
     """Below a module that is no unit: what the first one's hook has done is not the second's."""
     model = make(Net).requires_grad_(False)
     fully_shard([model.inp, model.out])
-    model.load_state_dict(make(Net, seed=1).state_dict())
+    source = make(Net, seed=1)
+    fully_shard(source.inp)
+    fully_shard(source.out)
+    model.load_state_dict(source.state_dict())
     assert_holds(model.state_dict(), make(Net, seed=1))
 
 
