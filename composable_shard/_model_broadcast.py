@@ -31,25 +31,31 @@ def broadcast_model(
         RuntimeError: On all ranks alike, if it does not fit; nothing has been changed then.
     """
     ranks, template = Ranks(model), model.state_dict()
-    ranks.check_one_is_first()
+    ranks.check_can_broadcast()
     expected = {canonical(name): value for name, value in template.items()}
+    is_dict = isinstance(state_dict, Mapping)
+    state_dict = state_dict if is_dict else {}
     names = [key for key in state_dict if key in expected]
     missing = [key for key in expected if key not in state_dict]
     extra = [key for key in state_dict if key not in expected]
     encoded: dict[str, Any] = {}
     problems = []
     if ranks.is_first:
+        problems += ["expected a dict"] * (not is_dict)
         problems += [f"missing {missing}"] * bool(missing and is_strict)
         problems += [f"unexpected {extra}"] * bool(extra and is_strict)
         for key in names:
             problems += _check(key, state_dict[key], expected[key], encoded)
+    shown = [handle.name for handle in ranks.handles if handle.is_registered_unsharded]
+    if shown:
+        problems.append(f"units {shown} show their full parameters: call reshard(module) first")
     text = f"the state dict does not fit {type(model).__name__}: " + "; ".join(problems)
     ranks.raise_together(RuntimeError(text) if problems else None)
     mine = [names, missing, extra, encoded] if ranks.is_first else None
     told = [message for message in ranks.all_messages(mine) if message is not None]
     names, missing, extra, encoded = told[0]
     with torch.inference_mode(False), torch.no_grad():
-        _scatter_params(model, state_dict, set(names))
+        _scatter_params(ranks, model, state_dict, set(names))
         rest: dict[str, Any] = {key: decode(value) for key, value in encoded.items()}
         for raw, value in template.items():
             key = canonical(raw)
@@ -74,7 +80,9 @@ def _check(key: str, value: Any, wanted: Any, encoded: dict[str, Any]) -> list[s
     return []
 
 
-def _scatter_params(model: nn.Module, state_dict: Mapping[str, Any], names: set[str]) -> None:
+def _scatter_params(
+    ranks: Ranks, model: nn.Module, state_dict: Mapping[str, Any], names: set[str]
+) -> None:
     places: dict[FlatParamHandle, dict[int, str]] = {}
     for name, param in find_params(model).items():
         if canonical(name) in names:
@@ -84,7 +92,8 @@ def _scatter_params(model: nn.Module, state_dict: Mapping[str, Any], names: set[
             materialize(handle)
         handle.adopt_changes()
         given = {index: state_dict[key] for index, key in keys.items() if key in state_dict}
-        shard = scatter_full(handle, given, list(keys), handle.local_shard.dtype)
+        dtype = handle.local_shard.dtype
+        shard = scatter_full(handle, given, list(keys), dtype, meshes=ranks.meshes)
         for index in keys:
             entry = handle.entries[index]
             handle.guard.note_write(entry.label.fqn)

@@ -16,10 +16,10 @@ from composable_shard import _collectives
 from composable_shard._encoded_values import decode, describe
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_shard import FlatShard
-from composable_shard._full_values import gather_full, is_first
+from composable_shard._full_values import ReceiveBuffer, gather_full
 from composable_shard._host_copies import HOST
 from composable_shard._optimizer_view import Group, States, split_state, view_optimizers
-from composable_shard._param_names import handles_of, mesh_groups
+from composable_shard._param_names import handles_of, mesh_groups, tensor_meshes
 from composable_shard._rank_messages import all_messages, gather_bytes, raise_together
 from composable_shard._shard_spec import ShardSpec
 from composable_shard._state_options import StateDictOptions
@@ -35,6 +35,7 @@ class Ranks:
 
     Attributes:
         handles: Of the model.
+        meshes: The tensor-parallel ones.
         groups: What goes through them, one after another, reaches all ranks.
         device: Where they communicate.
         is_first: Whether this rank is the first of them.
@@ -42,12 +43,17 @@ class Ranks:
 
     def __init__(self, model: nn.Module) -> None:
         self.handles = handles_of(model)
+        for handle in self.handles:
+            if not handle.is_in_scope:
+                handle.adopt_changes()
+        self.meshes = tensor_meshes(self.handles)
         self.groups = mesh_groups(self.handles)
         self.device = HOST
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._is_first_part = all(not any(mesh.get_coordinate() or ()) for mesh in self.meshes)
         if self.handles:
             self.device = self.handles[0].shard_group.device
-            self.is_first = is_first(self.handles[0])
+            self.is_first = self._is_first_part and self.handles[0].shard_group.is_first
 
     def raise_together(self, problem: Exception | None) -> None:
         """Raise on all ranks what any of them has found."""
@@ -56,17 +62,36 @@ class Ranks:
     def check_one_is_first(self) -> None:
         """Check that the first rank is the first of every unit's.
 
+        An all-gather of 31 bytes for each process group, where units have different ones.
+
         Raises:
             NotImplementedError: On all ranks alike.
         """
-        odd = [handle.name for handle in self.handles if is_first(handle) != self.is_first]
+        if len({handle.shard_group.joint_groups for handle in self.handles}) < 2:
+            return
+        odd = [h.name for h in self.handles if h.shard_group.is_first != self.is_first]
         problem = None
-        if odd or not self.handles:
+        if odd and self._is_first_part:
             problem = NotImplementedError(
-                f"broadcast_from_rank0 needs sharded units whose meshes begin with the same rank, "
-                f"and these do not: {odd}. Give every rank the whole state dict."
+                "full values come from, and go to, one rank only where the meshes of all units "
+                f"begin with it, and those of {odd} and '{self.handles[0].name}' begin with "
+                "different ranks. Pass StateDictOptions(rank0_only=False) to get a state dict, and "
+                "give every rank the whole one to load it."
             )
         self.raise_together(problem)
+
+    def check_can_broadcast(self) -> None:
+        """Check that the first rank can give values to all others.
+
+        Raises:
+            NotImplementedError: On all ranks alike.
+        """
+        if not self.handles and dist.is_initialized() and dist.get_world_size() > 1:
+            raise NotImplementedError(
+                "broadcast_from_rank0 needs a model with sharded units, which say who the ranks "
+                "are, and this one has none. Give every rank the whole state dict."
+            )
+        self.check_one_is_first()
 
     def all_messages(self, message: Any) -> list[Any]:
         """Return the different messages of all ranks."""
@@ -108,6 +133,8 @@ def read_optimizers(
     """Return `{"state": {fqn: {name: value}}, "param_groups": [...]}`; for all ranks together."""
     ranks = Ranks(model)
     groups = view_together(ranks, model, optimizers)
+    if options.full_state_dict and options.rank0_only:
+        ranks.check_one_is_first()
     states: States = {}
     problem: Exception | None = None
     try:
@@ -231,6 +258,7 @@ def _make_full(
     to_first: bool,
 ) -> States:
     full = {fqn: dict(state) for fqn, state in states.items()}
+    buffer = ReceiveBuffer()
     for handle, names in by_handle(groups).items():
         for key, dtype in _shard_kinds(names, states):
             indices = [i for i, fqn in names.items() if _is_kind(states.get(fqn), key, dtype)]
@@ -238,18 +266,29 @@ def _make_full(
             for index in indices:
                 piece = states[names[index]][key]._local
                 handle.slice_of(handle.entries[index], shard).copy_(piece)
-            values = gather_full(handle, shard, indices, to_first=to_first, device=device)
+            values = gather_full(
+                handle, shard, indices, to_first=to_first, device=device, buffer=buffer
+            )
             for index, value in zip(indices, values or (), strict=False):
                 full[names[index]][key] = value
     if to_first and not ranks.is_first:
         return {}
-    return {fqn: _map(state, lambda v: _plain(v, device)) for fqn, state in full.items()}
+    return {
+        fqn: {
+            # Not the optimizer's own `step`, which goes on counting.
+            name: _copied(value, device) if value is states[fqn].get(name) else value
+            for name, value in state.items()
+        }
+        for fqn, state in full.items()
+    }
 
 
-def _plain(value: Tensor, device: torch.device | None) -> Tensor:
+def _copied(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return value if device is None else value.to(device)
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(value.device if device is None else device, copy=True)
 
 
 def _shard_kinds(names: dict[int, str], states: States) -> list[tuple[str, torch.dtype]]:

@@ -48,7 +48,7 @@ def load_optimizers(
             problem = error
     ranks.raise_together(problem)
     if options.broadcast_from_rank0:
-        ranks.check_one_is_first()
+        ranks.check_can_broadcast()
         given.spread(ranks)
     else:
         given.cut(ranks)
@@ -94,6 +94,12 @@ class _Given:
     def __init__(self, groups: list[Group], specs: dict[str, ShardSpec]) -> None:
         self._groups = groups
         self._specs = specs
+        self._plain = {
+            member.fqns[0]: member.param
+            for group in groups
+            for member in group.members
+            if member.handle is None
+        }
         self.states: States = {}
         self.options: list[dict[str, Any]] = [{} for _ in groups]
 
@@ -146,11 +152,13 @@ class _Given:
         return {key: value for key, value in source.items() if key not in _KEPT_OPTIONS}
 
     def _check_shapes(self) -> None:
+        shapes = {fqn: param.shape for fqn, param in self._plain.items()}
+        shapes |= {fqn: spec.shape for fqn, spec in self._specs.items()}
         tensors = [
-            (name, value.shape, self._specs[fqn].shape)
+            (name, value.shape, shapes[fqn])
             for fqn, state in self.states.items()
             for name, value in state.items()
-            if fqn in self._specs and isinstance(value, Tensor)
+            if isinstance(value, Tensor)
         ]
         scalars = find_scalar_keys(tensors)
         elementwise = {
@@ -159,17 +167,24 @@ class _Given:
         for fqn, state in self.states.items():
             spec = self._specs.get(fqn)
             for name, value in state.items():
-                if spec is None or not isinstance(value, Tensor):
+                if not isinstance(value, Tensor):
                     continue
-                if isinstance(value, FlatShard | DTensor) or name in elementwise:
-                    if not has_fitting_shape(value, spec):
-                        raise ValueError(
-                            f"expected the state '{name}' of '{fqn}' to have shape "
-                            f"{tuple(spec.shape)}, got {tuple(value.shape)}"
-                        )
+                is_alike = isinstance(value, FlatShard | DTensor) or name in elementwise
+                if is_alike and not _fits(value, spec, shapes[fqn]):
+                    raise ValueError(
+                        f"expected the state '{name}' of '{fqn}' to have shape "
+                        f"{tuple(shapes[fqn])}, got {tuple(value.shape)}"
+                    )
+                is_alike |= value.shape == shapes[fqn] and name not in scalars
+                if is_alike and spec is not None:
                     state[name] = _Whole(value)
-                elif value.shape == spec.shape and name not in scalars:
-                    state[name] = _Whole(value)
+
+    def _is_scattered(self, fqn: str, value: Any) -> bool:
+        """Return whether a value must be gathered before this rank can take its part."""
+        if isinstance(value, _Whole):
+            return needs_gather(value.tensor, self._specs[fqn])
+        is_plain = not isinstance(self._plain.get(fqn), DTensor)
+        return is_plain and isinstance(value, FlatShard | DTensor)
 
     def cut(self, ranks: Ranks) -> None:
         """Cut what has a parameter's shape like the parameter.
@@ -181,7 +196,7 @@ class _Given:
             f"{fqn}.{name}"
             for fqn, state in self.states.items()
             for name, value in state.items()
-            if isinstance(value, _Whole) and needs_gather(value.tensor, self._specs[fqn])
+            if self._is_scattered(fqn, value)
         ]
         told = ranks.all_messages(gathered)
         if len(told) > 1:
@@ -201,6 +216,8 @@ class _Given:
                 own = current[fqn].get(name)
                 if isinstance(value, _Whole):
                     state[name] = self._shard_of(value.tensor, self._specs[fqn], own)
+                elif self._is_scattered(fqn, value):
+                    state[name] = value.full_tensor()
                 elif isinstance(value, Tensor):
                     state[name] = value if value is own else value.clone()
 
@@ -215,9 +232,12 @@ class _Given:
         problem: Exception | None = None
         if ranks.is_first:
             try:
+                self._check_is_whole()
                 mine = [[encode_options(o) for o in self.options], self._describe()]
             except TypeError as error:
                 problem = ValueError(f"state or options that can't be sent to other ranks: {error}")
+            except ValueError as error:
+                problem = error
         ranks.raise_together(problem)
         messages = [message for message in ranks.all_messages(mine) if message is not None]
         options, told = messages[0]
@@ -239,12 +259,24 @@ class _Given:
                 what = {"kind": "shard", "dtype": dtype}
                 indices = [i for i, fqn in names.items() if told.get(fqn, {}).get(key) == what]
                 given = {i: self.states[names[i]][key].tensor for i in indices if ranks.is_first}
-                shard = scatter_full(handle, given, indices, getattr(torch, dtype))
+                target: torch.dtype = getattr(torch, dtype)
+                shard = scatter_full(handle, given, indices, target, meshes=ranks.meshes)
                 for index in indices:
                     entry = handle.entries[index]
                     piece = handle.slice_of(entry, shard).clone()
                     states[names[index]][key] = FlatShard(piece, entry.spec)
         self.states = states
+
+    def _check_is_whole(self) -> None:
+        for fqn, state in self.states.items():
+            for name, value in state.items():
+                tensor = value.tensor if isinstance(value, _Whole) else value
+                if isinstance(tensor, FlatShard | DTensor):
+                    raise ValueError(
+                        f"expected the state '{name}' of '{fqn}' to be a whole plain tensor, got a "
+                        f"{type(tensor).__name__}, which the first rank has only a part of. Pass "
+                        "StateDictOptions() and give every rank its part."
+                    )
 
     def _send(self, ranks: Ranks, fqn: str, name: str, what: dict[str, Any]) -> Any:
         value = decode(what)
@@ -264,6 +296,10 @@ class _Given:
             }
             for fqn, state in self.states.items()
         }
+
+
+def _fits(value: Tensor, spec: ShardSpec | None, shape: torch.Size) -> bool:
+    return value.shape == shape if spec is None else has_fitting_shape(value, spec)
 
 
 class _Whole:

@@ -6,13 +6,22 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard._flat_param import FlatParamHandle, ParamEntry
 from composable_shard._state import ShardState
 from composable_shard._storage import slot_key
 from composable_shard._traversal import get_states
 
-__all__ = ["ManagedParam", "find_params", "flat_names", "handles_of", "mesh_groups", "unwrapped"]
+__all__ = [
+    "ManagedParam",
+    "find_params",
+    "flat_names",
+    "handles_of",
+    "mesh_groups",
+    "tensor_meshes",
+    "unwrapped",
+]
 
 _WRAPPER = "_checkpoint_wrapped_module."
 
@@ -86,11 +95,16 @@ def mesh_groups(handles: list[FlatParamHandle]) -> list[dist.ProcessGroup]:
     Those of the data-parallel meshes, then the axes of the tensor-parallel ones.
     """
     groups = [group for handle in handles for group in handle.shard_group.joint_groups]
-    meshes = dict.fromkeys(
+    groups += [mesh.get_group(axis) for mesh in tensor_meshes(handles) for axis in range(mesh.ndim)]
+    return list(dict.fromkeys(groups))
+
+
+def tensor_meshes(handles: list[FlatParamHandle]) -> list[DeviceMesh]:
+    """Return the tensor-parallel meshes of parameters, each once."""
+    meshes = (
         entry.spec.tensor_parallel[0]
         for handle in handles
         for entry in handle.entries
         if entry.spec.tensor_parallel is not None
     )
-    groups += [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-    return list(dict.fromkeys(groups))
+    return list(dict.fromkeys(meshes))

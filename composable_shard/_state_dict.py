@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from composable_shard._calls import check_is_idle
 from composable_shard._flat_shard import FlatShard
-from composable_shard._full_values import gather_full_params
+from composable_shard._full_values import ReceiveBuffer, gather_full_params
 from composable_shard._host_copies import HOST
 from composable_shard._model_broadcast import broadcast_model
 from composable_shard._model_state import agree_on_values, make_whole
@@ -59,6 +59,8 @@ def get_model_state_dict(
         The state dict; empty on all ranks but the first with `full_state_dict` and `rank0_only`.
 
     Raises:
+        NotImplementedError: With `full_state_dict` and `rank0_only`, if units' meshes begin with
+            different ranks, of which none has all values.
         RuntimeError: Inside forward or backward.
     """
     options = options or StateDictOptions()
@@ -114,15 +116,21 @@ def _names_in(
 def _make_full(
     model: nn.Module, found: dict[str, Any], names: _Names, options: StateDictOptions
 ) -> dict[str, Any]:
+    ranks = Ranks(model)
+    if options.rank0_only:
+        ranks.check_one_is_first()
     places: dict[Any, list[str]] = {}
     for name, param in find_params(model).items():
         places.setdefault((param.handle, param.index), []).append(canonical(name))
     device = HOST if options.cpu_offload else None
+    buffer = ReceiveBuffer()
     for handle in handles_of(model):
         own = {i: places.get((handle, i), []) for i in range(len(handle.entries))}
         if not any(names(key) is not None for keys in own.values() for key in keys):
             continue
-        values = gather_full_params(handle, to_first=options.rank0_only, device=device)
+        values = gather_full_params(
+            handle, to_first=options.rank0_only, device=device, buffer=buffer
+        )
         for index, value in enumerate(values or ()):
             # A copy that is cast is not held beside what it was cast from.
             found.update(dict.fromkeys(own[index], _cast(value, options.dtype)))
@@ -131,9 +139,19 @@ def _make_full(
         # FlatShards: `model` may be a part of a unit.
         if key not in done and isinstance(value, FlatShard | DTensor):
             found[key] = value.full_tensor()
-    if options.rank0_only and not Ranks(model).is_first:
+    if options.rank0_only and not ranks.is_first:
         return {}
-    return {key: _moved(value, device) for key, value in found.items() if names(key) is not None}
+    return {
+        key: value if key in done else _copied(value, device)
+        for key, value in found.items()
+        if names(key) is not None
+    }
+
+
+def _copied(value: Any, device: torch.device | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(value.device if device is None else device, copy=True)
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:
@@ -170,6 +188,8 @@ def set_model_state_dict(
     Raises:
         RuntimeError: On all ranks alike, for missing, unexpected and wrongly shaped values on any
             rank, naming them; nothing has been changed then. Inside forward or backward.
+        NotImplementedError: With `broadcast_from_rank0`, if units' meshes begin with different
+            ranks.
     """
     options = options or StateDictOptions()
     _check_is_idle(model, "a state dict can't be loaded")
@@ -186,6 +206,7 @@ def set_model_state_dict(
         # As a whole: the hook of a unit knows only what is in its module.
         problems = find_problems(model, given, is_strict=options.strict)
         agree_on_values(model, given, "", problems)
+    if isinstance(given, dict):
         make_whole(model, given)
     return cast(_IncompatibleKeys, model.load_state_dict(given, strict=options.strict))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._given_values import has_fitting_shape
-from composable_shard._param_names import ManagedParam, find_params, unwrapped
+from composable_shard._param_names import ManagedParam, find_params, handles_of, unwrapped
 from composable_shard._state import ShardState
 
 __all__ = ["find_problems", "keys_by_name"]
@@ -56,7 +56,13 @@ def find_problems(
         unwrapped(key): value.shape if isinstance(value, Tensor) else None
         for key, value in module.state_dict(prefix=prefix).items()
     }
-    given = {name: state_dict[key] for name, key in keys_by_name(state_dict, prefix).items()}
+    # torch's own functions put the model's parameters, flat ones too, beside what was given.
+    flats = {id(h.flat.sharded) for h in handles_of(module, around) if h.flat is not None}
+    given = {
+        name: state_dict[key]
+        for name, key in keys_by_name(state_dict, prefix).items()
+        if id(state_dict[key]) not in flats
+    }
     translated = tuple(
         unwrapped(f"{prefix}{path}." if path else prefix)
         for path, child in module.named_modules(remove_duplicate=False)

@@ -266,3 +266,9 @@ def test_negative_numel_raises() -> None:
     """A parameter can be empty, not less."""
     with pytest.raises(ValueError, match="numel >= 0, got -1"):
         FlatLayout.plan([3, -1], 2)
+
+
+def test_parameters_without_elements_may_ask_for_blocks() -> None:
+    """Alone in a flat parameter, too: nothing is cut."""
+    layout = FlatLayout.plan([0, 0], 2, 4, blocks=[16, 3])
+    assert layout.shard_numels == (0, 0)

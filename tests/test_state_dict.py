@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as torch_state_dict
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from composable_shard import (
@@ -232,8 +233,11 @@ def test_load_state_dict_of_the_module_itself_works(layout: str) -> None:
 _GIVEN = {"full": _full, "same": _sharded, "other": _sharded_as_one, "fsdp2": _of_fsdp2}
 
 
-@pytest.mark.parametrize("given", list(_GIVEN))
-@pytest.mark.parametrize("layout", list(_LAYOUTS))
+_FORMS = [("full", layout) for layout in _LAYOUTS]
+_FORMS += [(given, layout) for given in _GIVEN for layout in ("some flat", "zero1")]
+
+
+@pytest.mark.parametrize(("given", "layout"), list(dict.fromkeys(_FORMS)))
 @distributed(2)
 def test_load_takes_values_of_any_form(layout: str, given: str) -> None:
     """Whole, of the same layout, of another, DTensors; the next forward computes with them."""
@@ -327,16 +331,25 @@ def _wrongly_shaped(values: dict[str, Any]) -> None:
     values["inp.weight"] = torch.zeros(5, 15)
 
 
+def _empty(values: dict[str, Any]) -> None:
+    values.clear()
+
+
 _WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "missing": (_missing, r"blocks\.1\.down\.bias"),
     "unexpected": (_unexpected, r"head\.weight"),
     "shape": (_wrongly_shaped, r"inp\.weight"),
+    # As on the ranks that a full state dict is not gathered on.
+    "empty": (_empty, r"inp\.weight"),
 }
 
 
-@pytest.mark.parametrize("where", ["all ranks", "rank 1"])
+_PLACES = [("blocks", "all ranks"), ("blocks", "rank 1"), ("flat", "rank 1")]
+_PLACES += [("inner only", "rank 1")]
+
+
 @pytest.mark.parametrize("wrong", list(_WRONG))
-@pytest.mark.parametrize("layout", ["blocks", "flat", "inner only"])
+@pytest.mark.parametrize(("layout", "where"), _PLACES)
 @distributed(2)
 def test_wrong_dict_raises_on_all_ranks_before_anything_changes(
     layout: str, wrong: str, where: str
@@ -435,18 +448,176 @@ def test_no_state_dict_inside_a_forward() -> None:
         model(rank_input(4, 5))
 
 
+def _wrapped(model: nn.Module) -> nn.Module:
+    """Return the model with a wrapped block, and a wrapper inside of a block."""
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    model.blocks[2].up = checkpoint_wrapper(model.blocks[2].up)
+    return model
+
+
+@pytest.mark.parametrize("layout", ["blocks", "flat", "flat root", "inside flat"])
 @distributed(2)
-def test_checkpoint_wrappers_leave_no_trace_in_names() -> None:
-    """They put a name of their own in front."""
-    for use_orig_params in (True, False):
-        model = make(Net)
-        model.blocks[1] = checkpoint_wrapper(model.blocks[1])
-        shard_blocks(model, use_orig_params=use_orig_params)
-        assert_holds(model.state_dict(), make(Net))
-        assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(Net))
-        values = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
-        set_model_state_dict(model, values, options=FROM_RANK0)
+def test_checkpoint_wrappers_leave_no_trace_in_names(layout: str) -> None:
+    """They put a name of their own in front, around a unit, in one, and in state dicts halfway."""
+    model = _wrapped(make(Net))
+    if layout == "inside flat":
+        fully_shard(model.blocks[1]._checkpoint_wrapped_module, use_orig_params=False)
+        fully_shard(model)
+    else:
+        _LAYOUTS[layout](model)
+    assert_holds(model.state_dict(), make(Net))
+    assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(Net))
+    values = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
+    set_model_state_dict(model, values, options=FROM_RANK0)
+    assert_holds(model.state_dict(), make(Net, seed=1))
+    for load in (functools.partial(set_model_state_dict, model), model.load_state_dict):
+        values = make(Net, seed=2).state_dict()
+        if dist.get_rank() == 1:
+            values["blocks.1.up.bias"] = torch.zeros(3)
+        with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.1\.up\.bias"):
+            load(values)
         assert_holds(model.state_dict(), make(Net, seed=1))
-        if use_orig_params:
-            set_model_state_dict(model, make(Net).state_dict())
-            assert_holds(model.state_dict(), make(Net))
+        load(make(Net, seed=2).state_dict())
+        assert_holds(model.state_dict(), make(Net, seed=2))
+        load(make(Net, seed=1).state_dict())
+        assert_holds(model.state_dict(), make(Net, seed=1))
+
+
+class _Normed(Net):
+    """With a module that has a way of its own to load old state dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+
+@distributed(2)
+def test_batch_norm_is_checked_like_the_rest() -> None:
+    """Before anything changes, on all ranks; but for its count, which old state dicts lack."""
+    model = make(_Normed)
+    shard_blocks(model)
+    values = make(_Normed, seed=1).state_dict()
+    values["norm.bias"] += 1
+    if dist.get_rank() == 1:
+        del values["norm.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "norm\.weight"'):
+        model.load_state_dict(values)
+    assert_holds(model.state_dict(), make(_Normed))
+    old = {k: v for k, v in make(_Normed, seed=1).state_dict().items() if "tracked" not in k}
+    model.load_state_dict(old)
+    assert_holds(model.state_dict(), make(_Normed, seed=1))
+
+
+@pytest.mark.parametrize("layout", ["blocks", "flat", "flat root"])
+@distributed(2)
+def test_parts_of_a_unit_have_state_dicts_of_their_own(layout: str) -> None:
+    """Out and in, where the unit hides their parameters too."""
+    model, values = make(Net), make(Net, seed=1)
+    _LAYOUTS[layout](model)
+    for part in ("blocks.0.up", "blocks", "out"):
+        module, plain = model.get_submodule(part), make(Net).get_submodule(part)
+        assert_holds(module.state_dict(), plain)
+        assert_holds(get_model_state_dict(module, options=EVERYWHERE), plain)
+        given = values.get_submodule(part).state_dict()
+        if dist.get_rank() == 1:
+            given.popitem()
+        with pytest.raises(RuntimeError, match="Missing key"):
+            module.load_state_dict(given)
+        assert_holds(module.state_dict(), plain)
+        module.load_state_dict(values.get_submodule(part).state_dict())
+        assert_holds(module.state_dict(), values.get_submodule(part))
+        module.load_state_dict(plain.state_dict())
+
+
+@distributed(2)
+def test_modules_of_one_unit_load_one_after_another() -> None:
+    """Below a module that is no unit: what the first one's hook has done is not the second's."""
+    model = make(Net).requires_grad_(False)
+    fully_shard([model.inp, model.out])
+    source = make(Net, seed=1)
+    fully_shard(source.inp)
+    fully_shard(source.out)
+    model.load_state_dict(source.state_dict())
+    assert_holds(model.state_dict(), make(Net, seed=1))
+
+
+@distributed(2)
+def test_a_model_without_units_takes_shards() -> None:
+    """They are gathered."""
+    source, target = make(Net, seed=1), make(Net)
+    shard_blocks(source)
+    set_model_state_dict(target, source.state_dict())
+    assert_holds(target.state_dict(), make(Net, seed=1))
+
+
+@distributed(2)
+def test_parameters_from_the_meta_device_are_loaded_before_any_forward() -> None:
+    """After to_empty, by each way in."""
+    for load in (
+        lambda model, values: set_model_state_dict(model, values),
+        lambda model, values: model.load_state_dict(values),
+        lambda model, values: set_model_state_dict(model, values, options=FROM_RANK0),
+    ):
+        model = make(Net).to("meta")
+        shard_blocks(model)
+        model.to_empty(device="cpu")
+        load(model, make(Net, seed=1).state_dict())
+        assert_holds(model.state_dict(), make(Net, seed=1))
+
+
+@pytest.mark.parametrize("layout", ["blocks", "flat", "kept"])
+@distributed(2)
+def test_torchs_own_functions_move_full_values(layout: str) -> None:
+    """Out, which torch does for DTensors alone, and in, from all ranks or the first."""
+    model = make(Net, seed=1)
+    _LAYOUTS[layout](model)
+    options = torch_state_dict.StateDictOptions(full_state_dict=True)
+    torch_state_dict.set_model_state_dict(model, make(Net).state_dict(), options=options)
+    found = torch_state_dict.get_model_state_dict(model, options=options)
+    assert all(type(value) is Tensor for value in found.values())
+    assert_holds(found, make(Net))
+    options = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = torch_state_dict.get_model_state_dict(model, options=options)
+    assert bool(found) == (dist.get_rank() == 0)
+    options = torch_state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    values = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
+    if layout == "flat":  # torch sends what the modules show
+        with pytest.raises(RuntimeError, match=r"on ranks \[1\].*\s+Missing key"):
+            torch_state_dict.set_model_state_dict(model, values, options=options)
+        return
+    torch_state_dict.set_model_state_dict(model, values, options=options)
+    assert_holds(model.state_dict(), make(Net, seed=1))
+
+
+def _meshes_that_begin_differently() -> nn.Module:
+    first = init_device_mesh("cpu", (2,))
+    turned = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
+    alone = turned["shard"]
+    model = make(Net)
+    fully_shard(model.blocks[0], mesh=alone)  # each rank by itself
+    fully_shard(model, mesh=first)
+    return model
+
+
+@distributed(2)
+def test_full_values_have_one_first_rank() -> None:
+    """Where units' meshes begin with different ranks, none has, or could give, all values."""
+    model = _meshes_that_begin_differently()
+    with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
+        get_model_state_dict(model, options=FULL)
+    with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
+        set_model_state_dict(model, make(Net).state_dict(), options=FROM_RANK0)
+    assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(Net))
+
+
+@distributed(2)
+def test_what_is_no_dict_is_refused_on_all_ranks() -> None:
+    """None on one rank, as if the first rank gave its own."""
+    model = make(Net)
+    shard_blocks(model)
+    values: Any = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else None
+    with pytest.raises(RuntimeError, match="expected a state dict, got NoneType"):
+        set_model_state_dict(model, values)
+    assert_holds(model.state_dict(), make(Net))
+    set_model_state_dict(model, values, options=FROM_RANK0)
+    assert_holds(model.state_dict(), make(Net, seed=1))
