@@ -11,18 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import Block, ShardingStrategy, fully_shard, get_handles, unshard_params
-from composable_shard.api import Granularity
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, Twins, assert_at_rest, rank_input, shard_blocks
+from tests.models import Net, Twins, assert_at_rest, every_granularity, rank_input, shard_blocks
 
 STRATEGIES = list(ShardingStrategy)
-
-
-def mixed(param: nn.Parameter) -> Granularity:
-    """Matrices by rows or whole, the rest by element."""
-    if param.dim() < 2:
-        return "element"
-    return "param" if param.shape[0] < param.shape[1] else "row"
 
 
 GRANULARITIES: dict[str, Any] = {
@@ -30,7 +22,7 @@ GRANULARITIES: dict[str, Any] = {
     "block": Block(16),
     "large blocks": Block(64),
     "param": "param",
-    "mixed": mixed,
+    "mixed": every_granularity,
 }
 
 

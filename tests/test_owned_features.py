@@ -23,27 +23,19 @@ from composable_shard import (
     register_orig_params,
     unshard_params,
 )
-from composable_shard.api import Granularity
 from tests.helpers import assert_equal, distributed
 from tests.models import (
     CheckpointsBlocks,
     Net,
     assert_at_rest,
+    every_granularity,
     pickled,
     rank_input,
     saved,
     shard_blocks,
 )
 
-
-def mixed(param: nn.Parameter) -> Granularity:
-    """Return three granularities for the parameters of `Net`."""
-    if param.dim() < 2:
-        return "element"
-    return "param" if param.shape[0] < param.shape[1] else "row"
-
-
-GRANULARITIES: dict[str, Any] = {"param": "param", "mixed": mixed}
+GRANULARITIES: dict[str, Any] = {"param": "param", "mixed": every_granularity}
 
 
 class Checkpoints(CheckpointsBlocks, Net):
