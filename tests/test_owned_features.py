@@ -107,17 +107,17 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert_equal(value, expected[name], name)
 
 
-CASES = [(kind, ShardingStrategy.FULL_SHARD) for kind in OPTIONS]
+CASES = [("plain", ShardingStrategy.FULL_SHARD, "param")]
+CASES += [(kind, ShardingStrategy.FULL_SHARD, "mixed") for kind in OPTIONS]
 CASES += [
-    (kind, strategy)
+    (kind, strategy, "mixed")
     for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.SHARD_OPTIM)
     for kind in OPTIONS
     if kind in ("plain", "tied", "bf16", "offload", "flat")
 ]
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize(("kind", "strategy"), CASES)
+@pytest.mark.parametrize(("kind", "strategy", "granularity"), CASES)
 @distributed(2)
 def test_training_is_that_of_cut_parameters(
     kind: str, strategy: ShardingStrategy, granularity: str

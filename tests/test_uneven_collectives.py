@@ -22,7 +22,7 @@ NUMELS = {
     "last owner": [0, 0, 5],
     "nothing": [0, 0, 0],
 }
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+DTYPES = [torch.float32, torch.bfloat16, torch.complex64]
 
 
 @contextmanager
