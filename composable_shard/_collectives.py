@@ -195,6 +195,7 @@ def gather(
         shard = _real(shard)
         parts = [] if output is None else list(cut_in_parts(_real(output), group, numels))
         if numels is None and not _is_exchange(group, shard.device):
+            shard = shard.view(-1)
             return group.gather([parts] if parts else [], [shard], dist.GatherOptions())
         if not parts:
             return exchange({0: shard}, {}, group)
@@ -223,6 +224,7 @@ def scatter(
         output = _real(output)
         parts = [] if input is None else list(cut_in_parts(_real(input), group, numels))
         if numels is None and not _is_exchange(group, output.device):
+            output = output.view(-1)
             return group.scatter([output], [parts] if parts else [], dist.ScatterOptions())
         if not parts:
             return exchange({}, {0: output}, group)

@@ -68,6 +68,7 @@ class FlatReduction:
         self._shard_group = shard_group
         self._layout = layout
         self._num_ranks = shard_group.num_ranks
+        self._own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
         self.divide_factor: float | None = None
         self._hook: tuple[CommHook, object] | None = None
         self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
@@ -159,8 +160,7 @@ class FlatReduction:
                 buffer[start:end].zero_()
         if output is None:
             dtype = self.output_dtype(buffer.dtype)
-            start, end = self._layout.shard_range(group.rank)
-            output = buffer.new_empty(end - start, dtype=dtype)
+            output = buffer.new_empty(self._own_numel, dtype=dtype)
         if group.size > 1:
             self._scale = 1.0
             self._scatter = self._issue_scatter(output, buffer, scratch, scale)

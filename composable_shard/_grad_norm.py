@@ -79,7 +79,7 @@ def _sharded_gradient(param: Tensor) -> FlatShard | None:
     if isinstance(grad, FlatShard) or not isinstance(param, FlatShard) or grad is not None:
         return grad if isinstance(grad, FlatShard) else None
     spec = param._shard_spec
-    if spec.owner is None or spec.world_size == 1 or not param.requires_grad:
+    if spec.owner is None or spec.world_size == 1:
         return None
-    # Its owner may have one: this rank adds nothing. An owner without one adds nothing either.
+    # Its owner may have one, frozen or not: this rank adds nothing, as an owner without one.
     return FlatShard(param._local.new_empty(0), spec)

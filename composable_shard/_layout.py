@@ -196,7 +196,7 @@ class FlatLayout:
         cuts = [self.cut(rank) for rank in range(self.world_size + 1)]
         return tuple(end - start for start, end in itertools.pairwise(cuts))
 
-    @property
+    @cached_property
     def uneven_numels(self) -> tuple[int, ...] | None:
         """Elements of each rank's shard, None where all are the same: what collectives ask for."""
         return None if self.is_even else self.shard_numels

@@ -37,7 +37,7 @@ class PublishedGradients(ParamViews):
                 self.zero_gaps(whole)  # nothing was packed there
             pieces = [None if whole is None else self.slice_of(flat, whole)]
         shown = self.shown_at_rest
-        self.is_outdated = self.is_sharded and bool(self.layout.owners)
+        self.is_outdated = bool(self.layout.owners) and self.is_sharded
         self.grad.publish([e.sharded for e in shown], [e.spec for e in shown], used, pieces)
 
     def _collect_on_host(

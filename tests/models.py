@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from composable_shard import Block as UnitBlock
 from composable_shard import FlatShard, fully_shard, get_states
 from composable_shard._state import ShardState, TrainingState
+from composable_shard.api import Granularity
 from tests.helpers import assert_equal
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Twins",
     "assert_at_rest",
     "average_gradient",
+    "every_granularity",
     "fingerprint",
     "pickled",
     "rank_input",
@@ -112,6 +115,17 @@ def rank_input(*shape: int, step: int = 0, dtype: torch.dtype = torch.float32) -
     """Return random numbers that differ between ranks and steps."""
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
     return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def every_granularity(param: nn.Parameter) -> Granularity:
+    """Return each of them for some parameters of `Net`."""
+    kinds: dict[tuple[int, ...], Granularity] = {
+        (7, 15): "param",
+        (15, 7): "row",
+        (15, 5): UnitBlock(16),
+        (3, 15): "param",
+    }
+    return kinds.get(tuple(param.shape), "element")
 
 
 class Twins:

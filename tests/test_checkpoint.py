@@ -24,6 +24,7 @@ from composable_shard import (
 )
 from composable_shard._checkpoint_reader import CheckpointReader
 from tests.helpers import assert_equal, run_ranks
+from tests.models import every_granularity
 
 # --- from any layout to any other ---
 
@@ -89,6 +90,8 @@ _LAYOUTS: dict[str, tuple[int, Callable[[_Zoo], object]]] = {
     "optim 3": (3, lambda model: _shard_zoo(model, strategy=ShardingStrategy.SHARD_OPTIM)),
     "whole 2": (2, lambda model: _shard_zoo(model, strategy=ShardingStrategy.NO_SHARD)),
     "offload 2": (2, lambda model: _shard_zoo(model, offload_policy=OffloadPolicy(params=True))),
+    "owned 2": (2, lambda model: _shard_zoo(model, granularity="param")),
+    "mixed 3": (3, lambda model: _shard_zoo(model, granularity=every_granularity)),
     "hybrid": (4, _hybrid),
     "tensor parallel": (4, _tensor_parallel),
 }

@@ -11,18 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import Block, ShardingStrategy, fully_shard, get_handles, unshard_params
-from composable_shard.api import Granularity
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, Twins, assert_at_rest, rank_input, shard_blocks
-
-STRATEGIES = list(ShardingStrategy)
-
-
-def mixed(param: nn.Parameter) -> Granularity:
-    """Matrices by rows or whole, the rest by element."""
-    if param.dim() < 2:
-        return "element"
-    return "param" if param.shape[0] < param.shape[1] else "row"
+from tests.models import Net, Twins, assert_at_rest, every_granularity, rank_input, shard_blocks
 
 
 GRANULARITIES: dict[str, Any] = {
@@ -30,16 +20,24 @@ GRANULARITIES: dict[str, Any] = {
     "block": Block(16),
     "large blocks": Block(64),
     "param": "param",
-    "mixed": mixed,
+    "mixed": every_granularity,
 }
+
+
+FULL = ShardingStrategy.FULL_SHARD
+CASES = [("block", FULL), ("large blocks", FULL), ("mixed", ShardingStrategy.NO_SHARD)]
+CASES += [
+    (granularity, strategy)
+    for granularity in ("row", "param", "mixed")
+    for strategy in (FULL, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.SHARD_OPTIM)
+]
 
 
 def _loss(model: nn.Module, step: int = 0) -> Tensor:
     return model(rank_input(4, 5, step=step)).square().mean()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize(("granularity", "strategy"), CASES)
 @distributed(2, 3)
 def test_training_equals_the_unsharded_model(granularity: str, strategy: ShardingStrategy) -> None:
     """Losses, gradients and parameters over four AdamW steps, and no shard that cuts a block."""

@@ -26,7 +26,15 @@ from composable_shard import (
 from composable_shard._collectives import count_collectives
 from composable_shard.api import Granularity
 from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import Net, Twins, assert_at_rest, rank_input, shard_blocks, shard_root
+from tests.models import (
+    Net,
+    Twins,
+    assert_at_rest,
+    every_granularity,
+    rank_input,
+    shard_blocks,
+    shard_root,
+)
 
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
@@ -128,8 +136,10 @@ def train(
         twins.assert_equal_parameters()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [*((name, STRATEGIES[0]) for name in OPTIMIZERS), *(("muon", each) for each in STRATEGIES[1:])],
+)
 @distributed(2, 3)
 def test_matrix_optimizer_equals_the_unsharded_one(name: str, strategy: ShardingStrategy) -> None:
     """S2.4: three steps, without a collective in any; state only where matrices are."""
@@ -404,19 +414,8 @@ def test_block_wise_state_is_exact_where_no_block_is_cut() -> None:
 # Clipping
 
 
-def by_kind(param: nn.Parameter) -> Granularity:
-    """Return every granularity for some parameters of `Net`."""
-    kinds: dict[tuple[int, ...], Granularity] = {
-        (7, 15): "param",
-        (15, 7): "row",
-        (15, 5): Block(16),
-        (3, 15): "param",
-    }
-    return kinds.get(tuple(param.shape), "element")
-
-
 GRADIENTS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "mixed": (Net, by_kind),
+    "mixed": (Net, every_granularity),
     "whole": (Net, "param"),
     "one": (lambda: nn.Linear(5, 3, bias=False), "param"),
 }
@@ -446,14 +445,25 @@ def test_clipping_equals_torchs_on_the_full_model(kind: str, norm_type: float) -
 def test_clipping_on_a_two_dimensional_mesh() -> None:
     """S2.10: replicas count once."""
     mesh = init_device_mesh("cpu", (2, 2))
-    twins = Twins(Net, shard_blocks, mesh=mesh, granularity=by_kind)
+    twins = Twins(Net, shard_blocks, mesh=mesh, granularity=every_granularity)
     for model in twins:
         twins.backward(model, loss_of(model))
     expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.1)
     torch.testing.assert_close(clip_grad_norm_(twins.sharded, 0.1), expected)
 
 
-@pytest.mark.parametrize("granularity", ["param", by_kind], ids=["param", "mixed"])
+@distributed(2)
+def test_gradient_of_a_frozen_parameter_counts() -> None:
+    """Its owner alone has it; the others take part all the same, as torch counts it."""
+    twins = Twins(Net, shard_root, granularity=every_granularity)
+    twins.step(loss_of)
+    for model in twins:
+        model.out.weight.requires_grad_(False)
+    expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(twins.sharded, 0.1), expected)
+
+
+@pytest.mark.parametrize("granularity", ["param", every_granularity], ids=["param", "mixed"])
 @distributed(2, 3)
 def test_norm_that_is_not_finite_raises_on_all_ranks(granularity: Any) -> None:
     """Also on those without the gradient; nothing is scaled."""
@@ -503,7 +513,7 @@ def _scaled_step(optimizers: list[Optimizer], scaler: GradScaler, model: nn.Modu
 
 @pytest.mark.parametrize("make", [muon, adamw])
 @pytest.mark.parametrize("kind", GRADIENTS)
-@distributed(2, 3)
+@distributed(3)
 def test_sharded_scaler_skips_a_step_on_all_ranks(
     kind: str, make: Callable[[nn.Module], list[Optimizer]]
 ) -> None:

@@ -32,7 +32,7 @@ from composable_shard import (
     set_optimizer_state_dict,
 )
 from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import Net, Twins, rank_input, shard_blocks, shard_root
+from tests.models import Net, Twins, every_granularity, rank_input, shard_blocks, shard_root
 
 FULL = StateDictOptions(full_state_dict=True)
 EVERYWHERE = StateDictOptions(full_state_dict=True, rank0_only=False)
@@ -113,6 +113,14 @@ def _flat(model: nn.Module) -> None:
     shard_blocks(model, use_orig_params=False)
 
 
+def _owned(model: nn.Module) -> None:
+    shard_blocks(model, granularity="param")
+
+
+def _mixed(model: nn.Module) -> None:
+    shard_blocks(model, granularity=every_granularity)
+
+
 def _zero1(model: nn.Module) -> None:
     fully_shard(model, strategy=ShardingStrategy.SHARD_OPTIM)
 
@@ -120,11 +128,14 @@ def _zero1(model: nn.Module) -> None:
 # --- S2.7 ---
 
 
-@pytest.mark.parametrize("kind", list(_KINDS))
+@pytest.mark.parametrize(
+    ("kind", "shard"),
+    [*((kind, shard_blocks) for kind in _KINDS), ("adagrad", _owned), ("adamw", _mixed)],
+)
 @distributed(2)
-def test_s2_7_state_is_that_of_a_plain_optimizer(kind: str) -> None:
+def test_s2_7_state_is_that_of_a_plain_optimizer(kind: str, shard: Callable[..., object]) -> None:
     """Frozen, tied, unused and 0-d parameters, groups; whole on the first rank, and on all."""
-    twins, optimizers = _trained(kind, shard_blocks)
+    twins, optimizers = _trained(kind, shard)
     expected = expected_state(twins.plain, optimizers[0])
     plain = torch_state_dict.get_optimizer_state_dict(twins.plain, optimizers[0])
     for options in (FULL, EVERYWHERE, StateDictOptions()):
@@ -179,8 +190,8 @@ def _resume(kind: str, saved: Any, shard: Callable[..., object]) -> None:
 def test_s2_7_state_comes_back_at_any_world_size(kind: str) -> None:
     """Of two ranks into one, three and four, from the first rank, into another layout."""
     saved = run_ranks(2, _state_after_two_steps, kind)[0]
-    for world_size in (1, 3, 4):
-        run_ranks(world_size, _resume, kind, saved, shard_root)
+    for world_size, shard in ((1, shard_root), (3, _owned), (4, _mixed)):
+        run_ranks(world_size, _resume, kind, saved, shard)
 
 
 # --- other layouts ---

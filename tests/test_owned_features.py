@@ -23,27 +23,19 @@ from composable_shard import (
     register_orig_params,
     unshard_params,
 )
-from composable_shard.api import Granularity
 from tests.helpers import assert_equal, distributed
 from tests.models import (
     CheckpointsBlocks,
     Net,
     assert_at_rest,
+    every_granularity,
     pickled,
     rank_input,
     saved,
     shard_blocks,
 )
 
-
-def mixed(param: nn.Parameter) -> Granularity:
-    """Return three granularities for the parameters of `Net`."""
-    if param.dim() < 2:
-        return "element"
-    return "param" if param.shape[0] < param.shape[1] else "row"
-
-
-GRANULARITIES: dict[str, Any] = {"param": "param", "mixed": mixed}
+GRANULARITIES: dict[str, Any] = {"param": "param", "mixed": every_granularity}
 
 
 class Checkpoints(CheckpointsBlocks, Net):
@@ -115,17 +107,17 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert_equal(value, expected[name], name)
 
 
-CASES = [(kind, ShardingStrategy.FULL_SHARD) for kind in OPTIONS]
+CASES = [("plain", ShardingStrategy.FULL_SHARD, "param")]
+CASES += [(kind, ShardingStrategy.FULL_SHARD, "mixed") for kind in OPTIONS]
 CASES += [
-    (kind, strategy)
+    (kind, strategy, "mixed")
     for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.SHARD_OPTIM)
     for kind in OPTIONS
     if kind in ("plain", "tied", "bf16", "offload", "flat")
 ]
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize(("kind", "strategy"), CASES)
+@pytest.mark.parametrize(("kind", "strategy", "granularity"), CASES)
 @distributed(2)
 def test_training_is_that_of_cut_parameters(
     kind: str, strategy: ShardingStrategy, granularity: str

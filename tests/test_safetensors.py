@@ -44,7 +44,7 @@ from composable_shard import (
 from composable_shard._safetensors_files import TensorFiles, TensorWriter, parse_nbytes
 from composable_shard._safetensors_load import _covering_rows
 from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
-from tests.models import Net, rank_input, shard_blocks, shard_root
+from tests.models import Net, every_granularity, rank_input, shard_blocks, shard_root
 
 
 class _Model(Net):
@@ -89,6 +89,7 @@ _LAYOUTS: dict[str, Callable[[nn.Module], object]] = {
     "one flat parameter": lambda m: shard_blocks(m, use_orig_params=False),
     "kept": lambda m: shard_blocks(m, strategy=ShardingStrategy.SHARD_GRAD_OP),
     "replicated": lambda m: shard_blocks(m, strategy=ShardingStrategy.NO_SHARD),
+    "mixed": lambda m: shard_blocks(m, granularity=every_granularity),
     "offloaded": lambda m: shard_blocks(m, offload_policy=OffloadPolicy(params=True)),
     "mixed precision": lambda m: shard_blocks(
         m, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)

@@ -33,7 +33,7 @@ from composable_shard import (
     unshard_params,
 )
 from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Block, Net, rank_input, shard_blocks
+from tests.models import Block, Net, every_granularity, rank_input, shard_blocks
 
 FULL = StateDictOptions(full_state_dict=True)
 EVERYWHERE = StateDictOptions(full_state_dict=True, rank0_only=False)
@@ -76,6 +76,7 @@ _LAYOUTS: dict[str, Callable[[nn.Module], object]] = {
     "some flat": _some_flat,
     "flat root": lambda model: fully_shard(model, use_orig_params=False),
     "kept": lambda model: shard_blocks(model, strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "mixed": lambda model: shard_blocks(model, granularity=every_granularity),
     "zero1": lambda model: fully_shard(model, strategy=ShardingStrategy.SHARD_OPTIM),
     "replicated": lambda model: fully_shard(model, strategy=ShardingStrategy.NO_SHARD),
     "bf16": lambda model: shard_blocks(

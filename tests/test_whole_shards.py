@@ -100,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", OPS)
-@distributed(2, 3)
+@distributed(3)
 def test_op_on_the_owner_is_that_of_the_whole_tensor(name: str) -> None:
     """Exactly, without communication; on other ranks it raises, or gives an empty shard."""
     expected = OPS[name](matrix())

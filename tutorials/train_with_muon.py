@@ -111,7 +111,7 @@ def main() -> None:
         x, y = make_batch(step, rank)
         loss = F.mse_loss(model(x), y)
         loss.backward()
-        clip_grad_norm_(model, 10.0)  # ours: torch's would see only what this rank owns
+        clip_grad_norm_(model, 10.0)  # torch's refuses: each rank has other gradients
         with count_collectives() as log:
             for optimizer in optimizers:
                 optimizer.step()
