@@ -114,7 +114,7 @@ def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
         NotImplementedError: For state that is no tensor and no number, as LBFGS has, or that can't
             be cut like a flat parameter.
     """
-    if not state:
+    if not state or _is_elsewhere(member):
         return {}
     found: States = {fqn: {} for fqn in member.fqns}
     for name, value in state.items():
@@ -127,6 +127,17 @@ def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
         for fqn, index in zip(member.fqns, member.indices or (0,), strict=True):
             found[fqn][name] = _cut_flat(member, name, value, index) if member.is_flat else value
     return found
+
+
+def _is_elsewhere(member: Member) -> bool:
+    """Return whether another rank owns the whole parameter, and alone steps it.
+
+    What this rank has of its state would stay as it is.
+    """
+    if member.handle is None or member.is_flat:
+        return False
+    spec = member.handle.entries[member.indices[0]].spec
+    return spec.owner is not None and spec.owner != spec.rank
 
 
 def _cut_flat(member: Member, name: str, value: Any, index: int) -> Any:
@@ -153,12 +164,15 @@ def _cut_flat(member: Member, name: str, value: Any, index: int) -> Any:
 def join_state(member: Member, states: States) -> dict[str, Any]:
     """Return what an optimizer holds for one parameter, from its state by name; empty without.
 
-    A flat parameter takes zeros for originals that have no state.
+    A flat parameter takes zeros for originals that have no state. Of a parameter that one rank owns
+    whole, the others hold no state.
 
     Raises:
         ValueError: If originals of one flat parameter have numbers that differ.
     """
     given = {fqn: states[fqn] for fqn in member.fqns if states.get(fqn)}
+    if _is_elsewhere(member):
+        return {}
     if not member.is_flat or not given:
         return dict(given.get(member.fqns[0], {}))
     handle = member.handle

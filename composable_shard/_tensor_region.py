@@ -91,7 +91,7 @@ def region_of(tensor: Tensor) -> Region:
 def local_part(tensor: Tensor) -> Tensor:
     """Return the elements of `region_of(tensor)`, 1-D and dense, without copying if it can."""
     if isinstance(tensor, FlatShard):
-        return tensor.to_local().detach()
+        return tensor._local.detach()  # of one dim, also where it is the whole parameter
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().contiguous().view(-1)
 
