@@ -27,7 +27,7 @@ from composable_shard._checkpoint_state import (
 )
 from composable_shard._checkpoint_writer import list_items, plan_save, write_checkpoint
 from composable_shard._host_group import HostGroup, get_host_group
-from composable_shard._rng_state import get_rng_state, set_rng_state
+from composable_shard._rng_state import check_rng_state, get_rng_state, set_rng_state
 from composable_shard._state_dict import get_optimizer_state_dict
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
@@ -141,16 +141,18 @@ def load_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
 ) -> LoadedCheckpoint:
     """Load what `save_checkpoint` saved, with any sharding and world size; for all ranks together.
 
-    Each rank reads the parts of the files that hold its shards, and no more. Everything is read
-    into host memory and verified on all ranks before anything is changed: that takes as many bytes
-    as this rank's part of the model and of the optimizers. Random number generators go on where
-    they were if the world size is the same, and are left alone otherwise. What the call does not
-    ask for (an optimizer in the checkpoint, when none is passed) is not read. Nothing in the files
-    is executed.
+    Each rank reads the parts of the files that hold its shards, once, and no more. Everything is
+    read into host memory and verified on all ranks before anything is changed: that takes as many
+    bytes as this rank's part of the model, and of the optimizers' new state, which then is theirs.
+    Parameters and buffers on the meta device get memory on the mesh's device and the values of one
+    flat parameter after another: a rank never holds more than its shards and one unit. Random
+    number generators go on where they were if the world size is the same, and are left alone
+    otherwise. What the call does not ask for (an optimizer in the checkpoint, when none is passed)
+    is not read. Nothing in the files is executed.
 
     Args:
         path: What `save_checkpoint` got, or one checkpoint in it.
-        model: The model, sharded in any way or not at all, on a real device.
+        model: The model, sharded in any way or not at all; on the meta device if it has units.
         optimizer: As it was saved: one, or a list or dict of several.
         scheduler: Likewise.
         scaler: A `torch.amp.GradScaler`; where the checkpoint has none, there is a warning.
@@ -162,7 +164,7 @@ def load_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
         ValueError: If there is no such checkpoint, if it is damaged or something else, naming the
             file, or if it does not fit, naming parameters. Raised by all ranks alike, and nothing
             has been changed.
-        RuntimeError: If the model is on the meta device.
+        RuntimeError: If a model without units is on the meta device, or in a forward or backward.
     """
     group = _quiet_group()
     text: list[str] = group.on_first(lambda: _find(path, step))
@@ -170,13 +172,20 @@ def load_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
         reader = CheckpointReader(Path(text[0]), text[1].encode())
     group.on_first(reader.check_files)
     with reader, _agreed(group), _reading(reader.folder / METADATA):
-        apply = [_stage_model(reader, model, strict)]
-        apply += _stage_optimizers(reader, model, _as_dict(optimizer), strict)
-        apply += _stage_objects(reader, "scheduler", _as_dict(scheduler))
+        staged = StagedModel.read(reader, model, is_strict=strict)
+        staged_optimizers = _stage_optimizers(reader, model, _as_dict(optimizer), strict)
+        apply = _stage_objects(reader, "scheduler", _as_dict(scheduler))
         apply += _stage_objects(reader, "scaler", _as_dict(scaler))
         tree = reader.metadata.tree
         extra = _json_tree.decode(tree["extra"], _read_whole(reader))
         rng_state = _read_rng_state(reader, group)
+    if staged.meta is not None:
+        staged.apply()  # optimizers look at their parameters
+    else:
+        apply.insert(0, staged.apply)
+    with _agreed(group):
+        # Collectives of training's groups, which raise on all ranks: all of them have got here.
+        apply += [each.prepare() for each in staged_optimizers]
     for function in apply:
         function()
     if rng_state is not None:
@@ -295,16 +304,12 @@ def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:
     return [str(folder.absolute()), text.decode(errors="replace")]
 
 
-def _stage_model(reader: CheckpointReader, model: nn.Module, strict: bool) -> Callable[[], None]:
-    return StagedModel.read(reader, model, is_strict=strict).apply
-
-
 def _stage_optimizers(
     reader: CheckpointReader, model: nn.Module, optimizers: dict[str, Optimizer], strict: bool
-) -> list[Callable[[], None]]:
+) -> list[StagedOptimizer]:
     stored = _stored(reader, "optimizer", optimizers)
     return [
-        StagedOptimizer.read(reader, model, each, stored[name], is_strict=strict).apply
+        StagedOptimizer.read(reader, model, each, stored[name], is_strict=strict)
         for name, each in optimizers.items()
     ]
 
@@ -361,4 +366,5 @@ def _read_rng_state(reader: CheckpointReader, group: HostGroup) -> dict[str, Any
         return None
     text = bytes(reader.read(_rng_name(group.rank)).tolist())
     state: dict[str, Any] = _json_tree.decode(json.loads(text), lambda name: None)
+    check_rng_state(state)
     return state

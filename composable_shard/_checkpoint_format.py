@@ -25,11 +25,12 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from composable_shard._tensor_region import Region, whole_box
+from composable_shard._tensor_region import Box, Region, whole_box
 
 __all__ = [
     "CHUNK_NBYTES",
@@ -260,7 +261,24 @@ def _parse_tensor(
         if len(values) != -(-nbytes // chunk_nbytes):
             raise ValueError(f"'{name}' has another number of checksums than of chunks")
         pieces.append(Piece(name_of_file, _count(offset), nbytes, region, values))
+    _check_disjoint(name, pieces)
     return StoredTensor(name, shape, dtype, tuple(pieces))
+
+
+def _check_disjoint(name: str, pieces: list[Piece]) -> None:
+    """Check that no element is in two pieces; a reader counts those that it finds."""
+    boxes: dict[Box, list[Region]] = {}
+    for piece in pieces:
+        boxes.setdefault(piece.region.box, []).append(piece.region)
+    is_disjoint = not any(
+        all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(first, second, strict=True))
+        for first, second in combinations(boxes, 2)
+    )
+    for regions in boxes.values():
+        regions.sort(key=lambda region: (region.start, region.end))
+        is_disjoint &= all(a.end <= b.start for a, b in pairwise(regions))
+    if not is_disjoint:
+        raise ValueError(f"pieces of '{name}' overlap")
 
 
 def _count(value: object) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,14 @@ from torch.optim import Optimizer
 from composable_shard import _json_tree
 from composable_shard._checkpoint_reader import CheckpointReader
 from composable_shard._flat_shard import FlatShard
+from composable_shard._model_state import materialize
+from composable_shard._model_tensors import ModelTensors
+from composable_shard._optimizer_load import prepare_load
 from composable_shard._optimizer_view import canonical, view_optimizers
-from composable_shard._param_names import find_params
-from composable_shard._state_dict import (
-    get_model_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from composable_shard._param_names import find_params, handles_of
+from composable_shard._state_dict import get_model_state_dict, set_model_state_dict
 from composable_shard._state_options import StateDictOptions
-from composable_shard._tensor_region import region_of
+from composable_shard._tensor_region import local_part, region_of
 
 __all__ = ["StagedModel", "StagedOptimizer", "describe_model", "describe_optimizer"]
 
@@ -76,10 +75,17 @@ def describe_optimizer(state: dict[str, Any], name: str, tensors: dict[str, Tens
 
 @dataclass
 class StagedModel:
-    """A model's new state in host memory."""
+    """A model's new state in host memory.
+
+    Attributes:
+        model: Whose.
+        state: By name; empty once it is in the model.
+        meta: The model's tensors, if some of them are on the meta device.
+    """
 
     model: nn.Module
     state: dict[str, Any]
+    meta: ModelTensors | None
 
     @classmethod
     def read(cls, reader: CheckpointReader, model: nn.Module, *, is_strict: bool) -> StagedModel:
@@ -87,15 +93,9 @@ class StagedModel:
 
         Raises:
             ValueError: If the checkpoint does not fit or is damaged.
-            RuntimeError: If the model is on the meta device.
+            RuntimeError: If the model is on the meta device and has no unit to say where to.
         """
         state = get_model_state_dict(model)
-        meta = [fqn for fqn, value in state.items() if isinstance(value, Tensor) and value.is_meta]
-        if meta:
-            raise RuntimeError(
-                f"the model's {_listing(meta)} are on the meta device. Call "
-                "model.to_empty(device=...) before load_checkpoint."
-            )
         tree = reader.metadata.tree.get("model")
         if not isinstance(tree, dict):
             raise ValueError(f"{reader.folder} has no model")
@@ -106,6 +106,7 @@ class StagedModel:
         problems = [p for pair in pairs for p in _mismatch(reader, *pair, is_strict=is_strict)]
         if problems:
             raise ValueError(f"{reader.folder} does not fit the model: {_listing(problems)}")
+        meta = _find_meta(reader, model, state, common)
         staged: dict[str, Any] = {}
         places = {canonical(name): place for name, place in find_params(model).items()}
         known: dict[Any, Tensor] = {}
@@ -117,11 +118,58 @@ class StagedModel:
                 if key not in known:  # tied parameters are read once
                     known[key] = _read_like(reader, name, target)
                 staged[fqn] = known[key]
-        return cls(model, staged)
+        return cls(model, staged, meta)
 
     def apply(self) -> None:
-        """Change the model."""
+        """Change the model, and let go of the values."""
+        if self.meta is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._fill_meta(self.meta)
         set_model_state_dict(self.model, self.state, options=StateDictOptions(strict=False))
+        self.state.clear()
+
+    def _fill_meta(self, tensors: ModelTensors) -> None:
+        """Give what is on the meta device memory and its values, one flat parameter at a time.
+
+        The values of each are let go of then, so that no more than one is there twice.
+        """
+        for handle in [handle for handle in tensors.handles if handle.local_shard.is_meta]:
+            own = [each for each in tensors.sharded if each.handle is handle]
+            given = {each.index: local_part(self._take(each.names)) for each in own}
+            is_one_by_one = not handle.shows_flat and len(given) == len(handle.entries)
+            materialize(handle, given if is_one_by_one else None)
+            handle.guard.note_write(own[0].names[0])
+            for index, part in given.items():  # what is left
+                handle.slice_of(handle.entries[index], handle.local_shard).copy_(part)
+        device = tensors.handles[0].shard_group.device
+        for other in tensors.others:
+            if other.is_meta:
+                other.materialize(device).copy_(self._take(other.names))
+
+    def _take(self, names: tuple[str, ...]) -> Tensor:
+        values = [self.state.pop(name) for name in names if name in self.state]
+        assert isinstance(values[0], Tensor)
+        return values[0]
+
+
+def _find_meta(
+    reader: CheckpointReader, model: nn.Module, state: dict[str, Any], given: Container[str]
+) -> ModelTensors | None:
+    """Return the tensors of a model that is on the meta device, at least in part."""
+    tensors = [*model.parameters(), *model.buffers(), *state.values()]
+    if not any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
+        return None
+    if not handles_of(model):
+        raise RuntimeError(
+            "the model is on the meta device, and has no sharded unit that says which device it "
+            "shall be on. Call model.to_empty(device=...) before load_checkpoint."
+        )
+    found = ModelTensors(model, "load_checkpoint can't run")
+    try:
+        found.check_none_stays_meta(given)
+    except ValueError as error:
+        raise ValueError(f"can't load {reader.folder}: {error}") from None
+    return found
 
 
 @dataclass
@@ -162,13 +210,20 @@ class StagedOptimizer:
                     return _read_state(reader, name, param)
 
                 state[fqn] = _json_tree.decode(entries, find)
+                _check_state(fqn, state[fqn])
         return cls(model, optimizer, {"state": state, "param_groups": groups})
 
-    def apply(self) -> None:
-        """Change the optimizer."""
-        set_optimizer_state_dict(
-            self.model, self.optimizer, self.state, options=StateDictOptions(strict=False)
-        )
+    def prepare(self) -> Callable[[], None]:
+        """Return what changes the optimizer; a collective, which changes nothing.
+
+        Raises:
+            ValueError: On all ranks alike, if the state does not fit.
+        """
+        options = StateDictOptions(strict=False)
+        with torch.no_grad():
+            return prepare_load(
+                self.model, [self.optimizer], self.state, options, is_given_away=True
+            )
 
 
 def _read_state(reader: CheckpointReader, name: str, param: Tensor) -> Tensor:
@@ -180,6 +235,14 @@ def _read_state(reader: CheckpointReader, name: str, param: Tensor) -> Tensor:
     return values.view(reader.metadata.tensors[name].shape)
 
 
+def _check_state(fqn: str, state: dict[str, Any]) -> None:
+    """Check that an optimizer can take what is not a tensor, before anything is changed."""
+    for name, value in state.items():
+        expected = Tensor | int | float if name == "step" else Tensor | int | float | str | None
+        if not isinstance(value, expected):
+            raise ValueError(f"the optimizer state '{name}' of '{fqn}' is a {type(value).__name__}")
+
+
 def _read_like(
     reader: CheckpointReader, name: str, target: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -189,7 +252,7 @@ def _read_like(
         return FlatShard(values, target._shard_spec)
     if isinstance(target, DTensor):
         return DTensor.from_local(
-            values.view(target.to_local().shape).to(target.device),
+            values.view(target.to_local().shape).to(target.device_mesh.device_type),
             target.device_mesh,
             target.placements,
             run_check=False,

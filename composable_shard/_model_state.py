@@ -313,12 +313,21 @@ def _write_handle(handle: FlatParamHandle, given: dict[int, Tensor]) -> None:
         handle.slice_of(entry, handle.local_shard).copy_(piece)
 
 
-def materialize(handle: FlatParamHandle) -> None:
-    """Give a handle on the meta device memory; its parameters hold zeros then."""
+def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None) -> None:
+    """Give a handle on the meta device memory; its parameters hold zeros then.
+
+    Args:
+        handle: Of a unit at rest.
+        given: This rank's part of the originals, by index, in place of zeros; used up, so that
+            nothing is there twice. Not where a flat parameter is shown.
+    """
     device = HOST if handle.offload.is_active else handle.shard_group.device
-    for shown in handle.shown_at_rest:
+    for index, shown in enumerate(handle.shown_at_rest):
         param, flag = shown.sharded, shown.sharded.requires_grad
-        memory = torch.zeros_like(param._local, device=device)
+        if given:
+            memory = given.pop(index).to(device)
+        else:
+            memory = torch.zeros_like(param._local, device=device)
         kind = FlatShardOfDTensor if isinstance(param, FlatShardOfDTensor) else FlatShard
         shard = kind(memory, shown.spec, guard=handle.guard)
         take_place(cast(nn.Parameter, param), nn.Parameter(shard, flag))

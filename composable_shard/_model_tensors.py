@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -62,6 +62,20 @@ class OtherTensor:
         """Whether it has no values yet."""
         return self.tensor.is_meta
 
+    def materialize(self, device: torch.device) -> Tensor:
+        """Put a real tensor where one on the meta device is; a Parameter stays the same object.
+
+        Returns:
+            What is there then, without values.
+        """
+        real = torch.empty_like(self.tensor.detach(), device=device)
+        if isinstance(self.tensor, nn.Parameter):
+            torch.utils.swap_tensors(self.tensor, nn.Parameter(real, self.tensor.requires_grad))
+            return self.tensor
+        for module, key in self.places:
+            module._buffers[key] = real
+        return real
+
 
 class ModelTensors:
     """All tensors of a model at rest.
@@ -104,6 +118,24 @@ class ModelTensors:
         self.handles = list(dict.fromkeys(each.handle for each in self.sharded))
         managed = {id(entry.sharded) for handle in handles for entry in handle.entries}
         self.others = _find_others(model, managed | _ids_of_flat(model))
+
+    def check_none_stays_meta(self, given: Container[str]) -> None:
+        """Check that everything on the meta device will get values.
+
+        Raises:
+            ValueError: Naming what is not in `given` under any of its names.
+        """
+        lost = [
+            each.names[0]
+            for each in self.all
+            if each.is_meta and not (each.is_persistent and any(n in given for n in each.names))
+        ]
+        if lost:
+            raise ValueError(
+                f"{lost} are on the meta device, and the checkpoint does not have them (buffers "
+                "that are not persistent are in none). Call model.to_empty(device=...) and "
+                "initialise them, for example by reset_parameters(), before loading the rest."
+            )
 
     @property
     def all(self) -> Sequence[ShardedTensor | OtherTensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from composable_shard._optimizer_view import Group, States, join_state
 from composable_shard._shard_spec import ShardSpec
 from composable_shard._state_options import StateDictOptions
 
-__all__ = ["load_optimizers"]
+__all__ = ["load_optimizers", "prepare_load"]
 
 _KEPT_OPTIONS = ("params", "param_names")
 
@@ -32,6 +32,26 @@ def load_optimizers(
     options: StateDictOptions,
 ) -> None:
     """Put state by name into optimizers, which may be fresh; for all ranks together."""
+    prepare_load(model, optimizers, state_dict, options)()
+
+
+def prepare_load(
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    state_dict: Mapping[str, Any],
+    options: StateDictOptions,
+    *,
+    is_given_away: bool = False,
+) -> Callable[[], None]:
+    """Check and cut state by name; return what puts it into the optimizers without communication.
+
+    Args:
+        model: The model that the optimizers were built for.
+        optimizers: They may be fresh.
+        state_dict: By parameter name.
+        options: `strict` and `broadcast_from_rank0` count.
+        is_given_away: Whether optimizers may go on with the very tensors of the dict.
+    """
     optimizers, ranks = list(optimizers), Ranks(model)
     groups = view_together(ranks, model, optimizers)
     specs = {
@@ -39,7 +59,7 @@ def load_optimizers(
         for handle, names in by_handle(groups).items()
         for index, fqn in names.items()
     }
-    given = _Given(groups, specs)
+    given = _Given(groups, specs, is_given_away=is_given_away)
     problem: Exception | None = None
     if not options.broadcast_from_rank0 or ranks.is_first:
         try:
@@ -58,8 +78,14 @@ def load_optimizers(
     except ValueError as error:
         problem = error
     ranks.raise_together(problem)
-    for optimizer in optimizers:
-        _load(optimizer, groups, joined, given.options)
+
+    def load() -> None:
+        for handle in ranks.handles:
+            handle.has_fixed_owners = True  # whoever has a parameter has its state
+        for optimizer in optimizers:
+            _load(optimizer, groups, joined, given.options)
+
+    return load
 
 
 def _load(
@@ -91,7 +117,9 @@ class _Given:
         options: For each group, what its options shall be.
     """
 
-    def __init__(self, groups: list[Group], specs: dict[str, ShardSpec]) -> None:
+    def __init__(
+        self, groups: list[Group], specs: dict[str, ShardSpec], *, is_given_away: bool
+    ) -> None:
         self._groups = groups
         self._specs = specs
         self._plain = {
@@ -100,6 +128,7 @@ class _Given:
             for member in group.members
             if member.handle is None
         }
+        self._is_given_away = is_given_away
         self.states: States = {}
         self.options: list[dict[str, Any]] = [{} for _ in groups]
 
@@ -219,12 +248,15 @@ class _Given:
                 elif self._is_scattered(fqn, value):
                     state[name] = value.full_tensor()
                 elif isinstance(value, Tensor):
-                    state[name] = value if value is own else value.clone()
+                    state[name] = value if value is own else self._owned(value)
 
     def _shard_of(self, value: Tensor, spec: ShardSpec, own: object) -> Tensor:
         if value is own:
             return value  # its own, as torch.distributed.checkpoint has filled it
-        return FlatShard(slice_given(value, spec).clone(), spec)
+        return FlatShard(self._owned(slice_given(value, spec)), spec)
+
+    def _owned(self, value: Tensor) -> Tensor:
+        return value if self._is_given_away else value.clone()
 
     def spread(self, ranks: Ranks) -> None:
         """Give every rank its part of what the first rank has taken, a handle at a time."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["get_rng_state", "set_rng_state"]
+__all__ = ["check_rng_state", "get_rng_state", "set_rng_state"]
 
 
 def get_rng_state() -> dict[str, Any]:
@@ -27,6 +27,22 @@ def get_rng_state() -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (str(kind), keys.tolist(), *rest)
     return state
+
+
+def check_rng_state(state: dict[str, Any]) -> None:
+    """Check that generators can take the states; changes none.
+
+    Raises:
+        ValueError: If one of them is no such state.
+    """
+    try:
+        random.Random().setstate(state["python"])
+        torch.Generator().set_state(_to_tensor(state["torch"]))
+        numpy: Any = sys.modules.get("numpy")
+        if "numpy" in state and numpy is not None:
+            numpy.random.RandomState().set_state(state["numpy"])
+    except Exception as error:
+        raise ValueError(f"no state of a random number generator: {error}") from error
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

@@ -124,13 +124,7 @@ def _check_complete(
             f"the checkpoint does not have the model's tensors; {text}. Pass strict=False to load "
             "those that both have."
         )
-    lost = [each.names[0] for each in tensors.all if each.is_meta and _name_in(files, each) is None]
-    if lost:
-        raise ValueError(
-            f"{lost} are on the meta device, and the checkpoint does not have them (buffers that "
-            "are not persistent are in none). Call model.to_empty(device=...) and initialise them, "
-            "for example by reset_parameters(), before loading the rest."
-        )
+    tensors.check_none_stays_meta(files.tensors)
     for each in tensors.sharded:
         _, offsets = _place_of(each.entry.spec)
         assert len(offsets) == len(each.shape)
@@ -208,9 +202,7 @@ def _place_of(spec: ShardSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _read_other(files: TensorFiles, name: str, other: OtherTensor, device: torch.device) -> None:
     values, tensor = files.read(name, ()), other.tensor
     if tensor.is_meta:
-        _place_other(other, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-        module, key = other.places[0]
-        tensor = getattr(module, key)
+        tensor = other.materialize(device)
     if isinstance(tensor, DTensor):
         shape, offsets = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
@@ -219,12 +211,3 @@ def _read_other(files: TensorFiles, name: str, other: OtherTensor, device: torch
             values = values.narrow(dim, offset, size)
         tensor = tensor.to_local()
     tensor.detach().copy_(values)
-
-
-def _place_other(other: OtherTensor, real: torch.Tensor) -> None:
-    """Put a real tensor where one on the meta device is; a Parameter stays the same object."""
-    if isinstance(other.tensor, nn.Parameter):
-        torch.utils.swap_tensors(other.tensor, nn.Parameter(real, other.tensor.requires_grad))
-        return
-    for module, key in other.places:
-        module._buffers[key] = real

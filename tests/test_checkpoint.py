@@ -18,7 +18,9 @@ from composable_shard import (
     FlatShard,
     OffloadPolicy,
     ShardingStrategy,
+    StateDictOptions,
     fully_shard,
+    get_optimizer_state_dict,
     load_checkpoint,
     save_checkpoint,
 )
@@ -80,6 +82,10 @@ def _hybrid(model: _Zoo) -> None:
     _shard_zoo(model, mesh=init_device_mesh("cpu", (2, 2)))
 
 
+def _owned_hybrid(model: _Zoo) -> None:
+    _shard_zoo(model, mesh=init_device_mesh("cpu", (2, 2)), granularity="param")
+
+
 _LAYOUTS: dict[str, tuple[int, Callable[[_Zoo], object]]] = {
     "plain": (1, lambda model: None),
     "plain on two": (2, lambda model: None),
@@ -89,35 +95,56 @@ _LAYOUTS: dict[str, tuple[int, Callable[[_Zoo], object]]] = {
     "full 4": (4, lambda model: _shard_zoo(model, strategy=ShardingStrategy.SHARD_GRAD_OP)),
     "optim 3": (3, lambda model: _shard_zoo(model, strategy=ShardingStrategy.SHARD_OPTIM)),
     "whole 2": (2, lambda model: _shard_zoo(model, strategy=ShardingStrategy.NO_SHARD)),
-    "offload 2": (2, lambda model: _shard_zoo(model, offload_policy=OffloadPolicy(params=True))),
+    "by rows 2": (2, lambda model: _shard_zoo(model, granularity="row")),
     "owned 2": (2, lambda model: _shard_zoo(model, granularity="param")),
+    "offload 2": (2, lambda model: _shard_zoo(model, offload_policy=OffloadPolicy(params=True))),
     "mixed 3": (3, lambda model: _shard_zoo(model, granularity=every_granularity)),
     "hybrid": (4, _hybrid),
+    "owned hybrid": (4, _owned_hybrid),
     "tensor parallel": (4, _tensor_parallel),
 }
 
 
-def _make_zoo(layout: str, seed: int) -> tuple[_Zoo, torch.optim.Optimizer]:
+_Optimizers = dict[str, torch.optim.Optimizer]
+
+
+def _make_zoo(layout: str, seed: int) -> tuple[_Zoo, _Optimizers]:
     torch.manual_seed(seed)
     model = _Zoo()
     _LAYOUTS[layout][1](model)
+    matrices = [model.up.weight, model.down.weight]
+    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim < 2]},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in rest if p.ndim < 2]},
     ]
-    return model, torch.optim.AdamW(groups, lr=0.1, foreach=False)
+    adamw = torch.optim.AdamW(groups, lr=0.1, foreach=False)
+    return model, {"adamw": adamw, "muon": torch.optim.Muon(matrices, lr=0.1)}
 
 
-def _step_zoo(model: _Zoo, optimizer: torch.optim.Optimizer) -> None:
-    """Take a step whose gradients are the same under every layout."""
+def _step_zoo(model: _Zoo, optimizers: _Optimizers) -> None:
+    """Take a step whose gradients are the same under every layout.
+
+    Muon, which steps whole matrices only, is given what its step would leave.
+    """
+    matrices = optimizers["muon"].param_groups[0]["params"]
     for number, param in enumerate(model.parameters()):
-        if param.requires_grad:
-            generator = torch.Generator().manual_seed(number)
-            grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+        if not param.requires_grad or _is_elsewhere(param):
+            continue
+        generator = torch.Generator().manual_seed(number)
+        grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+        if any(param is matrix for matrix in matrices):
+            optimizers["muon"].state[param] = {"momentum_buffer": _distribute(grad, param)}
+        else:
             param.grad = _distribute(grad, param)
-    optimizer.step()
+    optimizers["adamw"].step()
     with torch.no_grad():
         model.norm.running_mean.fill_(0.25)
+
+
+def _is_elsewhere(param: Tensor) -> bool:
+    """Return whether another rank holds the whole parameter, and alone has optimizer state."""
+    return isinstance(param, FlatShard) and param._shard_spec.is_elsewhere
 
 
 def _distribute(full: Tensor, param: Tensor) -> Tensor:
@@ -133,18 +160,19 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, FlatShard | DTensor) else tensor.detach()
 
 
-def _zoo_values(model: _Zoo, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _zoo_values(model: _Zoo, optimizers: _Optimizers) -> dict[str, Tensor]:
+    """Return everything in full; what one rank alone has is not on the others."""
+    state = get_optimizer_state_dict(
+        model, optimizers.values(), options=StateDictOptions(full_state_dict=True, rank0_only=False)
+    )["state"]
     values = {name: _full(value) for name, value in model.state_dict().items()}
-    for name, param in model.named_parameters():
-        for key, value in optimizer.state.get(param, {}).items():
-            values[f"{name} {key}"] = _full(value)
-    return values
+    return values | {f"{n} {key}": _full(v) for n, each in state.items() for key, v in each.items()}
 
 
 def _save_zoo(layout: str, folder: Path) -> None:
-    model, optimizer = _make_zoo(layout, seed=0)
-    _step_zoo(model, optimizer)
-    save_checkpoint(folder, model, optimizer, step=1)
+    model, optimizers = _make_zoo(layout, seed=0)
+    _step_zoo(model, optimizers)
+    save_checkpoint(folder, model, optimizers, step=1)
 
 
 def _load_zoos(layout: str, folders: list[Path]) -> None:
@@ -152,18 +180,21 @@ def _load_zoos(layout: str, folders: list[Path]) -> None:
     _step_zoo(*reference)
     expected = _zoo_values(*reference)
     for folder in folders:
-        model, optimizer = _make_zoo(layout, seed=1)
-        optimizer.param_groups[0]["weight_decay"] = 0.7
+        model, optimizers = _make_zoo(layout, seed=1)
+        options = optimizers["adamw"].param_groups[0]
+        options["weight_decay"] = 0.7
         objects = list(model.parameters())
-        load_checkpoint(folder, model, optimizer)
+        load_checkpoint(folder, model, optimizers)
         assert [id(param) for param in model.parameters()] == [id(param) for param in objects]
-        assert optimizer.param_groups[0]["weight_decay"] == 0.1
-        values = _zoo_values(model, optimizer)
+        assert optimizers["adamw"].param_groups[0]["weight_decay"] == 0.1
+        with_state = {id(param) for each in optimizers.values() for param in each.state}
+        assert not with_state & {id(param) for param in objects if _is_elsewhere(param)}
+        values = _zoo_values(model, optimizers)
         assert values.keys() == expected.keys()
         for name, value in values.items():
             assert_equal(value, expected[name], f"{folder.name} {name}")
         assert model.conv.weight.stride() == _make_zoo(layout, seed=1)[0].conv.weight.stride()
-        _step_zoo(model, optimizer)
+        _step_zoo(model, optimizers)
 
 
 @pytest.fixture(scope="module")

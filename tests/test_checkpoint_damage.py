@@ -117,6 +117,24 @@ _FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "outside of the tensor": (lambda c: _first_piece(c).__setitem__(3, 10**9), "is outside"),
     "negative": (lambda c: _first_piece(c).__setitem__(1, -8), "at least 0, got -8"),
     "no checksums": (lambda c: _first_piece(c).__setitem__(4, ""), "number of checksums"),
+    "pieces twice": (
+        lambda c: c["tensors"]["model/inp.weight"]["pieces"].append(_first_piece(c)),
+        "pieces of 'model/inp.weight' overlap",
+    ),
+    "one piece twice in place of another": (
+        lambda c: c["tensors"]["model/inp.weight"]["pieces"].__setitem__(1, _first_piece(c)),
+        "pieces of 'model/inp.weight' overlap",
+    ),
+    "a step that is a list": (
+        lambda c: c["tree"]["optimizer"][""]["state"]["inp.weight"].update(step=[[]]),
+        "optimizer state 'step' of 'inp.weight' is a list",
+    ),
+    "other bytes as generators": (
+        lambda c: c["tensors"].update(
+            {f"rng/{rank}": c["tensors"]["optimizer/state/inp.weight/step"] for rank in range(2)}
+        ),
+        "damaged",
+    ),
     "a hole": (lambda c: c["tensors"]["model/inp.weight"]["pieces"].pop(), "are nowhere"),
     "another dtype": (
         lambda c: c["tensors"]["model/inp.weight"].update(dtype="Tensor"),
@@ -228,8 +246,13 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, model, torch.optim.SGD(params, lr=1.0))
     with torch.device("meta"):
         unborn = Net()
-    with pytest.raises(RuntimeError, match=r"on the meta device. Call .*to_empty"):
-        load_checkpoint(tmp_path, unborn)
+    with pytest.raises(RuntimeError, match=r"on the meta device, and has no .* Call .*to_empty"):
+        load_checkpoint(tmp_path, unborn, strict=False)
+    shard_blocks(unborn)
+    unborn.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match=r"\['table'\] are on the meta device, and the checkpoint"):
+        load_checkpoint(tmp_path, unborn, strict=False)
+    assert all(param.is_meta for param in unborn.parameters())
 
 
 @distributed(2)
