@@ -14,7 +14,6 @@ from composable_shard import Block, ShardingStrategy, fully_shard, get_handles, 
 from tests.helpers import assert_equal, distributed
 from tests.models import Net, Twins, assert_at_rest, every_granularity, rank_input, shard_blocks
 
-
 GRANULARITIES: dict[str, Any] = {
     "row": "row",
     "block": Block(16),
