@@ -58,8 +58,8 @@ OPTIONS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "tied": (Tied, {}),
     "bf16": (Net, {"mp_policy": BF16}),
     "main_dtype": (Net, {"mp_policy": MAIN}),
-    "offload": (Net, {"offload_policy": OffloadPolicy()}),
-    "offload_grads": (Net, {"offload_policy": OffloadPolicy(params=False)}),
+    "offload": (Net, {"offload_policy": OffloadPolicy(params=True)}),
+    "offload_state": (Net, {"offload_policy": OffloadPolicy(optim_state=True)}),
     "flat": (Net, {"use_orig_params": False}),
     "buckets": (Net, {"bucket_cap_mb": 0.001}),
     "kept": (Net, {"reshard_after_forward": False}),
@@ -169,7 +169,8 @@ def test_bf16_matrices_are_stepped_in_float32_on_the_host() -> None:
     """Muon with main parameters and offload: the optimizer sees fp32 matrices on the CPU."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4, bias=False)
-    fully_shard(model, granularity="param", mp_policy=MAIN, offload_policy=OffloadPolicy())
+    offload = OffloadPolicy(params=True)
+    fully_shard(model, granularity="param", mp_policy=MAIN, offload_policy=offload)
     optimizer = torch.optim.Muon(model.parameters())
     model(rank_input(3, 6)).float().sum().backward()
     optimizer.step()

@@ -82,7 +82,7 @@ _LAYOUTS: dict[str, Callable[[nn.Module], object]] = {
     "bf16": lambda model: shard_blocks(
         model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     ),
-    "offloaded": lambda model: shard_blocks(model, offload_policy=OffloadPolicy()),
+    "offloaded": lambda model: shard_blocks(model, offload_policy=OffloadPolicy(params=True)),
     # Frozen: for trainable parameters outside of units there is a warning.
     "inner only": lambda model: fully_shard(model.requires_grad_(False).blocks[2]),
 }
