@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from composable_shard._flat_shard import FlatShard
 
-__all__ = ["find_scalar_keys", "shard_optimizer_state"]
+__all__ = ["find_scalar_keys", "init_state", "shard_optimizer_state"]
 
 # State of torch's optimizers that is one number per parameter, whatever the parameter's shape.
 _SCALAR_KEYS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -48,6 +48,32 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
         spec = entry.param._shard_spec
         # A parameter whose unit is offloaded is not where it was.
         entry.state[entry.key] = FlatShard.from_full(entry.value, spec).to(entry.param.device)
+
+
+def init_state(optimizer: Optimizer) -> None:
+    """Let an optimizer without state make it: one step with zero gradients and a rate of zero.
+
+    Parameters and their gradients are as before. No communication for elementwise optimizers.
+    """
+    if optimizer.state:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        for param in params:
+            wants_state = param.requires_grad and not _is_elsewhere(param)
+            param.grad = torch.zeros_like(param) if wants_state else None
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
 
 
 def _is_elsewhere(param: Tensor) -> bool:

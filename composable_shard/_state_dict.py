@@ -19,6 +19,7 @@ from composable_shard._model_broadcast import broadcast_model
 from composable_shard._model_state import agree_on_values, make_whole
 from composable_shard._optimizer_dict import Ranks, read_optimizers
 from composable_shard._optimizer_load import load_optimizers
+from composable_shard._optimizer_state import init_state
 from composable_shard._optimizer_view import canonical
 from composable_shard._param_names import find_params, handles_of
 from composable_shard._state_options import StateDictOptions
@@ -246,6 +247,9 @@ def get_optimizer_state_dict(
     """
     options = options or StateDictOptions()
     with torch.no_grad():
+        if options.init_optimizer_state:
+            for optimizer in _as_list(optimizers):
+                init_state(optimizer)
         found = read_optimizers(model, _as_list(optimizers), options)
     if not found or not submodules:
         return found

@@ -22,6 +22,9 @@ class StateDictOptions:
             others an empty one; every rank is sent its own part, a unit at a time.
         strict: Raise for names that are missing or unexpected; False ignores them.
         keep_submodule_prefixes: With `submodules`: names begin at the model, not at the submodule.
+        init_optimizer_state: For reading: give an optimizer that has not stepped its state, as
+            torch's function always does, so that `torch.distributed.checkpoint.load` has something
+            to load into. The values mean nothing until something is loaded.
         dtype: Cast floating-point parameters and buffers of a model's state dict to this.
     """
 
@@ -31,4 +34,5 @@ class StateDictOptions:
     broadcast_from_rank0: bool = False
     strict: bool = True
     keep_submodule_prefixes: bool = True
+    init_optimizer_state: bool = False
     dtype: torch.dtype | None = None

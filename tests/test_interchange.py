@@ -374,9 +374,13 @@ def test_a_model_from_meta_is_loaded_by_torchs_checkpoints(name: str, tmp_path: 
         model = party.build(_make(1))
     optimizer = _optimizer(model, 1)
     model.to_empty(device="cpu")
-    torch_state_dict._init_optim_state(optimizer)
-    states = party.states(model, optimizer)
-    found = {"model": states[0], "optim": states[1]}
+    options = composable_shard.StateDictOptions(init_optimizer_state=True)
+    found = {
+        "model": composable_shard.get_model_state_dict(model),
+        "optim": composable_shard.get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    assert optimizer.param_groups[0]["lr"] > 0
+    assert all(param.grad is None for param in model.parameters())
     dcp.load(found, checkpoint_id=tmp_path / "dcp")
     composable_shard.set_optimizer_state_dict(model, optimizer, found["optim"])
     _check(party, model, optimizer, torch.load(tmp_path / "full.pt"))
