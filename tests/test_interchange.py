@@ -38,9 +38,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import composable_shard
-from composable_shard import MixedPrecisionPolicy, ShardingStrategy
+from composable_shard import Block, MixedPrecisionPolicy, ShardingStrategy
 from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import Block, Net, shard_blocks, shard_root
+from tests.models import Block as Layers
+from tests.models import Net, shard_blocks, shard_root
 
 _States = tuple[dict[str, Any], dict[str, Any]]  # of the model and the optimizer
 
@@ -49,7 +50,7 @@ def _make(seed: int) -> Net:
     """Return a model of odd shapes, with a parameter that is never trained and a buffer."""
     torch.manual_seed(seed)
     model = Net(num_blocks=0)
-    model.blocks.extend(Block(15, 8) for _ in range(2))  # torch's tensor parallelism halves the 8
+    model.blocks.extend(Layers(15, 8) for _ in range(2))  # torch's tensor parallelism halves the 8
     model.blocks[1].down.bias.requires_grad_(False)
     model.register_buffer("scale", torch.randn(3))
     return model
@@ -119,7 +120,7 @@ def _fsdp1(model: Net) -> nn.Module:
         warnings.simplefilter("ignore", UserWarning)  # of the frozen parameter
         return FullyShardedDataParallel(
             model,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            auto_wrap_policy=ModuleWrapPolicy({Layers}),
             device_id=torch.device("cpu"),
             use_orig_params=True,
         )
@@ -155,6 +156,9 @@ PARTIES = {
     "SHARD_OPTIM": _ours(strategy=ShardingStrategy.SHARD_OPTIM),
     "NO_SHARD": _ours(strategy=ShardingStrategy.NO_SHARD),
     "mixed precision": _ours(mp_policy=_MIXED),
+    "rows": _ours(granularity="row"),
+    "blocks": _ours(granularity=Block(8)),
+    "owned": _ours(granularity="param"),
     "hybrid": Party(_hybrid),
     "tensor parallel": Party(_tensor_parallel),
 }
@@ -258,6 +262,13 @@ def _assert_same_groups(found: dict[str, Any], expected: dict[str, Any]) -> None
         ("SHARD_GRAD_OP", 2, "SHARD_OPTIM", 3),
         ("SHARD_OPTIM", 2, "one flat parameter", 3),
         ("NO_SHARD", 2, "mixed precision", 2),
+        ("FSDP2", 2, "rows", 3),
+        ("FSDP2", 2, "owned", 2),
+        ("rows", 2, "FSDP2", 2),
+        ("blocks", 3, "owned", 2),
+        ("owned", 3, "FSDP2", 2),
+        ("owned", 2, "blocks", 3),
+        ("owned", 2, "one process", 1),
     ],
 )
 def test_checkpoints_go_from_any_party_to_any_other(
