@@ -14,7 +14,8 @@ class CheckpointSave:
 
     `wait()` returns the directory when it is published, or raises what went wrong, the same on
     every rank. An error nobody waited for is raised by the next save or load. A process that ends
-    waits for its save first.
+    waits for its save first. The save has a process group of its own, which outlives
+    `destroy_process_group()`.
     """
 
     def __init__(self, write: Callable[[], Path]) -> None:

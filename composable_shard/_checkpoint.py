@@ -91,7 +91,7 @@ def save_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
             exists at a time: the next call waits for the save before.
 
     Returns:
-        The checkpoint's directory; with `async_op` a handle to wait for it. Wait before
+        The checkpoint's directory; with `async_op` a handle to wait for it, also after
         `destroy_process_group()`.
 
     Raises:

@@ -118,7 +118,9 @@ def get_host_group() -> HostGroup:
     known = _groups.get(0)
     if known is None or known[0] is not world:
         group = None if world is None else dist.new_group(backend="gloo")
+        pending = None if known is None else known[1].pending
         _groups[0] = known = world, HostGroup(group)
+        known[1].pending = pending  # goes on over the group before, which it keeps
     return known[1]
 
 

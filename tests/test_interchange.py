@@ -38,9 +38,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import composable_shard
-from composable_shard import MixedPrecisionPolicy, ShardingStrategy
+from composable_shard import Block, MixedPrecisionPolicy, ShardingStrategy
 from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import Block, Net, shard_blocks, shard_root
+from tests.models import Block as Layers
+from tests.models import Net, shard_blocks, shard_root
 
 _States = tuple[dict[str, Any], dict[str, Any]]  # of the model and the optimizer
 
@@ -49,7 +50,7 @@ def _make(seed: int) -> Net:
     """Return a model of odd shapes, with a parameter that is never trained and a buffer."""
     torch.manual_seed(seed)
     model = Net(num_blocks=0)
-    model.blocks.extend(Block(15, 8) for _ in range(2))  # torch's tensor parallelism halves the 8
+    model.blocks.extend(Layers(15, 8) for _ in range(2))  # torch's tensor parallelism halves the 8
     model.blocks[1].down.bias.requires_grad_(False)
     model.register_buffer("scale", torch.randn(3))
     return model
@@ -85,16 +86,14 @@ class Party:
     build: Callable[[Net], nn.Module]
     library: Any = composable_shard
 
-    def states(self, model: nn.Module, optimizer: torch.optim.Optimizer, **flags: Any) -> _States:
+    def states(self, model: nn.Module, optimizer: Any, **flags: Any) -> _States:
         options = self.library.StateDictOptions(**flags)
         return (
             self.library.get_model_state_dict(model, options=options),
             self.library.get_optimizer_state_dict(model, optimizer, options=options),
         )
 
-    def load(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, states: _States, **flags: Any
-    ) -> None:
+    def load(self, model: nn.Module, optimizer: Any, states: _States, **flags: Any) -> None:
         options = self.library.StateDictOptions(**flags)
         self.library.set_model_state_dict(model, states[0], options=options)
         self.library.set_optimizer_state_dict(model, optimizer, states[1], options=options)
@@ -119,7 +118,7 @@ def _fsdp1(model: Net) -> nn.Module:
         warnings.simplefilter("ignore", UserWarning)  # of the frozen parameter
         return FullyShardedDataParallel(
             model,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            auto_wrap_policy=ModuleWrapPolicy({Layers}),
             device_id=torch.device("cpu"),
             use_orig_params=True,
         )
@@ -155,6 +154,9 @@ PARTIES = {
     "SHARD_OPTIM": _ours(strategy=ShardingStrategy.SHARD_OPTIM),
     "NO_SHARD": _ours(strategy=ShardingStrategy.NO_SHARD),
     "mixed precision": _ours(mp_policy=_MIXED),
+    "rows": _ours(granularity="row"),
+    "blocks": _ours(granularity=Block(8)),
+    "owned": _ours(granularity="param"),
     "hybrid": Party(_hybrid),
     "tensor parallel": Party(_tensor_parallel),
 }
@@ -258,6 +260,13 @@ def _assert_same_groups(found: dict[str, Any], expected: dict[str, Any]) -> None
         ("SHARD_GRAD_OP", 2, "SHARD_OPTIM", 3),
         ("SHARD_OPTIM", 2, "one flat parameter", 3),
         ("NO_SHARD", 2, "mixed precision", 2),
+        ("FSDP2", 2, "rows", 3),
+        ("FSDP2", 2, "owned", 2),
+        ("rows", 2, "FSDP2", 2),
+        ("blocks", 3, "owned", 2),
+        ("owned", 3, "FSDP2", 2),
+        ("owned", 2, "blocks", 3),
+        ("owned", 2, "one process", 1),
     ],
 )
 def test_checkpoints_go_from_any_party_to_any_other(
@@ -266,6 +275,77 @@ def test_checkpoints_go_from_any_party_to_any_other(
     """Model, optimizer state and options of groups, bitwise; and the next step is a plain one's."""
     run_ranks(before, _save, source, tmp_path)
     run_ranks(after, _load, target, tmp_path)
+
+
+def _muon(model: nn.Module, seed: int) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices, which it must see whole, and AdamW for the rest."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        torch.optim.Muon([p for p in trained if p.ndim == 2], lr=0.02 * (1 + seed)),
+        torch.optim.AdamW([p for p in trained if p.ndim != 2], lr=0.01 * (1 + seed)),
+    ]
+
+
+def _step_muon(model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> Tensor:
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(step)
+    loss = model(torch.randn(4, 5, generator=generator)).square().mean()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss.detach()
+
+
+def _save_muon(name: str, folder: Path) -> None:
+    party = PARTIES[name]
+    model = party.build(_make(0))
+    optimizers = _muon(model, 0)
+    _step_muon(model, optimizers, 0)
+    state, optim = party.states(model, optimizers)
+    dcp.save({"model": state, "optim": optim}, checkpoint_id=folder / "dcp")
+    full = party.states(model, optimizers, full_state_dict=True, cpu_offload=True)
+    if dist.get_rank() == 0:
+        torch.save(full, folder / "full.pt")
+
+
+def _load_muon(name: str, folder: Path) -> None:
+    """Load sharded; compare in full; and take the step that a plain model takes."""
+    party, saved = PARTIES[name], torch.load(folder / "full.pt")
+    model = party.build(_make(1))
+    optimizers = _muon(model, 1)
+    _step_muon(model, optimizers, 5)  # so that there is state to load into
+    states = party.states(model, optimizers)
+    found = {"model": states[0], "optim": states[1]}
+    dcp.load(found, checkpoint_id=folder / "dcp")
+    party.load(model, optimizers, (found["model"], found["optim"]))
+    full = party.states(model, optimizers, full_state_dict=True, cpu_offload=True)
+    if dist.get_rank() == 0:
+        _assert_same(full[0], saved[0], "model")
+        _assert_same(full[1]["state"], saved[1]["state"], "optimizer")
+    plain = _make(2)
+    plain_optimizers = _muon(plain, 2)
+    PARTIES["one process"].load(plain, plain_optimizers, saved)
+    for step in (1, 2):
+        loss = _step_muon(model, optimizers, step)
+        expected = _step_muon(plain, plain_optimizers, step)
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("source", "before", "target", "after"),
+    [
+        ("owned", 2, "one process", 1),
+        ("DDP", 2, "owned", 3),
+        ("owned", 3, "owned", 2),
+        ("owned", 2, "NO_SHARD", 2),
+    ],
+)
+def test_muon_goes_from_any_party_to_any_other(
+    source: str, before: int, target: str, after: int, tmp_path: Path
+) -> None:
+    """Momenta are with the owners of whole matrices, and with them alone."""
+    run_ranks(before, _save_muon, source, tmp_path)
+    run_ranks(after, _load_muon, target, tmp_path)
 
 
 # --- in full ---
