@@ -54,23 +54,36 @@ def show_shards(
 
     A state-dict hook of each module of a unit, which runs after everything in it has been saved.
     """
-    if not any(h.shows_flat or h.is_registered_unsharded or h.is_in_scope for h in state.needed):
+    stale = {handle for handle in state.needed if _has_new_data(handle)}
+    is_plain = not any(
+        h.shows_flat or h.is_registered_unsharded or h.is_in_scope for h in state.needed
+    )
+    if is_plain and not stale:
         return
     with torch.no_grad():
+        for handle in stale:
+            handle.adopt_changes()
         for name in flat_names(module):
             state_dict.pop(prefix + name, None)
         for name, param in find_params(module, state).items():
-            value = _value_of(param)
+            value = _value_of(param, is_adopted=param.handle in stale)
             if value is not None:
                 state_dict[prefix + unwrapped(name)] = value
     _restore_order(module, state_dict, prefix)
 
 
-def _value_of(param: ManagedParam) -> Tensor | None:
+def _has_new_data(handle: FlatParamHandle) -> bool:
+    """Return whether shards have other memory than the handle's, as after `to_empty`."""
+    return not handle.is_in_scope and any(
+        entry.sharded._local is not entry.shard_view for entry in handle.entries
+    )
+
+
+def _value_of(param: ManagedParam, *, is_adopted: bool) -> Tensor | None:
     handle, entry = param.handle, param.entry
     if handle.is_in_scope:
         return handle.scope_params[param.index].detach() if handle._hides_scope_params else None
-    if not (handle.shows_flat or handle.is_registered_unsharded):
+    if not (handle.shows_flat or handle.is_registered_unsharded or is_adopted):
         return None
     handle.adopt_changes()
     # Not detach(): a hidden parameter's class would come along.

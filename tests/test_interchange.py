@@ -456,7 +456,7 @@ def test_a_model_from_meta_is_loaded_by_torchs_checkpoints(name: str, tmp_path: 
     model.to_empty(device="cpu")
     options = composable_shard.StateDictOptions(init_optimizer_state=True)
     found = {
-        "model": composable_shard.get_model_state_dict(model),
+        "model": model.state_dict(),
         "optim": composable_shard.get_optimizer_state_dict(model, optimizer, options=options),
     }
     assert optimizer.param_groups[0]["lr"] > 0
