@@ -212,7 +212,9 @@ class FlatParamCost:
             wire = sum(wire_nbytes(self._wire_dtype, numel) for numel in each)
             numel = sum(each)
         if shard > 1 and self._is_kept:
-            payloads["all_gather", shard] += wire * self.requires_grad  # else never written
+            # Else never written; but a step counts as a write to whole parameters of any kind.
+            is_written = self.requires_grad or (self.layout.owners and not self.shows_flat)
+            payloads["all_gather", shard] += wire * bool(is_written)
         elif shard > 1:
             payloads["all_gather", shard] += wire * num_passes
             small = self.reshard_after_forward

@@ -89,12 +89,8 @@ def _owned_hybrid(model: _Zoo) -> None:
 
 _LAYOUTS: dict[str, tuple[int, Callable[[_Zoo], object]]] = {
     "plain": (1, lambda model: None),
-    "plain on two": (2, lambda model: None),
-    "full 1": (1, _shard_zoo),
     "full 2": (2, _shard_zoo),
     "rows 3": (3, _rows),
-    "full 4": (4, lambda model: _shard_zoo(model, strategy=ShardingStrategy.SHARD_GRAD_OP)),
-    "optim 3": (3, lambda model: _shard_zoo(model, strategy=ShardingStrategy.SHARD_OPTIM)),
     "whole 2": (2, lambda model: _shard_zoo(model, strategy=ShardingStrategy.NO_SHARD)),
     "by rows 2": (2, lambda model: _shard_zoo(model, granularity="row")),
     "owned 2": (2, lambda model: _shard_zoo(model, granularity="param")),

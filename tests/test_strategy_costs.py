@@ -126,7 +126,7 @@ def _step(optimizer: torch.optim.Optimizer, run: Callable[[], object]) -> dict[A
     return _payloads(log)
 
 
-@distributed(2, 3, 4)
+@distributed(3, 4)
 def test_ranks_send_and_hold_what_the_dry_run_says() -> None:
     """Payloads by kind and number of ranks; exact bytes of storages, at rest and with gradients."""
     for case, dtype, options in _each_case():
@@ -167,7 +167,7 @@ def test_uneven_shards_cost_what_the_dry_run_says(granularity: Any) -> None:
 
 
 @pytest.mark.parametrize("num_reductions", [1, 3])
-@distributed(2, 3, 4)
+@distributed(3, 4)
 def test_an_accumulated_step_sends_what_the_formula_says(num_reductions: int) -> None:
     """Three microbatches: FULL_SHARD gathers for each; `no_sync` reduces once."""
     for case, dtype, options in _each_case():
