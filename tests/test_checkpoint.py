@@ -87,15 +87,20 @@ def _owned_hybrid(model: _Zoo) -> None:
     _shard_zoo(model, mesh=init_device_mesh("cpu", (2, 2)), granularity="param")
 
 
+_, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
+
 _LAYOUTS: dict[str, tuple[int, Callable[[_Zoo], object]]] = {
     "plain": (1, lambda model: None),
     "full 2": (2, _shard_zoo),
     "rows 3": (3, _rows),
-    "whole 2": (2, lambda model: _shard_zoo(model, strategy=ShardingStrategy.NO_SHARD)),
-    "by rows 2": (2, lambda model: _shard_zoo(model, granularity="row")),
+    "whole 2": (2, lambda model: _shard_zoo(model, strategy=NO_SHARD)),
+    "by rows 2": (2, lambda m: _shard_zoo(m, granularity="row", strategy=SHARD_GRAD_OP)),
     "owned 2": (2, lambda model: _shard_zoo(model, granularity="param")),
     "offload 2": (2, lambda model: _shard_zoo(model, offload_policy=OffloadPolicy(params=True))),
-    "mixed 3": (3, lambda model: _shard_zoo(model, granularity=every_granularity)),
+    "mixed 3": (
+        3,
+        lambda m: _shard_zoo(m, granularity=every_granularity, strategy=SHARD_OPTIM),
+    ),
     "hybrid": (4, _hybrid),
     "owned hybrid": (4, _owned_hybrid),
     "tensor parallel": (4, _tensor_parallel),
