@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._mesh import ShardGroup
-from composable_shard._rank_messages import digest_of, gather_bytes
+from composable_shard._rank_messages import digest_of, gather_bytes, gather_texts
 from composable_shard._state import ShardState
 from composable_shard._use_exchange import UseExchange
 
@@ -80,14 +80,7 @@ def _compare(groups: _Groups, device: torch.device, lines: list[str], has_hooks:
         digest = digest_of(b"".join(other[:-1] for other in gathered))
     if is_same:
         return has_hooks
-    texts = [json.dumps(lines)]
-    for group in groups:
-        payload = json.dumps(texts).encode()
-        nbytes = len(payload).to_bytes(8, "little")
-        sizes = gather_bytes(group, device, nbytes, [8] * group.size())
-        numels = [int.from_bytes(size, "little") for size in sizes]
-        gathered = gather_bytes(group, device, payload, numels)
-        texts = [text for part in gathered for text in json.loads(part)]
+    texts = gather_texts(groups, device, json.dumps(lines))
     _raise_difference([json.loads(text) for text in texts])
     return has_hooks
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from composable_shard import _collectives
 
-__all__ = ["all_messages", "digest_of", "gather_bytes", "raise_together"]
+__all__ = ["all_messages", "digest_of", "gather_bytes", "gather_texts", "raise_together"]
 
 _Groups = Sequence[dist.ProcessGroup]
 _KINDS: dict[str, type[Exception]] = {
@@ -62,17 +62,19 @@ def all_messages(groups: _Groups, device: torch.device, message: Any) -> list[An
         digest = digest_of(b"".join(gathered))
     if is_same:
         return [json.loads(text)]
-    return [json.loads(each) for each in gather_texts(groups, device, [text])]
+    texts = dict.fromkeys(gather_texts(groups, device, text))
+    return [json.loads(each) for each in texts]
 
 
-def gather_texts(groups: _Groups, device: torch.device, texts: list[str]) -> list[str]:
-    """Return the texts of all ranks, each once; two all-gathers for each group."""
+def gather_texts(groups: _Groups, device: torch.device, text: str) -> list[str]:
+    """Return every rank's text; two all-gathers for each group."""
+    texts = [text]
     for group in groups:
         payload = json.dumps(texts).encode()
         sizes = gather_bytes(group, device, len(payload).to_bytes(8, "little"), [8] * group.size())
         numels = [int.from_bytes(size, "little") for size in sizes]
         gathered = gather_bytes(group, device, payload, numels)
-        texts = list(dict.fromkeys(text for part in gathered for text in json.loads(part)))
+        texts = [text for part in gathered for text in json.loads(part)]
     return texts
 
 
