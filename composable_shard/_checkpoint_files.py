@@ -19,7 +19,7 @@ __all__ = [
     "remove_folder",
     "rename",
     "sync",
-    "sync_folder",
+    "sync_path",
     "write",
 ]
 
@@ -59,8 +59,8 @@ def close(file: BinaryIO) -> None:
     file.close()
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+def sync_path(path: Path) -> None:
+    """Wait until the names in a folder, or what is in a file, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

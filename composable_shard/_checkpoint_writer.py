@@ -316,14 +316,14 @@ def _publish(
     }
     folder = path / temporary_name(name)
     _write_file(folder / METADATA, write_metadata(metadata))
-    files.sync_folder(folder)
+    files.sync_path(folder)
     files.rename(folder, path / name)
     try:
-        files.sync_folder(path)
+        files.sync_path(path)
         pointer = path / temporary_name(LATEST)
         _write_file(pointer, f"{name}\n".encode())
         files.rename(pointer, path / LATEST)
-        files.sync_folder(path)
+        files.sync_path(path)
     except BaseException:
         # A save that raises leaves nothing behind.
         with suppress(OSError):
@@ -356,7 +356,7 @@ def _remove_old(path: Path, published: str, keep_last: int) -> None:
             # Under another name first: half a checkpoint must not look like a whole one.
             temporary = path / temporary_name(folder.name)
             files.rename(folder, temporary)
-            files.sync_folder(path)
+            files.sync_path(path)
             _remove(temporary)
     except OSError as error:
         warnings.warn(f"could not remove an old checkpoint: {error}", RuntimeWarning, stacklevel=2)

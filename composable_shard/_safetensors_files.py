@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from composable_shard._checkpoint_files import sync_path
+
 __all__ = [
     "TensorFiles",
     "TensorInfo",
@@ -224,7 +226,7 @@ class TensorWriter:
         path = self._directory / f".model-{len(self._written) + 1:05}-{os.getpid()}.tmp"
         self._written.append((path, list(self._pending)))
         require_safetensors().save_file(self._pending, path, self._metadata)
-        _sync(path)
+        sync_path(path)
         self._total_nbytes += self._pending_nbytes
         self._pending, self._pending_nbytes = {}, 0
 
@@ -249,12 +251,12 @@ class TensorWriter:
             temporary = self._directory / f".{_INDEX}-{os.getpid()}.tmp"
             self._written.append((temporary, []))
             temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-            _sync(temporary)
+            sync_path(temporary)
             temporary.replace(index)
             obsolete = {single, *(old - {self._directory / name for name in weight_map.values()})}
         for file in obsolete:
             file.unlink(missing_ok=True)
-        _sync(self._directory)
+        sync_path(self._directory)
 
     def _rename_numbered(self) -> dict[str, str]:
         weight_map: dict[str, str] = {}
@@ -269,12 +271,3 @@ class TensorWriter:
         self._pending = {}
         for path, _ in self._written:
             path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or the names in a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
