@@ -17,7 +17,14 @@ from composable_shard._dcp_boxes import Checkpointable
 from composable_shard._rule_table import OP_RULES, NeedsWhole
 from composable_shard._shard_spec import ShardSpec, WriteGuard
 
-__all__ = ["DTensorSlots", "FlatShard", "FlatShardOfDTensor", "allow_loading", "wrap"]
+__all__ = [
+    "DTensorSlots",
+    "FlatShard",
+    "FlatShardOfDTensor",
+    "allow_loading",
+    "is_elsewhere",
+    "wrap",
+]
 
 _OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
 
@@ -321,6 +328,11 @@ class _SharedGradient(torch.autograd.Function):
             # src_data_rank=None: cut locally, as every rank has the same values.
             gradient = distribute_tensor(gradient, mesh, placements, src_data_rank=None).to_local()
         return wrap(ctx.spec.slice(gradient).clone(), ctx.spec)
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Return whether a tensor is a shard of what another rank holds whole, and alone steps."""
+    return isinstance(tensor, FlatShard) and tensor._shard_spec.is_elsewhere
 
 
 class DTensorSlots(Tensor):

@@ -140,8 +140,7 @@ def read_optimizers(
     try:
         for group in groups:
             for member in group.members:
-                if not _is_elsewhere(member.param):
-                    states |= split_state(member, group.optimizer.state.get(member.param))
+                states |= split_state(member, group.optimizer.state.get(member.param))
     except _ERRORS as error:
         problem = error
     ranks.raise_together(problem)
@@ -156,11 +155,6 @@ def read_optimizers(
         states = {fqn: _map(state, Tensor.cpu) for fqn, state in states.items()}
     param_groups = [{**copy.deepcopy(group.options), "params": group.fqns} for group in groups]
     return {"state": states, "param_groups": param_groups}
-
-
-def _is_elsewhere(param: Tensor) -> bool:
-    """Whether another rank owns it: what Adagrad made of it here, no step has brought forward."""
-    return isinstance(param, FlatShard) and param._shard_spec.is_elsewhere
 
 
 def _map(state: dict[str, Any], convert: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composable_shard._flat_shard import FlatShard
+from composable_shard._flat_shard import FlatShard, is_elsewhere
 
 __all__ = ["find_scalar_keys", "init_state", "shard_optimizer_state"]
 
@@ -42,7 +42,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
     entries = list(_entries(optimizer))
     scalar_keys = find_scalar_keys((e.key, e.value.shape, e.param.shape) for e in entries)
     full_size = [entry for entry in entries if _is_full_size(entry, scalar_keys)]
-    for param in [param for param in optimizer.state if _is_elsewhere(param)]:
+    for param in [param for param in optimizer.state if is_elsewhere(param)]:
         del optimizer.state[param]
     for entry in full_size:
         spec = entry.param._shard_spec
@@ -65,7 +65,7 @@ def init_state(optimizer: Optimizer) -> None:
             if rate is not None:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         for param in params:
-            wants_state = param.requires_grad and not _is_elsewhere(param)
+            wants_state = param.requires_grad and not is_elsewhere(param)
             param.grad = torch.zeros_like(param) if wants_state else None
         optimizer.step()
     finally:
@@ -74,10 +74,6 @@ def init_state(optimizer: Optimizer) -> None:
                 group["lr"] = rate
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
-
-
-def _is_elsewhere(param: Tensor) -> bool:
-    return isinstance(param, FlatShard) and param._shard_spec.is_elsewhere
 
 
 def _entries(optimizer: Optimizer) -> Iterator[_Entry]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composable_shard._flat_param import FlatParamHandle
-from composable_shard._flat_shard import FlatShard
+from composable_shard._flat_shard import FlatShard, is_elsewhere
 from composable_shard._param_names import find_params, handles_of
 
 __all__ = ["Group", "Member", "States", "canonical", "join_state", "split_state", "view_optimizers"]
@@ -110,11 +110,14 @@ def _members(model: nn.Module) -> dict[int, Member]:
 def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
     """Return an optimizer's state of one parameter by name; that of a flat one cut into originals.
 
+    None of a parameter that another rank owns whole: what Adagrad made of it here, no step has
+    brought forward.
+
     Raises:
         NotImplementedError: For state that is no tensor and no number, as LBFGS has, or that can't
             be cut like a flat parameter.
     """
-    if not state or _is_elsewhere(member):
+    if not state or is_elsewhere(member.param):
         return {}
     found: States = {fqn: {} for fqn in member.fqns}
     for name, value in state.items():
@@ -127,17 +130,6 @@ def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
         for fqn, index in zip(member.fqns, member.indices or (0,), strict=True):
             found[fqn][name] = _cut_flat(member, name, value, index) if member.is_flat else value
     return found
-
-
-def _is_elsewhere(member: Member) -> bool:
-    """Return whether another rank owns the whole parameter, and alone steps it.
-
-    What this rank has of its state would stay as it is.
-    """
-    if member.handle is None or member.is_flat:
-        return False
-    spec = member.handle.entries[member.indices[0]].spec
-    return spec.owner is not None and spec.owner != spec.rank
 
 
 def _cut_flat(member: Member, name: str, value: Any, index: int) -> Any:
@@ -171,7 +163,7 @@ def join_state(member: Member, states: States) -> dict[str, Any]:
         ValueError: If originals of one flat parameter have numbers that differ.
     """
     given = {fqn: states[fqn] for fqn in member.fqns if states.get(fqn)}
-    if _is_elsewhere(member):
+    if is_elsewhere(member.param):
         return {}
     if not member.is_flat or not given:
         return dict(given.get(member.fqns[0], {}))
