@@ -13,7 +13,12 @@ from torch._C._dynamo.eval_frame import (
 )
 
 from composable_shard._casts import Boundary, cast_arguments, cast_output
-from composable_shard._model_state import load_values, show_shards, show_whole_values
+from composable_shard._model_state import (
+    adopt_new_data,
+    load_values,
+    show_shards,
+    show_whole_values,
+)
 from composable_shard._runtime import post_forward, pre_forward
 from composable_shard._state import ShardState, TrainingState
 
@@ -81,6 +86,7 @@ def register_state_dict_hooks(
         module.register_state_dict_post_hook(partial(show_shards, state))
         module.register_load_state_dict_pre_hook(partial(load_values, state))
     for module in roots:
+        module.register_state_dict_pre_hook(partial(adopt_new_data, state))
         module.register_state_dict_post_hook(show_whole_values)
 
 

@@ -38,6 +38,7 @@ from composable_shard._traversal import get_states
 from composable_shard._value_problems import find_problems, keys_by_name
 
 __all__ = [
+    "adopt_new_data",
     "agree_on_values",
     "load_values",
     "make_whole",
@@ -47,6 +48,18 @@ __all__ = [
 ]
 
 
+def adopt_new_data(state: ShardState, *_: Any) -> None:
+    """Take over what `to_empty` and the like gave the parameters, so that a state dict shares it.
+
+    A state-dict pre-hook of a unit's own modules, which runs before anything in them is saved.
+    """
+    with torch.no_grad():
+        for handle in state.needed:
+            is_new = any(e.sharded._local is not e.shard_view for e in handle.shown_at_rest)
+            if is_new and not handle.is_in_scope:
+                handle.adopt_changes()
+
+
 def show_shards(
     state: ShardState, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
@@ -54,36 +67,23 @@ def show_shards(
 
     A state-dict hook of each module of a unit, which runs after everything in it has been saved.
     """
-    stale = {handle for handle in state.needed if _has_new_data(handle)}
-    is_plain = not any(
-        h.shows_flat or h.is_registered_unsharded or h.is_in_scope for h in state.needed
-    )
-    if is_plain and not stale:
+    if not any(h.shows_flat or h.is_registered_unsharded or h.is_in_scope for h in state.needed):
         return
     with torch.no_grad():
-        for handle in stale:
-            handle.adopt_changes()
         for name in flat_names(module):
             state_dict.pop(prefix + name, None)
         for name, param in find_params(module, state).items():
-            value = _value_of(param, is_adopted=param.handle in stale)
+            value = _value_of(param)
             if value is not None:
                 state_dict[prefix + unwrapped(name)] = value
     _restore_order(module, state_dict, prefix)
 
 
-def _has_new_data(handle: FlatParamHandle) -> bool:
-    """Return whether shards have other memory than the handle's, as after `to_empty`."""
-    return not handle.is_in_scope and any(
-        entry.sharded._local is not entry.shard_view for entry in handle.entries
-    )
-
-
-def _value_of(param: ManagedParam, *, is_adopted: bool) -> Tensor | None:
+def _value_of(param: ManagedParam) -> Tensor | None:
     handle, entry = param.handle, param.entry
     if handle.is_in_scope:
         return handle.scope_params[param.index].detach() if handle._hides_scope_params else None
-    if not (handle.shows_flat or handle.is_registered_unsharded or is_adopted):
+    if not (handle.shows_flat or handle.is_registered_unsharded):
         return None
     handle.adopt_changes()
     # Not detach(): a hidden parameter's class would come along.
