@@ -11,6 +11,7 @@ losses. Every rank is forked from this process, which has imported torch and sta
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import mmap
@@ -42,6 +43,8 @@ WORLD_SIZE = 2
 DEADLINE_S = 60.0
 MAX_STEPS = 2000
 EXIT_FAILED = 3
+# In memory: kills don't lose what the system holds, and a busy disk makes `fsync` take minutes.
+_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
 COMPLETED, START, NUM_OPERATIONS, IN_SAVE, LOSSES = 0, 1, 2, 4, 8  # places in the shared memory
 
 
@@ -181,6 +184,7 @@ class Ranks:
 
 def _run_child(rank: int, folder: Path, shared: Shared, run: Run) -> None:
     code = 1
+    faulthandler.dump_traceback_later(0.9 * DEADLINE_S)  # says where a rank hangs
     try:
         rank_main(rank, folder, shared, run)
         (folder / f"modules {rank}").write_text("\n".join(sys.modules))
@@ -343,7 +347,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=_FOLDER) as name:
         scenario = Scenario(Path(name), args.steps)
         kill_at_operations(scenario, args.every, args.resume_every)
         kill_at_random(scenario, args.random, args.seed)
