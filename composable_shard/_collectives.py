@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -120,11 +121,17 @@ def _is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
     shard straight from and to where it belongs took 0.4 to 0.9 of the time of the best collective
     at 2 and 4 ranks and 64 kB to 32 MB. With many ranks the number of messages would tell.
     """
-    return (
-        device.type == "cpu"
-        and 1 < group.size() <= _MAX_EXCHANGE_SIZE
-        and _backend_name(group, device) == "gloo"
-    )
+    if device.type != "cpu":
+        return False
+    found = _exchanges.get(group)
+    if found is None:
+        is_small = 1 < group.size() <= _MAX_EXCHANGE_SIZE
+        found = _exchanges[group] = is_small and _backend_name(group, device) == "gloo"
+    return found
+
+
+# Asked several times for each unit; by group, as long as that exists.
+_exchanges: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -89,7 +89,7 @@ class FlatReduction:
         The second stage travels in the dtype of the first. A main dtype that is narrower than that
         of the gradients on the way is for the result, which is rounded to it once.
         """
-        if self._shard_group.replicate_groups:
+        if self._shard_group.replicate_groups or reduce_dtype is self.main_dtype:
             return reduce_dtype
         return torch.promote_types(reduce_dtype, self.main_dtype)
 

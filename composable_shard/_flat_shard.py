@@ -349,8 +349,9 @@ class FlatShardOfDTensor(FlatShard, DTensorSlots):
 
 def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
     """Return `FlatShard(local, spec)`; for results of ops, where every microsecond counts."""
+    # By position: names cost as much as the rest.
     shard: FlatShard = _make_wrapper(
-        FlatShard, spec.shape, spec.stride, dtype=local.dtype, device=local.device
+        FlatShard, spec.shape, spec.stride, None, None, local.dtype, torch.strided, local.device
     )
     shard._local = local
     shard._shard_spec = spec

@@ -214,7 +214,9 @@ class FlatStorage(Registration):
         the unshard stream where there are streams. `wait_unshard` must follow before the parameters
         are used. If the allocation or the collective fails, the handle is as before.
         """
-        if self.is_in_scope or self.is_whole or self.is_current:
+        if self.gathered_writes == self.guard.num_writes and not self.is_outdated:
+            return  # as `is_current` says, for most calls
+        if self.is_in_scope or self.is_whole:
             return
         if self._gather is not None:
             self.wait_unshard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -207,17 +208,14 @@ class _OutputReached:
 
 def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, bool]:
     extents = [extent for handle in state.needed if (extent := handle.unsharded_extent)]
-    is_aliased = is_armed = False
-    for tensor in iter_tensors(output):
-        pointer = 0 if not extents else _data_pointer(tensor)
-        is_aliased |= any(start <= pointer < end for start, end in extents)
-    if is_aliased:
+    if extents and any(_is_within(extents, tensor) for tensor in _tensors(output)):
         output = map_tensors(output, partial(_copy_alias, extents))
     if not torch.is_grad_enabled():
         return output, False
     output = _with_own_nodes(context, state, output)
     hook = None
-    for tensor in iter_tensors(output):
+    is_armed = False
+    for tensor in _tensors(output):
         if tensor.requires_grad and tensor.grad_fn is not None:
             if hook is None:
                 hook = _OutputReached(state, context)
@@ -240,7 +238,7 @@ def _with_own_nodes(context: TreeContext, state: ShardState, output: Any) -> Any
     only. With nodes of their own the backward reaches the units in the same order on all ranks.
     """
     newest = max(state.call_sequence_nr, context.output_sequence_nr)
-    if any(_is_older(tensor, newest) for tensor in iter_tensors(output)):
+    if any([_is_older(tensor, newest) for tensor in _tensors(output)]):
         output = map_tensors(
             output, lambda tensor: tensor.view_as(tensor) if _is_older(tensor, newest) else tensor
         )
@@ -261,13 +259,25 @@ def _data_pointer(tensor: Tensor) -> int:
         return 0
 
 
-def _copy_alias(extents: list[tuple[int, int]], tensor: Tensor) -> Tensor:
+def _is_within(extents: list[tuple[int, int]], tensor: Tensor) -> bool:
     pointer = _data_pointer(tensor)
-    return tensor.clone() if any(start <= pointer < end for start, end in extents) else tensor
+    return any([start <= pointer < end for start, end in extents])
+
+
+def _copy_alias(extents: list[tuple[int, int]], tensor: Tensor) -> Tensor:
+    return tensor.clone() if _is_within(extents, tensor) else tensor
+
+
+def _tensors(output: Any) -> Iterable[Tensor]:
+    """Return the tensors in an output, which mostly is one."""
+    return (output,) if isinstance(output, Tensor) else iter_tensors(output)
 
 
 def _count_writes(state: ShardState) -> int:
-    return sum(handle.guard.num_writes for handle in state.needed)
+    count = 0
+    for handle in state.needed:
+        count += handle.guard.num_writes
+    return count
 
 
 # Backward

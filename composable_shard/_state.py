@@ -23,6 +23,8 @@ __all__ = ["ExecutionOrder", "ShardState", "TrainingState", "TreeContext"]
 class TrainingState(Enum):
     """What a unit is doing."""
 
+    __hash__ = object.__hash__  # that of Enum is a Python function
+
     IDLE = auto()
     # Between the pre-forward and the post-forward of its module.
     FORWARD = auto()

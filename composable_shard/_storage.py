@@ -28,14 +28,14 @@ def alloc_storage(tensor: Tensor) -> None:
     """Give `tensor`, which spans its whole storage, its memory again; no-op if it has it."""
     storage = tensor.untyped_storage()
     nbytes = tensor.numel() * tensor.element_size()
-    if storage.size() != nbytes:
+    if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
 
 
 def free_storage(tensor: Tensor) -> None:
     """Give back the memory of `tensor`'s storage; the tensor and its views stay, unreadable."""
     storage = tensor.untyped_storage()
-    if storage.size() != 0:
+    if storage.nbytes() != 0:
         storage.resize_(0)
 
 
