@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import or_
+
 import torch
 from torch import Tensor, nn
 
 from composable_shard import _collectives, _trace
 from composable_shard._flat_reduction import FlatReduction, ScratchPool, Streams
 from composable_shard._flat_shard import FlatShard
-from composable_shard._grad_pieces import AwaitedGradients, GradPieces, packing_scale, set_or_add
+from composable_shard._grad_pieces import (
+    AwaitedGradients,
+    GradPieces,
+    move_out_gradients,
+    packing_scale,
+    set_gradients,
+)
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ShardSpec
+from composable_shard._small_gradients import SmallGradients, write_gradient, write_gradients
 from composable_shard._storage import alloc_storage, free_storage
 
 __all__ = ["FlatGradient"]
@@ -42,11 +52,6 @@ class FlatGradient:
 
     Where one rank trains alone, nothing is packed: autograd's own gradients are published, cast.
 
-    [Note: Reduce dtype]
-    The buffer may have another dtype than the parameters: packing casts. Gradients of microbatches
-    that are not reduced then add up in it too, under every strategy. The result is cast once, to
-    the main dtype. Where that takes memory of its own, persistent gradients have it persistently.
-
     Attributes:
         arrived: Which parameters' gradients are in the buffer.
         num_arrived: How many are.
@@ -58,6 +63,7 @@ class FlatGradient:
         packs_always: Gradients are packed also if this backward does not reduce them.
         can_share: Gradients may be packed in place.
         awaited: Counts the parameters whose gradient this backward has accumulated.
+        small: Those whose gradients wait to be packed together.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class FlatGradient:
         self.reduced: Tensor | None = None
         self.uses_shared = False
         self.awaited = AwaitedGradients(len(layout.numels))
+        self.small = SmallGradients()
         self._own = torch.empty(0)  # (padded_numel,), storage size 0 unless a round needs it
         self._shared = self._own  # the unsharded buffer, of the same shape
         self._own_part: Tensor | None = None  # (shard_numel,), where a reduction ends in place
@@ -87,7 +94,8 @@ class FlatGradient:
         self._shared_views: list[Tensor] = []  # likewise; they share the parameters' versions
         self._views: list[Tensor] | None = None  # those of the round, None between rounds
         self._prescale = 1.0
-        self._factor = self._own  # the same: a kernel takes a tensor of 0 dimensions fastest
+        # The same, None for 1: a kernel takes a tensor of 0 dimensions fastest.
+        self._factor: Tensor | None = None
         self._is_plain = False  # gradients are copied as they are
 
     def bind(
@@ -124,8 +132,9 @@ class FlatGradient:
             self._own_part = self._own[start:end]
         free_storage(self._own)
         self._shared, self._shared_views = shared, shared_views
-        scale = packing_scale(group, reduce_dtype, is_cast=not self.can_share)
-        self._prescale, self._factor = scale
+        self._prescale, factor = packing_scale(group, reduce_dtype, is_cast=not self.can_share)
+        self._factor = None if self._prescale == 1.0 else factor
+        self.small.bind(self._own_views)
         self._is_plain = all(spec.tensor_parallel is None for spec in specs)
 
     def release(self) -> None:
@@ -138,8 +147,7 @@ class FlatGradient:
     @property
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank since the last `publish`."""
-        pairs = zip(self._was_used, self.arrived, strict=True)
-        return [used or arrived for used, arrived in pairs]
+        return list(map(or_, self._was_used, self.arrived))
 
     # From unsharded gradients to the reduced shard
 
@@ -157,6 +165,11 @@ class FlatGradient:
     def is_partial(self) -> bool:
         """Whether gradients are reduced over the shard group only, so far."""
         return self.reduction.partial is not None
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether small gradients may wait for others, in the round that is open."""
+        return self._views is not None and self._is_plain
 
     @property
     def is_open(self) -> bool:
@@ -180,21 +193,12 @@ class FlatGradient:
         """
         if self._views is None:
             self._open(in_place)
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
         view = self._views[index]  # type: ignore[index]
         if self.arrived[index]:
             view.add_(gradient, alpha=self._prescale)
-            return
-        self._write(view, gradient)
-        self.arrived[index] = True
-        self.num_arrived += 1
-
-    def _write(self, view: Tensor, gradient: Tensor) -> None:
-        if self._prescale == 1.0:
-            view.copy_(gradient)
         else:
-            torch.mul(gradient, self._factor, out=view)
+            write_gradient(view, gradient, self._factor)
+            self.note_arrival(index)
 
     def pack_further(self, index: int, param: nn.Parameter | None) -> bool:
         """Pack the gradient of `param` into a round that is open: the short way, for most.
@@ -204,14 +208,21 @@ class FlatGradient:
         """
         if self._views is None or self.arrived[index] or not self._is_plain or param is None:
             return False
-        gradient = param.grad
-        if gradient is None or gradient.is_sparse:
+        if (gradient := param.grad) is None:
             return False
         param.grad = None
-        self._write(self._views[index], gradient)
-        self.arrived[index] = True
-        self.num_arrived += 1
+        write_gradient(self._views[index], gradient, self._factor)
+        self.note_arrival(index)
         return True
+
+    def pack_small(self, params: Sequence[nn.Parameter | None]) -> None:
+        """Pack the gradients that wait, of all parameters in order: [Note: Small gradients]."""
+        indices, views = self.small.take(), self._views
+        if indices and views is not None:
+            chosen = [views[index] for index in indices]
+            write_gradients(chosen, [params[index] for index in indices], self._factor)
+            for index in indices:
+                self.note_arrival(index)
 
     def _open(self, in_place: bool) -> None:
         self.uses_shared = in_place
@@ -341,14 +352,7 @@ class FlatGradient:
 
     def move_out_published(self, params: list[FlatShard]) -> None:
         """Give published gradients that are views of the buffer memory of their own."""
-        result = self._result if self._result.numel() else self._own
-        start = result.untyped_storage().data_ptr()
-        for param in params:
-            grad = param.grad
-            if isinstance(grad, FlatShard):
-                local = grad._local
-                if local.numel() and local.untyped_storage().data_ptr() == start:
-                    grad._local = local.clone()
+        move_out_gradients(params, self._result if self._result.numel() else self._own)
 
     def publish(
         self,
@@ -373,14 +377,9 @@ class FlatGradient:
         shard, self.reduced = self.reduced, None
         self._was_used = [False] * len(self._was_used)
         if own is not None:
-            grads = self._pieces.wrap(own, specs)
+            set_gradients(params, self._pieces.wrap(own, specs), used)
         elif shard is not None:
-            grads = self._pieces.cut(shard, specs)
-        else:
-            return
-        for param, grad, is_used in zip(params, grads, used, strict=True):
-            if is_used and grad is not None:
-                set_or_add(param, grad)
+            set_gradients(params, self._pieces.cut(shard, specs), used)
 
     def drop(self) -> None:
         """Forget this backward's gradients, whatever was in flight, after an error."""
@@ -398,3 +397,4 @@ class FlatGradient:
         self.arrived = [False] * len(self.arrived)
         self.num_arrived = 0
         self._views = None
+        self.small.close()

@@ -250,7 +250,7 @@ class FlatParamHandle(PublishedGradients):
     @property
     def has_hidden_alias(self) -> bool:
         """Whether the value of any parameter may be used where autograd can't see it."""
-        return any(getattr(param, "has_hidden_alias", False) for param in self.unsharded_params)
+        return any([getattr(entry.unsharded, "has_hidden_alias", False) for entry in self.entries])
 
     def will_get_gradient(self) -> bool:
         """Return whether the running backward pass accumulates a gradient of any parameter."""
@@ -330,8 +330,14 @@ class FlatParamHandle(PublishedGradients):
             if self.host_grad is not None:
                 self.host_grad.reuse_sources()
 
+    def pack_small(self) -> None:
+        """Pack the gradients that wait for others, [Note: Small gradients]."""
+        if self.grad.small.indices:
+            self.grad.pack_small([entry.unsharded for entry in self.entries])
+
     def pack_rest(self, *, may_overwrite: bool) -> None:
-        """Pack the gradients that are not packed yet: those of earlier microbatches."""
+        """Pack what is not packed yet: gradients that wait, and those of earlier microbatches."""
+        self.pack_small()
         if self.grad.num_arrived < len(self.entries):
             for index in range(len(self.entries)):
                 self.pack_gradient(index, may_overwrite=may_overwrite)

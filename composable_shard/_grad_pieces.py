@@ -14,7 +14,14 @@ from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ShardSpec
 
-__all__ = ["AwaitedGradients", "GradPieces", "local_gradient", "packing_scale", "set_or_add"]
+__all__ = [
+    "AwaitedGradients",
+    "GradPieces",
+    "local_gradient",
+    "move_out_gradients",
+    "packing_scale",
+    "set_gradients",
+]
 
 
 class AwaitedGradients:
@@ -77,12 +84,12 @@ class GradPieces:
         ):
             return self._pieces
         parts = shard.split_with_sizes(self._sizes)
-        views = [parts[index] for index in self._indices]
         pieces = [
-            None if spec.is_elsewhere else wrap(view, spec)
-            for view, spec in zip(views, specs, strict=True)
+            None if spec.is_elsewhere else wrap(parts[index], spec)
+            for index, spec in zip(self._indices, specs, strict=True)
         ]
         if self._is_kept:
+            views = [parts[index] for index in self._indices]
             self._shard, self._views, self._pieces = shard, views, pieces
         return pieces
 
@@ -128,22 +135,39 @@ def packing_scale(
     return scale, factor
 
 
-def set_or_add(param: FlatShard, shard: FlatShard) -> None:
-    """Set the gradient of a sharded parameter, or add to the one that it has.
+def set_gradients(
+    params: Sequence[FlatShard], shards: Sequence[FlatShard | None], used: Sequence[bool]
+) -> None:
+    """Set the gradients of sharded parameters that were used, or add to those they have.
 
     Raises:
-        RuntimeError: If that is not a shard like the parameter.
+        RuntimeError: If one that a parameter has is not a shard like the parameter.
     """
-    grad = param.grad
-    if grad is None:
-        param.grad = shard
-        return
-    if not isinstance(grad, FlatShard) or grad._local.shape != shard._local.shape:
-        raise RuntimeError(
-            f"expected .grad of parameter '{param._shard_spec.label}' to be None or a FlatShard, "
-            f"got {type(grad).__name__}. Let backward() set it, or assign a FlatShard."
-        )
-    grad._local.add_(shard._local)
+    for param, shard, is_used in zip(params, shards, used, strict=True):
+        if not is_used or shard is None:
+            continue
+        grad = param.grad
+        if grad is None:
+            param.grad = shard
+        elif isinstance(grad, FlatShard) and grad._local.shape == shard._local.shape:
+            grad._local.add_(shard._local)
+        else:
+            raise RuntimeError(
+                f"expected .grad of parameter '{param._shard_spec.label}' to be None or a "
+                f"FlatShard, got {type(grad).__name__}. Let backward() set it, or assign a "
+                "FlatShard."
+            )
+
+
+def move_out_gradients(params: Sequence[FlatShard], memory: Tensor) -> None:
+    """Give gradients of sharded parameters that are views of `memory` memory of their own."""
+    start = memory.untyped_storage().data_ptr()
+    for param in params:
+        grad = param.grad
+        if isinstance(grad, FlatShard):
+            local = grad._local
+            if local.numel() and local.untyped_storage().data_ptr() == start:
+                grad._local = local.clone()
 
 
 def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:

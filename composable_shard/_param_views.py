@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -99,11 +100,12 @@ class ParamViews(ShardAccess):
         # handle holds the leaf; one strong reference would leak the unit for ever.
         handle_ref = weakref.ref(self)
 
-        def hook(_: Tensor) -> None:
+        def arrive(index: int) -> None:
             handle = handle_ref()
             if handle is not None:
                 handle._on_gradient(handle, index)  # type: ignore[misc]
 
+        hook = partial(self.grad.small.receive, index, arrive)
         unsharded.register_post_accumulate_grad_hook(hook)
 
     def adopt_changes(self) -> None:

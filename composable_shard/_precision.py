@@ -1,4 +1,11 @@
-"""The dtypes of one flat parameter: what a policy makes of the dtype its parameters had."""
+"""The dtypes of one flat parameter: what a policy makes of the dtype its parameters had.
+
+[Note: Reduce dtype]
+The buffer of gradients may have another dtype than the parameters: packing casts. Gradients of
+microbatches that are not reduced then add up in it too, under every strategy. The result is cast
+once, to the main dtype. Where that takes memory of its own, persistent gradients have it
+persistently.
+"""
 
 from __future__ import annotations
 

@@ -106,8 +106,9 @@ def _show_sharded(context_ref: weakref.ref[TreeContext], _: object) -> None:
     context.prefetched, context.early, context.ready, context.delivered = {}, {}, [], {}
     context.hook_error = None
     for state in context.live_states():
-        if state.depth == 0 and not state.is_held:
-            for handle in state.handles:
+        for handle in state.handles:
+            handle.grad.small.close()
+            if state.depth == 0 and not state.is_held:
                 handle.register_sharded()
 
 
@@ -125,17 +126,26 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
     if handle.has_early_hooks:
         handle.accumulated.add(index)
     if handle.grad.packs_always or state.reduces(handle):
-        if torch.is_grad_enabled():
-            # create_graph: the packed copy must not become part of the graph.
-            with torch.no_grad():
-                handle.pack_gradient(index, may_overwrite=False)
-        elif not handle.grad.pack_further(index, handle.entries[index].unsharded):
-            may_overwrite = handle.reshards_after_backward and _is_outermost(context)
-            handle.pack_gradient(index, may_overwrite=may_overwrite)
+        _pack(context, state, handle, index)
     if state.buckets is not None:
         _end_full_buckets(context, state, handle, index)
     elif handle.end_position == -1 and handle.grad.awaited.count(index):
         _end_unannounced(context, state, handle)
+
+
+def _pack(context: TreeContext, state: ShardState, handle: FlatParamHandle, index: int) -> None:
+    if torch.is_grad_enabled():
+        # create_graph: the packed copy must not become part of the graph.
+        with torch.no_grad():
+            handle.pack_gradient(index, may_overwrite=False)
+        return
+    handle.pack_small()
+    if not handle.grad.pack_further(index, handle.entries[index].unsharded):
+        may_overwrite = handle.reshards_after_backward and _is_outermost(context)
+        handle.pack_gradient(index, may_overwrite=may_overwrite)
+    counts_each = state.buckets is not None or handle.end_position == -1 or handle.has_early_hooks
+    if handle.grad.may_wait and not counts_each:
+        handle.grad.small.open(handle.grad.arrived)
 
 
 def _enter(context: TreeContext, state: ShardState, handle: FlatParamHandle, index: int) -> None:

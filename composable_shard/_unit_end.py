@@ -37,12 +37,13 @@ def open_unit(context: TreeContext, state: ShardState, position: int) -> None:
     -1 stands for the end of the backward. [Note: End of a unit]
     """
     owned = [(state, handle) for handle in state.handles]
-    owned += [
-        (owner, handle)
-        for handle in state.borrowed
-        for owner in context.live_states()
-        if handle in owner.handles
-    ]
+    if state.borrowed:
+        owned += [
+            (owner, handle)
+            for handle in state.borrowed
+            for owner in context.live_states()
+            if handle in owner.handles
+        ]
     for owner, handle in owned:
         if handle.end_position is not None:
             if position >= handle.end_position:
@@ -80,6 +81,8 @@ def end_handle(context: TreeContext, state: ShardState, handle: FlatParamHandle)
         if not is_final and is_accumulating(context, handle):
             issue(context, state, handle, keeps=keeps_values(context, handle))
     elif handle.requires_grad and context.accumulates:
+        handle.pack_small()
+        handle.grad.small.close()
         handle.is_unsynced = True
     release_after_backward(context, handle)
     if state.training_state is TrainingState.PRE_BACKWARD:
