@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from composable_shard import _collectives
 from composable_shard._encoded_values import decode, describe
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_shard import FlatShard
-from composable_shard._full_values import ReceiveBuffer, gather_full
+from composable_shard._full_values import Shares, gather_full
 from composable_shard._host_copies import HOST
 from composable_shard._optimizer_view import Group, States, split_state, view_optimizers
 from composable_shard._param_names import handles_of, mesh_groups, tensor_meshes
@@ -258,19 +258,10 @@ def _make_full(
     to_first: bool,
 ) -> States:
     full = {fqn: dict(state) for fqn, state in states.items()}
-    buffer = ReceiveBuffer()
-    for handle, names in by_handle(groups).items():
-        for key, dtype in _shard_kinds(names, states):
-            indices = [i for i, fqn in names.items() if _is_kind(states.get(fqn), key, dtype)]
-            shard = torch.zeros_like(handle.local_shard, dtype=dtype)
-            for index in indices:
-                piece = states[names[index]][key]._local
-                handle.slice_of(handle.entries[index], shard).copy_(piece)
-            values = gather_full(
-                handle, shard, indices, to_first=to_first, device=device, buffer=buffer
-            )
-            for index, value in zip(indices, values or (), strict=False):
-                full[names[index]][key] = value
+    names = by_handle(groups)
+    for shares, values in gather_full(_shares(names, states), to_first=to_first, device=device):
+        for index, value in values.items():
+            full[names[shares.handle][index]][shares.kind] = value
     if to_first and not ranks.is_first:
         return {}
     return {
@@ -281,6 +272,18 @@ def _make_full(
         }
         for fqn, state in full.items()
     }
+
+
+def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Iterator[Shares]:
+    """Yield each kind of state of each handle, joined as the handle's parameters are."""
+    for handle, fqns in names.items():
+        for key, dtype in _shard_kinds(fqns, states):
+            indices = [i for i, fqn in fqns.items() if _is_kind(states.get(fqn), key, dtype)]
+            shard = torch.zeros_like(handle.local_shard, dtype=dtype)
+            for index in indices:
+                piece = states[fqns[index]][key]._local
+                handle.slice_of(handle.entries[index], shard).copy_(piece)
+            yield Shares(handle, shard, indices, key)
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:

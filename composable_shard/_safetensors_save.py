@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard._full_values import gather_full_params, is_first
+from composable_shard._full_values import Shares, gather_full, is_first
 from composable_shard._host_copies import HOST
 from composable_shard._model_tensors import ModelTensors
 from composable_shard._param_names import mesh_groups
@@ -36,7 +36,7 @@ def save_safetensors(
 
     The first rank writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with
     `model.safetensors.index.json`, as `transformers` does: full tensors under the original names,
-    tied ones once. It holds one full unit on its device, and in host memory one unit and the
+    tied ones once. It holds one full unit on its device, and in host memory two units and the
     tensors of one file; the other ranks hold nothing beyond their shards. When the call returns,
     on any rank, the files are complete. They are written under temporary names; see
     `TensorWriter.publish` for what a reader finds if the process is killed. Values are the main
@@ -113,11 +113,10 @@ def _full_tensors(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
     On ranks other than the first only what every rank has is yielded.
     """
     names = {(each.handle, each.index): each.names[0] for each in tensors.sharded}
-    for handle in tensors.handles:
-        values = gather_full_params(handle, to_first=True, device=HOST) or []
-        for index, value in enumerate(values):
-            if (handle, index) in names:
-                yield names[handle, index], value
+    for shares, values in gather_full(map(Shares, tensors.handles), to_first=True, device=HOST):
+        for index, value in values.items():
+            if (shares.handle, index) in names:
+                yield names[shares.handle, index], value
         del values  # before the next unit is gathered
     for other in tensors.others:
         if other.is_persistent:

@@ -12,8 +12,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from composable_shard._calls import check_is_idle
+from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_shard import FlatShard
-from composable_shard._full_values import ReceiveBuffer, gather_full_params
+from composable_shard._full_values import Shares, gather_full
 from composable_shard._host_copies import HOST
 from composable_shard._model_broadcast import broadcast_model
 from composable_shard._model_state import agree_on_values, make_whole
@@ -120,33 +121,29 @@ def _make_full(
     ranks = Ranks(model)
     if options.rank0_only:
         ranks.check_one_is_first()
-    places: dict[Any, list[str]] = {}
+    found = {key: value for key, value in found.items() if names(key) is not None}
+    places: dict[FlatParamHandle, dict[int, list[str]]] = {}
     for name, param in find_params(model).items():
-        places.setdefault((param.handle, param.index), []).append(canonical(name))
+        if canonical(name) in found:
+            keys = places.setdefault(param.handle, {}).setdefault(param.index, [])
+            keys.append(canonical(name))
+    wanted = (Shares(handle, indices=list(keys)) for handle, keys in places.items())
     device = HOST if options.cpu_offload else None
-    buffer = ReceiveBuffer()
-    for handle in handles_of(model):
-        own = {i: places.get((handle, i), []) for i in range(len(handle.entries))}
-        if not any(names(key) is not None for keys in own.values() for key in keys):
-            continue
-        values = gather_full_params(
-            handle, to_first=options.rank0_only, device=device, buffer=buffer
-        )
-        for index, value in enumerate(values or ()):
-            # A copy that is cast is not held beside what it was cast from.
-            found.update(dict.fromkeys(own[index], _cast(value, options.dtype)))
-    done = {key for keys in places.values() for key in keys}
+    done: set[str] = set()
+    for shares, values in gather_full(
+        wanted, to_first=options.rank0_only, device=device, dtype=options.dtype
+    ):
+        for index, keys in places[shares.handle].items():
+            done.update(keys)
+            if index in values:
+                found.update(dict.fromkeys(keys, values[index]))
     for key, value in found.items():
         # FlatShards: `model` may be a part of a unit.
         if key not in done and isinstance(value, FlatShard | DTensor):
             found[key] = value.full_tensor()
     if options.rank0_only and not ranks.is_first:
         return {}
-    return {
-        key: value if key in done else _copied(value, device)
-        for key, value in found.items()
-        if names(key) is not None
-    }
+    return {key: value if key in done else _copied(value, device) for key, value in found.items()}
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:
