@@ -15,9 +15,9 @@ from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_shard import FlatShard
 from composable_shard._full_values import scatter_full
 from composable_shard._model_state import materialize
-from composable_shard._optimizer_dict import Ranks
 from composable_shard._optimizer_view import canonical
 from composable_shard._param_names import find_params
+from composable_shard._ranks import Ranks
 
 __all__ = ["broadcast_model"]
 

@@ -18,11 +18,12 @@ from composable_shard._full_values import Shares, gather_full
 from composable_shard._host_copies import HOST
 from composable_shard._model_broadcast import broadcast_model
 from composable_shard._model_state import agree_on_values, make_whole
-from composable_shard._optimizer_dict import Ranks, read_optimizers
+from composable_shard._optimizer_dict import read_optimizers
 from composable_shard._optimizer_load import load_optimizers
 from composable_shard._optimizer_state import init_state
 from composable_shard._optimizer_view import canonical
 from composable_shard._param_names import find_params, handles_of
+from composable_shard._ranks import Ranks
 from composable_shard._state_options import StateDictOptions
 from composable_shard._traversal import get_states
 from composable_shard._value_problems import find_problems
