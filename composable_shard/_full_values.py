@@ -19,15 +19,9 @@ from composable_shard._layout import FlatLayout, intersect
 from composable_shard._param_names import tensor_meshes
 from composable_shard._shard_spec import ShardSpec
 
-__all__ = ["Shares", "gather_full", "is_first", "scatter_full"]
+__all__ = ["Shares", "gather_full", "scatter_full"]
 
 _MIN_ALONE_NBYTES = 1 << 16  # a message costs about as much as a copy of 40 kB
-
-
-def is_first(handle: FlatParamHandle) -> bool:
-    """Return whether this rank is the first of the handle's ranks, tensor-parallel ones too."""
-    is_first_part = all(not any(mesh.get_coordinate() or ()) for mesh in tensor_meshes([handle]))
-    return handle.shard_group.is_first and is_first_part
 
 
 @dataclass(frozen=True)
@@ -118,7 +112,7 @@ class _Arrival:
         handle = self.shares.handle
         if self.work is not None:
             self.work.wait()
-        keeps = bool(self.parts) and (is_first(handle) or not to_first)
+        keeps = bool(self.parts) and (_is_first(handle) or not to_first)
         found: dict[int, Tensor] = {}
         while self.parts:
             memory, start, indices = self.parts.pop(0)
@@ -136,6 +130,12 @@ class _Arrival:
                         copy=not may_keep,
                     )
         return found
+
+
+def _is_first(handle: FlatParamHandle) -> bool:
+    """Return whether this rank is the first of the handle's ranks, tensor-parallel ones too."""
+    is_first_part = all(not any(mesh.get_coordinate() or ()) for mesh in tensor_meshes([handle]))
+    return handle.shard_group.is_first and is_first_part
 
 
 def _indices(shares: Shares) -> Sequence[int]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +32,7 @@ __all__ = [
     "average_gradient",
     "every_granularity",
     "fingerprint",
+    "net_without_first_rank",
     "pickled",
     "rank_input",
     "saved",
@@ -109,6 +111,16 @@ def shard_blocks(model: nn.Module, **options: Any) -> None:
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
+
+
+def net_without_first_rank() -> Net:
+    """Return a model whose units' meshes begin with different ones of two ranks."""
+    torch.manual_seed(0)
+    model = Net()
+    turned = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
+    fully_shard(model.blocks[0], mesh=turned["shard"])  # each rank by itself
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model
 
 
 def rank_input(*shape: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -44,7 +44,14 @@ from composable_shard import (
 from composable_shard._safetensors_files import TensorFiles, TensorWriter, parse_nbytes
 from composable_shard._safetensors_load import _covering_rows
 from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
-from tests.models import Net, every_granularity, rank_input, shard_blocks, shard_root
+from tests.models import (
+    Net,
+    every_granularity,
+    net_without_first_rank,
+    rank_input,
+    shard_blocks,
+    shard_root,
+)
 
 
 class _Model(Net):
@@ -216,6 +223,15 @@ def test_tensor_parallel_parts_without_data_parallel_ranks(tmp_path: Path) -> No
         assert_equal(value, plain.state_dict()[name], name)
     load_safetensors(models[1], tmp_path)
     _assert_same_values(models[1], plain)
+
+
+@distributed(2)
+def test_a_model_that_no_rank_could_write_is_refused(tmp_path: Path) -> None:
+    """Where units' meshes begin with different ranks, none has all values."""
+    model = net_without_first_rank()
+    with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
+        save_safetensors(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 @distributed(2)

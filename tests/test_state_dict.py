@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torch_state_dict
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from composable_shard import (
@@ -36,7 +36,14 @@ from composable_shard import (
     unshard_params,
 )
 from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Block, Net, every_granularity, rank_input, shard_blocks
+from tests.models import (
+    Block,
+    Net,
+    every_granularity,
+    net_without_first_rank,
+    rank_input,
+    shard_blocks,
+)
 
 FULL = StateDictOptions(full_state_dict=True)
 EVERYWHERE = StateDictOptions(full_state_dict=True, rank0_only=False)
@@ -687,20 +694,10 @@ def test_torchs_own_functions_move_full_values(layout: str) -> None:
     assert_holds(model.state_dict(), make(Net, seed=1))
 
 
-def _meshes_that_begin_differently() -> nn.Module:
-    first = init_device_mesh("cpu", (2,))
-    turned = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
-    alone = turned["shard"]
-    model = make(Net)
-    fully_shard(model.blocks[0], mesh=alone)  # each rank by itself
-    fully_shard(model, mesh=first)
-    return model
-
-
 @distributed(2)
 def test_full_values_have_one_first_rank() -> None:
     """Where units' meshes begin with different ranks, none has, or could give, all values."""
-    model = _meshes_that_begin_differently()
+    model = net_without_first_rank()
     with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
         get_model_state_dict(model, options=FULL)
     with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
