@@ -21,8 +21,8 @@ from composable_shard._model_state import agree_on_values, make_whole
 from composable_shard._optimizer_dict import read_optimizers
 from composable_shard._optimizer_load import load_optimizers
 from composable_shard._optimizer_state import init_state
-from composable_shard._optimizer_view import canonical
-from composable_shard._param_names import find_params, handles_of
+from composable_shard._optimizer_view import canonical, params_by_fqn
+from composable_shard._param_names import handles_of
 from composable_shard._ranks import Ranks
 from composable_shard._state_options import StateDictOptions
 from composable_shard._traversal import get_states
@@ -124,10 +124,9 @@ def _make_full(
         ranks.check_one_is_first()
     found = {key: value for key, value in found.items() if names(key) is not None}
     places: dict[FlatParamHandle, dict[int, list[str]]] = {}
-    for name, param in find_params(model).items():
-        if canonical(name) in found:
-            keys = places.setdefault(param.handle, {}).setdefault(param.index, [])
-            keys.append(canonical(name))
+    for fqn, param in params_by_fqn(model).items():
+        if fqn in found:
+            places.setdefault(param.handle, {}).setdefault(param.index, []).append(fqn)
     wanted = (Shares(handle, indices=list(keys)) for handle, keys in places.items())
     device = HOST if options.cpu_offload else None
     done: set[str] = set()

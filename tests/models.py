@@ -16,18 +16,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import Block as UnitBlock
-from composable_shard import FlatShard, fully_shard, get_states
+from composable_shard import FlatShard, StateDictOptions, fully_shard, get_states
 from composable_shard._state import ShardState, TrainingState
 from composable_shard.api import Granularity
 from tests.helpers import assert_equal
 
 __all__ = [
+    "EVERYWHERE",
+    "FROM_RANK0",
+    "FULL",
     "Block",
     "FailingMode",
     "Net",
     "Nothing",
     "Optional",
+    "Tied",
     "Twins",
+    "Wide",
     "assert_at_rest",
     "average_gradient",
     "every_granularity",
@@ -40,6 +45,11 @@ __all__ = [
     "shard_children",
     "shard_root",
 ]
+
+
+FULL = StateDictOptions(full_state_dict=True)
+EVERYWHERE = StateDictOptions(full_state_dict=True, rank0_only=False)
+FROM_RANK0 = StateDictOptions(broadcast_from_rank0=True)
 
 
 class Block(nn.Module):
@@ -68,6 +78,27 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.out(x)
+
+
+class Tied(Net):
+    """Two blocks share a matrix, across units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+class Wide(nn.Module):
+    """Equal units that dwarf everything else, activations too."""
+
+    def __init__(self, dim: int = 256, num_blocks: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class CheckpointsBlocks:

@@ -37,30 +37,29 @@ from composable_shard import (
 )
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import (
+    EVERYWHERE,
+    FROM_RANK0,
+    FULL,
     Block,
     Net,
+    Tied,
     every_granularity,
     net_without_first_rank,
     rank_input,
     shard_blocks,
 )
 
-FULL = StateDictOptions(full_state_dict=True)
-EVERYWHERE = StateDictOptions(full_state_dict=True, rank0_only=False)
-FROM_RANK0 = StateDictOptions(broadcast_from_rank0=True)
 
-
-class Tied(Net):
-    """Two names for one parameter, in different units; a buffer, and one that is not saved."""
+class Buffered(Tied):
+    """With a buffer, and one that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1].up.weight = self.blocks[0].up.weight
         self.register_buffer("seen", torch.arange(3.0))
         self.register_buffer("scratch", torch.zeros(1), persistent=False)
 
 
-def make(kind: Callable[[], nn.Module] = Tied, seed: int = 0) -> nn.Module:
+def make(kind: Callable[[], nn.Module] = Buffered, seed: int = 0) -> nn.Module:
     """Return a model that is the same on all ranks."""
     torch.manual_seed(seed)
     return kind()
@@ -185,7 +184,7 @@ def _received(way: str) -> Iterator[None]:
         yield
 
 
-class _Odd(Tied):
+class _Odd(Buffered):
     """With parameters that lie in memory in other ways, or have other dtypes."""
 
     def __init__(self) -> None:
