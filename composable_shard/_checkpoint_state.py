@@ -17,8 +17,8 @@ from composable_shard._flat_shard import FlatShard
 from composable_shard._model_state import materialize
 from composable_shard._model_tensors import ModelTensors
 from composable_shard._optimizer_load import prepare_load
-from composable_shard._optimizer_view import canonical, view_optimizers
-from composable_shard._param_names import find_params, handles_of
+from composable_shard._optimizer_view import params_by_fqn, view_optimizers
+from composable_shard._param_names import handles_of
 from composable_shard._state_dict import get_model_state_dict, set_model_state_dict
 from composable_shard._state_options import StateDictOptions
 from composable_shard._tensor_region import local_part, region_of
@@ -40,7 +40,7 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, An
     """
     tree: dict[str, Any] = {}
     names: dict[Any, str] = {}
-    places = {canonical(name): place for name, place in find_params(model).items()}
+    places = params_by_fqn(model)
     for fqn, value in get_model_state_dict(model).items():
         name = f"model/{fqn}"
         if isinstance(value, Tensor) and value.is_meta:
@@ -108,7 +108,7 @@ class StagedModel:
             raise ValueError(f"{reader.folder} does not fit the model: {_listing(problems)}")
         meta = _find_meta(reader, model, state, common)
         staged: dict[str, Any] = {}
-        places = {canonical(name): place for name, place in find_params(model).items()}
+        places = params_by_fqn(model)
         known: dict[Any, Tensor] = {}
         for fqn, name, target in pairs:
             if name is None:

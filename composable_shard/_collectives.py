@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from composable_shard import _trace
 from composable_shard._collective_log import CollectiveLog, count_collectives
 from composable_shard._exchange import Waitable, abandon, exchange
-from composable_shard._parts import cut_in_parts, gather_parts, reduce_parts
+from composable_shard._parts import as_real, cut_in_parts, gather_parts, gather_pieces, reduce_parts
 from composable_shard._sums import PendingReduction
 from composable_shard._trace import INSIDE, is_inside
 
@@ -49,6 +49,8 @@ __all__ = [
     "broadcast",
     "count_collectives",
     "gather",
+    "gather_pieces",
+    "is_exchange",
     "is_inside",
     "reduce_scatter",
     "resolve_group",
@@ -101,7 +103,7 @@ def _way_of_terms(
     is_low = dtype in _LOW_PRECISION
     if not is_low and numels is not None and group.size() > 2 and _is_extreme(numels):
         return None
-    if _is_exchange(group, device):
+    if is_exchange(group, device):
         return "exchange"
     is_uneven = numels is not None and _backend_name(group, device) == "gloo"
     is_small = 1 < group.size() <= _MAX_ALL_TO_ALL_SIZE
@@ -113,7 +115,7 @@ def _is_extreme(numels: Sequence[int]) -> bool:
     return max(numels) * len(numels) > 2 * sum(numels)
 
 
-def _is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
+def is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether shards are sent from rank to rank, and sums taken here.
 
     Gloo copies what its all-gather sends and receives through buffers of its own, and its
@@ -136,11 +138,6 @@ _exchanges: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return group._get_backend(device).name().lower()
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as pairs of real numbers: no backend carries complex ones."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _payload(tensor: Tensor, numels: Sequence[int] | None) -> int:
@@ -168,8 +165,8 @@ def all_gather(
     if _trace.is_traced():
         _trace.record("all_gather", group.group_name, _payload(output, numels))
     with INSIDE:
-        output, shard = _real(output), _real(shard)
-        if not _is_exchange(group, output.device):
+        output, shard = as_real(output), as_real(shard)
+        if not is_exchange(group, output.device):
             if numels is None:
                 return group._allgather_base(output, shard)
             return gather_parts(cut_in_parts(output, group, numels), shard, group)
@@ -177,7 +174,7 @@ def all_gather(
         own = parts.pop(group.rank())
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard.view(own.shape))
-        return exchange(dict.fromkeys(parts, shard), parts, group)
+        return exchange([(rank, shard) for rank in parts], parts.items(), group)
 
 
 def gather(
@@ -199,15 +196,15 @@ def gather(
         nbytes = shard.nbytes * group.size() if numels is None else _payload(shard, numels)
         _trace.record("gather", group.group_name, nbytes)
     with INSIDE:
-        shard = _real(shard)
-        parts = [] if output is None else list(cut_in_parts(_real(output), group, numels))
-        if numels is None and not _is_exchange(group, shard.device):
+        shard = as_real(shard)
+        parts = [] if output is None else list(cut_in_parts(as_real(output), group, numels))
+        if numels is None and not is_exchange(group, shard.device):
             shard = shard.view(-1)
             return group.gather([parts] if parts else [], [shard], dist.GatherOptions())
         if not parts:
-            return exchange({0: shard}, {}, group)
+            return exchange([(0, shard)], [], group)
         parts[0].copy_(shard.view(parts[0].shape))
-        return exchange({}, dict(enumerate(parts[1:], 1)), group)
+        return exchange([], enumerate(parts[1:], 1), group)
 
 
 def scatter(
@@ -228,15 +225,15 @@ def scatter(
         nbytes = output.nbytes * group.size() if numels is None else _payload(output, numels)
         _trace.record("scatter", group.group_name, nbytes)
     with INSIDE:
-        output = _real(output)
-        parts = [] if input is None else list(cut_in_parts(_real(input), group, numels))
-        if numels is None and not _is_exchange(group, output.device):
+        output = as_real(output)
+        parts = [] if input is None else list(cut_in_parts(as_real(input), group, numels))
+        if numels is None and not is_exchange(group, output.device):
             output = output.view(-1)
             return group.scatter([output], [parts] if parts else [], dist.ScatterOptions())
         if not parts:
-            return exchange({}, {0: output}, group)
+            return exchange([], [(0, output)], group)
         output.copy_(parts[0].view(output.shape))
-        return exchange(dict(enumerate(parts[1:], 1)), {}, group)
+        return exchange(enumerate(parts[1:], 1), [], group)
 
 
 def reduce_scatter(
@@ -274,7 +271,7 @@ def reduce_scatter(
             work = _start_all_to_all(terms, input, group, numels)
             return PendingReduction(work, output, input, terms, scale)
         if numels is not None:
-            parts = cut_in_parts(_real(input), group, numels)
+            parts = cut_in_parts(as_real(input), group, numels)
             own = cut_in_parts(input, group, numels)[group.rank()]
             own_term = None if own.data_ptr() == output.data_ptr() else own[None]
             return PendingReduction(reduce_parts(parts, group), output, input, own_term, scale)
@@ -284,7 +281,7 @@ def reduce_scatter(
             scale = 1.0
         is_cast = output.dtype != input.dtype
         received = input.new_empty(output.shape) if is_cast else output
-        work = group._reduce_scatter_base(_real(received), _real(input), options)
+        work = group._reduce_scatter_base(as_real(received), as_real(input), options)
         return PendingReduction(work, output, input, received[None] if is_cast else None, scale)
 
 
@@ -303,14 +300,15 @@ def _exchange_terms(
         assert scratch is not None
         terms = scratch.view(group.size(), own.numel())
         terms[group.rank()].copy_(own)
-        receives = {rank: _real(terms[rank]) for rank in slices}
+        receives = {rank: as_real(terms[rank]) for rank in slices}
     else:
         # In place the output is one of the two terms already.
         terms, receiver = (own, output) if scratch is None else (scratch, scratch)
-        receives = dict.fromkeys(slices, _real(receiver))
+        receives = dict.fromkeys(slices, as_real(receiver))
         if scratch is not None and output.data_ptr() != own.data_ptr():
             output.copy_(own)
-    work = exchange({rank: _real(part) for rank, part in slices.items()}, receives, group)
+    sends = {rank: as_real(part) for rank, part in slices.items()}
+    work = exchange(sends.items(), receives.items(), group)
     return PendingReduction(work, output, input, terms, scale)
 
 
@@ -325,14 +323,14 @@ def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waita
     if _trace.is_traced():
         _trace.record("all_to_all", group.group_name, input.nbytes)
     with INSIDE:
-        if not _is_exchange(group, output.device):
+        if not is_exchange(group, output.device):
             return _start_all_to_all(output, input, group)
         sends, receives = (
-            dict(enumerate(_real(tensor).view(group.size(), -1).unbind()))
+            dict(enumerate(as_real(tensor).view(group.size(), -1).unbind()))
             for tensor in (input, output)
         )
         receives.pop(group.rank()).copy_(sends.pop(group.rank()))
-        return exchange(sends, receives, group)
+        return exchange(sends.items(), receives.items(), group)
 
 
 def _start_all_to_all(
@@ -360,7 +358,7 @@ def all_reduce(
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     with INSIDE:
-        return group.allreduce([_real(tensor)], options)
+        return group.allreduce([as_real(tensor)], options)
 
 
 def broadcast(tensor: Tensor, group_rank: int, group: dist.ProcessGroup) -> dist.Work:
@@ -371,7 +369,7 @@ def broadcast(tensor: Tensor, group_rank: int, group: dist.ProcessGroup) -> dist
     options.rootRank = group_rank
     options.rootTensor = 0
     with INSIDE:
-        return group.broadcast([_real(tensor)], options)
+        return group.broadcast([as_real(tensor)], options)
 
 
 def all_gather_uneven(local: Tensor, numels: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -53,11 +53,16 @@ _tags: dict[str, Iterator[int]] = {}  # by name of the group: ranks share only s
 
 
 def exchange(
-    sends: dict[int, Tensor], receives: dict[int, Tensor], group: dist.ProcessGroup
+    sends: Iterable[tuple[int, Tensor]],
+    receives: Iterable[tuple[int, Tensor]],
+    group: dist.ProcessGroup,
 ) -> Waitable:
-    """Start sending and receiving tensors, by rank in the group; nothing where one is empty."""
+    """Start sending and receiving tensors, by rank in the group; nothing where one is empty.
+
+    What one rank sends to another arrives in that order.
+    """
     # One tag for each exchange: the group's ranks take part in the same ones in the same order.
     tag = next(_tags.setdefault(group.group_name, itertools.cycle(_TAGS)))
-    works = [group.recv([tensor], rank, tag) for rank, tensor in receives.items() if tensor.numel()]
-    works += [group.send([tensor], rank, tag) for rank, tensor in sends.items() if tensor.numel()]
+    works = [group.recv([tensor], rank, tag) for rank, tensor in receives if tensor.numel()]
+    works += [group.send([tensor], rank, tag) for rank, tensor in sends if tensor.numel()]
     return Works(works)

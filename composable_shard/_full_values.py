@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,116 +13,213 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard import _collectives
+from composable_shard._collectives import Waitable, is_exchange
 from composable_shard._flat_param import FlatParamHandle
+from composable_shard._layout import FlatLayout, intersect
 from composable_shard._param_names import tensor_meshes
 from composable_shard._shard_spec import ShardSpec
 
-__all__ = ["ReceiveBuffer", "gather_full", "gather_full_params", "is_first", "scatter_full"]
+__all__ = ["Shares", "gather_full", "scatter_full"]
+
+_MIN_ALONE_NBYTES = 1 << 16  # a message costs about as much as a copy of 40 kB
 
 
-def is_first(handle: FlatParamHandle) -> bool:
+@dataclass(frozen=True)
+class Shares:
+    """Shards of tensors, laid out as a handle's.
+
+    Attributes:
+        handle: Whose layout it is.
+        shard: Shape `(layout.shard_numel,)`, of any dtype, this rank's; None for the main values
+            of the handle's parameters.
+        indices: Of the parameters that are wanted, the same on all ranks; None for all.
+        kind: What they are, for the one who asks.
+    """
+
+    handle: FlatParamHandle
+    shard: Tensor | None = None
+    indices: Sequence[int] | None = None
+    kind: str = ""
+
+
+def gather_full(
+    shares: Iterable[Shares],
+    *,
+    to_first: bool,
+    device: torch.device | None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[Shares, dict[int, Tensor]]]:
+    """Yield full tensors of which the ranks hold shards, one handle's after another.
+
+    One gather each, or without `to_first` one all-gather. Nothing is gathered where the unsharded
+    buffer holds main values.
+
+    [Note: Straight to its place]
+    Where ranks send each other messages, each large parameter is received straight into the memory
+    that is returned, while this rank copies its own part; small ones, which lie side by side, are
+    received together and copied out. The next handle's messages are under way meanwhile, unless
+    what they bring takes more memory than what is returned for it: no rank ever has more full
+    values than one handle's besides what is returned in the end.
+
+    Args:
+        shares: What to gather, in the same order on all ranks.
+        to_first: Only the first rank gets them.
+        device: Where to; None: where the unit computes.
+        dtype: Of floating-point tensors; None: as they are.
+
+    Returns:
+        With what they are made of, tensors of the parameters' shapes by index, each in memory of
+        its own; none on the other ranks.
+    """
+    pending: deque[_Arrival] = deque()
+    for each in shares:
+        arrival = _start(each, to_first=to_first)
+        pending.append(arrival)
+        while len(pending) > int(arrival.leaves_room(dtype)):
+            yield pending[0].shares, pending.popleft().finish(device, dtype, to_first=to_first)
+    while pending:
+        yield pending[0].shares, pending.popleft().finish(device, dtype, to_first=to_first)
+
+
+@dataclass
+class _Arrival:
+    """Full values that are on their way.
+
+    Attributes:
+        shares: What they are made of.
+        parts: Memory, where it begins in the layout, and the parameters in it; none on a rank that
+            does not receive.
+        work: What to wait for.
+        is_own: Whether nobody else has the memory.
+    """
+
+    shares: Shares
+    parts: list[tuple[Tensor, int, Sequence[int]]]
+    work: Waitable | None = None
+    is_own: bool = False
+
+    def leaves_room(self, dtype: torch.dtype | None) -> bool:
+        """Return whether the memory, if there is any, is no more than what is returned for it."""
+        if not self.parts:
+            return True
+        received = self.parts[0][0].dtype
+        return self.is_own and (dtype is None or received.itemsize <= dtype.itemsize)
+
+    def finish(
+        self, device: torch.device | None, dtype: torch.dtype | None, *, to_first: bool
+    ) -> dict[int, Tensor]:
+        """Wait, and return the tensors by index."""
+        handle = self.shares.handle
+        if self.work is not None:
+            self.work.wait()
+        keeps = bool(self.parts) and (_is_first(handle) or not to_first)
+        found: dict[int, Tensor] = {}
+        while self.parts:
+            memory, start, indices = self.parts.pop(0)
+            may_keep = self.is_own and len(indices) == 1
+            for index in indices:
+                first = handle.layout.offsets[index] - start
+                part = memory[first : first + handle.layout.numels[index]]
+                value = handle.entries[index].spec.unflatten(part)
+                if isinstance(value, DTensor):
+                    value = value.full_tensor()  # of all ranks that hold parts of it and came here
+                if keeps:
+                    found[index] = value.to(
+                        device or handle.device,
+                        dtype if dtype and value.is_floating_point() else value.dtype,
+                        copy=not may_keep,
+                    )
+        return found
+
+
+def _is_first(handle: FlatParamHandle) -> bool:
     """Return whether this rank is the first of the handle's ranks, tensor-parallel ones too."""
     is_first_part = all(not any(mesh.get_coordinate() or ()) for mesh in tensor_meshes([handle]))
     return handle.shard_group.is_first and is_first_part
 
 
-class ReceiveBuffer:
-    """Memory that one gather after another receives into: fresh memory costs more than a copy."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory of shape `(numel,)` that holds anything; what was taken before is lost."""
-        nbytes = numel * dtype.itemsize
-        if self._memory.numel() < nbytes or self._memory.device != device:
-            self._memory = self._memory.new_empty(0)  # before the larger one is there
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._memory[:nbytes].view(dtype)
+def _indices(shares: Shares) -> Sequence[int]:
+    return range(len(shares.handle.entries)) if shares.indices is None else shares.indices
 
 
-def gather_full_params(
-    handle: FlatParamHandle,
-    *,
-    to_first: bool,
-    device: torch.device | None,
-    buffer: ReceiveBuffer | None = None,
-) -> list[Tensor] | None:
-    """Return the full main values of a handle's parameters, as `gather_full` does.
-
-    Nothing is gathered where the unsharded buffer holds them.
-    """
-    handle.adopt_changes()
-    if handle.is_sharded and handle.is_current and not handle.is_cast:
-        handle.wait_unshard()
-        full = handle.unsharded if handle.shard_group.is_first or not to_first else None
-        return _cut(handle, full, range(len(handle.entries)), device, to_first)
-    indices = range(len(handle.entries))
-    return gather_full(
-        handle, handle.local_shard, indices, to_first=to_first, device=device, buffer=buffer
-    )
-
-
-def gather_full(
-    handle: FlatParamHandle,
-    shard: Tensor,
-    indices: Sequence[int],
-    *,
-    to_first: bool,
-    device: torch.device | None,
-    buffer: ReceiveBuffer | None = None,
-) -> list[Tensor] | None:
-    """Return full tensors of which the ranks hold shards laid out as the handle's.
-
-    One gather, or without `to_first` one all-gather, of `layout.padded_numel` elements.
-
-    Args:
-        handle: Whose layout it is.
-        shard: Shape `(layout.shard_numel,)`, of any dtype.
-        indices: Of the parameters that are wanted.
-        to_first: Only the first rank gets them.
-        device: Where to; None: where the unit computes.
-        buffer: What receives. Default: fresh memory.
-
-    Returns:
-        For each index a tensor of the parameter's shape, in memory of its own; None on the other
-        ranks.
-    """
-    is_receiver = handle.shard_group.is_first or not to_first
-    output = None
+def _start(shares: Shares, *, to_first: bool) -> _Arrival:
+    handle, shard, indices = shares.handle, shares.shard, _indices(shares)
+    group = handle.shard_group
+    is_receiver = group.is_first or not to_first
+    if shard is None:
+        handle.adopt_changes()
+        shard = handle.local_shard
+        if handle.is_sharded and handle.is_current and not handle.is_cast:
+            handle.wait_unshard()
+            return _Arrival(shares, [(handle.unsharded, 0, indices)] if is_receiver else [])
     if not handle.is_sharded:
-        output = shard if is_receiver else None
-    else:
-        if is_receiver:
-            memory = buffer or ReceiveBuffer()
-            output = memory.take(handle.layout.padded_numel, shard.dtype, handle.device)
-        gather = handle.gather_into(output, shard, to_first=to_first)
-        if gather is not None:
-            gather.wait()
-    return _cut(handle, output, indices, device, to_first)
+        return _Arrival(shares, [(shard, 0, indices)] if is_receiver else [])
+    if is_exchange(group.group, handle.device):
+        return _start_straight(shares, shard, to_first=to_first)
+    output = None
+    if is_receiver:
+        numel = handle.layout.padded_numel
+        output = torch.empty(numel, dtype=shard.dtype, device=handle.device)
+    work = handle.gather_into(output, shard, to_first=to_first)
+    return _Arrival(shares, [] if output is None else [(output, 0, indices)], work)
 
 
-def _cut(
-    handle: FlatParamHandle,
-    full: Tensor | None,
-    indices: Sequence[int],
-    device: torch.device | None,
-    to_first: bool,
-) -> list[Tensor] | None:
-    if full is None:
-        return None
-    device = handle.device if device is None else device
-    keeps = is_first(handle) or not to_first
-    pieces = []
-    for index in indices:
-        start = handle.layout.offsets[index]
-        part = full[start : start + handle.layout.numels[index]]
-        value = handle.entries[index].spec.unflatten(part)
-        if isinstance(value, DTensor):
-            value = value.full_tensor()  # of all ranks that hold parts of it and came here
-        if keeps:
-            pieces.append(value.to(device, copy=True))
-    return pieces if keeps else None
+def _start_straight(shares: Shares, shard: Tensor, *, to_first: bool) -> _Arrival:
+    """Start receiving large parameters each in memory of its own."""
+    layout, group = shares.handle.layout, shares.handle.shard_group
+    if to_first and not group.is_first_replica:
+        return _Arrival(shares, [])
+    shard = shares.handle.to_device(shard)
+    runs = _runs(layout, _indices(shares), shard.itemsize)
+    ranges = [
+        (layout.offsets[run[0]], layout.offsets[run[-1]] + layout.numels[run[-1]]) for run in runs
+    ]
+    outputs: list[list[Tensor]] = []
+    parts: list[tuple[Tensor, int, Sequence[int]]] = []
+    if group.is_first or not to_first:
+        memory = [shard.new_empty(end - start) for start, end in ranges]
+        starts = [start for start, _ in ranges]
+        parts = list(zip(memory, starts, runs, strict=True))
+        for rank in range(group.size):
+            owned = layout.shard_range(rank)
+            outputs.append(_pieces(memory, starts, ranges, owned))
+    owned = layout.shard_range(group.rank)
+    pieces = _pieces([shard] * len(ranges), [owned[0]] * len(ranges), ranges, owned)
+    nbytes = sum(end - start for start, end in ranges) * shard.itemsize
+    work = _collectives.gather_pieces(outputs, pieces, nbytes, group.group, to_first=to_first)
+    return _Arrival(shares, parts, work, is_own=True)
+
+
+def _runs(layout: FlatLayout, indices: Sequence[int], itemsize: int) -> list[list[int]]:
+    """Return the parameters that are wanted, large ones alone, neighbours that are small together.
+
+    Example: numels `(4, 4, 10**6, 4)` give `[[0, 1], [2], [3]]`.
+    """
+    wanted = set(indices)
+
+    def key(index: int) -> int:
+        return index if layout.numels[index] * itemsize >= _MIN_ALONE_NBYTES else -1
+
+    runs = [
+        [index for index in run if index in wanted]
+        for _, run in itertools.groupby(range(len(layout.numels)), key)
+    ]
+    return [run for run in runs if run]
+
+
+def _pieces(
+    tensors: Sequence[Tensor],
+    starts: Sequence[int],
+    ranges: Sequence[tuple[int, int]],
+    owned: tuple[int, int],
+) -> list[Tensor]:
+    """Return what is owned of each range, if anything, as a view of its tensor."""
+    found = []
+    for tensor, start, each in zip(tensors, starts, ranges, strict=True):
+        low, high = intersect(each, owned)
+        if low < high:
+            found.append(tensor[low - start : high - start])
+    return found
 
 
 def scatter_full(

@@ -15,9 +15,8 @@ from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_shard import FlatShard
 from composable_shard._full_values import scatter_full
 from composable_shard._model_state import materialize
-from composable_shard._optimizer_dict import Ranks
-from composable_shard._optimizer_view import canonical
-from composable_shard._param_names import find_params
+from composable_shard._optimizer_view import canonical, params_by_fqn
+from composable_shard._ranks import Ranks
 
 __all__ = ["broadcast_model"]
 
@@ -84,9 +83,9 @@ def _scatter_params(
     ranks: Ranks, model: nn.Module, state_dict: Mapping[str, Any], names: set[str]
 ) -> None:
     places: dict[FlatParamHandle, dict[int, str]] = {}
-    for name, param in find_params(model).items():
-        if canonical(name) in names:
-            places.setdefault(param.handle, {})[param.index] = canonical(name)
+    for fqn, param in params_by_fqn(model).items():
+        if fqn in names:
+            places.setdefault(param.handle, {})[param.index] = fqn
     for handle, keys in places.items():
         if handle.local_shard.is_meta:
             materialize(handle)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from composable_shard._calls import check_is_idle
 from composable_shard._flat_param import FlatParamHandle, ParamEntry
-from composable_shard._optimizer_view import canonical
-from composable_shard._param_names import ManagedParam, find_params, flat_names
+from composable_shard._optimizer_view import canonical, params_by_fqn
+from composable_shard._param_names import ManagedParam, flat_names
 from composable_shard._traversal import select_states
 
 __all__ = ["ModelTensors", "OtherTensor", "ShardedTensor"]
@@ -105,8 +105,8 @@ class ModelTensors:
             if context is not None:
                 check_is_idle(context, what)
         names: dict[ManagedParam, list[str]] = {}
-        for name, param in find_params(model).items():
-            names.setdefault(param, []).append(canonical(name))
+        for fqn, param in params_by_fqn(model).items():
+            names.setdefault(param, []).append(fqn)
         handles = dict.fromkeys(handle for state in states for handle in state.needed)
         self.sharded: list[ShardedTensor] = []
         for handle in handles:

@@ -14,9 +14,10 @@ from composable_shard._encoded_values import decode, describe, encode
 from composable_shard._flat_shard import FlatShard
 from composable_shard._full_values import scatter_full
 from composable_shard._given_values import has_fitting_shape, needs_gather, slice_given
-from composable_shard._optimizer_dict import Ranks, by_handle, view_together
+from composable_shard._optimizer_dict import by_handle, view_together
 from composable_shard._optimizer_state import find_scalar_keys
 from composable_shard._optimizer_view import Group, States, join_state
+from composable_shard._ranks import Ranks
 from composable_shard._shard_spec import ShardSpec
 from composable_shard._state_options import StateDictOptions
 

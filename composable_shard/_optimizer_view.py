@@ -12,9 +12,18 @@ from torch.optim import Optimizer
 
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_shard import FlatShard, is_elsewhere
-from composable_shard._param_names import find_params, handles_of
+from composable_shard._param_names import ManagedParam, find_params, handles_of
 
-__all__ = ["Group", "Member", "States", "canonical", "join_state", "split_state", "view_optimizers"]
+__all__ = [
+    "Group",
+    "Member",
+    "States",
+    "canonical",
+    "join_state",
+    "params_by_fqn",
+    "split_state",
+    "view_optimizers",
+]
 
 States = dict[str, dict[str, Any]]
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -63,6 +72,11 @@ def canonical(name: str) -> str:
     return name
 
 
+def params_by_fqn(model: nn.Module) -> dict[str, ManagedParam]:
+    """Return every managed parameter by its canonical name, a tied one by each, in order."""
+    return {canonical(name): param for name, param in find_params(model).items()}
+
+
 def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Group]:
     """Return the groups of all optimizers, empty ones too, with the parameters' names.
 
@@ -92,8 +106,8 @@ def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[G
 
 def _members(model: nn.Module) -> dict[int, Member]:
     names: dict[tuple[FlatParamHandle, int], str] = {}
-    for name, param in find_params(model).items():
-        names.setdefault((param.handle, param.index), canonical(name))
+    for fqn, param in params_by_fqn(model).items():
+        names.setdefault((param.handle, param.index), fqn)
     found = {id(p): Member(p, (canonical(name),)) for name, p in model.named_parameters()}
     for handle in handles_of(model):
         own = [(i, names[handle, i]) for i in range(len(handle.entries)) if (handle, i) in names]

@@ -8,9 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_shard._exchange import Waitable, Works
+from composable_shard import _trace
+from composable_shard._exchange import Waitable, Works, exchange
+from composable_shard._trace import INSIDE
 
-__all__ = ["cut_in_parts", "gather_parts", "reduce_parts"]
+__all__ = ["as_real", "cut_in_parts", "gather_parts", "gather_pieces", "reduce_parts"]
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as pairs of real numbers: no backend carries complex ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def cut_in_parts(
@@ -45,6 +52,41 @@ def gather_parts(parts: Sequence[Tensor], shard: Tensor, group: dist.ProcessGrou
             options.rootRank, options.rootTensor = rank, 0
             works.append(group.broadcast([part], options))
     return Works(works)
+
+
+def gather_pieces(
+    outputs: Sequence[Sequence[Tensor]],
+    pieces: Sequence[Tensor],
+    nbytes: int,
+    group: dist.ProcessGroup,
+    *,
+    to_first: bool,
+) -> Waitable:
+    """Start gathering pieces of the ranks, each straight into memory of its own: a message each.
+
+    An all-gather, or with `to_first` a gather on the group's first rank alone.
+
+    Args:
+        outputs: For each rank of the group where its pieces go, this one's too; empty on a rank
+            that does not receive.
+        pieces: This rank's, one-dimensional.
+        nbytes: Of the pieces of all ranks.
+        group: The ranks that take part.
+        to_first: Only the first one receives.
+    """
+    if _trace.is_traced():
+        _trace.record("gather" if to_first else "all_gather", group.group_name, nbytes)
+    own = group.rank()
+    with INSIDE:
+        targets = [rank for rank in range(1 if to_first else group.size()) if rank != own]
+        sends = [(rank, as_real(piece)) for rank in targets for piece in pieces]
+        received = [(rank, parts) for rank, parts in enumerate(outputs) if rank != own]
+        receives = [(rank, as_real(part)) for rank, parts in received for part in parts]
+        work = exchange(sends, receives, group)
+        # While the others' arrive.
+        for output, piece in zip(outputs[own] if outputs else (), pieces, strict=bool(outputs)):
+            output.copy_(piece)
+        return work
 
 
 def reduce_parts(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:

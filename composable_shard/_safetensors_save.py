@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard._full_values import gather_full_params, is_first
+from composable_shard._full_values import Shares, gather_full
 from composable_shard._host_copies import HOST
 from composable_shard._model_tensors import ModelTensors
-from composable_shard._param_names import mesh_groups
-from composable_shard._rank_messages import raise_together
+from composable_shard._ranks import Ranks
 from composable_shard._safetensors_files import (
     TensorWriter,
     parse_nbytes,
@@ -36,15 +35,16 @@ def save_safetensors(
 
     The first rank writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with
     `model.safetensors.index.json`, as `transformers` does: full tensors under the original names,
-    tied ones once. It holds one full unit on its device, and in host memory one unit and the
+    tied ones once. It holds one full unit on its device, and in host memory two units and the
     tensors of one file; the other ranks hold nothing beyond their shards. When the call returns,
     on any rank, the files are complete. They are written under temporary names; see
     `TensorWriter.publish` for what a reader finds if the process is killed. Values are the main
     ones where a unit computes in another dtype.
 
-    One gather for each handle, and twice an all-gather of 31 bytes for each process group; for
-    DTensors an all-gather over their mesh among the first data-parallel ranks. Call it on all ranks
-    of the units' meshes. Needs the extra `safetensors`.
+    One gather for each handle, and twice an all-gather of 31 bytes for each process group, three
+    times where units have different ones; for DTensors an all-gather over their mesh among the
+    first data-parallel ranks. Call it on all ranks of the units' meshes. Needs the extra
+    `safetensors`.
 
     Args:
         model: A model with sharded units, outside of forward, backward and `unshard_params`.
@@ -56,6 +56,8 @@ def save_safetensors(
     Raises:
         ImportError: Without the package `safetensors`.
         ValueError: For a size or a model that can't be. Nothing has been written then.
+        NotImplementedError: If units' meshes begin with different ranks, of which none has all
+            values. Nothing has been written then.
         RuntimeError: Inside a forward, a backward or `unshard_params`, after `unshard`, or if
             parameters are on the meta device. On all ranks, if writing fails on the first; what was
             there before is still there.
@@ -65,19 +67,20 @@ def save_safetensors(
     tensors = ModelTensors(model, "save_safetensors can't run")
     for handle in tensors.handles:
         handle.check_materialized()
-    groups, device = mesh_groups(tensors.handles), tensors.handles[0].shard_group.device
+    ranks = Ranks(model)
+    ranks.check_one_is_first()
     writer: TensorWriter | None = None
     problem: Exception | None = None
     try:
-        if all(is_first(handle) for handle in tensors.handles):
+        if ranks.is_first:
             writer = TensorWriter(Path(directory), max_nbytes, dtype=dtype, metadata=metadata)
     except Exception as error:
         problem = error
-    raise_together(groups, device, problem)
+    ranks.raise_together(problem)
     try:
         with torch.inference_mode(False), torch.no_grad():
             problem = _write_all(tensors, writer)
-        raise_together(groups, device, problem)
+        ranks.raise_together(problem)
     finally:
         problem = None  # its traceback has this frame
         if writer is not None:
@@ -113,11 +116,10 @@ def _full_tensors(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
     On ranks other than the first only what every rank has is yielded.
     """
     names = {(each.handle, each.index): each.names[0] for each in tensors.sharded}
-    for handle in tensors.handles:
-        values = gather_full_params(handle, to_first=True, device=HOST) or []
-        for index, value in enumerate(values):
-            if (handle, index) in names:
-                yield names[handle, index], value
+    for shares, values in gather_full(map(Shares, tensors.handles), to_first=True, device=HOST):
+        for index, value in values.items():
+            if (shares.handle, index) in names:
+                yield names[shares.handle, index], value
         del values  # before the next unit is gathered
     for other in tensors.others:
         if other.is_persistent:

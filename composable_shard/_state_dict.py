@@ -12,16 +12,18 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from composable_shard._calls import check_is_idle
+from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_shard import FlatShard
-from composable_shard._full_values import ReceiveBuffer, gather_full_params
+from composable_shard._full_values import Shares, gather_full
 from composable_shard._host_copies import HOST
 from composable_shard._model_broadcast import broadcast_model
 from composable_shard._model_state import agree_on_values, make_whole
-from composable_shard._optimizer_dict import Ranks, read_optimizers
+from composable_shard._optimizer_dict import read_optimizers
 from composable_shard._optimizer_load import load_optimizers
 from composable_shard._optimizer_state import init_state
-from composable_shard._optimizer_view import canonical
-from composable_shard._param_names import find_params, handles_of
+from composable_shard._optimizer_view import canonical, params_by_fqn
+from composable_shard._param_names import handles_of
+from composable_shard._ranks import Ranks
 from composable_shard._state_options import StateDictOptions
 from composable_shard._traversal import get_states
 from composable_shard._value_problems import find_problems
@@ -120,33 +122,28 @@ def _make_full(
     ranks = Ranks(model)
     if options.rank0_only:
         ranks.check_one_is_first()
-    places: dict[Any, list[str]] = {}
-    for name, param in find_params(model).items():
-        places.setdefault((param.handle, param.index), []).append(canonical(name))
+    found = {key: value for key, value in found.items() if names(key) is not None}
+    places: dict[FlatParamHandle, dict[int, list[str]]] = {}
+    for fqn, param in params_by_fqn(model).items():
+        if fqn in found:
+            places.setdefault(param.handle, {}).setdefault(param.index, []).append(fqn)
+    wanted = (Shares(handle, indices=list(keys)) for handle, keys in places.items())
     device = HOST if options.cpu_offload else None
-    buffer = ReceiveBuffer()
-    for handle in handles_of(model):
-        own = {i: places.get((handle, i), []) for i in range(len(handle.entries))}
-        if not any(names(key) is not None for keys in own.values() for key in keys):
-            continue
-        values = gather_full_params(
-            handle, to_first=options.rank0_only, device=device, buffer=buffer
-        )
-        for index, value in enumerate(values or ()):
-            # A copy that is cast is not held beside what it was cast from.
-            found.update(dict.fromkeys(own[index], _cast(value, options.dtype)))
-    done = {key for keys in places.values() for key in keys}
+    done: set[str] = set()
+    for shares, values in gather_full(
+        wanted, to_first=options.rank0_only, device=device, dtype=options.dtype
+    ):
+        for index, keys in places[shares.handle].items():
+            done.update(keys)
+            if index in values:
+                found.update(dict.fromkeys(keys, values[index]))
     for key, value in found.items():
         # FlatShards: `model` may be a part of a unit.
         if key not in done and isinstance(value, FlatShard | DTensor):
             found[key] = value.full_tensor()
     if options.rank0_only and not ranks.is_first:
         return {}
-    return {
-        key: value if key in done else _copied(value, device)
-        for key, value in found.items()
-        if names(key) is not None
-    }
+    return {key: value if key in done else _copied(value, device) for key, value in found.items()}
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:

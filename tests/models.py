@@ -11,26 +11,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import Block as UnitBlock
-from composable_shard import FlatShard, fully_shard, get_states
+from composable_shard import FlatShard, StateDictOptions, fully_shard, get_states
 from composable_shard._state import ShardState, TrainingState
 from composable_shard.api import Granularity
 from tests.helpers import assert_equal
 
 __all__ = [
+    "EVERYWHERE",
+    "FROM_RANK0",
+    "FULL",
     "Block",
     "FailingMode",
     "Net",
     "Nothing",
     "Optional",
+    "Tied",
     "Twins",
+    "Wide",
     "assert_at_rest",
     "average_gradient",
     "every_granularity",
     "fingerprint",
+    "net_without_first_rank",
     "pickled",
     "rank_input",
     "saved",
@@ -38,6 +45,11 @@ __all__ = [
     "shard_children",
     "shard_root",
 ]
+
+
+FULL = StateDictOptions(full_state_dict=True)
+EVERYWHERE = StateDictOptions(full_state_dict=True, rank0_only=False)
+FROM_RANK0 = StateDictOptions(broadcast_from_rank0=True)
 
 
 class Block(nn.Module):
@@ -66,6 +78,27 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.out(x)
+
+
+class Tied(Net):
+    """Two blocks share a matrix, across units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+class Wide(nn.Module):
+    """Equal units that dwarf everything else, activations too."""
+
+    def __init__(self, dim: int = 256, num_blocks: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class CheckpointsBlocks:
@@ -109,6 +142,16 @@ def shard_blocks(model: nn.Module, **options: Any) -> None:
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
+
+
+def net_without_first_rank() -> Net:
+    """Return a model whose units' meshes begin with different ones of two ranks."""
+    torch.manual_seed(0)
+    model = Net()
+    turned = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
+    fully_shard(model.blocks[0], mesh=turned["shard"])  # each rank by itself
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model
 
 
 def rank_input(*shape: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,7 +14,7 @@ from composable_shard import FlatShard, fully_shard, get_handles, lazy_init
 from composable_shard._buffers import is_never_written
 from composable_shard._collectives import count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Block, Net, rank_input, shard_blocks
+from tests.models import Block, Net, Wide, rank_input, shard_blocks
 
 
 class _Norm(nn.Module):
@@ -202,23 +202,10 @@ def _train_from_meta(moment: str) -> nn.Module:
 # --- memory ---
 
 
-class _Wide(nn.Module):
-    """Units that dwarf the activations."""
-
-    def __init__(self, dim: int = 256, num_blocks: int = 6) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @distributed(2, 3)
 def test_initialisation_holds_the_shards_and_one_unit(world_size: int) -> None:
     """`to_empty`, `reset_parameters` and the set-up for the first forward never hold more."""
-    model = _on_meta(_Wide)
+    model = _on_meta(Wide)
     shards = sum(handle.layout.shard_numel * 4 for handle in get_handles(model))
     unit = max(handle.layout.padded_numel * 4 for handle in get_handles(model))
     slack = unit // 20  # random draws of one bias, messages, digests
@@ -233,7 +220,7 @@ def test_initialisation_holds_the_shards_and_one_unit(world_size: int) -> None:
 @distributed(2)
 def test_first_forward_after_initialisation_holds_two_units() -> None:
     """The one that computes and the one that is gathered ahead; no unit is there twice."""
-    model = _on_meta(_Wide)
+    model = _on_meta(Wide)
     shards = sum(handle.layout.shard_numel * 4 for handle in get_handles(model))
     unit = max(handle.layout.padded_numel * 4 for handle in get_handles(model))
     x = torch.ones(1, 256)
@@ -249,7 +236,7 @@ def test_first_forward_after_initialisation_holds_two_units() -> None:
 def test_sharding_on_meta_allocates_nothing_and_sends_nothing() -> None:
     """A model that fits no machine can be sharded."""
     with count_collectives() as log, peak_bytes() as memory:
-        model = _on_meta(_Wide)
+        model = _on_meta(Wide)
     assert log.events == []
     assert memory.peak < 100  # not a tensor of the model
     assert all(param.is_meta and isinstance(param, FlatShard) for param in model.parameters())

@@ -32,11 +32,17 @@ from composable_shard import (
     set_optimizer_state_dict,
 )
 from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import Net, Twins, every_granularity, rank_input, shard_blocks, shard_root
-
-FULL = StateDictOptions(full_state_dict=True)
-EVERYWHERE = StateDictOptions(full_state_dict=True, rank0_only=False)
-FROM_RANK0 = StateDictOptions(broadcast_from_rank0=True)
+from tests.models import (
+    EVERYWHERE,
+    FROM_RANK0,
+    FULL,
+    Net,
+    Twins,
+    every_granularity,
+    rank_input,
+    shard_blocks,
+    shard_root,
+)
 
 
 class Model(Net):

@@ -27,6 +27,7 @@ from tests.helpers import assert_equal, distributed
 from tests.models import (
     CheckpointsBlocks,
     Net,
+    Tied,
     assert_at_rest,
     every_granularity,
     pickled,
@@ -40,14 +41,6 @@ GRANULARITIES: dict[str, Any] = {"param": "param", "mixed": every_granularity}
 
 class Checkpoints(CheckpointsBlocks, Net):
     """Recomputes its blocks."""
-
-
-class Tied(Net):
-    """Two blocks share a matrix, across units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].up.weight = self.blocks[0].up.weight
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

@@ -44,7 +44,16 @@ from composable_shard import (
 from composable_shard._safetensors_files import TensorFiles, TensorWriter, parse_nbytes
 from composable_shard._safetensors_load import _covering_rows
 from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
-from tests.models import Net, every_granularity, rank_input, shard_blocks, shard_root
+from tests.models import (
+    Net,
+    Tied,
+    Wide,
+    every_granularity,
+    net_without_first_rank,
+    rank_input,
+    shard_blocks,
+    shard_root,
+)
 
 
 class _Model(Net):
@@ -219,6 +228,15 @@ def test_tensor_parallel_parts_without_data_parallel_ranks(tmp_path: Path) -> No
 
 
 @distributed(2)
+def test_a_model_that_no_rank_could_write_is_refused(tmp_path: Path) -> None:
+    """Where units' meshes begin with different ranks, none has all values."""
+    model = net_without_first_rank()
+    with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
+        save_safetensors(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@distributed(2)
 def test_values_are_cast_both_ways(tmp_path: Path) -> None:
     """`dtype` casts what is floating-point; a load casts to what the model has; main values."""
     plain = _make(make=Net).bfloat16()
@@ -306,19 +324,6 @@ def test_any_name_of_a_tied_parameter_is_enough(name: str, tmp_path: Path) -> No
 # --- memory, bytes, messages ---
 
 
-class _Wide(nn.Module):
-    """Equal units that dwarf everything else."""
-
-    def __init__(self, dim: int = 128, num_blocks: int = 6) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def _sizes(model: nn.Module) -> tuple[int, int]:
     """Return the bytes of this rank's shards, and of the largest unit."""
     nbytes = [handle.layout.padded_numel * 4 for handle in get_handles(model)]
@@ -329,18 +334,18 @@ def _sizes(model: nn.Module) -> tuple[int, int]:
 def test_saving_holds_one_unit_and_one_file_and_gathers_once(
     tmp_path: Path, world_size: int
 ) -> None:
-    """On the first rank; the others hold nothing. Every byte is sent once."""
-    model = _make(make=_Wide)
+    """On the first rank; the others hold nothing. Every byte is sent once, and no padding."""
+    model = _make(make=Wide)
     shard_blocks(model)
     _, unit = _sizes(model)
     with count_collectives() as log, peak_bytes() as memory:
         save_safetensors(model, tmp_path, max_shard_size=2 * unit)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
-    # The unit, its copies, and a file of two.
+    # The unit, the next one or copies, and a file of two.
     assert memory.peak <= (4 * unit if dist.get_rank() == 0 else 0) + 2048
     assert memory.current <= 2048
     assert log.count("gather") == len(get_handles(model))
-    assert log.nbytes("gather") == sum(h.layout.padded_numel * 4 for h in get_handles(model))
+    assert log.nbytes("gather") == sum(h.layout.unpadded_numel * 4 for h in get_handles(model))
     assert [e.nbytes for e in log.events if e.kind == "all_gather"] == [31 * world_size] * 2
 
 
@@ -389,7 +394,7 @@ def _requested() -> Iterator[dict[str, int]]:
 @distributed(2, 3)
 def test_each_rank_reads_its_own_rows_alone(tmp_path: Path, world_size: int) -> None:
     """Its range of each parameter, rounded to whole rows; together everything once."""
-    model = _make(make=_Wide)
+    model = _make(make=Wide)
     shard_blocks(model)
     save_safetensors(model, tmp_path)
     with _requested() as numels, peak_bytes() as memory:
@@ -422,7 +427,7 @@ def test_covering_rows_hold_the_range_and_not_a_row_more(bounds: tuple[int, int]
 # --- from the meta device ---
 
 
-def _on_meta(make: Callable[[], nn.Module] = _Wide, **options: Any) -> Any:
+def _on_meta(make: Callable[[], nn.Module] = Wide, **options: Any) -> Any:
     with torch.device("meta"):
         model = make()
     shard_blocks(model, **options)
@@ -432,7 +437,7 @@ def _on_meta(make: Callable[[], nn.Module] = _Wide, **options: Any) -> Any:
 @distributed(2, 3)
 def test_start_from_meta_holds_the_shards_and_one_unit(tmp_path: Path, world_size: int) -> None:
     """No tensor of the model is there in full at any time, apart from one unit's buffer."""
-    plain = _make(make=_Wide)
+    plain = _make(make=Wide)
     model = copy.deepcopy(plain)
     shard_blocks(model)
     save_safetensors(model, tmp_path)
@@ -449,12 +454,11 @@ def test_start_from_meta_holds_the_shards_and_one_unit(tmp_path: Path, world_siz
     _assert_same_values(model, plain)
 
 
-class _Tied(Net):
-    """With a tie between units, and a buffer."""
+class _Counting(Tied):
+    """With a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[2].up.weight = self.blocks[0].up.weight
         self.register_buffer("count", torch.tensor(3))
 
 
@@ -462,11 +466,11 @@ class _Tied(Net):
 @distributed(2)
 def test_training_from_meta_equals_training_from_memory(layout: str, tmp_path: Path) -> None:
     """With an optimizer that was built on meta; ties, buffers and unmanaged parameters too."""
-    model = _make(make=_Tied)
+    model = _make(make=_Counting)
     _LAYOUTS[layout](model)
     save_safetensors(model, tmp_path)
     with torch.device("meta"):
-        started = _Tied()
+        started = _Counting()
     _LAYOUTS[layout](started)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, started)]
     load_safetensors(started, tmp_path)

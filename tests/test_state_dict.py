@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torch_state_dict
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from composable_shard import (
@@ -22,6 +23,8 @@ from composable_shard import (
     OffloadPolicy,
     ShardingStrategy,
     StateDictOptions,
+    _collectives,
+    _full_values,
     count_collectives,
     fully_shard,
     get_handles,
@@ -33,24 +36,30 @@ from composable_shard import (
     unshard_params,
 )
 from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Block, Net, every_granularity, rank_input, shard_blocks
+from tests.models import (
+    EVERYWHERE,
+    FROM_RANK0,
+    FULL,
+    Block,
+    Net,
+    Tied,
+    every_granularity,
+    net_without_first_rank,
+    rank_input,
+    shard_blocks,
+)
 
-FULL = StateDictOptions(full_state_dict=True)
-EVERYWHERE = StateDictOptions(full_state_dict=True, rank0_only=False)
-FROM_RANK0 = StateDictOptions(broadcast_from_rank0=True)
 
-
-class Tied(Net):
-    """Two names for one parameter, in different units; a buffer, and one that is not saved."""
+class Buffered(Tied):
+    """With a buffer, and one that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1].up.weight = self.blocks[0].up.weight
         self.register_buffer("seen", torch.arange(3.0))
         self.register_buffer("scratch", torch.zeros(1), persistent=False)
 
 
-def make(kind: Callable[[], nn.Module] = Tied, seed: int = 0) -> nn.Module:
+def make(kind: Callable[[], nn.Module] = Buffered, seed: int = 0) -> nn.Module:
     """Return a model that is the same on all ranks."""
     torch.manual_seed(seed)
     return kind()
@@ -158,16 +167,110 @@ def test_full_state_dict_of_kept_parameters_is_free() -> None:
         assert_equal(value, expected[name], name)
 
 
+# From how many bytes on a parameter is received by itself, and in what size of group.
+_WAYS = {
+    "alone": (1, 8),
+    "some together": (250, 8),
+    "together": (1 << 30, 8),
+    "by the backend": (1, 0),
+}
+
+
+@contextmanager
+def _received(way: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_full_values, "_MIN_ALONE_NBYTES", _WAYS[way][0])
+        patch.setattr(_collectives, "_MAX_EXCHANGE_SIZE", _WAYS[way][1])
+        yield
+
+
+class _Odd(Buffered):
+    """With parameters that lie in memory in other ways, or have other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        odd = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
+        odd += [torch.randn(7, 5).t(), torch.randn(4, 3, dtype=torch.complex64), torch.ones(())]
+        odd += [torch.ones(0, 3), torch.arange(70.0).half()]
+        self.odd = nn.ParameterList(nn.Parameter(each, requires_grad=False) for each in odd)
+
+
+@pytest.mark.parametrize("way", _WAYS)
+@distributed(2, 3)
+def test_full_values_are_in_memory_of_their_own(way: str) -> None:
+    """Whether they were received there or copied: of their size, and nobody else's."""
+    for layout in ("flat", "kept", "mixed", "bf16", "offloaded"):
+        model = make(_Odd)
+        _LAYOUTS[layout](model)
+        if layout == "kept":
+            unshard(model, recurse=True)
+            reshard(model, recurse=True)
+        with _received(way):
+            found = get_model_state_dict(model, options=FULL)
+            everywhere = get_model_state_dict(model, options=EVERYWHERE)
+        if dist.get_rank() == 0:
+            assert_holds(found, make(_Odd))
+        assert_holds(everywhere, make(_Odd))
+        for values in (found, everywhere):
+            storages = {each.data_ptr(): each.untyped_storage() for each in values.values()}
+            # One is empty, and two are tied.
+            assert len(storages) == (len(values) - 1 if values else 0)
+            for value in values.values():
+                assert value.untyped_storage().nbytes() == value.nbytes
+                value.zero_()
+        assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(_Odd))
+
+
+@distributed(3)
+def test_only_what_is_wanted_is_gathered() -> None:
+    """Of two submodules of a unit; messages have no padding."""
+    model = make(Net)
+    fully_shard(model)
+    wanted = {model.blocks[0].up, model.out}
+    with _received("some together"), count_collectives() as log:
+        found = get_model_state_dict(model, submodules=wanted, options=FULL)
+    sizes = {name: value.nbytes for name, value in make(Net).state_dict().items()}
+    names = ["blocks.0.up.weight", "blocks.0.up.bias", "out.weight", "out.bias"]
+    assert log.nbytes("gather") <= sum(sizes[name] for name in names) + 16
+    if dist.get_rank() == 0:
+        assert list(found) == names
+        for name in names:
+            assert_equal(found[name], make(Net).state_dict()[name], name)
+
+
 @distributed(2)
-def test_full_state_dict_holds_one_unit_besides_what_it_returns() -> None:
+def test_gathers_that_nobody_waits_for_do_not_disturb_the_next_ones() -> None:
+    """The messages of the next unit are under way when something fails."""
+    model = make(Net)
+    shard_blocks(model)
+    with _received("alone"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_full_values._Arrival, "finish", _fail)
+        with pytest.raises(MemoryError):
+            get_model_state_dict(model, options=EVERYWHERE)
+    assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(Net))
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype", "num_units"),
+    [("alone", None, 12), ("alone", torch.bfloat16, 7), ("together", None, 13)],
+)
+@distributed(2)
+def test_full_state_dict_holds_one_unit_besides_what_it_returns(
+    way: str, dtype: torch.dtype | None, num_units: int
+) -> None:
     """Of twelve equal units the first rank holds the result and one more; the others nothing."""
     model = make(lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))))
     for layer in model:
         fully_shard(layer)
     unit_nbytes = 64 * 64 * 4
-    with peak_bytes() as memory:
-        found = get_model_state_dict(model, options=FULL)
-    assert memory.peak <= (13 * unit_nbytes if dist.get_rank() == 0 else 0) + 4096
+    options = StateDictOptions(full_state_dict=True, dtype=dtype)
+    with _received(way), peak_bytes() as memory:
+        found = get_model_state_dict(model, options=options)
+    assert memory.peak <= (num_units * unit_nbytes if dist.get_rank() == 0 else 0) + 4096
     assert len(found) == (12 if dist.get_rank() == 0 else 0)
 
 
@@ -590,20 +693,10 @@ def test_torchs_own_functions_move_full_values(layout: str) -> None:
     assert_holds(model.state_dict(), make(Net, seed=1))
 
 
-def _meshes_that_begin_differently() -> nn.Module:
-    first = init_device_mesh("cpu", (2,))
-    turned = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
-    alone = turned["shard"]
-    model = make(Net)
-    fully_shard(model.blocks[0], mesh=alone)  # each rank by itself
-    fully_shard(model, mesh=first)
-    return model
-
-
 @distributed(2)
 def test_full_values_have_one_first_rank() -> None:
     """Where units' meshes begin with different ranks, none has, or could give, all values."""
-    model = _meshes_that_begin_differently()
+    model = net_without_first_rank()
     with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
         get_model_state_dict(model, options=FULL)
     with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
