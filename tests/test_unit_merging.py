@@ -26,6 +26,7 @@ from composable_shard import (
     shard_model,
 )
 from composable_shard._sharding_plan import PlannedUnit
+from composable_shard._trace import trace_events
 from composable_shard._unit_merging import cut_run
 from tests.helpers import distributed
 from tests.models import (
@@ -456,3 +457,17 @@ def _most_gathered(model: nn.Module) -> int:
     for _ in range(2):
         model(rank_input(4, 5)).sum().backward()
     return max(seen)
+
+
+@distributed(2)
+def test_the_next_unit_is_gathered_while_the_first_module_of_a_merged_one_runs() -> None:
+    """Its gather overlaps with all of them, and it is gathered once."""
+    model = shard_model(Net(6), ALL, min_unit_nbytes=3 * BLOCK)
+    for _ in range(2):
+        with trace_events() as log:
+            model(rank_input(4, 5)).sum().backward()
+    forward = [(event.kind, event.name) for event in log if event.kind == "compute"]
+    assert forward == [("compute", name) for name in ("Net", *["blocks.0"] * 3, *["blocks.3"] * 3)]
+    kinds = [event.kind for event in log if event.kind in ("compute", "all_gather")]
+    # The root and the first unit, which is gathered ahead; the second one behind the first block.
+    assert kinds[:9] == [*["all_gather"] * 2, "compute", "all_gather", *["compute"] * 5]
