@@ -5,6 +5,7 @@ Shapes: B sequences, T positions, D model width, H heads, K = D / H, V vocabular
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ class ModelConfig:
 
 CONFIGS = {
     "std": ModelConfig(12, 512, 1408, 8192, 8, 2, 128),  # 187.8 MB in fp32, 13 units
+    "hf": ModelConfig(12, 512, 1408, 8192, 8, 2, 128),  # std as Hugging Face builds it
     "short": ModelConfig(12, 512, 1408, 8192, 8, 1, 4),  # std with next to no activations
     "50m": ModelConfig(13, 512, 1408, 8192, 8, 2, 128),  # 200.6 MB, 50.1 M parameters
     "110m": ModelConfig(12, 768, 2048, 16384, 12, 1, 8),  # 440.5 MB, for checkpoints
@@ -93,6 +95,42 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
+class HuggingFaceLlama(nn.Module):
+    """`transformers.LlamaForCausalLM` behind the interface of `Llama`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        try:
+            transformers = importlib.import_module("transformers")
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "the model 'hf' needs transformers: pip install '.[benchmark]'"
+            ) from error
+        self.causal = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                num_hidden_layers=config.layers,
+                hidden_size=config.dim,
+                intermediate_size=config.hidden_dim,
+                vocab_size=config.vocabulary,
+                num_attention_heads=config.heads,
+                num_key_value_heads=config.heads,
+                max_position_embeddings=config.length,
+                tie_word_embeddings=False,
+                use_cache=False,
+            )
+        )
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return self.causal.model.layers
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Map tokens and targets, both (B, T), to the loss, a scalar."""
+        logits = self.causal(input_ids=tokens).logits  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class MatrixChain(nn.Module):
     """`num_layers + 1` equal groups of small matrices; the last group belongs to the root.
 
@@ -118,10 +156,14 @@ def _matrices(num_params: int, dim: int) -> nn.Sequential:
     return matrices
 
 
-def make_llama(name: str, seed: int = 0) -> Llama:
-    """Return the named model with the same weights on every rank."""
+def make_llama(name: str, seed: int = 0) -> Llama | HuggingFaceLlama:
+    """Return the named model with the same weights on every rank.
+
+    Raises:
+        ModuleNotFoundError: For "hf" without transformers.
+    """
     torch.manual_seed(seed)
-    return Llama(CONFIGS[name])
+    return (HuggingFaceLlama if name == "hf" else Llama)(CONFIGS[name])
 
 
 def make_batch(name: str, rank: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ shown because a fast step that computes something else is worth nothing.
 
     python -m benchmarks.step_time --model std                # what every strategy costs
     python -m benchmarks.step_time --model tiny
+    python -m benchmarks.step_time --model hf                 # pip install '.[benchmark]'
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _ratios(times: dict[str, list[float]], name: str, reference: str) -> list[fl
 def main() -> None:
     """Parse the options, measure, report."""
     parser = report.make_parser(__doc__)
-    parser.add_argument("--model", default="tiny", help="out of std, tiny, micro")
+    parser.add_argument("--model", default="tiny", help="out of std, hf, tiny, micro")
     parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=2, help="steps per peer and round")
     parser.add_argument(

@@ -4,9 +4,10 @@
 All of it follows from the layout, the mesh, the strategy and the dtypes. A *payload* is the
 full-size buffer of a collective. Of a gather or reduce-scatter over n ranks each rank sends
 `(n - 1) / n` of the payload, of an all-reduce twice that, as a ring does it. Not counted: memory
-that is freed again within a pass, scratch memory for the terms of a reduction on the CPU, a unit's
-gathers of parameters that another unit manages, the byte with which a backward with buckets begins,
-and those of early hooks.
+that is freed again within a pass, save for `gathered_nbytes`, scratch memory for the terms of a
+reduction on the CPU, a unit's gathers of parameters that another unit manages, the byte with which
+a backward with buckets begins, and those of early hooks. `num_collectives` leaves out the
+all-reduce of flags, one for each backward and mesh, whatever the units are.
 
 Shards may differ in size: bytes held are those of the first rank. They are those of the device and
 the host together; `host_nbytes` says how much of them is on the host. There, the further backward
@@ -16,7 +17,7 @@ passes of a step need one more gradient shard.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -38,6 +39,7 @@ _NUM_MOMENTS = 2  # AdamW's states of the size of a parameter
 _KEEPS_GRADIENTS = (ShardingStrategy.SHARD_OPTIM, ShardingStrategy.NO_SHARD)
 
 Payloads = Mapping[tuple[str, int], int]  # by kind of collective and number of ranks
+_Calls = tuple[tuple[str, int], int, int]  # these two, bytes of one collective, how many
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Cost:
         optimizer_nbytes: AdamW's two moments.
         host_nbytes: Of these three, what is offloaded to host memory.
         payloads: Full-size bytes of the collectives of a step, by kind and number of ranks.
+        num_collectives: Gathers and reductions of a step.
+        gathered_nbytes: Full parameters beyond those at rest, while they are gathered.
     """
 
     param_nbytes: int = 0
@@ -92,6 +96,8 @@ class Cost:
     optimizer_nbytes: int = 0
     host_nbytes: int = 0
     payloads: Payloads = field(default_factory=dict)
+    num_collectives: int = 0
+    gathered_nbytes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         payloads = Counter(self.payloads)
@@ -102,6 +108,8 @@ class Cost:
             self.optimizer_nbytes + other.optimizer_nbytes,
             self.host_nbytes + other.host_nbytes,
             payloads,
+            self.num_collectives + other.num_collectives,
+            self.gathered_nbytes + other.gathered_nbytes,
         )
 
     @property
@@ -204,36 +212,50 @@ class FlatParamCost:
             num_reductions: How many of the backwards reduce gradients.
         """
         payloads: Counter[tuple[str, int]] = Counter()
-        shard, numel = self.ranks.shard, self.layout.padded_numel
-        each = self.layout.uneven_numels
+        calls = [*self._gathers(num_passes), *self._reductions(num_reductions)]
+        for size in self.ranks.joint if self.requires_grad else ():
+            # A flag for each parameter tells which ranks used it.
+            calls.append((("all_reduce", size), len(self.layout.numels), num_reductions))
+        for key, nbytes, number in calls:
+            payloads[key] += nbytes * number
+        return {key: nbytes for key, nbytes in payloads.items() if nbytes}
+
+    @property
+    def num_collectives(self) -> int:
+        """Gathers and reductions of a step with one forward and backward."""
+        calls = [*self._gathers(1), *self._reductions(1)]
+        return sum(number for _, nbytes, number in calls if nbytes)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """The full parameters, where they are not held at rest."""
+        return 0 if self._is_kept else self.layout.padded_numel * self._param_dtype.itemsize
+
+    def _gathers(self, num_passes: int) -> Iterator[_Calls]:
+        shard, each = self.ranks.shard, self.layout.uneven_numels
         if each is None:
             wire = shard * wire_nbytes(self._wire_dtype, self.layout.shard_numel)
         else:
             wire = sum(wire_nbytes(self._wire_dtype, numel) for numel in each)
-            numel = sum(each)
         if shard > 1 and self._is_kept:
             # Else never written; but a step counts as a write to whole parameters of any kind.
             is_written = self.requires_grad or (self.layout.owners and not self.shows_flat)
-            payloads["all_gather", shard] += wire * bool(is_written)
+            yield ("all_gather", shard), wire, int(bool(is_written))
         elif shard > 1:
-            payloads["all_gather", shard] += wire * num_passes
             small = self.reshard_after_forward
-            if small is True:
-                payloads["all_gather", shard] += wire * num_passes
-            elif small is not False:
-                kept = self.layout.padded_numel * self._param_dtype.itemsize
-                payloads["all_gather", small] += kept * num_passes
-        if self.requires_grad:
-            reduced = numel * self._reduce_dtype.itemsize * num_reductions
-            if shard > 1:
-                payloads["reduce_scatter", shard] += reduced
-            for size in self.ranks.replicate:
-                own = self._shard_numel * self._reduce_dtype.itemsize
-                payloads["all_reduce", size] += own * num_reductions
-            for size in self.ranks.joint:
-                # A flag for each parameter tells which ranks used it.
-                payloads["all_reduce", size] += len(self.layout.numels) * num_reductions
-        return {key: nbytes for key, nbytes in payloads.items() if nbytes}
+            yield ("all_gather", shard), wire, num_passes * (2 if small is True else 1)
+            if not isinstance(small, bool):
+                yield ("all_gather", small), self.gathered_nbytes, num_passes
+
+    def _reductions(self, num_reductions: int) -> Iterator[_Calls]:
+        if not self.requires_grad:
+            return
+        itemsize, each = self._reduce_dtype.itemsize, self.layout.uneven_numels
+        if self.ranks.shard > 1:
+            numel = self.layout.padded_numel if each is None else sum(each)
+            yield ("reduce_scatter", self.ranks.shard), numel * itemsize, num_reductions
+        for size in self.ranks.replicate:
+            yield ("all_reduce", size), self._shard_numel * itemsize, num_reductions
 
     @property
     def cost(self) -> Cost:
@@ -244,6 +266,8 @@ class FlatParamCost:
             self.optimizer_nbytes,
             self.host_nbytes,
             self.payloads(),
+            self.num_collectives,
+            self.gathered_nbytes,
         )
 
     @property

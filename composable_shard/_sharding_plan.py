@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard._costs import Cost, RankCounts
 
-__all__ = ["PlannedUnit", "ShardingPlan"]
+__all__ = ["Call", "PlannedUnit", "ShardingPlan", "most_held"]
 
 _LABELS = ("unit", "class", "rule", "parameters", "numel", "ranks")
-_HEADINGS = (*_LABELS, "params", "grads", "AdamW", "on host", "sent", "options")
+_COSTS = ("params", "grads", "AdamW", "on host", "gathered", "calls", "sent")
+_HEADINGS = (*_LABELS, *_COSTS, "options")
 _LEGEND = (
     "bytes of the first rank: parameters at rest, gradients after a backward, AdamW's state; how "
-    "much of that is offloaded to the host; sent per step"
+    "much of that is offloaded to the host; full parameters while gathered, in total the most at "
+    "once in a forward; gathers and reductions per step, and bytes sent"
 )
-_NUMBERS = range(3, 11)  # columns that are aligned to the right
+_NUMBERS = range(3, 13)  # columns that are aligned to the right
 _MAX_VALUE_LENGTH = 60
 
 
@@ -28,14 +31,16 @@ class PlannedUnit:
     """One unit that `shard_model` is going to form.
 
     Attributes:
-        fqns: The FQNs of the unit's module, several where it is shared; `("",)` for the root.
-        class_name: The name of its class.
+        fqns: The FQNs of the unit's module, several where it is shared; `("",)` for the root. Where
+            several modules were merged, one FQN of each.
+        class_name: The name of its class; where several were merged, the names of theirs.
         rule: The rule that took it; "defaults" for a root that no rule took.
         num_params: Parameters that the unit will manage: none of units inside it, none ignored.
         numel: Elements of these parameters.
         ranks: How many ranks will share them, and how many will hold copies.
         cost: What the unit costs a rank.
         options: The options of `fully_shard` that the rule and the defaults give.
+        num_modules: How many modules share the unit.
     """
 
     fqns: tuple[str, ...]
@@ -46,6 +51,7 @@ class PlannedUnit:
     ranks: RankCounts
     cost: Cost
     options: Mapping[str, Any]
+    num_modules: int = 1
 
     @property
     def fqn(self) -> str:
@@ -68,10 +74,14 @@ class ShardingPlan:
     Attributes:
         model_name: The name of the model's class.
         units: The units.
+        peak_gathered_nbytes: The most full parameters, beyond those at rest, that a rank holds at
+            once in a forward that runs the units in the order of the modules: of the unit that
+            computes, of those around it, of the next, gathered ahead, and of those that are kept.
     """
 
     model_name: str
     units: tuple[PlannedUnit, ...]
+    peak_gathered_nbytes: int = 0
 
     def __str__(self) -> str:
         rows = [_HEADINGS, *(_row(unit) for unit in self.units), self._total()]
@@ -89,13 +99,56 @@ class ShardingPlan:
     def _total(self) -> tuple[str, ...]:
         num_params = sum(unit.num_params for unit in self.units)
         numel = sum(unit.numel for unit in self.units)
-        return ("total", "", "", f"{num_params}", f"{numel:,}", "", *_cells(self.cost), "")
+        cells = _cells(replace(self.cost, gathered_nbytes=self.peak_gathered_nbytes))
+        return ("total", "", "", f"{num_params}", f"{numel:,}", "", *cells, "")
+
+
+class Call(NamedTuple):
+    """A module of a unit, in the order in which a forward calls them."""
+
+    fqn: str
+    unit: int  # its position
+
+
+def most_held(calls: Sequence[Call], sizes: Sequence[int], frees: Sequence[bool]) -> int:
+    """Return the most that is held at once of units that are gathered for their modules.
+
+    Each is gathered when the first of its modules is called, or while the one before that runs,
+    and freed when the last one has returned.
+
+    Args:
+        calls: The modules, outer ones before what is inside them.
+        sizes: Of the units.
+        frees: Whether each is freed at all.
+    """
+    to_return = Counter(call.unit for call in calls)
+    running: list[Call] = []
+    held: set[int] = set()
+    total = most = 0
+    for call, following in zip(calls, [*calls[1:], None], strict=True):
+        while running and not _is_inside(call, running[-1]):
+            unit = running.pop().unit
+            to_return[unit] -= 1
+            if not to_return[unit] and frees[unit]:
+                held.remove(unit)
+                total -= sizes[unit]
+        running.append(call)
+        if call.unit not in held:
+            held.add(call.unit)
+            total += sizes[call.unit]
+        ahead = 0 if following is None or following.unit in held else sizes[following.unit]
+        most = max(most, total + ahead)
+    return most
+
+
+def _is_inside(call: Call, outer: Call) -> bool:
+    return not outer.fqn or call.fqn.startswith(f"{outer.fqn}.")
 
 
 def _row(unit: PlannedUnit) -> tuple[str, ...]:
     options = [f"{name}={_short(value)}" for name, value in unit.options.items()]
     return (
-        ", ".join(unit.fqns) or "(root)",
+        _name(unit),
         unit.class_name,
         unit.rule,
         f"{unit.num_params}",
@@ -106,9 +159,16 @@ def _row(unit: PlannedUnit) -> tuple[str, ...]:
     )
 
 
+def _name(unit: PlannedUnit) -> str:
+    if unit.num_modules > 1:
+        return f"{unit.fqns[0]} to {unit.fqns[-1]} ({unit.num_modules} modules)"
+    return ", ".join(unit.fqns) or "(root)"
+
+
 def _cells(cost: Cost) -> tuple[str, ...]:
     held = (cost.param_nbytes, cost.grad_nbytes, cost.optimizer_nbytes, cost.host_nbytes)
-    return tuple(f"{nbytes:,}" for nbytes in (*held, cost.sent_nbytes))
+    on_the_way = (cost.gathered_nbytes, cost.num_collectives, cost.sent_nbytes)
+    return tuple(f"{number:,}" for number in (*held, *on_the_way))
 
 
 def _align(row: Sequence[str], widths: Sequence[int]) -> str:

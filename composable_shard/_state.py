@@ -247,7 +247,12 @@ class ExecutionOrder:
         self._is_as_before = True
 
     def advance(self, unit: StateRef) -> ShardState | None:
-        """Note that `unit` runs now and return the one expected after it, if the order held."""
+        """Note that `unit` runs now and return the one expected after it, if the order held.
+
+        Where a unit runs several times in a row, for each of its modules, only the first time.
+        """
+        if self._current and self._current[-1] is unit:
+            return None
         position = len(self._current)
         self._current.append(unit)
         previous = self._previous

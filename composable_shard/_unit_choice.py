@@ -21,11 +21,16 @@ _MAX_NAMES = 10  # in a message
 
 @dataclass(frozen=True)
 class Unit:
-    """A module that becomes a unit, the rule that took it, and the options that were given."""
+    """Modules that become a unit, the rules that took them, and the options that were given."""
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     rule: str
     options: dict[str, Any]
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of the unit; the first where several were merged."""
+        return self.modules[0]
 
     @property
     def all_options(self) -> dict[str, Any]:
@@ -68,7 +73,7 @@ def choose_units(
     for module in tree.fqns:
         entry = taken.get(module) or _Taken("defaults", {} if module is tree.root else None)
         if entry.options is not None:
-            units.append(Unit(module, entry.rule, {**defaults, **entry.options}))
+            units.append(Unit((module,), entry.rule, {**defaults, **entry.options}))
             _check_forward(tree, units[-1])
     return units
 

@@ -17,10 +17,11 @@ from composable_shard._mesh import ShardGroup
 from composable_shard._module_tree import ModuleTree
 from composable_shard._plan import Plan
 from composable_shard._reshard_policy import ReshardAfterForward, check_policy
-from composable_shard._sharding_plan import PlannedUnit, ShardingPlan
+from composable_shard._sharding_plan import Call, PlannedUnit, ShardingPlan, most_held
 from composable_shard._sharding_rules import Rules, parse_rules
 from composable_shard._traversal import is_sharded
 from composable_shard._unit_choice import Unit, choose_units, listed
+from composable_shard._unit_merging import Candidate, merge_units
 from composable_shard.api import ShardingStrategy
 from composable_shard.fully_shard import check_unit, choose_policy, form_unit
 
@@ -36,6 +37,7 @@ def shard_model(
     *,
     dry_run: Literal[True],
     world_size: int | None = None,
+    min_unit_nbytes: int | None = None,
     **defaults: Any,
 ) -> ShardingPlan: ...
 
@@ -47,6 +49,7 @@ def shard_model(
     *,
     dry_run: Literal[False] = False,
     world_size: None = None,
+    min_unit_nbytes: int | None = None,
     **defaults: Any,
 ) -> _M: ...
 
@@ -57,6 +60,7 @@ def shard_model(
     *,
     dry_run: bool = False,
     world_size: int | None = None,
+    min_unit_nbytes: int | None = None,
     **defaults: Any,
 ) -> _M | ShardingPlan:
     """Apply `fully_shard` to the modules that `rules` name, inner ones first, and to `model`.
@@ -91,6 +95,13 @@ def shard_model(
             the model may be on the meta device.
         world_size: For a dry run, the number of ranks of every unit. Default: that of the mesh
             or of the process group, 1 without either.
+        min_unit_nbytes: Merge units whose full parameters have fewer bytes, in the dtype of their
+            shards, with their neighbours until they have as many: one gather and one reduction for
+            all of them. Neighbours are children of one module with no other parameters between
+            them, and have the same options; they are taken in the order in which they are
+            registered, and a rest that stays too small joins the unit before it. Larger units stay
+            as they are. A merged unit has less than three times as many bytes. It costs memory: it
+            is gathered for the first of its modules and freed after the last. None merges nothing.
         defaults: Options of `fully_shard` for all units.
 
     Returns:
@@ -103,11 +114,17 @@ def shard_model(
         RuntimeError, NotImplementedError: As `fully_shard`.
     """
     _check_call(model, dry_run, world_size)
+    _check_min_unit_nbytes(min_unit_nbytes)
     parsed = parse_rules(rules)
     tree = ModuleTree(model)
     _check_unsharded(tree)
     units = choose_units(tree, parsed, defaults)
-    checked = _check_units(tree, units, _ShardGroups(dry_run, world_size))
+    groups = _ShardGroups(dry_run, world_size)
+    checked = _check_units(tree, units, groups)
+    if min_unit_nbytes is not None:
+        # Checked one by one before, so that what is refused does not depend on it.
+        units = merge_units(tree, [_candidate(each) for each in checked], min_unit_nbytes)
+        checked = _check_units(tree, units, groups)
     owners = _plan_owners(checked)
     if dry_run:
         plan = _summarise(tree, checked)
@@ -117,7 +134,7 @@ def shard_model(
     # They hold the parameters as they are now.
     del checked
     for unit in units:
-        form_unit([unit.module], unit.all_options, owners)
+        form_unit(list(unit.modules), unit.all_options, owners)
     return model
 
 
@@ -175,6 +192,14 @@ def _check_call(model: object, dry_run: bool, world_size: int | None) -> None:
         raise ValueError(f"expected world_size to be a positive integer, got {world_size!r}")
 
 
+def _check_min_unit_nbytes(value: object) -> None:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_number and value > 0):  # type: ignore[operator]
+        raise ValueError(
+            f"expected min_unit_nbytes to be None or a positive integer of bytes, got {value!r}"
+        )
+
+
 def _check_unsharded(tree: ModuleTree) -> None:
     for module in tree.fqns:
         if is_sharded(module):
@@ -207,16 +232,22 @@ def _check_units(
         # A dry run on the meta device is about a model that will be real.
         options["sync_module_states"] &= not groups.is_dry_run
         try:
-            plan = check_unit([unit.module], shard_group, options, inner)
+            plan = check_unit(list(unit.modules), shard_group, options, inner)
             policy = check_policy(choose_policy(options), ranks.shard)
         except (ValueError, RuntimeError) as error:
             # The parameters in the text are named as seen from the unit.
             raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error
         _check_disjoint(tree, unit, plan.unmanaged_modules, owners)
         managed.update(original.param for original in plan.originals)
-        inner.append(unit.module)
+        inner.extend(unit.modules)
         checked.append(_CheckedUnit(unit, plan, shard_group, ranks, policy))
     return checked
+
+
+def _candidate(each: _CheckedUnit) -> Candidate:
+    originals = each.plan.originals
+    nbytes = sum(original.nbytes for original in originals)
+    return Candidate(each.unit, nbytes, frozenset(original.param.device for original in originals))
 
 
 def _plan_owners(checked: Sequence[_CheckedUnit]) -> dict[nn.Parameter, int]:
@@ -260,13 +291,12 @@ def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPla
     units = []
     for each in checked:
         params = [original.param for original in each.plan.originals]
-        options = each.unit.all_options
-        # None keeps the full parameters of the unit that leads the call: the model.
-        keeps = each.policy is None and each.unit.module is tree.root
+        unit, options, modules = each.unit, each.unit.all_options, each.unit.modules
+        fqns = [tree.fqn(module) for module in modules] if modules[1:] else tree.fqns[unit.module]
         planned = PlannedUnit(
-            fqns=tuple(tree.fqns[each.unit.module]),
-            class_name=type(each.unit.module).__name__,
-            rule=each.unit.rule,
+            fqns=tuple(fqns),
+            class_name=", ".join(dict.fromkeys(type(module).__name__ for module in modules)),
+            rule=unit.rule,
             num_params=len(params),
             numel=sum(param.numel() for param in params),
             ranks=each.ranks,
@@ -274,10 +304,31 @@ def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPla
                 each.plan,
                 each.ranks,
                 options["strategy"],
-                reshard_after_forward=not keeps if each.policy is None else each.policy,
+                reshard_after_forward=_frees(tree, each),
                 use_orig_params=options["use_orig_params"],
             ),
-            options=each.unit.options,
+            options=unit.options,
+            num_modules=len(modules),
         )
         units.append(planned)
-    return ShardingPlan(type(tree.root).__name__, tuple(units))
+    peak = _peak_gathered_nbytes(tree, checked, units)
+    return ShardingPlan(type(tree.root).__name__, tuple(units), peak)
+
+
+def _frees(tree: ModuleTree, each: _CheckedUnit) -> bool | int:
+    """Return `reshard_after_forward`; None keeps the unit that leads the call: the model."""
+    return each.unit.module is not tree.root if each.policy is None else each.policy
+
+
+def _peak_gathered_nbytes(
+    tree: ModuleTree, checked: Sequence[_CheckedUnit], planned: Sequence[PlannedUnit]
+) -> int:
+    """Return the most full parameters at once in a forward, see `ShardingPlan`."""
+    unit_of = {module: index for index, each in enumerate(checked) for module in each.unit.modules}
+    calls = [
+        Call(tree.fqn(module), unit_of[module])
+        for module in tree.root.modules()
+        if module in unit_of
+    ]
+    sizes = [unit.cost.gathered_nbytes for unit in planned]
+    return most_held(calls, sizes, [_frees(tree, each) is not False for each in checked])

@@ -685,6 +685,13 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ValueError,
         "the defaults: expected sync_module_states to be a bool, got 'yes'",
     ),
+    "min_unit_nbytes": (
+        Net,
+        ALL,
+        {"min_unit_nbytes": 0},
+        ValueError,
+        "expected min_unit_nbytes to be None or a positive integer of bytes, got 0",
+    ),
     "world_size": (
         Net,
         ALL,
@@ -1152,21 +1159,22 @@ def test_dry_run_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     plan = shard_model(model, rules, dry_run=True, world_size=3, sync_module_states=True)
     lines = [
         "Net: 5 units; bytes of the first rank: parameters at rest, gradients after a backward, "
-        "AdamW's state; how much of that is offloaded to the host; sent per step",
+        "AdamW's state; how much of that is offloaded to the host; full parameters while gathered, "
+        "in total the most at once in a forward; gathers and reductions per step, and bytes sent",
         "unit      class   rule            parameters  numel  ranks  params  grads  AdamW  on host"
-        "   sent  options",
+        "  gathered  calls   sent  options",
         "blocks.0  Block   rule 1 (Block)           4    232      3     320    320    640"
-        "        0  1,926  sync_module_states=True, reshard_after_forward=True",
+        "        0       960      3  1,926  sync_module_states=True, reshard_after_forward=True",
         "blocks.1  Block   rule 1 (Block)           4    232      3     640    640  1,280"
-        "        0  3,846  sync_module_states=True, reshard_after_forward=True",
+        "        0     1,920      3  3,846  sync_module_states=True, reshard_after_forward=True",
         "blocks.2  Block   rule 1 (Block)           4    232      3     320    320    640"
-        "        0  1,926  sync_module_states=True, reshard_after_forward=True",
+        "        0       960      3  1,926  sync_module_states=True, reshard_after_forward=True",
         "out       Linear  rule 2 ('out')           1     45      3      64     64    128"
-        "        0    386  sync_module_states=True, ignored_params=<1>",
+        "        0       192      3    386  sync_module_states=True, ignored_params=<1>",
         "(root)    Net     defaults                 2     90      3     128    128    256"
-        "        0    515  sync_module_states=True",
+        "        0       384      2    515  sync_module_states=True",
         "total                                     15    831          1,472  1,472  2,944"
-        "        0  8,596",
+        "        0     3,264     14  8,596",
     ]
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if not line.startswith("---")] == lines

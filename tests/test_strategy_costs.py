@@ -190,6 +190,21 @@ def test_an_accumulated_step_sends_what_the_formula_says(num_reductions: int) ->
         assert _step(optimizer, run) == expected, case
 
 
+@distributed(3, 4)
+def test_a_step_issues_as_many_collectives_as_the_dry_run_says() -> None:
+    """For each flat parameter, and one all-reduce of flags for each axis of the mesh."""
+    for case, dtype, options in _each_case():
+        model = _make(dtype)
+        plan = _shard(model, **options)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            with count_collectives() as log:
+                _backward(model, dtype)
+            optimizer.step()
+        num_flags = len(plan.units[0].ranks.joint)
+        assert len(log.events) == plan.cost.num_collectives + num_flags, case
+
+
 @distributed(4)
 def test_a_small_group_gathers_for_the_backward() -> None:
     """The forward's gather reaches all ranks, the backward's half of them."""
