@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import _collectives, _trace
-from composable_shard._flat_reduction import FlatReduction, ScratchPool, Streams
+from composable_shard._flat_reduction import FlatReduction, ScratchPool
 from composable_shard._flat_shard import FlatShard
 from composable_shard._grad_pieces import AwaitedGradients, GradPieces, packing_scale, set_or_add
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ShardSpec
 from composable_shard._storage import alloc_storage, free_storage
+from composable_shard._streams import Streams
 
 __all__ = ["FlatGradient"]
 

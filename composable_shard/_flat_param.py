@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from composable_shard._collectives import Waitable
 from composable_shard._flat_entry import FlatEntry
 from composable_shard._flat_grad import FlatGradient
-from composable_shard._flat_reduction import ScratchPool, Streams
+from composable_shard._flat_reduction import ScratchPool
 from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor
 from composable_shard._grad_pieces import local_gradient
 from composable_shard._layout import FlatLayout
@@ -25,6 +25,7 @@ from composable_shard._precision import Precision
 from composable_shard._published_gradients import PublishedGradients
 from composable_shard._registration import ParamEntry
 from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
+from composable_shard._streams import Streams
 from composable_shard.api import Granularity, OffloadPolicy, ShardingStrategy
 
 __all__ = ["FlatParamHandle", "ParamEntry", "plan_layout"]
@@ -176,7 +177,7 @@ class FlatParamHandle(PublishedGradients):
         self._watched = []
         self._versions: list[int] = []  # of the unsharded parameters, while they hold values
         self._slots = []
-        self._gather: Waitable | torch.Event | None = None
+        self._gather: Waitable | None = None
 
     # Set-up
 

@@ -38,7 +38,6 @@ from torch import Tensor
 from composable_shard import _collectives, _trace
 from composable_shard._collectives import Waitable
 from composable_shard._flat_grad import FlatGradient
-from composable_shard._flat_reduction import Streams
 from composable_shard._host_copies import HOST, HostCopies, alloc_host, copies_for
 from composable_shard._host_gradient import HostGradient
 from composable_shard._layout import FlatLayout
@@ -48,6 +47,7 @@ from composable_shard._quantise import QUANTISED
 from composable_shard._registration import Registration
 from composable_shard._shard_spec import WriteGuard
 from composable_shard._storage import alloc_storage, free_storage, restore_versions
+from composable_shard._streams import StreamPoint, Streams
 from composable_shard._wire import gather_in
 from composable_shard.api import OffloadPolicy
 
@@ -88,7 +88,7 @@ class FlatStorage(Registration):
     _small_part: Tensor | None  # (padded_numel / small_group.size,), see [Note: Small group]
     _small_writes: int  # guard.num_writes when the part was kept
     _buffers: Buffers
-    _gather: Waitable | torch.Event | None
+    _gather: Waitable | None
     _versions: list[int]  # of the unsharded parameters, while they hold values
     _has_new_versions: bool  # gradients were packed in place since the last gather
 
@@ -238,7 +238,7 @@ class FlatStorage(Registration):
             self._has_new_versions = False
             restore_versions(self.unsharded_params, self._versions)
 
-    def _issue_gather(self, streams: Streams | None) -> Waitable | torch.Event | None:
+    def _issue_gather(self, streams: Streams | None) -> Waitable | None:
         buffers = self._buffers
         if not self.is_sharded:
             self._fill(buffers.own_part)
@@ -251,7 +251,7 @@ class FlatStorage(Registration):
         stream.wait_stream(torch.accelerator.current_stream())
         with stream:
             self._start_gather().wait()
-            return stream.record_event()
+            return StreamPoint(stream)
 
     def _start_gather(self) -> Waitable:
         buffers, group = self._buffers, self.shard_group.group
@@ -310,10 +310,7 @@ class FlatStorage(Registration):
             return
         self._gather = None
         try:
-            if isinstance(gather, torch.Event):
-                torch.accelerator.current_stream().wait_event(gather)
-            else:
-                gather.wait()
+            gather.wait()
         except BaseException:
             self.gathered_writes = -1
             self._free_unsharded()

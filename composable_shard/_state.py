@@ -12,8 +12,9 @@ from torch import nn
 from composable_shard._buckets import Buckets
 from composable_shard._buffer_broadcast import BufferBroadcast
 from composable_shard._flat_param import FlatParamHandle
-from composable_shard._flat_reduction import ScratchPool, Streams
+from composable_shard._flat_reduction import ScratchPool
 from composable_shard._full_params import FullParams
+from composable_shard._streams import make_streams
 from composable_shard._use_exchange import UseExchange
 from composable_shard.api import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
@@ -334,7 +335,7 @@ class TreeContext:
         self.has_agreed = False
         self.is_checked = False
         self.has_warned_of_host_memory = False
-        self.streams = _make_streams(device)
+        self.streams = make_streams(device)
         self.scratch = ScratchPool()
         _trees.add(self)
 
@@ -362,9 +363,3 @@ class TreeContext:
 
 
 _trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process
-
-
-def _make_streams(device: torch.device) -> Streams | None:
-    if device.type in ("cpu", "meta"):
-        return None
-    return Streams(torch.Stream(device, priority=-1), torch.Stream(device, priority=-1))
