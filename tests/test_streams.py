@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_shard import (
     MixedPrecisionPolicy,
@@ -20,6 +18,7 @@ from composable_shard import (
     no_sync,
     set_requires_all_reduce,
 )
+from tests.fake_group import fake_group
 from tests.models import Net, shard_blocks, shard_root
 from tests.stream_account import StreamAccount
 
@@ -32,12 +31,8 @@ WIRE = MixedPrecisionPolicy(gather_dtype=torch.int8)
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    """A group of four ranks of which only this one exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with fake_group(4):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _loss(model: nn.Module) -> Tensor:
