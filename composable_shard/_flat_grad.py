@@ -6,9 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import _collectives, _trace
+from composable_shard._buffer_pool import allocating_in
 from composable_shard._flat_reduction import FlatReduction, ScratchPool
 from composable_shard._flat_shard import FlatShard
-from composable_shard._grad_pieces import AwaitedGradients, GradPieces, packing_scale, set_or_add
+from composable_shard._grad_pieces import (
+    AwaitedGradients,
+    GradPieces,
+    move_out,
+    packing_scale,
+    set_or_add,
+)
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ShardSpec
@@ -70,7 +77,6 @@ class FlatGradient:
         self.is_persistent = (is_persistent or shard_group.size == 1) and not self.is_alone
         self._layout = layout
         self._shard_group = shard_group
-        self._own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
         self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
         self.arrived = [False] * len(layout.numels)
         self.num_arrived = 0
@@ -139,8 +145,7 @@ class FlatGradient:
     @property
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank since the last `publish`."""
-        pairs = zip(self._was_used, self.arrived, strict=True)
-        return [used or arrived for used, arrived in pairs]
+        return [used or arrived for used, arrived in zip(self._was_used, self.arrived, strict=True)]
 
     # From unsharded gradients to the reduced shard
 
@@ -222,7 +227,7 @@ class FlatGradient:
         if in_place:
             self._views = self._shared_views
         else:
-            alloc_storage(self._own)
+            alloc_storage(self._own, self.reduction.pool)
             self._views = self._own_views
 
     def move_out(self) -> None:
@@ -284,7 +289,8 @@ class FlatGradient:
     def _main_memory(self) -> Tensor:
         """Return the persistent memory of [Note: Reduce dtype]."""
         if self._result.numel() == 0:
-            self._result = self._result.new_empty(self._own_numel)
+            with allocating_in(self.reduction.pool):
+                self._result = self._result.new_empty(self.reduction.own_numel)
         return self._result
 
     def _take_scratch(self, pool: ScratchPool, may_share: bool) -> Tensor | None:
@@ -294,7 +300,7 @@ class FlatGradient:
         num_parts = _collectives.scratch_parts(group, self._own, numels, in_place=in_place)
         if num_parts == 0 or self._shard_group.size == 1 or self.reduction.hook_name:
             return None
-        numel = num_parts * self._own_numel
+        numel = num_parts * self.reduction.own_numel
         if self.is_persistent:
             return pool.take(numel, self._own)
         if num_parts < group.size() or not (self.uses_shared or may_share):
@@ -303,7 +309,7 @@ class FlatGradient:
         if numel > scratch.numel():
             return self._own.new_empty(numel)  # an uneven shard, and a large one
         self.uses_shared = True
-        alloc_storage(scratch)
+        alloc_storage(scratch, self.reduction.pool)
         return scratch[:numel]
 
     def advance(self) -> None:
@@ -342,14 +348,7 @@ class FlatGradient:
 
     def move_out_published(self, params: list[FlatShard]) -> None:
         """Give published gradients that are views of the buffer memory of their own."""
-        result = self._result if self._result.numel() else self._own
-        start = result.untyped_storage().data_ptr()
-        for param in params:
-            grad = param.grad
-            if isinstance(grad, FlatShard):
-                local = grad._local
-                if local.numel() and local.untyped_storage().data_ptr() == start:
-                    grad._local = local.clone()
+        move_out(params, self._result if self._result.numel() else self._own)
 
     def publish(
         self,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard import _collectives
+from composable_shard._buffer_pool import BufferPool, allocating_in
 from composable_shard._collectives import PendingReduction, Waitable
 from composable_shard._comm_hook import (
     CommHook,
@@ -51,15 +52,18 @@ class FlatReduction:
     Attributes:
         divide_factor: What the sum over all data-parallel ranks is divided by; None: their number.
         main_dtype: Of `partial`, and of results that need no further reduction.
+        own_numel: Elements of this rank's shard.
+        pool: Where memory for results comes from.
         partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage was put off.
     """
 
     def __init__(self, shard_group: ShardGroup, layout: FlatLayout) -> None:
+        self.pool: BufferPool | None = None
         self.main_dtype = torch.get_default_dtype()
         self._shard_group = shard_group
         self._layout = layout
         self._num_ranks = shard_group.num_ranks
-        self._own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
+        self.own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
         self.divide_factor: float | None = None
         self._hook: tuple[CommHook, object] | None = None
         self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
@@ -97,8 +101,8 @@ class FlatReduction:
         return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
     def take_options(self, other: FlatReduction) -> None:
-        """Take over what users set on another reduction."""
-        self.divide_factor, self._hook = other.divide_factor, other._hook
+        """Take over the pool of another reduction, and what users set on it."""
+        self.pool, self.divide_factor, self._hook = other.pool, other.divide_factor, other._hook
 
     def set_hook(self, hook: CommHook | None, state: object) -> None:
         """Let a hook do what the collectives do from now on, or no more; [Note: Comm hooks]."""
@@ -159,7 +163,8 @@ class FlatReduction:
                 buffer[start:end].zero_()
         if output is None:
             dtype = self.output_dtype(buffer.dtype)
-            output = buffer.new_empty(self._own_numel, dtype=dtype)
+            with allocating_in(self.pool):
+                output = buffer.new_empty(self.own_numel, dtype=dtype)
         if group.size > 1:
             self._scale = 1.0
             self._scatter = self._issue_scatter(output, buffer, scratch, scale)

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from composable_shard import _collectives, _trace
+from composable_shard._buffer_pool import BufferPool, allocating_in
 from composable_shard._collectives import Waitable
 from composable_shard._flat_grad import FlatGradient
 from composable_shard._host_copies import HOST, HostCopies, alloc_host, copies_for
@@ -79,6 +80,7 @@ class FlatStorage(Registration):
     is_kept: bool  # the unsharded buffer is never freed, see [Note: Kept buffers]
     precision: Precision
     offload: OffloadPolicy
+    pool: BufferPool | None  # where buffers of collectives come from
     guard: WriteGuard
     grad: FlatGradient
     host_grad: HostGradient | None  # where gradients are offloaded
@@ -101,7 +103,9 @@ class FlatStorage(Registration):
         wire_dtype = self.precision.travels_in(dtype) if self.is_sharded else param_dtype
         is_cast = param_dtype != dtype or wire_dtype != dtype
         start, end = self.layout.shard_range(self.shard_group.rank)
-        unsharded = torch.empty(self.layout.padded_numel, dtype=param_dtype, device=device)
+        pool = self.pool if device == self.shard_group.device else None
+        with allocating_in(pool if self.is_kept else None):
+            unsharded = torch.empty(self.layout.padded_numel, dtype=param_dtype, device=device)
         output = unsharded.data
         own_part, device_shard = output[start:end], None
         if not self.is_kept:
@@ -117,7 +121,8 @@ class FlatStorage(Registration):
             # [Note: Kept buffers]: nothing is stored twice.
             shard = unsharded.zero_()[start:end]
         else:
-            shard = torch.zeros(end - start, dtype=dtype, device=device)
+            with allocating_in(pool):
+                shard = torch.zeros(end - start, dtype=dtype, device=device)
         copies = copies_for(device)
         self.host_grad = None
         if is_offloaded:
@@ -258,7 +263,7 @@ class FlatStorage(Registration):
         numels = self.layout.uneven_numels
         output = buffers.gather_output
         has_valid_part = self._small_writes == self.guard.num_writes
-        alloc_storage(buffers.unsharded)
+        alloc_storage(buffers.unsharded, self.pool)
         if self.small_group is not None and self._small_part is not None and has_valid_part:
             return _collectives.all_gather(output, self._small_part, self.small_group.group)
         if not self.is_apart:

@@ -14,7 +14,14 @@ from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ShardSpec
 
-__all__ = ["AwaitedGradients", "GradPieces", "local_gradient", "packing_scale", "set_or_add"]
+__all__ = [
+    "AwaitedGradients",
+    "GradPieces",
+    "local_gradient",
+    "move_out",
+    "packing_scale",
+    "set_or_add",
+]
 
 
 class AwaitedGradients:
@@ -144,6 +151,17 @@ def set_or_add(param: FlatShard, shard: FlatShard) -> None:
             f"got {type(grad).__name__}. Let backward() set it, or assign a FlatShard."
         )
     grad._local.add_(shard._local)
+
+
+def move_out(params: Sequence[FlatShard], memory: Tensor) -> None:
+    """Give gradients of parameters that are views of `memory` memory of their own."""
+    start = memory.untyped_storage().data_ptr()
+    for param in params:
+        grad = param.grad
+        if isinstance(grad, FlatShard):
+            local = grad._local
+            if local.numel() and local.untyped_storage().data_ptr() == start:
+                grad._local = local.clone()
 
 
 def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:

@@ -80,6 +80,7 @@ class ShardState:
         buffers: Broadcasts its buffers before forwards, on request.
         bucket_cap_mb: What each of its handles reduces at most, None without limit.
         buckets: Decides which of them are reduced before the unit's end, if any may.
+        buffer_pool: Where the buffers of its collectives come from.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
         requires_all_reduce: False reduces gradients over the shard group only.
@@ -110,6 +111,7 @@ class ShardState:
         self.buffers: BufferBroadcast | None = None
         self.bucket_cap_mb: float | None = None
         self.buckets: Buckets | None = None
+        self.buffer_pool: str | None = None
         self.num_modules = num_modules
         self.modules_to_run = num_modules
         self.training_state = TrainingState.IDLE
@@ -199,6 +201,8 @@ class ShardState:
             options += f" offload_policy={self.offload_policy}"
         if self.bucket_cap_mb is not None:
             options += f" bucket_cap_mb={self.bucket_cap_mb}"
+        if self.buffer_pool is not None:
+            options += f" buffer_pool={self.buffer_pool}"
         return options if self.use_orig_params else f"{options} use_orig_params=False"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
+    """A group of four ranks of which only this one exists."""
     with fake_group(4):
         yield
 

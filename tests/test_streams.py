@@ -31,6 +31,7 @@ WIRE = MixedPrecisionPolicy(gather_dtype=torch.int8)
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
+    """A group of four ranks of which only this one exists."""
     with fake_group(4):
         yield
 
