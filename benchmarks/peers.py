@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 Builder = Callable[[nn.Module], nn.Module]
@@ -114,5 +113,7 @@ def build(peer: str, model: nn.Module) -> nn.Module:
 def make_optimizer(peer: str, model: nn.Module) -> torch.optim.Optimizer:
     """Return fused AdamW over the built model's parameters."""
     if peer == "zero1":
-        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+        # Imported where it is wanted: it warns of a deprecated function of its own.
+        kind = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+        return kind(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
