@@ -15,8 +15,11 @@ from composable_shard import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     clip_grad_norm_,
+    fully_shard,
     no_sync,
+    reshard,
     set_requires_all_reduce,
+    unshard,
 )
 from tests.fake_group import fake_group
 from tests.models import Net, shard_blocks, shard_root
@@ -142,3 +145,17 @@ def test_streams_wait_after_a_failed_backward(
         _loss(model).backward()
 
     _check(monkeypatch, train, mp_policy=policy)
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_write_beside_a_gather_is_gathered_again() -> None:
+    """A step between `unshard(async_op=True)` and its `wait()`."""
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model)
+    work = unshard(model, async_op=True)
+    assert work is not None
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    work.wait()
+    assert torch.equal(model.weight, torch.full((4, 4), 2.0))
+    reshard(model)
