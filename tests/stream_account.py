@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from composable_shard._flat_shard import FlatShard
+from composable_shard._host_copies import StreamCopies
 from composable_shard._streams import Streams
 
 _COLLECTIVES = (
@@ -39,6 +40,22 @@ _Clock = dict["FakeStream", int]  # how far each stream is known to have come
 
 
 @dataclass(eq=False)
+class FakeEvent:
+    """What the library uses of a `torch.Event`."""
+
+    account: StreamAccount
+    clock: _Clock
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        """Let the host wait: whatever is issued from now on comes after."""
+        for stream in self.account.all_streams:
+            stream.wait_event(self)
+
+
+@dataclass(eq=False)
 class FakeStream:
     """What the library uses of a `torch.Stream`."""
 
@@ -51,14 +68,17 @@ class FakeStream:
         self.clock[self] = self.clock.get(self, 0) + 1
         return self.clock[self]
 
+    def __post_init__(self) -> None:
+        self.account.all_streams.append(self)
+
     def wait_stream(self, other: FakeStream) -> None:
-        self.wait_event(dict(other.clock))
+        self.wait_event(other.record_event())
 
-    def record_event(self) -> _Clock:
-        return dict(self.clock)
+    def record_event(self) -> FakeEvent:
+        return FakeEvent(self.account, dict(self.clock))
 
-    def wait_event(self, event: _Clock) -> None:
-        for stream, time in event.items():
+    def wait_event(self, event: FakeEvent) -> None:
+        for stream, time in event.clock.items():
             self.clock[stream] = max(time, self.clock.get(stream, 0))
 
     def __enter__(self) -> FakeStream:
@@ -85,7 +105,7 @@ class _Memory:
 class _Work:
     inner: Any
     account: StreamAccount
-    event: _Clock
+    event: FakeEvent
 
     def wait(self) -> None:
         self.inner.wait()
@@ -103,8 +123,9 @@ class StreamAccount(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.compute, self.unshard, self.reduce = (
-            FakeStream(name, self) for name in ("compute", "unshard", "reduce")
+        self.all_streams: list[FakeStream] = []
+        self.compute, self.unshard, self.reduce, self.to_host = (
+            FakeStream(name, self) for name in ("compute", "unshard", "reduce", "to host")
         )
         self.current = self.compute
         self.streams: Any = Streams(self.unshard, self.reduce)  # type: ignore[arg-type]
@@ -127,12 +148,18 @@ class StreamAccount(TorchDispatchMode):
             return result
 
         monkeypatch.setattr("composable_shard._state.make_streams", lambda _: self.streams)
+        monkeypatch.setattr("composable_shard._flat_storage.copies_for", self._copies)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda: self.current)
         monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_and_note)
         for name in _COLLECTIVES:
             monkeypatch.setattr(dist.ProcessGroup, name, self._on_comm(name))
         with self:
             yield
+
+    def _copies(self, device: torch.device) -> StreamCopies:
+        copies = StreamCopies(device)
+        copies._to_host = self.to_host  # type: ignore[assignment]
+        return copies
 
     def _on_comm(self, name: str) -> Any:
         issue, stream = getattr(dist.ProcessGroup, name), FakeStream(name, self)

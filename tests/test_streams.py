@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import (
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
@@ -116,12 +117,14 @@ def test_streams_wait_for_the_second_stage(
         (shard_blocks, {"reshard_after_forward": 2}),
         (shard_blocks, {"granularity": "row"}),
         (shard_root, {"bucket_cap_mb": 0.0005}),
+        (shard_blocks, {"offload_policy": OffloadPolicy(params=True)}),
+        (shard_blocks, {"offload_policy": OffloadPolicy(optim_state=True)}),
     ],
 )
 def test_streams_wait_where_units_differ(
     shard: Callable[..., None], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part kept between forward and backward, uneven shards, buckets."""
+    """A part kept between forward and backward, uneven shards, buckets, host memory."""
     train = partial(_train, microbatches=False)
     _check(monkeypatch, train, shard, mp_policy=LOW, **options)
 
