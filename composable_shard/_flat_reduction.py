@@ -146,7 +146,8 @@ class FlatReduction:
         with stream:
             output = self._issue(buffer, scratch, scale, output)
             scattered = self._end_first_stage()
-            self._buffer_read = StreamPoint(stream)
+            if self._shard_group.replicate_groups:
+                self._buffer_read = StreamPoint(stream)
             if scattered is not None:
                 self._begin_second_stage(scattered)
             self._end(output)
