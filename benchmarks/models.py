@@ -27,6 +27,7 @@ class ModelConfig:
 
 
 CONFIGS = {
+    "1b": ModelConfig(16, 2048, 6144, 32768, 16, 4, 2048),  # 1.01 billion parameters, for GPUs
     "std": ModelConfig(12, 512, 1408, 8192, 8, 2, 128),  # 187.8 MB in fp32, 13 units
     "hf": ModelConfig(12, 512, 1408, 8192, 8, 2, 128),  # std as Hugging Face builds it
     "short": ModelConfig(12, 512, 1408, 8192, 8, 1, 4),  # std with next to no activations

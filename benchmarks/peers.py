@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 Builder = Callable[[nn.Module], nn.Module]
@@ -44,19 +43,12 @@ def _fsdp2(model: nn.Module, *, reshard_after_forward: bool | None) -> nn.Module
 def _ours(
     model: nn.Module,
     *,
-    reshard_after_forward: bool | None = None,
     strategy: str = "FULL_SHARD",
     layers_per_unit: int = 1,
-    bucket_cap_mb: float | None = None,
-    granularity: str = "element",
+    **options: Any,
 ) -> nn.Module:
     package = importlib.import_module("composable_shard")
-    options: dict[str, Any] = {
-        "strategy": package.ShardingStrategy[strategy],
-        "reshard_after_forward": reshard_after_forward,
-        "bucket_cap_mb": bucket_cap_mb,
-        "granularity": granularity,
-    }
+    options["strategy"] = package.ShardingStrategy[strategy]
     layers = list(model.layers) if layers_per_unit else []
     for start in range(0, len(layers), layers_per_unit or 1):
         package.fully_shard(layers[start : start + layers_per_unit], **options)
@@ -88,6 +80,7 @@ _BUILDERS: dict[str, Builder] = {
     "ours": partial(_ours, reshard_after_forward=None),
     "ours_raf": partial(_ours, reshard_after_forward=True),  # the root as well
     "ours_keep": partial(_ours, reshard_after_forward=False),
+    "ours_pool": partial(_ours, buffer_pool="private"),  # CUDA only
     "ours_row": partial(_ours, granularity="row"),
     "ours_param": partial(_ours, granularity="param"),
     "ours_gradop": partial(_ours, strategy="SHARD_GRAD_OP"),
@@ -134,5 +127,7 @@ def build(peer: str, model: nn.Module) -> nn.Module:
 def make_optimizer(peer: str, model: nn.Module) -> torch.optim.Optimizer:
     """Return fused AdamW over the built model's parameters."""
     if peer == "zero1":
-        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+        # Imported where it is wanted: it warns of a deprecated function of its own.
+        kind = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+        return kind(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

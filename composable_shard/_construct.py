@@ -19,7 +19,7 @@ from composable_shard._precision import Precision
 from composable_shard._shard_spec import ParamLabel, ShardSpec
 from composable_shard._state import ShardState
 from composable_shard._storage import FlatSlot, dense_stride, take_place
-from composable_shard.api import OffloadPolicy, ShardingStrategy
+from composable_shard.api import ShardingStrategy
 
 __all__ = ["build_state", "sync_states"]
 
@@ -55,11 +55,12 @@ def build_state(
     state.mp_policy = plan.policy
     state.offload_policy = plan.offload
     state.bucket_cap_mb = plan.bucket_cap_mb
+    state.buffer_pool = plan.buffer_pool
     is_alone = shard_group.num_ranks == 1
     state.buckets = None if is_alone or plan.bucket_cap_mb is None else Buckets()
     groups = group_params(plan, use_orig_params, shard_size=shard_group.size, is_alone=is_alone)
     built = [
-        (members, _build_handle(members, shard_group, strategy, precision, plan.offload))
+        (members, _build_handle(members, shard_group, strategy, precision, plan))
         for precision, members in groups
     ]
     for number, (_, handle) in enumerate(built):
@@ -104,7 +105,7 @@ def _build_handle(
     shard_group: ShardGroup,
     strategy: ShardingStrategy,
     precision: Precision,
-    offload: OffloadPolicy,
+    plan: Plan,
 ) -> FlatParamHandle:
     labels = [ParamLabel(original.fqn) for original in members]
     dense = [original.dense for original in members]
@@ -133,7 +134,8 @@ def _build_handle(
         requires_grad=members[0].param.requires_grad,
         strategy=strategy,
         precision=precision,
-        offload=offload,
+        offload=plan.offload,
+        buffer_pool=plan.buffer_pool,
     )
 
 

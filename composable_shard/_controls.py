@@ -140,6 +140,9 @@ def _unshard(state: ShardState) -> None:
 def _show_unsharded(state: ShardState) -> None:
     """Wait for `_unshard` and register the full parameters."""
     for handle in state.needed:
+        if state.context is not None and not handle.is_registered_unsharded:
+            # Again, if shards were written meanwhile: what was sent may be half of each.
+            handle.unshard(state.context.streams)
         handle.wait_unshard()
         handle.register_unsharded()
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import _collectives, _trace
-from composable_shard._flat_reduction import FlatReduction, ScratchPool, Streams
+from composable_shard._buffer_pool import allocating_in
+from composable_shard._flat_reduction import FlatReduction, ScratchPool
 from composable_shard._flat_shard import FlatShard
 from composable_shard._grad_pieces import (
     AwaitedGradients,
@@ -23,6 +24,7 @@ from composable_shard._mesh import ShardGroup
 from composable_shard._shard_spec import ShardSpec
 from composable_shard._small_gradients import SmallGradients, write_gradient, write_gradients
 from composable_shard._storage import alloc_storage, free_storage
+from composable_shard._streams import Streams
 
 __all__ = ["FlatGradient"]
 
@@ -75,7 +77,6 @@ class FlatGradient:
         self.is_persistent = (is_persistent or shard_group.size == 1) and not self.is_alone
         self._layout = layout
         self._shard_group = shard_group
-        self._own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
         self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
         self.arrived = [False] * len(layout.numels)
         self.num_arrived = 0
@@ -232,7 +233,7 @@ class FlatGradient:
         if in_place:
             self._views = self._shared_views
         else:
-            alloc_storage(self._own)
+            alloc_storage(self._own, self.reduction.pool)
             self._views = self._own_views
 
     def move_out(self) -> None:
@@ -294,7 +295,8 @@ class FlatGradient:
     def _main_memory(self) -> Tensor:
         """Return the persistent memory of [Note: Reduce dtype]."""
         if self._result.numel() == 0:
-            self._result = self._result.new_empty(self._own_numel)
+            with allocating_in(self.reduction.pool):
+                self._result = self._result.new_empty(self.reduction.own_numel)
         return self._result
 
     def _take_scratch(self, pool: ScratchPool, may_share: bool) -> Tensor | None:
@@ -304,7 +306,7 @@ class FlatGradient:
         num_parts = _collectives.scratch_parts(group, self._own, numels, in_place=in_place)
         if num_parts == 0 or self._shard_group.size == 1 or self.reduction.hook_name:
             return None
-        numel = num_parts * self._own_numel
+        numel = num_parts * self.reduction.own_numel
         if self.is_persistent:
             return pool.take(numel, self._own)
         if num_parts < group.size() or not (self.uses_shared or may_share):
@@ -313,7 +315,7 @@ class FlatGradient:
         if numel > scratch.numel():
             return self._own.new_empty(numel)  # an uneven shard, and a large one
         self.uses_shared = True
-        alloc_storage(scratch)
+        alloc_storage(scratch, self.reduction.pool)
         return scratch[:numel]
 
     def advance(self) -> None:

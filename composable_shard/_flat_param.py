@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from composable_shard._buffer_pool import PoolKind, pool_for
 from composable_shard._collectives import Waitable
 from composable_shard._flat_entry import FlatEntry
 from composable_shard._flat_grad import FlatGradient
-from composable_shard._flat_reduction import ScratchPool, Streams
+from composable_shard._flat_reduction import ScratchPool
 from composable_shard._flat_shard import FlatShard, FlatShardOfDTensor
 from composable_shard._grad_pieces import local_gradient
 from composable_shard._layout import FlatLayout
@@ -25,6 +26,7 @@ from composable_shard._precision import Precision
 from composable_shard._published_gradients import PublishedGradients
 from composable_shard._registration import ParamEntry
 from composable_shard._shard_spec import ParamLabel, ShardSpec, WriteGuard
+from composable_shard._streams import Streams
 from composable_shard.api import Granularity, OffloadPolicy, ShardingStrategy
 
 __all__ = ["FlatParamHandle", "ParamEntry", "plan_layout"]
@@ -80,6 +82,7 @@ class FlatParamHandle(PublishedGradients):
         small_group: The ranks that hold all values once between forward and backward, if any.
         precision: The dtypes that differ from the local shard's.
         offload: What lives on the host.
+        buffer_pool: What kind of pool it has, see [Note: Buffer pool].
         entries: The managed parameters, in order.
         requires_grad: Whether any of the parameters is trainable.
         has_fixed_owners: Whether parameters that are owned whole stay where they are for good.
@@ -97,6 +100,7 @@ class FlatParamHandle(PublishedGradients):
         strategy: ShardingStrategy,
         precision: Precision | None = None,
         offload: OffloadPolicy | None = None,
+        buffer_pool: PoolKind | None = None,
     ) -> None:
         """Allocate the shard and copy this rank's part of `params` into it; changes no module.
 
@@ -112,8 +116,10 @@ class FlatParamHandle(PublishedGradients):
             strategy: What each rank keeps.
             precision: Dtypes, where they are not those of `params`.
             offload: What lives on the host.
+            buffer_pool: What kind of pool to take, if any.
         """
         self.offload = offload or OffloadPolicy()
+        self.buffer_pool = buffer_pool
         self.precision = precision or Precision()
         self.shard_group = shard_group
         self.strategy = strategy
@@ -149,6 +155,9 @@ class FlatParamHandle(PublishedGradients):
         """Set what a new handle, or a copy of one, begins with."""
         is_full_shard = self.strategy is ShardingStrategy.FULL_SHARD
         self.is_kept = self.shard_group.size == 1 or not is_full_shard
+        group = self.shard_group
+        groups = (group.group, *group.replicate_groups)
+        self.pool = pool_for(self.buffer_pool, groups, group.device)
         self.guard = WriteGuard(weakref.ref(self))
         self.num_holders = 0  # units in forward, and unshard() calls, that need the full values
         self.end_position: int | None = None  # in the running backward, which needs it until then
@@ -171,12 +180,13 @@ class FlatParamHandle(PublishedGradients):
         self.grad = FlatGradient(
             self.layout, self.shard_group, self.name, is_persistent=is_persistent
         )
+        self.grad.reduction.pool = self.pool
         self._held: dict[int, Tensor] = {}  # gradients where no other rank has any
         self._on_gradient: GradientHook | None = None
         self._watched = []
         self._versions: list[int] = []  # of the unsharded parameters, while they hold values
         self._slots = []
-        self._gather: Waitable | torch.Event | None = None
+        self._gather: Waitable | None = None
 
     # Set-up
 
@@ -218,6 +228,7 @@ class FlatParamHandle(PublishedGradients):
             "divide_factor": self.grad.reduction.divide_factor,
             "precision": self.precision,
             "offload": self.offload,
+            "buffer_pool": self.buffer_pool,
             "requires_grad": self.requires_grad,
             "has_fixed_owners": self.has_fixed_owners,
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],

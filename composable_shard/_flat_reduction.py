@@ -10,13 +10,12 @@ reduce-scattered shards then add up in `partial` until a reduction that has both
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard import _collectives
+from composable_shard._buffer_pool import BufferPool, allocating_in
 from composable_shard._collectives import PendingReduction, Waitable
 from composable_shard._comm_hook import (
     CommHook,
@@ -27,16 +26,9 @@ from composable_shard._comm_hook import (
 )
 from composable_shard._layout import FlatLayout
 from composable_shard._mesh import ShardGroup
+from composable_shard._streams import StreamPoint, Streams
 
-__all__ = ["FlatReduction", "ScratchPool", "Streams"]
-
-
-@dataclass(frozen=True)
-class Streams:
-    """Side streams of an accelerator: gathers on one, reductions on the other."""
-
-    unshard_stream: torch.Stream
-    reduce_stream: torch.Stream
+__all__ = ["FlatReduction", "ScratchPool"]
 
 
 class ScratchPool:
@@ -60,15 +52,18 @@ class FlatReduction:
     Attributes:
         divide_factor: What the sum over all data-parallel ranks is divided by; None: their number.
         main_dtype: Of `partial`, and of results that need no further reduction.
+        own_numel: Elements of this rank's shard.
+        pool: Where memory for results comes from.
         partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage was put off.
     """
 
     def __init__(self, shard_group: ShardGroup, layout: FlatLayout) -> None:
+        self.pool: BufferPool | None = None
         self.main_dtype = torch.get_default_dtype()
         self._shard_group = shard_group
         self._layout = layout
         self._num_ranks = shard_group.num_ranks
-        self._own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
+        self.own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
         self.divide_factor: float | None = None
         self._hook: tuple[CommHook, object] | None = None
         self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
@@ -80,8 +75,12 @@ class FlatReduction:
         self._output: Tensor | None = None  # from `start` to `finish`
         self._scale = 1.0  # of the output, where there is no first stage
         self._is_deferred = False
-        self._event: torch.Event | None = None
-        self._scratch: Tensor | None = None  # until the reduce stream has read the terms in it
+        # On a side stream: where the buffer is free again, where the result is there, and what the
+        # stream reads until then.
+        self._reduce_stream: torch.Stream | None = None
+        self._buffer_read: StreamPoint | None = None
+        self._done: StreamPoint | None = None
+        self._read: tuple[Tensor | None, ...] = ()
 
     def output_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which what ranks sent is added up.
@@ -102,8 +101,8 @@ class FlatReduction:
         return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
     def take_options(self, other: FlatReduction) -> None:
-        """Take over what users set on another reduction."""
-        self.divide_factor, self._hook = other.divide_factor, other._hook
+        """Take over the pool of another reduction, and what users set on it."""
+        self.pool, self.divide_factor, self._hook = other.pool, other.divide_factor, other._hook
 
     def set_hook(self, hook: CommHook | None, state: object) -> None:
         """Let a hook do what the collectives do from now on, or no more; [Note: Comm hooks]."""
@@ -140,15 +139,20 @@ class FlatReduction:
         if streams is None:
             self._output = self._issue(buffer, scratch, scale, output)
             return
-        stream = streams.reduce_stream
-        # The gradients were packed on the current stream.
+        stream = self._reduce_stream = streams.reduce_stream
+        # [Note: Streams and memory]; the gradients were packed on the current stream.
         stream.wait_stream(torch.accelerator.current_stream())
+        self._read = scratch, self.partial
         with stream:
             output = self._issue(buffer, scratch, scale, output)
-            self.advance()
+            scattered = self._end_first_stage()
+            if self._shard_group.replicate_groups:
+                self._buffer_read = StreamPoint(stream)
+            if scattered is not None:
+                self._begin_second_stage(scattered)
             self._end(output)
-            self._event = stream.record_event()
-        self._output, self._scratch = output, scratch
+            self._done = StreamPoint(stream)
+        self._output = output
 
     def _issue(
         self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None
@@ -160,7 +164,8 @@ class FlatReduction:
                 buffer[start:end].zero_()
         if output is None:
             dtype = self.output_dtype(buffer.dtype)
-            output = buffer.new_empty(self._own_numel, dtype=dtype)
+            with allocating_in(self.pool):
+                output = buffer.new_empty(self.own_numel, dtype=dtype)
         if group.size > 1:
             self._scale = 1.0
             self._scatter = self._issue_scatter(output, buffer, scratch, scale)
@@ -199,12 +204,22 @@ class FlatReduction:
     def advance(self) -> None:
         """Wait until the buffer is not needed any more; start the second stage, if any.
 
-        Without a first stage the buffer is needed until `finish`.
+        Without a first stage the buffer is needed until `finish`. On a side stream the second stage
+        has been started.
         """
-        scatter, self._scatter = self._scatter, None
-        if scatter is None:
+        if self._buffer_read is not None:
+            self._buffer_read.wait()
+            self._buffer_read = None
             return
-        output = scatter.finish()
+        output = self._end_first_stage()
+        if output is not None:
+            self._begin_second_stage(output)
+
+    def _end_first_stage(self) -> Tensor | None:
+        scatter, self._scatter = self._scatter, None
+        return None if scatter is None else scatter.finish()
+
+    def _begin_second_stage(self, output: Tensor) -> None:
         if self._is_deferred or not self._shard_group.replicate_groups:
             return
         if self.partial is not None:
@@ -224,13 +239,14 @@ class FlatReduction:
         output, self._output = self._output, None
         if output is None:
             return None
-        if self._event is None:
+        if self._done is None:
             self.advance()
             self._end(output)
         else:
             # The buffers may be used anew by the current stream once this has passed.
-            torch.accelerator.current_stream().wait_event(self._event)
-            self._event = self._scratch = None
+            self._done.wait()
+            self._done = self._buffer_read = None
+            self._read = ()
         if not self._is_deferred:
             return output
         # Accumulated in the main dtype, whatever the way's.
@@ -246,4 +262,9 @@ class FlatReduction:
         work, self._all_reduce = self._all_reduce, None
         if work is not None:
             _collectives.abandon(work)
-        self._event = self._output = self._scratch = self.partial = None
+        if self._reduce_stream is not None:
+            # It may read buffers that are about to be used anew.
+            torch.accelerator.current_stream().wait_stream(self._reduce_stream)
+        self._done = self._buffer_read = None
+        self._read = ()
+        self._output = self.partial = None

@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from composable_shard import _collectives, _trace
+from composable_shard._buffer_pool import BufferPool, allocating_in
 from composable_shard._collectives import Waitable
 from composable_shard._flat_grad import FlatGradient
-from composable_shard._flat_reduction import Streams
 from composable_shard._host_copies import HOST, HostCopies, alloc_host, copies_for
 from composable_shard._host_gradient import HostGradient
 from composable_shard._layout import FlatLayout
@@ -48,6 +48,7 @@ from composable_shard._quantise import QUANTISED
 from composable_shard._registration import Registration
 from composable_shard._shard_spec import WriteGuard
 from composable_shard._storage import alloc_storage, free_storage, restore_versions
+from composable_shard._streams import StreamPoint, Streams
 from composable_shard._wire import gather_in
 from composable_shard.api import OffloadPolicy
 
@@ -79,6 +80,7 @@ class FlatStorage(Registration):
     is_kept: bool  # the unsharded buffer is never freed, see [Note: Kept buffers]
     precision: Precision
     offload: OffloadPolicy
+    pool: BufferPool | None  # where buffers of collectives come from
     guard: WriteGuard
     grad: FlatGradient
     host_grad: HostGradient | None  # where gradients are offloaded
@@ -88,7 +90,7 @@ class FlatStorage(Registration):
     _small_part: Tensor | None  # (padded_numel / small_group.size,), see [Note: Small group]
     _small_writes: int  # guard.num_writes when the part was kept
     _buffers: Buffers
-    _gather: Waitable | torch.Event | None
+    _gather: Waitable | None
     _versions: list[int]  # of the unsharded parameters, while they hold values
     _has_new_versions: bool  # gradients were packed in place since the last gather
 
@@ -101,7 +103,9 @@ class FlatStorage(Registration):
         wire_dtype = self.precision.travels_in(dtype) if self.is_sharded else param_dtype
         is_cast = param_dtype != dtype or wire_dtype != dtype
         start, end = self.layout.shard_range(self.shard_group.rank)
-        unsharded = torch.empty(self.layout.padded_numel, dtype=param_dtype, device=device)
+        pool = self.pool if device == self.shard_group.device else None
+        with allocating_in(pool if self.is_kept else None):
+            unsharded = torch.empty(self.layout.padded_numel, dtype=param_dtype, device=device)
         output = unsharded.data
         own_part, device_shard = output[start:end], None
         if not self.is_kept:
@@ -117,7 +121,8 @@ class FlatStorage(Registration):
             # [Note: Kept buffers]: nothing is stored twice.
             shard = unsharded.zero_()[start:end]
         else:
-            shard = torch.zeros(end - start, dtype=dtype, device=device)
+            with allocating_in(pool):
+                shard = torch.zeros(end - start, dtype=dtype, device=device)
         copies = copies_for(device)
         self.host_grad = None
         if is_offloaded:
@@ -240,7 +245,7 @@ class FlatStorage(Registration):
             self._has_new_versions = False
             restore_versions(self.unsharded_params, self._versions)
 
-    def _issue_gather(self, streams: Streams | None) -> Waitable | torch.Event | None:
+    def _issue_gather(self, streams: Streams | None) -> Waitable | None:
         buffers = self._buffers
         if not self.is_sharded:
             self._fill(buffers.own_part)
@@ -253,14 +258,14 @@ class FlatStorage(Registration):
         stream.wait_stream(torch.accelerator.current_stream())
         with stream:
             self._start_gather().wait()
-            return stream.record_event()
+            return StreamPoint(stream)
 
     def _start_gather(self) -> Waitable:
         buffers, group = self._buffers, self.shard_group.group
         numels = self.layout.uneven_numels
         output = buffers.gather_output
         has_valid_part = self._small_writes == self.guard.num_writes
-        alloc_storage(buffers.unsharded)
+        alloc_storage(buffers.unsharded, self.pool)
         if self.small_group is not None and self._small_part is not None and has_valid_part:
             return _collectives.all_gather(output, self._small_part, self.small_group.group)
         if not self.is_apart:
@@ -312,10 +317,7 @@ class FlatStorage(Registration):
             return
         self._gather = None
         try:
-            if isinstance(gather, torch.Event):
-                torch.accelerator.current_stream().wait_event(gather)
-            else:
-                gather.wait()
+            gather.wait()
         except BaseException:
             self.gathered_writes = -1
             self._free_unsharded()

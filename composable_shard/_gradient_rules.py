@@ -107,13 +107,11 @@ def _combined_norms(locals_: list[Tensor], order: float, groups: tuple[str, ...]
     norms = _local_norms(locals_, order)
     if math.isinf(order):
         sign = 1 if order > 0 else -1
-        identity = torch.tensor([0.0 if order > 0 else math.inf] * len(locals_), device=device)
-        values = _fill_at(identity.to(_exact(device)), locals_, norms)
+        values = _stack(locals_, norms, 0.0 if order > 0 else math.inf)
         return list((sign * max_over(sign * values, groups)).unbind())
     exponent = order if order != 0 else 1.0
     powers = [norm.to(_exact(device)) ** exponent for norm in norms]
-    zeros = torch.zeros(len(locals_), dtype=_exact(device), device=device)
-    total = sum_over(_fill_at(zeros, locals_, powers), groups)
+    total = sum_over(_stack(locals_, powers, 0.0), groups)
     return list((total ** (1.0 / exponent)).unbind())
 
 
@@ -133,13 +131,18 @@ def _accumulate(local: Tensor) -> torch.dtype | None:
     return torch.float32 if local.dtype in _HALF else None
 
 
-def _fill_at(target: Tensor, locals_: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Write the values to the places of the slices that are not empty."""
-    if values:
-        is_filled = [local.numel() > 0 for local in locals_]
-        stacked = torch.stack([value.to(target.dtype) for value in values])
-        target[torch.tensor(is_filled, device=target.device)] = stacked
-    return target
+def _stack(locals_: list[Tensor], values: list[Tensor], identity: float) -> Tensor:
+    """Return a value for each slice, in order: the values, and the identity for empty slices.
+
+    Args:
+        locals_: The slices.
+        values: 0-d, of the slices that are not empty.
+        identity: What does not count. Filled in by the device: the host must not wait.
+    """
+    device = locals_[0].device
+    dtype, filled = _exact(device), iter(values)
+    nothing = torch.full((), identity, dtype=dtype, device=device)
+    return torch.stack([next(filled).to(dtype) if x.numel() else nothing for x in locals_])
 
 
 def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

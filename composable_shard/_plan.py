@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parameter import UninitializedParameter
 
+from composable_shard._buffer_pool import PoolKind
 from composable_shard._contract import find_applied, read_state
 from composable_shard._flat_param import FlatParamHandle, ParamEntry
 from composable_shard._flat_shard import FlatShard
@@ -104,6 +105,7 @@ class Plan:
     unmanaged_modules: list[nn.Module]
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    buffer_pool: PoolKind | None = None
     kept_modules: list[nn.Module] = field(default_factory=list)  # compute in the main dtype
     bucket_cap_mb: float | None = None
 

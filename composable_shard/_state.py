@@ -12,8 +12,9 @@ from torch import nn
 from composable_shard._buckets import Buckets
 from composable_shard._buffer_broadcast import BufferBroadcast
 from composable_shard._flat_param import FlatParamHandle
-from composable_shard._flat_reduction import ScratchPool, Streams
+from composable_shard._flat_reduction import ScratchPool
 from composable_shard._full_params import FullParams
+from composable_shard._streams import make_streams
 from composable_shard._use_exchange import UseExchange
 from composable_shard.api import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 
@@ -81,6 +82,7 @@ class ShardState:
         buffers: Broadcasts its buffers before forwards, on request.
         bucket_cap_mb: What each of its handles reduces at most, None without limit.
         buckets: Decides which of them are reduced before the unit's end, if any may.
+        buffer_pool: Where the buffers of its collectives come from.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
         requires_all_reduce: False reduces gradients over the shard group only.
@@ -111,6 +113,7 @@ class ShardState:
         self.buffers: BufferBroadcast | None = None
         self.bucket_cap_mb: float | None = None
         self.buckets: Buckets | None = None
+        self.buffer_pool: str | None = None
         self.num_modules = num_modules
         self.modules_to_run = num_modules
         self.training_state = TrainingState.IDLE
@@ -200,6 +203,8 @@ class ShardState:
             options += f" offload_policy={self.offload_policy}"
         if self.bucket_cap_mb is not None:
             options += f" bucket_cap_mb={self.bucket_cap_mb}"
+        if self.buffer_pool is not None:
+            options += f" buffer_pool={self.buffer_pool}"
         return options if self.use_orig_params else f"{options} use_orig_params=False"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -341,7 +346,7 @@ class TreeContext:
         self.has_agreed = False
         self.is_checked = False
         self.has_warned_of_host_memory = False
-        self.streams = _make_streams(device)
+        self.streams = make_streams(device)
         self.scratch = ScratchPool()
         _trees.add(self)
 
@@ -369,9 +374,3 @@ class TreeContext:
 
 
 _trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process
-
-
-def _make_streams(device: torch.device) -> Streams | None:
-    if device.type in ("cpu", "meta"):
-        return None
-    return Streams(torch.Stream(device, priority=-1), torch.Stream(device, priority=-1))

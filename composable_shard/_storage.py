@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from composable_shard._buffer_pool import BufferPool
+
 __all__ = [
     "FlatSlot",
     "Slot",
@@ -24,12 +26,22 @@ __all__ = [
 ]
 
 
-def alloc_storage(tensor: Tensor) -> None:
-    """Give `tensor`, which spans its whole storage, its memory again; no-op if it has it."""
+def alloc_storage(tensor: Tensor, pool: BufferPool | None = None) -> None:
+    """Give `tensor`, which spans its whole storage, memory again; no-op if it has some.
+
+    Args:
+        tensor: Whose memory.
+        pool: Where it comes from. Default: from the device's allocator.
+    """
     storage = tensor.untyped_storage()
     nbytes = tensor.numel() * tensor.element_size()
-    if storage.nbytes() != nbytes:
+    if storage.nbytes() == nbytes:
+        return
+    if pool is None:
         storage.resize_(nbytes)
+    else:
+        with pool.allocating():
+            storage.resize_(nbytes)
 
 
 def free_storage(tensor: Tensor) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from composable_shard import _collectives
 from composable_shard._mesh import ShardGroup
@@ -66,7 +67,7 @@ class _MeshExchange:
         # A rank that gives nothing but the highest knows the answer: it waits for nothing before
         # the end, and reads nothing back from the device.
         self._is_known = all(number == highest for number in numbers)
-        self._sent = torch.tensor(numbers, dtype=torch.uint8).to(device)
+        self._sent = _send(numbers, device)
         for index, group in enumerate(groups):
             if index and self._is_known:
                 self._sent = self._sent.clone()
@@ -87,3 +88,12 @@ class _MeshExchange:
     def abandon(self) -> None:
         while self._works:
             _collectives.abandon(self._works.pop())
+
+
+def _send(numbers: list[int], device: torch.device) -> Tensor:
+    """Return small numbers on the device, shape `(len(numbers),)`; the host does not wait."""
+    if len(set(numbers)) == 1:  # as in most backward passes
+        return torch.full((len(numbers),), numbers[0], dtype=torch.uint8, device=device)
+    is_pinned = device.type != "cpu"
+    sent = torch.tensor(numbers, dtype=torch.uint8, pin_memory=is_pinned)
+    return sent.to(device, non_blocking=True)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard._buffer_broadcast import BufferBroadcast, check_can_broadcast
+from composable_shard._buffer_pool import PoolKind, check_pool
 from composable_shard._construct import build_state, sync_states
 from composable_shard._contract import attach_state, read_state
 from composable_shard._granularity import GranularityOption, check_option
@@ -53,6 +54,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     broadcast_buffers: bool = False,
     bucket_cap_mb: float | None = None,
     granularity: GranularityOption = "element",
+    buffer_pool: PoolKind | None = None,
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -105,6 +107,11 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             rows, `Block(n)` between blocks of n elements, `"param"` not at all: one rank holds the
             whole parameter. Or a function that returns one of these for a parameter, the same on
             all ranks. Parameters of `"param"` have a handle of their own in their unit.
+        buffer_pool: On CUDA, where what collectives read and write comes from: shards, full
+            parameters, and gradients on their way. `"private"`: a memory pool apart from all other
+            memory, in which the units of one mesh take turns, so that the same few blocks serve
+            them step after step. `"nccl"`: the same, allocated by NCCL and registered with the
+            process groups (user-buffer registration). None: the allocator that all tensors share.
 
     Returns:
         `module`.
@@ -128,6 +135,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         "broadcast_buffers": broadcast_buffers,
         "bucket_cap_mb": bucket_cap_mb,
         "granularity": granularity,
+        "buffer_pool": buffer_pool,
     }
     check_options(options)
     form_unit(as_modules(module), options)
@@ -244,6 +252,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     _check_ignored(options["ignored_params"])
     _check_bucket_cap(options["bucket_cap_mb"])
     check_option(options["granularity"])
+    check_pool(options["buffer_pool"])
     for name in ("sync_module_states", "broadcast_buffers"):
         if not isinstance(options[name], bool):
             raise ValueError(f"expected {name} to be a bool, got {options[name]!r}")
@@ -315,8 +324,11 @@ def check_unit(
     apply_precision(plan, options["mp_policy"])
     plan.offload = options["offload_policy"]
     plan.bucket_cap_mb = options["bucket_cap_mb"]
+    plan.buffer_pool = options["buffer_pool"]
     apply_granularity(plan, options["granularity"])
     if shard_group is not None:
+        groups = (shard_group.group, *shard_group.replicate_groups)
+        check_pool(plan.buffer_pool, groups, shard_group.device)
         check_policy(options["reshard_after_forward"], shard_group.size)
         if options["offload_policy"].is_active:
             shard_group.check_host_collectives()

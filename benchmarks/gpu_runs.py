@@ -1,0 +1,188 @@
+"""What the benchmarks for one GPU share: a process group, peers in bf16, times, memory, traces.
+
+The group is NCCL's of this process alone, or torch's `fake` one, of which the other ranks do not
+exist. Nothing is sent there, though it is not quite free: an all-gather copies this rank's shard
+once for each rank, and an all-to-all the whole buffer, on the device, beside compute. All peers pay
+that for the same bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks import peers
+from benchmarks.models import make_batch, make_llama
+
+SKIPPED = "needs a CUDA GPU: skipped"
+Span = tuple[int, int, int]  # stream, start and end in ns
+Step = Callable[[], Tensor]
+
+
+def join_group(kind: str) -> None:
+    """Make the default process group: `fake` of 8 ranks, or `nccl` of 1.
+
+    Raises:
+        ValueError: For another kind.
+    """
+    torch.cuda.set_device(0)
+    if kind == "fake":
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    elif kind == "nccl":
+        store = dist.FileStore(tempfile.mkstemp()[1], 1)
+        device = torch.device("cuda", 0)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    else:
+        raise ValueError(f"expected --group fake or nccl, got {kind!r}")
+
+
+@dataclass
+class Trainer:
+    """One peer with its optimizer and a batch that stays where it is, for CUDA graphs."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: tuple[Tensor, Tensor]
+
+    def step(self) -> Tensor:
+        """Take one step and return the loss, on the device."""
+        loss = self.model(*self.batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def make_trainer(peer: str, model_name: str, *, capturable: bool = False) -> Trainer:
+    """Return a peer with fused AdamW, all in bf16, after three steps."""
+    with torch.device("cuda"):
+        model = make_llama(model_name).bfloat16()
+    model = peers.build(peer, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=capturable)
+    tokens, targets = make_batch(model_name, 0)
+    trainer = Trainer(model, optimizer, (tokens.cuda(), targets.cuda()))
+    for _ in range(3):
+        trainer.step()
+    return trainer
+
+
+def milliseconds(step: Step, num_steps: int) -> float:
+    """Return the time of a step between two events on the device, the mean of several."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(num_steps):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / num_steps
+
+
+def take_turns(steps: dict[str, Step], rounds: int, num_steps: int) -> dict[str, list[float]]:
+    """Return each one's milliseconds in each round, in rotating order."""
+    names = list(steps)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            times[name].append(milliseconds(steps[name], num_steps))
+    return times
+
+
+def overlap(spans: Iterable[Span]) -> float:
+    """Return how much of the time of side streams passes while the compute stream is busy.
+
+    The compute stream is the one with the most time. 0.0 where nothing runs beside it.
+
+    Example: compute from 0 to 10, and a copy on another stream from 8 to 12: 0.5.
+    """
+    by_stream: dict[int, list[tuple[int, int]]] = {}
+    for stream, start, end in spans:
+        by_stream.setdefault(stream, []).append((start, end))
+    if len(by_stream) < 2:
+        return 0.0
+    busy = {stream: _merge(ranges) for stream, ranges in by_stream.items()}
+    compute = busy.pop(max(busy, key=lambda stream: _length(busy[stream])))
+    side = [each for ranges in busy.values() for each in ranges]
+    shared = sum(
+        max(0, min(end, other_end) - max(start, other_start))
+        for start, end in side
+        for other_start, other_end in compute
+    )
+    return shared / _length(side)
+
+
+def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(ranges: Iterable[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in ranges)
+
+
+def trace(step: Step, path: Path | None = None) -> list[Span]:
+    """Profile two steps; return what ran on the device, and export a Chrome trace to `path`."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+    if path is not None:
+        profiler.export_chrome_trace(str(path))
+    results = profiler.profiler.kineto_results
+    return [
+        (event.device_resource_id(), event.start_ns(), event.end_ns())
+        for event in results.events()
+        # A range of the user's is shown on the device too.
+        if event.device_type() is torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
+    ]
+
+
+@dataclass
+class Memory:
+    """Bytes that one peer adds to what was there before, at most and between steps."""
+
+    peak: int
+    rest: int
+    reserved: int
+
+
+def measure_memory(make: Callable[[], Trainer]) -> tuple[Trainer, Memory]:
+    """Make a trainer; return it with the memory that a step of it takes."""
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    trainer = make()
+    torch.cuda.reset_peak_memory_stats()
+    trainer.step()
+    torch.cuda.synchronize()
+    memory = Memory(
+        peak=torch.cuda.max_memory_allocated() - allocated,
+        rest=torch.cuda.memory_allocated() - allocated,
+        reserved=torch.cuda.max_memory_reserved() - reserved,
+    )
+    return trainer, memory
+
+
+def ratio(times: dict[str, list[float]], name: str, reference: str) -> list[float]:
+    """Return one's time as a part of another's, round by round."""
+    return [a / b for a, b in zip(times[name], times[reference], strict=True)]
+
+
+def by_speed(times: dict[str, list[float]]) -> list[str]:
+    """Return the names, fastest first."""
+    return sorted(times, key=lambda name: statistics.median(times[name]))
