@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,4 +285,13 @@ def _default_mesh() -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator()
     backend = dist.get_backend()
     device_type = "cpu" if accelerator is None or backend == "gloo" else accelerator.type
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    known = _default_meshes.get(device_type)
+    if known is None or known[0]() is not dist.group.WORLD:
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        known = _default_meshes[device_type] = weakref.ref(dist.group.WORLD), mesh
+    return known[1]
+
+
+# By type of device: units share the mesh of all ranks, for to make one takes longer the more there
+# are. The group that it was made for stands beside it as in `_small_groups`.
+_default_meshes: dict[str, tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
