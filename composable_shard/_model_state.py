@@ -304,12 +304,10 @@ def _to_make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
 def _write_values(given: dict[str, ManagedParam], state_dict: dict[str, Any]) -> None:
     """Write the values that a state dict has of managed parameters into the shards."""
     with torch.inference_mode(False), torch.no_grad():
-        for handle in dict.fromkeys(param.handle for param in given.values()):
-            values = {
-                param.index: state_dict[key]
-                for key, param in given.items()
-                if param.handle is handle
-            }
+        by_handle: dict[FlatParamHandle, dict[int, Tensor]] = {}
+        for key, param in given.items():
+            by_handle.setdefault(param.handle, {})[param.index] = state_dict[key]
+        for handle, values in by_handle.items():
             if handle.local_shard.is_meta:
                 materialize(handle)
             _write_handle(handle, values)
