@@ -55,7 +55,7 @@ class FreeGroup(dist.ProcessGroup):
         """Return the backend's name."""
         return _NAME
 
-    def getBackendName(self) -> str:  # noqa: N802 -- torch asks for it by this name
+    def getBackendName(self) -> str:
         """Return the backend's name."""
         return _NAME
 

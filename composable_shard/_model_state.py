@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -92,9 +93,10 @@ def _value_of(param: ManagedParam) -> Tensor | None:
 
 
 def _restore_order(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Put the module's part of a state dict, which is the end of it, in the order of names."""
+    """Put the module's part of a state dict in the order of names."""
     expected = {prefix + unwrapped(name): i for i, name in enumerate(_local_names(module))}
-    mine = [key for key in state_dict if key.startswith(prefix)]
+    # It is the end of the dict, unless that held something before.
+    mine = list(takewhile(lambda key: key.startswith(prefix), reversed(state_dict)))[::-1]
     places: dict[str, tuple[int, int]] = {}
     last = -1
     for number, key in enumerate(mine):
