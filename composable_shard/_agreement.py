@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._mesh import ShardGroup
-from composable_shard._rank_messages import digest_of, gather_bytes, gather_texts
+from composable_shard._rank_messages import compare_rows, digest_of, gather_rows, gather_texts
 from composable_shard._state import ShardState
 from composable_shard._use_exchange import UseExchange
 
@@ -73,11 +73,10 @@ def _compare(groups: _Groups, device: torch.device, lines: list[str], has_hooks:
     # Axis by axis: a digest of digests tells every rank of the mesh of a difference anywhere.
     is_same = True
     for group in groups:
-        data = digest + bytes([has_hooks])
-        gathered = gather_bytes(group, device, data, [len(data)] * group.size())
-        has_hooks = any(other[-1] for other in gathered)
-        is_same &= all(other[:-1] == digest for other in gathered)
-        digest = digest_of(b"".join(other[:-1] for other in gathered))
+        rows = gather_rows(group, device, digest + bytes([has_hooks]))
+        has_hooks = bool(rows[:, -1].any())
+        is_alike, digest = compare_rows(rows, digest)
+        is_same &= is_alike
     if is_same:
         return has_hooks
     texts = gather_texts(groups, device, json.dumps(lines))

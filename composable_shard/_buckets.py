@@ -76,19 +76,19 @@ class Buckets:
             and not handle.has_early_hooks
         )
 
-    def take_full(
-        self, handle: FlatParamHandle, index: int, queue: Iterable[FlatParamHandle]
-    ) -> Iterator[FlatParamHandle]:
-        """Count the gradient of parameter `index`; yield the full buckets whose turn it is.
+    def fills(self, handle: FlatParamHandle, index: int) -> bool:
+        """Count the gradient of parameter `index` of a bucket; return whether that made it full."""
+        if not handle.grad.awaited.count(index):
+            return False
+        self._full.add(handle)
+        return True
+
+    def take_full(self, queue: Iterable[FlatParamHandle]) -> Iterator[FlatParamHandle]:
+        """Yield the full buckets whose turn it is.
 
         Args:
-            handle: The bucket of that parameter.
-            index: Its position there.
             queue: The unit's buckets in the order in which its end reduces them.
         """
-        if not handle.grad.awaited.count(index):
-            return
-        self._full.add(handle)
         for bucket in queue:
             if not bucket.requires_grad or bucket in self._issued:
                 continue

@@ -68,6 +68,8 @@ def leave_pass(
 ) -> None:
     """Give up the unit's claim on its full parameters: the end of its forward, or an error."""
     state.modules_to_run = state.num_modules
+    if state.depth == 0:
+        context.entered.pop(state.ref, None)
     if not state.is_in_pass:
         return
     state.is_in_pass = False
@@ -85,7 +87,7 @@ def end_call(context: TreeContext, leader: ShardState) -> None:
     drop_prefetched(context)
     context.leader = None
     leader.forward_order.end()
-    for state in context.live_states() if context.has_groups else ():
+    for state in context.entered_states():
         # A unit of several modules of which this call ran only some.
         if state.depth == 0:
             leave_pass(context, state)
@@ -95,7 +97,7 @@ def settle(context: TreeContext) -> None:
     """End what an exception has left half done; no call of the tree is running."""
     if context.backward is not None and context.backward() is None:
         abort_backward(context)
-    for other in context.live_states():
+    for other in context.entered_states():
         if other.depth > 0:
             # A call that was interrupted past the hooks (KeyboardInterrupt) never ended.
             other.depth = 0
@@ -113,7 +115,7 @@ def check_is_idle(context: TreeContext, what: str) -> None:
     Raises:
         RuntimeError: If it does.
     """
-    for state in context.live_states():
+    for state in context.entered_states():
         if state.depth == 0 or _count_calls(state) == 0:
             continue
         raise RuntimeError(

@@ -75,12 +75,11 @@ def build_state(
         state.handles.append(handle)
         if not use_orig_params:
             show_flat(handle)
+    state.borrowed = list(dict.fromkeys(item.handle for item in plan.borrowed))
     for item in plan.borrowed:
         item.entry.slots = item.entry.slots + item.slots
         item.handle.index_slots()
         item.handle.show_again()
-        if item.handle not in state.borrowed:
-            state.borrowed.append(item.handle)
     if plan.policy.buffer_dtype is not None:
         cast_buffers(plan.unmanaged_modules, plan.kept_modules, plan.policy.buffer_dtype)
     for module in plan.unmanaged_modules:

@@ -207,11 +207,10 @@ class FlatGradient:
         Returns:
             False, having done nothing, where `pack` must be called instead.
         """
-        if self._views is None or self.arrived[index] or not self._is_plain or param is None:
+        gradient = None if param is None else param.grad
+        if self._views is None or self.arrived[index] or not self._is_plain or gradient is None:
             return False
-        if (gradient := param.grad) is None:
-            return False
-        param.grad = None
+        param.grad = None  # type: ignore[union-attr]
         write_gradient(self._views[index], gradient, self._factor)
         self.note_arrival(index)
         return True
@@ -309,11 +308,10 @@ class FlatGradient:
         numel = num_parts * self.reduction.own_numel
         if self.is_persistent:
             return pool.take(numel, self._own)
-        if num_parts < group.size() or not (self.uses_shared or may_share):
-            return self._own.new_empty(numel)
         scratch = self._own if self.uses_shared else self._shared
-        if numel > scratch.numel():
-            return self._own.new_empty(numel)  # an uneven shard, and a large one
+        may_share = num_parts == group.size() and (self.uses_shared or may_share)
+        if not may_share or numel > scratch.numel():  # as with an uneven shard, and a large one
+            return self._own.new_empty(numel)
         self.uses_shared = True
         alloc_storage(scratch, self.reduction.pool)
         return scratch[:numel]

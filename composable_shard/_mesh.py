@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -65,7 +67,8 @@ class ShardGroup:
             ValueError: If the mesh has more than two axes, this rank is not in it, or the ranks of
                 a 2-D mesh don't ascend (with `spans_replicas`, row by row).
         """
-        mesh = _default_mesh() if mesh is None else mesh
+        if mesh is None:
+            return _group_of_all_ranks(is_replicated, spans_replicas)
         if mesh.ndim not in (1, 2):
             raise ValueError(
                 "expected a 1-D mesh, or a 2-D one (replicate, shard), "
@@ -146,7 +149,7 @@ class ShardGroup:
         """The name under which the process group is registered."""
         return self.group.group_name
 
-    @property
+    @cached_property
     def sharing_ranks(self) -> tuple[int, ...]:
         """The ranks that share the flat parameter, by their numbers in the world."""
         if self.size == 1:
@@ -273,7 +276,8 @@ def _device_of(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def _default_mesh() -> DeviceMesh:
+def _group_of_all_ranks(is_replicated: bool, spans_replicas: bool) -> ShardGroup:
+    """Return what `from_mesh` does without a mesh; units that exist together share it."""
     if not dist.is_initialized():
         if not dist.is_torchelastic_launched():
             raise RuntimeError(
@@ -281,7 +285,24 @@ def _default_mesh() -> DeviceMesh:
                 "torch.distributed.init_process_group() first, or start the script with torchrun."
             )
         dist.init_process_group()
+    world = dist.group.WORLD
+    assert world is not None
+    known = _groups_of_world.setdefault(world, WeakValueDictionary())
     accelerator = torch.accelerator.current_accelerator()
     backend = dist.get_backend()
     device_type = "cpu" if accelerator is None or backend == "gloo" else accelerator.type
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    key = device_type, is_replicated, spans_replicas
+    found = known.get(key)
+    if found is None or found.device != _device_of(device_type):
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        found = known[key] = ShardGroup.from_mesh(
+            mesh, is_replicated=is_replicated, spans_replicas=spans_replicas
+        )
+    return found
+
+
+# To make a mesh takes longer the more ranks there are, and each unit needs one. Weak, so that a
+# process group ends with the units that use it.
+_groups_of_world: WeakKeyDictionary[
+    dist.ProcessGroup, WeakValueDictionary[tuple[str, bool, bool], ShardGroup]
+] = WeakKeyDictionary()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -92,9 +93,10 @@ def _value_of(param: ManagedParam) -> Tensor | None:
 
 
 def _restore_order(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Put the module's part of a state dict, which is the end of it, in the order of names."""
+    """Put the module's part of a state dict in the order of names."""
     expected = {prefix + unwrapped(name): i for i, name in enumerate(_local_names(module))}
-    mine = [key for key in state_dict if key.startswith(prefix)]
+    # It is the end of the dict, unless that held something before.
+    mine = list(takewhile(lambda key: key.startswith(prefix), reversed(state_dict)))[::-1]
     places: dict[str, tuple[int, int]] = {}
     last = -1
     for number, key in enumerate(mine):
@@ -304,12 +306,10 @@ def _to_make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
 def _write_values(given: dict[str, ManagedParam], state_dict: dict[str, Any]) -> None:
     """Write the values that a state dict has of managed parameters into the shards."""
     with torch.inference_mode(False), torch.no_grad():
-        for handle in dict.fromkeys(param.handle for param in given.values()):
-            values = {
-                param.index: state_dict[key]
-                for key, param in given.items()
-                if param.handle is handle
-            }
+        by_handle: dict[FlatParamHandle, dict[int, Tensor]] = {}
+        for key, param in given.items():
+            by_handle.setdefault(param.handle, {})[param.index] = state_dict[key]
+        for handle, values in by_handle.items():
             if handle.local_shard.is_meta:
                 materialize(handle)
             _write_handle(handle, values)

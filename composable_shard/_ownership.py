@@ -72,7 +72,7 @@ def settle_owners(
             pools.setdefault(group.sharing_ranks, _Pool(group)).handles.append(handle)
     owners = [0] * len(sizes)
     newcomers = None
-    if shard_group is not None and shard_group.size > 1:
+    if sizes and shard_group is not None and shard_group.size > 1:
         newcomers = pools.setdefault(shard_group.sharing_ranks, _Pool(shard_group))
         newcomers.sizes = sizes
     planned: dict[FlatParamHandle, list[int]] = {}
@@ -95,8 +95,9 @@ def _plan(pool: _Pool) -> tuple[dict[FlatParamHandle, list[int]], list[int]]:
     num_ranks = pool.shard_group.size
     loads = [0] * num_ranks
     movable = [handle for handle in pool.handles if _is_movable(handle)]
+    fixed = set(pool.handles).difference(movable)
     for handle in pool.handles:
-        if handle not in movable:
+        if handle in fixed:
             for nbytes, owner in zip(_sizes(handle), handle.layout.owners, strict=True):
                 loads[owner] += nbytes
     sizes = [nbytes for handle in movable for nbytes in _sizes(handle)]

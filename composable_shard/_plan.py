@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -114,7 +114,8 @@ def plan_unit(
     modules: list[nn.Module],
     shard_group: ShardGroup | None,
     ignored_params: Collection[nn.Parameter],
-    inner: Iterable[nn.Module] = (),
+    inner: Container[nn.Module] = (),
+    managed: Container[nn.Parameter] = (),
 ) -> Plan:
     """Find what a new unit over `modules` will manage, and check that it can.
 
@@ -123,6 +124,7 @@ def plan_unit(
         shard_group: The ranks that will share it; None leaves the device type unchecked.
         ignored_params: Parameters that it will not manage.
         inner: Modules that will be units of their own by then, so not part of this one.
+        managed: Parameters that those units will manage.
 
     Raises:
         ValueError: For modules and parameters that can't be sharded, naming them.
@@ -132,14 +134,14 @@ def plan_unit(
     _check_modules(modules)
     originals: dict[int, Original] = {}
     borrowed: dict[int, Borrowed] = {}
-    seen = {id(module) for module in inner}
+    seen: set[int] = set()
     unmanaged: list[nn.Module] = []
     ignored = {id(param) for param in ignored_params}
     for root in modules:
-        for prefix, module in iter_unmanaged_modules(root, seen=seen):
+        for prefix, module in iter_unmanaged_modules(root, seen=seen, inner=inner):
             unmanaged.append(module)
             for name, param in module._parameters.items():
-                if param is None or id(param) in ignored:
+                if param is None or id(param) in ignored or param in managed:
                     continue
                 fqn = f"{prefix}.{name}".lstrip(".")
                 slots = find_slots(module, name)

@@ -172,14 +172,16 @@ def _end_full_buckets(
     buckets, position = state.buckets, handle.end_position
     assert buckets is not None
     if position == -1:
+        if not buckets.fills(handle, index):
+            return
         queue = [each for _, owner, each in context.open_handles if owner is state]
-        for bucket in buckets.take_full(handle, index, queue):
+        for bucket in buckets.take_full(queue):
             _end_unannounced(context, state, bucket)
-    elif buckets.may_go_early(handle) and state.reduces(handle):
+    elif buckets.may_go_early(handle) and state.reduces(handle) and buckets.fills(handle, index):
         first = takewhile(
             lambda item: item[0] == position and item[1] is state, context.open_handles
         )
-        for bucket in buckets.take_full(handle, index, [item[2] for item in first]):
+        for bucket in buckets.take_full([item[2] for item in first]):
             buckets.note_issued(bucket)
             # Packed in place, its values are gone; else the unit may need them until its end.
             is_packed_in_place = bucket.grad.uses_shared

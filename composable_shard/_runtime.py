@@ -51,6 +51,7 @@ def pre_forward(state: ShardState, module: nn.Module) -> None:
     state.depth += 1
     if state.depth > 1:
         return
+    context.entered[state.ref] = None
     try:
         _unshard_for_forward(context, state, leader)
         if state.buffers is not None:

@@ -281,6 +281,7 @@ class TreeContext:
         modules: Weak references to the outermost modules.
         states: The units, outermost first.
         leader: The unit that leads the running call, if one runs.
+        entered: Units whose forward runs, or whose full parameters it left claimed.
         call: Another object for each such call.
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         backward: Weak reference to the running backward pass; dead if that was aborted.
@@ -317,8 +318,8 @@ class TreeContext:
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
         self.states: list[StateRef] = [state.ref for state in states]
-        self.has_groups = any(state.num_modules > 1 for state in states)
         self.leader: StateRef | None = None
+        self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
         self.call = object()
         self.num_forwards = 0
         self.num_calls = 0
@@ -339,6 +340,7 @@ class TreeContext:
         self.hook_error: BaseException | None = None
         self.is_ending = False
         self.prefetched: dict[ShardState, bool] = {}
+        self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
         self.keeps_unsharded = False
         self.accumulates = False
         self.is_sure_to_reduce = False
@@ -360,9 +362,20 @@ class TreeContext:
             if state.reduces(handle)
         }
 
+    def owner_of(self, handle: FlatParamHandle) -> ShardState | None:
+        """Return the unit of a handle that another unit borrows, if it still exists."""
+        if self._owners is None:
+            self._owners = {id(h): state.ref for state in self.live_states() for h in state.handles}
+        owner_ref = self._owners.get(id(handle))
+        return None if owner_ref is None else owner_ref()
+
     def is_only_one_armed(self) -> bool:
         """Return whether no unit of another tree waits for a backward, perhaps the same one."""
         return not any(other.armed for other in _trees if other is not self)
+
+    def entered_states(self) -> list[ShardState]:
+        """Return the units in `entered` that still exist."""
+        return [state for ref in self.entered if (state := ref()) is not None]
 
     def live_modules(self) -> list[nn.Module]:
         """Return the outermost modules that still exist."""

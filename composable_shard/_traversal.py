@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from torch import nn
 
@@ -85,17 +85,27 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def iter_unmanaged_modules(
-    module: nn.Module, prefix: str = "", seen: set[int] | None = None
+    module: nn.Module,
+    prefix: str = "",
+    seen: set[int] | None = None,
+    inner: Container[nn.Module] = (),
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `module` and what is below it with names, not descending into sharded modules."""
+    """Yield `module` and what is below it with names, not descending into sharded modules.
+
+    Args:
+        module: Where to begin.
+        prefix: Its name.
+        seen: Modules, by id, to leave out; those that are yielded are added.
+        inner: Modules below to treat as sharded.
+    """
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
     yield prefix, module
     for name, child in module.named_children():
-        if read_state(child) is None:
-            yield from iter_unmanaged_modules(child, f"{prefix}.{name}".lstrip("."), seen)
+        if read_state(child) is None and child not in inner:
+            yield from iter_unmanaged_modules(child, f"{prefix}.{name}".lstrip("."), seen, inner)
 
 
 def rename(module: nn.Module) -> None:

@@ -37,13 +37,7 @@ def open_unit(context: TreeContext, state: ShardState, position: int) -> None:
     -1 stands for the end of the backward. [Note: End of a unit]
     """
     owned = [(state, handle) for handle in state.handles]
-    if state.borrowed:
-        owned += [
-            (owner, handle)
-            for handle in state.borrowed
-            for owner in context.live_states()
-            if handle in owner.handles
-        ]
+    owned += [(owner, handle) for handle in state.borrowed if (owner := context.owner_of(handle))]
     for owner, handle in owned:
         if handle.end_position is not None:
             if position >= handle.end_position:

@@ -74,8 +74,11 @@ def find_problems(
     for name, shape in expected.items():
         if name in checked and name in given and shape is not None:
             problems += _find_value_problem(name, given[name], shape, params.get(name))
-    for handle in dict.fromkeys(param.handle for param in params.values()):
-        indices = {p.index for n, p in params.items() if p.handle is handle and n in given}
+    by_handle: dict[FlatParamHandle, set[int]] = {}
+    for name, param in params.items():
+        if name in given:
+            by_handle.setdefault(param.handle, set()).add(param.index)
+    for handle, indices in by_handle.items():
         problems += _find_handle_problem(handle, indices, is_assigned)
     return problems
 
@@ -129,8 +132,6 @@ def _find_value_problem(
 
 
 def _find_handle_problem(handle: FlatParamHandle, given: set[int], is_assigned: bool) -> list[str]:
-    if not given:
-        return []
     if handle.is_registered_unsharded:
         return [
             f"unit '{handle.name}' shows its full parameters, which would not get the values. Call "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -304,7 +304,8 @@ def check_unit(
     modules: list[nn.Module],
     shard_group: ShardGroup | None,
     options: Mapping[str, Any],
-    inner: Iterable[nn.Module] = (),
+    inner: Container[nn.Module] = (),
+    managed: Container[nn.Parameter] = (),
 ) -> Plan:
     """Check all that `fully_shard` checks of its modules before it changes anything.
 
@@ -313,6 +314,7 @@ def check_unit(
         shard_group: The ranks that will share it; None leaves the device type unchecked.
         options: All options of `fully_shard`, checked by `check_options`.
         inner: Modules to treat as if they were sharded already.
+        managed: Parameters to treat as if those modules' units managed them already.
 
     Returns:
         What the call is going to change.
@@ -320,7 +322,8 @@ def check_unit(
     Raises:
         ValueError, RuntimeError, NotImplementedError: As `fully_shard`.
     """
-    plan = plan_unit(modules, shard_group, options["ignored_params"] or (), inner)
+    ignored = options["ignored_params"] or ()
+    plan = plan_unit(modules, shard_group, ignored, inner, managed)
     apply_precision(plan, options["mp_policy"])
     plan.offload = options["offload_policy"]
     plan.bucket_cap_mb = options["bucket_cap_mb"]

@@ -221,25 +221,23 @@ def _check_units(
     checked: list[_CheckedUnit] = []
     owners: dict[nn.Module, Unit] = {}
     managed: set[nn.Parameter] = set()
-    inner: list[nn.Module] = []
+    inner: set[nn.Module] = set()
     for unit in units:
         options = unit.all_options
         shard_group, ranks = groups.get(
             options["mesh"], options["strategy"], options["shard_over_replicas"]
         )
-        # Parameters of units before this one are borrowed from them.
-        options["ignored_params"] = managed.union(options["ignored_params"] or ())
         # A dry run on the meta device is about a model that will be real.
         options["sync_module_states"] &= not groups.is_dry_run
         try:
-            plan = check_unit(list(unit.modules), shard_group, options, inner)
+            plan = check_unit(list(unit.modules), shard_group, options, inner, managed)
             policy = check_policy(choose_policy(options), ranks.shard)
         except (ValueError, RuntimeError) as error:
             # The parameters in the text are named as seen from the unit.
             raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error
         _check_disjoint(tree, unit, plan.unmanaged_modules, owners)
         managed.update(original.param for original in plan.originals)
-        inner.extend(unit.modules)
+        inner.update(unit.modules)
         checked.append(_CheckedUnit(unit, plan, shard_group, ranks, policy))
     return checked
 

@@ -514,6 +514,7 @@ class MemoryCount:
     peak: int = 0  # the most that was held at any moment
     current: int = 0  # held at the end
     allocated: int = 0  # all allocations together, freed or not
+    num_allocations: int = 0
 
 
 @contextmanager
@@ -533,6 +534,7 @@ def peak_bytes() -> Iterator[MemoryCount]:
         if size > 0:
             sizes[address] = size
             memory.allocated += size
+            memory.num_allocations += 1
             memory.current += size
             memory.peak = max(memory.peak, memory.current)
         else:

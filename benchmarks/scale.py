@@ -1,0 +1,309 @@
+"""How do set-up, planning and a step grow with ranks, units and parameters?
+
+One process, as one rank of a process group whose collectives do nothing, so that all that is left
+is what this rank does itself. Ranks: `fully_shard` on every layer and the root, `lazy_init`, and a
+step, in process CPU time; peers and sizes interleaved. Bytes: the full-size buffers of all
+gathers of a step, as the process group sees them. Units and parameters: a model of tiny ones, on
+one of eight ranks; garbage collection is part of what is measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import peers, report
+from benchmarks.free_group import FreeGroup, free_world
+from benchmarks.models import CONFIGS, MatrixChain, make_batch, make_llama, param_nbytes
+
+Costs = dict[str, float]  # CPU seconds
+NUM_PARAMS = 9
+STEPS = 5  # a sample is the median of so many
+
+
+def cpu_seconds(function: Callable[[], object]) -> float:
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def finish_setup(peer: str, model: nn.Module) -> None:
+    """Do what the first forward would do."""
+    if peer.startswith("ours"):
+        own_package().lazy_init(model)
+
+
+def own_package() -> Any:
+    return importlib.import_module("composable_shard")
+
+
+# Ranks
+
+
+def measure_ranks(peer: str, num_ranks: int, num_layers: int) -> Costs:
+    """Return what each part costs with so many ranks, the plain model's compute included."""
+    x = torch.ones(1, 16)
+    with free_world(num_ranks):
+        model = MatrixChain(num_layers, NUM_PARAMS)
+        costs = {"fully_shard": cpu_seconds(lambda: peers.build(peer, model))}
+        costs["lazy_init"] = cpu_seconds(lambda: finish_setup(peer, model))
+        optimizer = peers.make_optimizer(peer, model)
+        steps, updates = [], []
+        for _ in range(3 + STEPS):
+            steps.append(cpu_seconds(lambda: model(x).backward()))
+            updates.append(cpu_seconds(optimizer.step))
+            optimizer.zero_grad()
+        costs["step"] = statistics.median(steps[3:])
+        costs["optimizer"] = statistics.median(updates[3:])
+    return costs
+
+
+def gathered_bytes(peer: str, num_ranks: int, config: str) -> int:
+    """Return the bytes of the full-size buffers of all gathers of a step."""
+    batch = make_batch(config, 0)
+    with free_world(num_ranks) as group:
+        model = peers.build(peer, make_llama(config))
+        for _ in range(2):
+            model(*batch).backward()
+        sizes = note_gathers(group)
+        model(*batch).backward()
+    return sum(sizes)
+
+
+def note_gathers(group: FreeGroup) -> list[int]:
+    """Return a list that the sizes of the group's gathers from now on are added to."""
+    sizes: list[int] = []
+    original = group._allgather_base
+
+    def gather(output: Tensor, input: Tensor, *args: Any) -> Any:
+        sizes.append(output.nbytes)
+        return original(output, input, *args)
+
+    group._allgather_base = group.all_gather_single = gather  # type: ignore[method-assign]
+    return sizes
+
+
+# Units and parameters
+
+
+class Sum(nn.Module):
+    def __init__(self, num_params: int) -> None:
+        super().__init__()
+        self.terms = nn.ParameterList(torch.ones(8) for _ in range(num_params))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for term in self.terms:
+            x = x + term
+        return x
+
+
+class Chain(nn.Module):
+    def __init__(self, num_layers: int, num_params: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sum(num_params) for _ in range(num_layers))
+        self.tail = Sum(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.tail(x).sum()
+
+
+def cost_of_rules(num_units: int, num_params: int) -> float:
+    """Return the CPU seconds of `shard_model`."""
+    shard_model, model = own_package().shard_model, Chain(num_units, num_params)
+    return cpu_seconds(lambda: shard_model(model, [(Sum, {})]))
+
+
+def measure_size(num_units: int, num_params: int) -> Costs:
+    """Return what each part costs for so many units of so many parameters."""
+    package = own_package()
+    x = torch.zeros(8)
+    gc.collect()
+    with free_world(8):
+        model = Chain(num_units, num_params)
+        costs = {"fully_shard": cpu_seconds(lambda: peers.build("ours", model))}
+        costs["shard_model"] = cost_of_rules(num_units, num_params)
+        costs["lazy_init"] = cpu_seconds(lambda: package.lazy_init(model))
+        model(x).backward()
+        model.zero_grad()
+        costs["step"] = cpu_seconds(lambda: model(x).backward())
+        costs["clip_grad_norm_"] = cpu_seconds(lambda: package.clip_grad_norm_(model, 1.0))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer.step()
+        costs["AdamW"] = cpu_seconds(optimizer.step)
+        values: dict[str, Any] = {}
+        costs["state_dict"] = cpu_seconds(lambda: values.update(model.state_dict()))
+        costs["load_state_dict"] = cpu_seconds(lambda: model.load_state_dict(values))
+    return costs
+
+
+# Report
+
+Samples = dict[tuple[str, int], list[Costs]]
+
+
+def rank_rows(samples: Samples, num_units: int) -> list[list[str]]:
+    """Return a row for each peer and number of ranks; the plain model's steps are subtracted."""
+    rows = []
+    for peer, num_ranks in samples:
+        if peer == "bare":
+            continue
+        row = [peer, str(num_ranks)]
+        for key in ("fully_shard", "lazy_init", "step", "optimizer"):
+            values = per_unit_us(samples, peer, num_ranks, key, num_units)
+            row.append(report.spread(values, 0) if key != "lazy_init" or sum(values) > 1 else "-")
+        rows.append(row)
+    return rows
+
+
+def per_unit_us(
+    samples: Samples, peer: str, num_ranks: int, key: str, num_units: int
+) -> list[float]:
+    """Return microseconds per unit, round by round; of a step, beyond the plain model."""
+    plain = [costs["step"] if key == "step" else 0.0 for costs in samples["bare", num_ranks]]
+    found = [costs[key] for costs in samples[peer, num_ranks]]
+    return [(a - b) / num_units * 1e6 for a, b in zip(found, plain, strict=True)]
+
+
+def growth(samples: Samples, peer: str, ranks: Sequence[int], key: str, num_units: int) -> str:
+    """Return how much more the most ranks cost than the fewest."""
+    few, many = (
+        per_unit_us(samples, peer, size, key, num_units) for size in (min(ranks), max(ranks))
+    )
+    return report.spread([b / a for a, b in zip(few, many, strict=True)])
+
+
+def size_rows(costs: dict[tuple[int, int], Costs]) -> list[list[str]]:
+    """Return, for each size, seconds and microseconds per unit or parameter."""
+    rows = []
+    for (num_units, num_params), found in costs.items():
+        count = max(num_units, num_units * num_params)
+        cells = [f"{value:.3f} s, {value / count * 1e6:.0f} us" for value in found.values()]
+        rows.append([f"{num_units:,} x {num_params:,}", *cells])
+    return rows
+
+
+def draw(path: Path, samples: Samples, sizes: dict[tuple[int, int], Costs], num_units: int) -> None:
+    """Write the curves as a PNG; with matplotlib, of the `tutorial` extra."""
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.5))
+    for axis, key, title in (
+        (left, "step", "forward + backward beyond the plain model"),
+        (middle, "fully_shard", "fully_shard"),
+    ):
+        for peer in dict.fromkeys(name for name, _ in samples if name != "bare"):
+            ranks = [size for name, size in samples if name == peer]
+            found = [
+                report.quartiles(per_unit_us(samples, peer, size, key, num_units)) for size in ranks
+            ]
+            axis.plot(ranks, [middle for _, middle, _ in found], marker="o", label=peer)
+            axis.fill_between(ranks, [q[0] for q in found], [q[2] for q in found], alpha=0.2)
+        axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="us per unit", title=title)
+        axis.legend()
+    for is_units, style in ((True, "-"), (False, "--")):
+        chosen = {size: c for size, c in sizes.items() if (size[1] == 1) == is_units}
+        counts = [units * params for units, params in chosen]
+        for key in ("fully_shard", "step", "state_dict"):
+            values = [c[key] / n * 1e6 for n, c in zip(counts, chosen.values(), strict=True)]
+            label = f"{key}, per {'unit' if is_units else 'parameter'}"
+            right.plot(counts, values, style, marker="o", label=label)
+    right.set(xscale="log", yscale="log", xlabel="units, or parameters in ten units", ylabel="us")
+    right.legend(fontsize="small")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+
+
+def sample(names: Sequence[str], ranks: Sequence[int], rounds: int, num_layers: int) -> Samples:
+    """Measure all peers with all numbers of ranks, in turn."""
+    pairs = [(name, size) for name in ("bare", *names) for size in ranks]
+    samples: Samples = {pair: [] for pair in pairs}
+    for name, size in pairs[:: len(ranks)]:
+        measure_ranks(name, size, 2)  # what is done once in a process
+    for turn in range(rounds):
+        shift = turn * 5 % len(pairs)
+        for pair in pairs[shift:] + pairs[:shift]:
+            gc.collect()
+            samples[pair].append(measure_ranks(*pair, num_layers))
+    return samples
+
+
+def make_parser() -> Any:
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--ranks", default="2,8,64,512,1024,4096", help="comma-separated")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
+    parser.add_argument("--layers", type=int, default=24, help="the root is one more unit")
+    parser.add_argument("--peers", default="fsdp2,ours")
+    parser.add_argument("--config", default="tiny", help="the model whose gathers are counted")
+    parser.add_argument("--units", default="100,1000,10000", help="of one parameter")
+    parser.add_argument("--params", default="1000,10000,100000", help="in ten units")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curves here")
+    return parser
+
+
+def parse_numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def main() -> None:
+    """Parse the options, measure, report."""
+    args = make_parser().parse_args()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # what a gather receives here may be anything
+    ranks, names = parse_numbers(args.ranks), peers.parse_peers(args.peers)
+    num_units = args.layers + 1
+    samples = sample(names, ranks, args.rounds, args.layers)
+    size = param_nbytes(make_llama(args.config))
+    gathered = [
+        [name, *(f"{gathered_bytes(name, number, args.config) / size:.3f} P" for number in ranks)]
+        for name in names
+    ]
+    pairs = [(number, 1) for number in parse_numbers(args.units)]
+    pairs += [(10, number // 10) for number in parse_numbers(args.params)]
+    measure_size(2, 2)
+    sizes = {pair: measure_size(*pair) for pair in pairs}
+    markdown = report.header(
+        "Ranks, units and parameters",
+        "process CPU time, one thread; collectives do nothing",
+        f"ranks: {args.layers} layers and the root, {NUM_PARAMS} parameters each, {args.rounds}"
+        f" rounds; a sample is the median of {STEPS} steps; figures: median (quartiles)",
+    )
+    columns = ["peer", "ranks", "fully_shard", "lazy_init", "forward + backward", "AdamW"]
+    markdown += "\n## Microseconds per unit\n\n" + report.table(
+        columns, rank_rows(samples, num_units)
+    )
+    markdown += (
+        f"\nThe cost with {max(ranks)} ranks / with {min(ranks)}, round by round; goal for a step"
+        " of ours: <= 1.1.\n\n"
+    )
+    keys = ("fully_shard", "step", "optimizer")
+    grown = [[n, *(growth(samples, n, ranks, key, num_units) for key in keys)] for n in names]
+    markdown += report.table(["peer", "fully_shard", "forward + backward", "AdamW"], grown)
+    config = CONFIGS[args.config]
+    markdown += (
+        f"\n## Bytes gathered in a step, in P\n\n{args.config}: {config.layers} layers x"
+        f" {config.dim}, {size} bytes of parameters.\n\n"
+    )
+    markdown += report.table(["peer", *(f"{number} ranks" for number in ranks)], gathered)
+    markdown += "\n## Seconds, and microseconds per unit or parameter\n\n"
+    first = next(iter(sizes.values()))
+    markdown += report.table(["units x parameters", *first], size_rows(sizes))
+    report.emit(markdown, args.output)
+    if args.png:
+        draw(args.png, samples, sizes, num_units)
+
+
+if __name__ == "__main__":
+    main()

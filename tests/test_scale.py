@@ -1,0 +1,213 @@
+"""What many ranks, units and parameters cost: nothing more for a rank, no more than linear.
+
+Lines of this package are counted as they run, in one process as one of some ranks whose
+collectives do nothing. A loop counts with every round, so a count is exact where a time is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import composable_shard
+from benchmarks.free_group import free_world
+from composable_shard import (
+    _runtime,
+    clip_grad_norm_,
+    fully_shard,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    lazy_init,
+    register_flat_param,
+    register_orig_params,
+    set_optimizer_state_dict,
+    shard_model,
+    unshard_params,
+)
+
+_PACKAGE = str(Path(composable_shard.__file__).parent)
+_SLACK = 3  # what is found by bisection takes a line more here and there
+
+
+class Sum(nn.Module):
+    """Adds its parameters to the input."""
+
+    def __init__(self, num_params: int) -> None:
+        super().__init__()
+        self.terms = nn.ParameterList(torch.ones(8) for _ in range(num_params))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for term in self.terms:
+            x = x + term
+        return x
+
+
+class Chain(nn.Module):
+    """Any number of units, and a root; the root may share the parameters of all of them."""
+
+    def __init__(self, num_layers: int, num_params: int, *, is_tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sum(num_params) for _ in range(num_layers))
+        self.tail = Sum(1)
+        self.ties = nn.ParameterList([each.terms[0] for each in self.layers] if is_tied else [])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.tail(x).sum()
+
+
+@contextmanager
+def _count_lines() -> Iterator[Counter[str]]:
+    """Count the lines of this package that run, by function."""
+    lines: Counter[str] = Counter()
+
+    def in_function(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            lines[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+        return in_function
+
+    def on_call(frame: FrameType, event: str, _: Any) -> Any:
+        return in_function if frame.f_code.co_filename.startswith(_PACKAGE) else None
+
+    previous = sys.gettrace()
+    gc.disable()  # finalizers run when they run
+    sys.settrace(on_call)
+    try:
+        yield lines
+    finally:
+        sys.settrace(previous)
+        gc.enable()
+
+
+def _train(model: Chain, way: str, options: dict[str, Any]) -> dict[str, Counter[str]]:
+    """Do everything one does with a model; return the lines that ran, by what was done."""
+    lines: dict[str, Counter[str]] = {}
+    x = torch.zeros(8)
+
+    def count(name: str, function: Callable[[], Any]) -> Any:
+        with _count_lines() as lines[name]:
+            return function()
+
+    def shard() -> None:
+        if way == "by rules":
+            shard_model(model, [(Sum, {})], **options)
+            return
+        for layer in model.layers:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+
+    def call_layers() -> None:
+        with torch.no_grad():
+            for layer in model.layers:
+                layer(x)
+
+    def read() -> None:
+        with unshard_params(model, with_grads=True):
+            model.state_dict()
+
+    def show_flat() -> None:
+        register_flat_param(model)
+        model.state_dict()
+        register_orig_params(model)
+
+    count("shard", shard)
+    count("lazy_init", lambda: lazy_init(model))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    count("first step", lambda: model(x).backward())
+    model.zero_grad()
+    count("step", lambda: model(x).backward())
+    count("clip", lambda: clip_grad_norm_(model, 1.0))
+    count("optimizer", optimizer.step)
+    values = count("state_dict", model.state_dict)
+    count("load_state_dict", lambda: model.load_state_dict(values))
+    state = count("optimizer state", lambda: get_optimizer_state_dict(model, optimizer))
+    count("load optimizer", lambda: set_optimizer_state_dict(model, optimizer, state))
+    count("model state", lambda: get_model_state_dict(model))
+    count("layers", call_layers)
+    count("copy", lambda: copy.deepcopy(model))
+    count("read", read)
+    if options.get("use_orig_params", True):
+        count("show flat", show_flat)
+    return lines
+
+
+def _find_superlinear(
+    make: Callable[[int], Chain], way: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what grows faster than the size of a model, with the functions that do."""
+    with free_world(2):
+        _train(make(2), way, options)  # what is done once for all
+        small, medium, large = (_train(make(size), way, options) for size in (2, 4, 6))
+    found = {}
+    for name in small:
+        # Of a + b n the second difference is 0, of c n * n it is 8 c.
+        rest = Counter(large[name])
+        rest.subtract(medium[name])
+        rest.subtract(medium[name])
+        rest.update(small[name])
+        if rest.total() > _SLACK:
+            found[name] = rest.most_common(4)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors, and a busy machine: threads would wait for each other
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def test_nothing_grows_faster_than_the_number_of_units() -> None:
+    """With 10,000 units, what looks at all of them for each one would take minutes.
+
+    The root borrows a parameter of each.
+    """
+    assert not _find_superlinear(lambda size: Chain(size, 1, is_tied=True), "one by one", {})
+
+
+def test_rules_and_flat_parameters_grow_no_faster() -> None:
+    """`shard_model` checks each unit as if those before it were formed."""
+    options = {"use_orig_params": False, "granularity": "row"}
+    assert not _find_superlinear(lambda size: Chain(size, 1), "by rules", options)
+
+
+def test_nothing_grows_faster_than_the_number_of_parameters() -> None:
+    """All in one unit."""
+    assert not _find_superlinear(lambda size: Chain(1, size), "one by one", {})
+
+
+def test_a_loop_over_all_units_in_each_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above look for."""
+    original = _runtime.prepare
+
+    def prepare(state: Any) -> None:
+        state.context.live_states()
+        original(state)
+
+    monkeypatch.setattr(_runtime, "prepare", prepare)
+    found = _find_superlinear(lambda size: Chain(size, 1), "one by one", {})
+    assert found.keys() == {"first step", "step", "layers"}
+
+
+def test_the_number_of_ranks_costs_a_rank_nothing() -> None:
+    """Not one line more on one of 4096 ranks than of 16; only a scope asks each rank for a flag."""
+    found = []
+    for size in (16, 16, 4096):
+        with free_world(size):
+            found.append(_train(Chain(2, 2), "one by one", {}))
+    _, few, many = found  # without what is done once for all
+    del few["read"], many["read"]
+    assert few == many
