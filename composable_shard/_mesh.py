@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_shard._collectives import resolve_group
+from composable_shard._collectives import all_reduce, resolve_group
 
 __all__ = ["ShardGroup", "SmallGroup"]
 
@@ -180,7 +180,11 @@ class SmallGroup:
     def of(cls, shard_group: ShardGroup, size: int) -> SmallGroup:
         """Return this rank's group of `size`, a divisor of the shard group's.
 
-        The ranks of the group must call this together the first time.
+        All ranks of the shard group must call this together the first time: an all-reduce of two
+        numbers, and one group is made for each part of it.
+
+        Raises:
+            RuntimeError: If the ranks know different numbers of process groups, on all of them.
         """
         near = shard_group.near_group
         if near is not None and near.size() == size:
@@ -190,8 +194,8 @@ class SmallGroup:
         if parent is not shard_group.group or group is None:
             ranks = dist.get_process_group_ranks(shard_group.group)
             first = shard_group.rank // size * size
-            # Local: other ranks, of other meshes perhaps, do not make the same groups now.
-            group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+            asking = (shard_group.group,)
+            group = _make_group(ranks[first : first + size], asking, shard_group.device)
             _small_groups[key] = shard_group.group, group
         return cls(group, group.rank(), size)
 
@@ -261,13 +265,43 @@ def _group_of_all(
     key = tuple(group.group_name for group in joint)
     known, group = _whole_groups.get(key, ((), None))
     if known != joint or group is None:
-        group = dist.new_group(ranks, use_local_synchronization=True)
+        group = _make_group(ranks, joint, _device_of(mesh.device_type))
         _whole_groups[key] = joint, group
     return group
 
 
 # By names of the mesh's axes, which stand beside it as in `_small_groups`.
 _whole_groups: dict[tuple[str, ...], tuple[_Groups, dist.ProcessGroup]] = {}
+
+
+def _make_group(ranks: list[int], asking: _Groups, device: torch.device) -> dist.ProcessGroup:
+    """Make a process group that only these ranks know of; others may make theirs meanwhile.
+
+    Torch names it after its ranks and the number of groups that a rank knows: ranks that know
+    different numbers would wait for each other.
+
+    Args:
+        ranks: Its ranks, by their numbers in the world.
+        asking: All ranks that make a group now, over these groups one after another.
+        device: Where they communicate.
+
+    Raises:
+        RuntimeError: If the numbers differ, on all ranks.
+    """
+    num_known = len(dist.distributed_c10d._world.pg_names)
+    extremes = torch.tensor([num_known, -num_known], device=device)
+    for group in asking:
+        all_reduce(extremes, group, dist.ReduceOp.MAX).wait()
+    most, least = extremes.tolist()
+    if most != -least:
+        raise RuntimeError(
+            f"the ranks of this mesh know different numbers of process groups ({-least} to {most}),"
+            f" so torch can't make one of ranks {ranks}. Let all of them be in as many groups, as "
+            "after init_device_mesh over all ranks of the job; or do without a number for "
+            "reshard_after_forward and without shard_over_replicas."
+        )
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return made
 
 
 def _device_of(device_type: str) -> torch.device:

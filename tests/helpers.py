@@ -80,12 +80,12 @@ def run_ranks(
         results = pool.round(call, timeout)
         # A second round, so that a rank whose peer raised does not wait in this barrier.
         closing = f"the barrier after {call.name}"
-        num_groups = max(pool.round(_Call.of(_end_call), timeout, name=closing))
+        made, known = zip(*pool.round(_Call.of(_end_call), timeout, name=closing), strict=True)
     except BaseException:
         # Also for Ctrl-C and the test's own deadline: an answer may be outstanding.
         _pools.discard(world_size)
         raise
-    if num_groups > MAX_NUM_GROUPS:
+    if max(made) > MAX_NUM_GROUPS or len(set(known)) > 1:  # torch can't name new groups then
         _pools.discard(world_size)
     return results
 
@@ -485,10 +485,10 @@ def _join_group(pids: list[int], store_path: str) -> None:
     )
 
 
-def _end_call() -> int:
-    """Check that no rank is a collective ahead; return the number of groups made so far."""
+def _end_call() -> tuple[int, int]:
+    """Check that no rank is a collective ahead; return how many groups were made, and are known."""
     dist.barrier()
-    return dist.distributed_c10d.get_pg_count()
+    return dist.distributed_c10d.get_pg_count(), len(dist.distributed_c10d._world.pg_names)
 
 
 def _leave() -> NoReturn:
