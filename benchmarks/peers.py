@@ -41,7 +41,7 @@ def _fsdp2(model: nn.Module, *, reshard_after_forward: bool | None) -> nn.Module
     return fully_shard(model, reshard_after_forward=reshard_after_forward)
 
 
-def _ours(
+def _ours(  # noqa: PLR0913 -- options of fully_shard
     model: nn.Module,
     *,
     reshard_after_forward: bool | None = None,
@@ -49,6 +49,7 @@ def _ours(
     layers_per_unit: int = 1,
     bucket_cap_mb: float | None = None,
     granularity: str = "element",
+    use_orig_params: bool = True,
 ) -> nn.Module:
     package = importlib.import_module("composable_shard")
     options: dict[str, Any] = {
@@ -56,6 +57,7 @@ def _ours(
         "reshard_after_forward": reshard_after_forward,
         "bucket_cap_mb": bucket_cap_mb,
         "granularity": granularity,
+        "use_orig_params": use_orig_params,
     }
     layers = list(model.layers) if layers_per_unit else []
     for start in range(0, len(layers), layers_per_unit or 1):
@@ -77,6 +79,7 @@ _BUILDERS: dict[str, Builder] = {
     "ours": partial(_ours, reshard_after_forward=None),
     "ours_raf": partial(_ours, reshard_after_forward=True),  # the root as well
     "ours_keep": partial(_ours, reshard_after_forward=False),
+    "ours_flat": partial(_ours, use_orig_params=False),
     "ours_row": partial(_ours, granularity="row"),
     "ours_param": partial(_ours, granularity="param"),
     "ours_gradop": partial(_ours, strategy="SHARD_GRAD_OP"),
