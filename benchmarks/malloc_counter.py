@@ -78,6 +78,11 @@ def preloaded() -> Iterator[None]:
                 os.environ["LD_PRELOAD"] = before
 
 
+def is_preloaded() -> bool:
+    """Return whether this process runs with the counter."""
+    return hasattr(ctypes.CDLL(None), "counted_bytes")
+
+
 def held_nbytes() -> int:
     """Return the bytes this process holds now; it must run with the counter preloaded."""
     return _call("counted_bytes")

@@ -33,6 +33,7 @@ CONFIGS = {
     "short": ModelConfig(12, 512, 1408, 8192, 8, 1, 4),  # std with next to no activations
     "50m": ModelConfig(13, 512, 1408, 8192, 8, 2, 128),  # 200.6 MB, 50.1 M parameters
     "110m": ModelConfig(12, 768, 2048, 16384, 12, 1, 8),  # 440.5 MB, for checkpoints
+    "big": ModelConfig(24, 1024, 2816, 8192, 16, 1, 8),  # 1.3 GB, 325 M parameters, for set-up
     "tiny": ModelConfig(48, 128, 384, 1024, 4, 2, 128),  # 42.0 MB, 49 units, 435 parameters
     "micro": ModelConfig(48, 32, 96, 256, 2, 2, 16),  # copies negligible: host cost only
 }

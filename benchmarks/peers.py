@@ -81,6 +81,7 @@ _BUILDERS: dict[str, Builder] = {
     "ours_raf": partial(_ours, reshard_after_forward=True),  # the root as well
     "ours_keep": partial(_ours, reshard_after_forward=False),
     "ours_pool": partial(_ours, buffer_pool="private"),  # CUDA only
+    "ours_flat": partial(_ours, use_orig_params=False),
     "ours_row": partial(_ours, granularity="row"),
     "ours_param": partial(_ours, granularity="param"),
     "ours_gradop": partial(_ours, strategy="SHARD_GRAD_OP"),

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard._collectives import all_gather_uneven, broadcast, resolve_group
 from composable_shard._dcp_boxes import Checkpointable
+from composable_shard._direct_ops import DirectOps
 from composable_shard._rule_table import OP_RULES, NeedsWhole
 from composable_shard._shard_spec import ShardSpec, WriteGuard
 
@@ -29,7 +30,7 @@ __all__ = [
 _OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
 
 
-class FlatShard(Checkpointable, Tensor):
+class FlatShard(Checkpointable, DirectOps, Tensor):
     """One rank's flat range of a tensor, under the tensor's logical shape, stride and dtype.
 
     Elementwise ops run on the slices alone; reductions to one value are exact, global and
@@ -134,6 +135,9 @@ class FlatShard(Checkpointable, Tensor):
         if spec.owner is None or spec.is_elsewhere:
             return self._local
         return self._local.as_strided(spec.dense_shape, spec.dense_stride)
+
+    def _shard_of(self, local: Tensor) -> FlatShard:
+        return wrap(local, self._shard_spec)
 
     def _whole(self) -> Tensor:
         """Return all elements of a shard that is whole, in its shape; a DTensor's as a DTensor."""

@@ -122,12 +122,12 @@ class FlatStorage(Registration):
             shard = unsharded.zero_()[start:end]
         else:
             with allocating_in(pool):
-                shard = torch.zeros(end - start, dtype=dtype, device=device)
+                shard = torch.empty(end - start, dtype=dtype, device=device)
+            self.zero_gaps(shard)  # values follow: all of it would be written twice
         copies = copies_for(device)
         self.host_grad = None
         if is_offloaded:
-            numel, is_pinned = end - start, self.is_pinned
-            self.host_grad = HostGradient(numel, dtype, copies, is_pinned=is_pinned)
+            self.host_grad = HostGradient(end - start, dtype, copies, is_pinned=self.is_pinned)
         return Buffers(
             shard,
             unsharded,
@@ -139,6 +139,12 @@ class FlatStorage(Registration):
             copies,
             device_shard,
         )
+
+    def zero_gaps(self, shard: Tensor) -> None:
+        """Set what lies between the parameters in a local shard to zero: it counts in norms."""
+        sizes = self.layout.piece_numels(self.shard_group.rank)
+        for gap in shard.split_with_sizes(sizes)[::2]:
+            gap.zero_()
 
     @property
     def device(self) -> torch.device:

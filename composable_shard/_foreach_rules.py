@@ -77,18 +77,17 @@ class _ListRule:
         self, func: OpOverload, args: tuple[Any, ...]
     ) -> tuple[list[Any], Sequence[ShardSpec | None]]:
         operands = list(args)
-        specs: list[ShardSpec] | None = None
+        specs: list[ShardSpec] = []
         for place in self._lists:
-            if place >= len(args) or not args[place]:
-                continue
-            shards = args[place]
-            own_specs = [shard._shard_spec for shard in shards]
-            if specs is None:
-                specs = own_specs
-            elif own_specs != specs:  # lists compare items by identity first
-                self._raise_mismatch(func, specs, own_specs)
-            operands[place] = [shard._local for shard in shards]
-        return operands, specs or []
+            shards = args[place] if place < len(args) else None
+            if shards:
+                operands[place] = [shard._local for shard in shards]
+                own_specs = [shard._shard_spec for shard in shards]
+                if not specs:
+                    specs = own_specs
+                elif own_specs != specs:  # lists compare items by identity first
+                    self._raise_mismatch(func, specs, own_specs)
+        return operands, specs
 
     def _raise_mismatch(
         self, func: OpOverload, specs: list[ShardSpec], others: list[ShardSpec]
@@ -147,14 +146,16 @@ class _ListRule:
                 raise unsupported(func, args)
 
     def _note_writes(self, args: tuple[Any, ...]) -> None:
-        noted = None
         for place in self._written:
-            for item in args[place] if place < len(args) else ():
-                guard = item._guard if isinstance(item, FlatShard) else None
-                # Once per run of one handle's parameters: this is most of a fused step's cost.
-                if guard is not None and guard is not noted:
+            items = args[place] if place < len(args) else ()
+            try:
+                written = {item._guard: item for item in items}
+            except AttributeError:
+                written = {item._guard: item for item in items if isinstance(item, FlatShard)}
+            # Once for each handle: this is most of a fused step's cost.
+            for guard, item in written.items():
+                if guard is not None:
                     guard.note_write(item._shard_spec.label.fqn)
-                    noted = guard
 
 
 def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

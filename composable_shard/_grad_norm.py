@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_
 
 from composable_shard._flat_shard import FlatShard
-from composable_shard._gradient_rules import norms_of
+from composable_shard._gradient_rules import Slices, norms_of, slices_by_groups, total_norms
+from composable_shard._operands import note_write
 
 __all__ = ["clip_grad_norm_"]
 
@@ -25,8 +27,8 @@ def clip_grad_norm_(
     """Scale the gradients so that their norm over all parameters is at most `max_norm`.
 
     Exact over sharded and plain parameters together, of any granularity; the result is the same on
-    all ranks. One all-reduce of one element for each sharded parameter and process group. Call it
-    on every rank, with the same parameters; a rank may have no gradients at all.
+    all ranks. One all-reduce of one element for each process group. Call it on every rank, with
+    the same parameters; a rank may have no gradients at all.
 
     Args:
         model_or_params: A module, a parameter, or parameters.
@@ -40,32 +42,69 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: If `error_if_nonfinite` and the norm is infinite or NaN, on all ranks.
     """
-    if isinstance(model_or_params, nn.Module):
-        params: Sequence[Tensor] = list(model_or_params.parameters())
-    elif isinstance(model_or_params, Tensor):
-        params = [model_or_params]
-    else:
-        params = list(model_or_params)
-    norm = _total_norm(params, float(norm_type))
+    grads, shards = _gradients(_params_of(model_or_params))
+    slices = slices_by_groups(shards)
+    order = float(norm_type)
+    # An order of 0 counts the parameters that have other values than 0, not their elements.
+    norms = total_norms(slices, order) if order > 0 else norms_of(shards, order)
+    dtypes = {shard._local.dtype for shard in shards} | {grad.dtype for grad in grads}
+    common = functools.reduce(torch.promote_types, dtypes or {torch.float32})
+    norm = _norm_of(norms, grads, order).to(common.to_real())
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is non-finite ({norm.item()}), "
             "so they can't be clipped. Nothing was changed. Pass error_if_nonfinite=False to scale "
             "them anyway."
         )
-    has_gradients = any(param.grad is not None for param in params)
-    clip_grads_with_norm_(params, max_norm, norm, foreach=True if has_gradients else None)
+    for shard in shards:
+        note_write(shard)
+    _scale(slices, grads, max_norm, norm)
     return norm
 
 
-def _total_norm(params: Sequence[Tensor], order: float) -> Tensor:
-    shards = [gradient for param in params if (gradient := _sharded_gradient(param)) is not None]
-    norms = norms_of(shards, order)
+def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(model_or_params, Tensor):
+        return [model_or_params]
+    if not isinstance(model_or_params, nn.Module):
+        return list(model_or_params)
+    # What parameters() yields, in its order, for a third of its time.
+    params: dict[Tensor, None] = {}
+    known: set[nn.Module] = set()
+    waiting = [model_or_params]
+    while waiting:
+        module = waiting.pop()
+        if module not in known:
+            known.add(module)
+            for param in module._parameters.values():
+                if param is not None:
+                    params[param] = None
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(params)
+
+
+def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:
+    """Return the plain gradients, and what all ranks must pass to one collective."""
+    grads, shards = [], []
     for param in params:
         grad = param.grad
-        if grad is not None and not isinstance(grad, FlatShard):
-            norm = torch.linalg.vector_norm(grad, order)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if isinstance(grad, FlatShard):
+            shards.append(grad)
+        elif grad is not None:
+            grads.append(grad)
+        elif isinstance(param, FlatShard):
+            spec = param._shard_spec
+            if spec.owner is not None and spec.world_size > 1:
+                # Its owner may have one, frozen or not: this rank adds nothing, as an owner
+                # without one.
+                shards.append(FlatShard(param._local.new_empty(0), spec))
+    return grads, shards
+
+
+def _norm_of(norms: list[Tensor], grads: list[Tensor], order: float) -> Tensor:
+    """Return the norm of the norms and the plain gradients."""
+    for grad in grads:
+        norm = torch.linalg.vector_norm(grad, order)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.tensor(0.0)
     device = norms[0].device
@@ -73,13 +112,18 @@ def _total_norm(params: Sequence[Tensor], order: float) -> Tensor:
     return total
 
 
-def _sharded_gradient(param: Tensor) -> FlatShard | None:
-    """Return what all ranks must pass to one collective; None alike on all of them."""
-    grad = param.grad
-    if isinstance(grad, FlatShard) or not isinstance(param, FlatShard) or grad is not None:
-        return grad if isinstance(grad, FlatShard) else None
-    spec = param._shard_spec
-    if spec.owner is None or spec.world_size == 1:
-        return None
-    # Its owner may have one, frozen or not: this rank adds nothing, as an owner without one.
-    return FlatShard(param._local.new_empty(0), spec)
+def _scale(slices: Slices, grads: list[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Multiply the gradients by `max_norm / norm` where that is less than 1."""
+    # 1e-6 as torch.nn.utils has it. Clamped on the device: the host need not know the norm.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for (_, device), locals_ in slices.items():
+        by_device[device] += locals_
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            grad.mul_(factor.to(grad.device))
+        else:
+            by_device[grad.device].append(grad)
+    for device, scaled in by_device.items():
+        if scaled:  # this rank may hold nothing of any of them
+            torch._foreach_mul_(scaled, factor.to(device))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
+from composable_shard._adjacent import join_adjacent
 from composable_shard._collectives import all_reduce, resolve_group
 from composable_shard._flat_shard import FlatShard
 from composable_shard._operands import describe_operands, note_write
@@ -27,7 +28,7 @@ from composable_shard._reduction_rules import (
 )
 from composable_shard._rule_table import Rule
 
-__all__ = ["RULES", "norms_of"]
+__all__ = ["RULES", "Slices", "norms_of", "slices_by_groups", "total_norms"]
 
 aten = torch.ops.aten
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -100,6 +101,45 @@ def norms_of(
         for index, norm in zip(indices, found, strict=True):
             norms[index] = norm.to(dtype or shards[index].dtype.to_real())
     return [norm for norm in norms if norm is not None]
+
+
+Slices = dict[tuple[tuple[str, ...], torch.device], list[Tensor]]
+
+
+def slices_by_groups(shards: Sequence[FlatShard]) -> Slices:
+    """Return the slices by the groups that together hold their tensors, and by device.
+
+    Those that follow one another in memory are one tensor, and empty ones are left out.
+    """
+    result: Slices = defaultdict(list)
+    for shard in shards:
+        local = shard._local
+        result[reduction_groups(shard._shard_spec), local.device].append(local)
+    if not all(is_inexact(dtype) for dtype in {shard._local.dtype for shard in shards}):
+        raise RuntimeError(f"norms need floating-point tensors, got {describe_operands(shards)}")
+    return {key: join_adjacent(locals_) for key, locals_ in result.items()}
+
+
+def total_norms(slices: Slices, order: float) -> list[Tensor]:
+    """Return norms whose norm is that of all slices of all ranks; one for each choice of groups.
+
+    One collective of one element for each choice of groups, in float64.
+
+    Args:
+        slices: On every rank of the same parameters; of what one rank holds whole, the others pass
+            empty shards to `slices_by_groups`.
+        order: More than 0; of other orders not every norm is one of partial norms.
+    """
+    found = []
+    for (groups, device), locals_ in slices.items():
+        norms = _local_norms(locals_, order)
+        values = torch.stack(norms) if norms else torch.zeros(1, device=device)
+        values = values.to(_exact(device))
+        if math.isinf(order):
+            found.append(max_over(values.max(), groups))
+        else:
+            found.append(sum_over((values**order).sum(), groups) ** (1.0 / order))
+    return found
 
 
 def _combined_norms(locals_: list[Tensor], order: float, groups: tuple[str, ...]) -> list[Tensor]:

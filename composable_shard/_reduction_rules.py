@@ -39,20 +39,20 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 
 def reduction_groups(spec: ShardSpec) -> tuple[str, ...]:
     """Return the names of the groups that together hold the whole tensor, one after another."""
-    names = [spec.group_name] if spec.world_size > 1 else []
-    if spec.tensor_parallel is not None:
-        mesh, placements = spec.tensor_parallel
-        if any(placement.is_partial() for placement in placements):
-            raise RuntimeError(
-                f"expected '{spec.label.fqn}' to be sharded or replicated on its mesh, "
-                f"got {placements}: a reduction of partial sums is not defined"
-            )
-        names += [
-            mesh.get_group(axis).group_name
-            for axis, placement in enumerate(placements)
-            if not placement.is_replicate() and mesh.size(axis) > 1
-        ]
-    return tuple(names)
+    names = (spec.group_name,) if spec.layout.world_size > 1 else ()
+    if spec.tensor_parallel is None:
+        return names
+    mesh, placements = spec.tensor_parallel
+    if any(placement.is_partial() for placement in placements):
+        raise RuntimeError(
+            f"expected '{spec.label.fqn}' to be sharded or replicated on its mesh, "
+            f"got {placements}: a reduction of partial sums is not defined"
+        )
+    return names + tuple(
+        mesh.get_group(axis).group_name
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate() and mesh.size(axis) > 1
+    )
 
 
 def sum_over(values: Tensor, groups: tuple[str, ...]) -> Tensor:

@@ -92,16 +92,6 @@ class ShardAccess(FlatStorage):
         for start, end in self.layout.padding_ranges():
             full[start:end].zero_()
 
-    def zero_gaps(self, shard: Tensor) -> None:
-        """Set what lies between the parameters in a shard to zero: it would count in norms.
-
-        Args:
-            shard: Shape `(layout.shard_numel,)`.
-        """
-        sizes = self.layout.piece_numels(self.shard_group.rank)
-        for gap in shard.split_with_sizes(sizes)[::2]:
-            gap.zero_()
-
     def _send_slices(self, shard: Tensor, full: Tensor | None) -> None:
         group = self.shard_group
         target = self._new_shard(shard)

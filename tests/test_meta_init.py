@@ -492,3 +492,18 @@ def test_replaced_data_is_taken_over() -> None:
     reference.weight.data = weight * 2
     model.weight.data = model.weight.data * 2
     assert_equal(model(x).detach(), reference(x).detach())
+
+
+@distributed(2)
+def test_gaps_of_a_new_shard_hold_zeros() -> None:
+    """Whatever was in its memory before: they would count in the norms of flat parameters."""
+    torch.use_deterministic_algorithms(True)  # memory that nobody filled holds NaN
+    try:
+        model = Net()
+        shard_blocks(model)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    shards = [handle.local_shard for handle in get_handles(model)]
+    num_held = sum(param.to_local().numel() for param in model.parameters())
+    assert num_held < sum(shard.numel() for shard in shards)
+    assert all(shard.isfinite().all() for shard in shards)

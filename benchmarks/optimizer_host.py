@@ -1,0 +1,135 @@
+"""What does an optimizer step cost the host, over 435 small parameters?
+
+Process CPU time of `AdamW.step()` in its three forms: fused, foreach, and one parameter at a time.
+The model is "micro": 48 layers of nine parameters, so small that what is left is host work. The
+process group is torch's `fake` backend, which moves no data. Every step follows a forward and a
+backward of its own, so the gradients are new ones, as in training. The peers run interleaved in one
+process, in rotating order, and the ratio to FSDP2 is taken inside each round.
+
+    python -m benchmarks.optimizer_host
+    python -m benchmarks.optimizer_host --profile ours --forms loop
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks import peers, report
+from benchmarks.models import make_batch, make_llama
+from benchmarks.rounds import Samples, interleave, ratios
+
+FORMS: dict[str, dict[str, Any]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "loop": {"foreach": False},
+}
+GOALS = {  # ratio to fsdp2
+    "ours": {"fused": 0.35, "foreach": 0.6, "loop": 0.55},
+    "ours_flat": {"fused": 0.06, "foreach": 0.13, "loop": 0.04},
+}
+
+
+def stepper(peer: str, form: str) -> Callable[[Callable[[], Any] | None], float]:
+    """Return what trains the peer's model by one step and returns the CPU seconds of `step()`."""
+    model = peers.build(peer, make_llama("micro"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **FORMS[form])
+    batch = make_batch("micro", 0)
+
+    def step(around: Callable[[], Any] | None = None) -> float:
+        model(*batch).backward()
+        toggle = around or (lambda: None)
+        toggle()
+        start = time.process_time()
+        optimizer.step()
+        elapsed = time.process_time() - start
+        toggle()
+        optimizer.zero_grad()
+        return elapsed
+
+    return step
+
+
+def profile(peer: str, form: str, steps: int = 20) -> None:
+    """Print where the time of one peer goes; the profiler inflates Python about threefold."""
+    step = stepper(peer, form)
+    for _ in range(3):
+        step(None)
+    profiler = cProfile.Profile()
+    for _ in range(steps):
+        is_on = [False]
+
+        def toggle(is_on: list[bool] = is_on) -> None:
+            is_on[0] = not is_on[0]
+            (profiler.enable if is_on[0] else profiler.disable)()
+
+        step(toggle)
+    pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(25)
+
+
+def rows(samples: Samples, form: str) -> list[list[str]]:
+    """Return one table row per peer."""
+    result = []
+    for name, seconds in samples.items():
+        goal = GOALS.get(name, {}).get(form)
+        result.append(
+            [
+                form,
+                name,
+                report.spread([value * 1e3 for value in seconds]),
+                report.spread(ratios(samples, name, "fsdp2"), 3),
+                "" if goal is None else f"<= {goal:.2f}",
+            ]
+        )
+    return result
+
+
+def main() -> None:
+    """Parse the options, measure, report."""
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds")
+    parser.add_argument("--steps", type=int, default=3, help="steps per peer and round")
+    parser.add_argument("--world-size", type=int, default=8, help="of the fake process group")
+    parser.add_argument("--forms", default="fused,foreach,loop", help="forms of AdamW")
+    parser.add_argument("--peers", default="bare,fsdp1,fsdp2,ours,ours_flat")
+    parser.add_argument("--profile", metavar="PEER", help="print a cProfile of this peer instead")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
+    forms = args.forms.split(",")
+    if args.profile:
+        for form in forms:
+            profile(args.profile, form)
+        return
+    names = peers.parse_peers(args.peers)
+    if "fsdp2" not in names:
+        parser.error("--peers must hold fsdp2: the ratios are to it")
+    lines = []
+    for form in forms:
+        timed = {name: partial(stepper(name, form)) for name in names}
+        lines += rows(interleave(timed, args.rounds, args.steps), form)
+    markdown = report.header(
+        "Host cost of an AdamW step over 435 parameters",
+        "process CPU time of `optimizer.step()` after a forward and a backward, one thread",
+        f"model micro, fake backend at world size {args.world_size}, {args.rounds} rounds of"
+        f" {args.steps} steps; fsdp1 and ours_flat with one flat parameter per unit",
+        "figures: median (quartiles)",
+    )
+    columns = ["form", "peer", "ms", "ratio to fsdp2", "goal"]
+    report.emit(markdown + "\n" + report.table(columns, lines), args.output)
+
+
+if __name__ == "__main__":
+    main()
