@@ -55,7 +55,7 @@ class Case:
 
 def gather_by_exchange(case: Case) -> None:
     parts = case.others(case.parts)
-    exchange(dict.fromkeys(parts, case.own), parts, case.group).wait()
+    exchange([(rank, case.own) for rank in parts], parts.items(), case.group).wait()
 
 
 def gather_by_broadcasts(case: Case) -> None:
@@ -78,7 +78,8 @@ def gather_by_all_to_all(case: Case) -> None:
 
 def reduce_by_exchange(case: Case) -> None:
     case.terms[case.rank].copy_(case.own)
-    exchange(case.others(case.parts), case.others(case.terms.unbind()), case.group).wait()
+    terms = case.others(case.terms.unbind())
+    exchange(case.others(case.parts).items(), terms.items(), case.group).wait()
     torch.sum(case.terms, 0, out=case.output)
 
 
