@@ -123,17 +123,16 @@ def is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
     shard straight from and to where it belongs took 0.4 to 0.9 of the time of the best collective
     at 2 and 4 ranks and 64 kB to 32 MB. With many ranks the number of messages would tell.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or not 1 < group.size() <= _MAX_EXCHANGE_SIZE:
         return False
-    found = _exchanges.get(group)
+    found = _has_gloo.get(group)
     if found is None:
-        is_small = 1 < group.size() <= _MAX_EXCHANGE_SIZE
-        found = _exchanges[group] = is_small and _backend_name(group, device) == "gloo"
+        found = _has_gloo[group] = _backend_name(group, device) == "gloo"
     return found
 
 
-# Asked several times for each unit; by group, as long as that exists.
-_exchanges: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+# For the CPU. Asked several times for each unit.
+_has_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

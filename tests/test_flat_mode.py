@@ -239,7 +239,7 @@ def test_clipping_is_the_same(norm_type: float) -> None:
     torch.testing.assert_close(found, torch.tensor(0.01), rtol=1e-4, atol=0)
 
 
-def _poisoned(tensor: Tensor) -> None:
+def _poisoned(tensor: Tensor, _: object = None) -> None:
     is_new = tensor.untyped_storage().size() == 0
     alloc_storage(tensor)
     if is_new:
