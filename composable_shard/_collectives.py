@@ -161,7 +161,7 @@ def all_gather(
     Returns:
         The work to wait for before `output` is read or `shard` is written.
     """
-    if _trace.is_traced():
+    if _trace.logs:
         _trace.record("all_gather", group.group_name, _payload(output, numels))
     with INSIDE:
         output, shard = as_real(output), as_real(shard)
@@ -191,7 +191,7 @@ def gather(
         group: The ranks that take part.
         numels: As in `all_gather`.
     """
-    if _trace.is_traced():
+    if _trace.logs:
         nbytes = shard.nbytes * group.size() if numels is None else _payload(shard, numels)
         _trace.record("gather", group.group_name, nbytes)
     with INSIDE:
@@ -220,7 +220,7 @@ def scatter(
         group: The ranks that take part.
         numels: As in `all_gather`.
     """
-    if _trace.is_traced():
+    if _trace.logs:
         nbytes = output.nbytes * group.size() if numels is None else _payload(output, numels)
         _trace.record("scatter", group.group_name, nbytes)
     with INSIDE:
@@ -258,7 +258,7 @@ def reduce_scatter(
     """
     if group.size() == 1:
         return PendingReduction(None, output.copy_(input), input, None, scale)
-    if _trace.is_traced():
+    if _trace.logs:
         _trace.record("reduce_scatter", group.group_name, _payload(input, numels))
     with INSIDE:
         way = _way_of_terms(group, input.dtype, output.device, numels)
@@ -319,7 +319,7 @@ def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waita
         input: Likewise; its r-th part goes to rank r.
         group: The ranks that take part.
     """
-    if _trace.is_traced():
+    if _trace.logs:
         _trace.record("all_to_all", group.group_name, input.nbytes)
     with INSIDE:
         if not is_exchange(group, output.device):
@@ -352,7 +352,7 @@ def all_reduce(
     tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> dist.Work:
     """Start reducing `tensor` in place over all ranks; any shape, the same on every rank."""
-    if _trace.is_traced():
+    if _trace.logs:
         _trace.record("all_reduce", group.group_name, tensor.nbytes)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
@@ -362,7 +362,7 @@ def all_reduce(
 
 def broadcast(tensor: Tensor, group_rank: int, group: dist.ProcessGroup) -> dist.Work:
     """Start sending `tensor` from the rank with this number *in the group* to all others."""
-    if _trace.is_traced():
+    if _trace.logs:
         _trace.record("broadcast", group.group_name, tensor.nbytes)
     options = dist.BroadcastOptions()
     options.rootRank = group_rank

@@ -76,6 +76,7 @@ def build_state(
         if not use_orig_params:
             show_flat(handle)
     state.borrowed = list(dict.fromkeys(item.handle for item in plan.borrowed))
+    state.needed = state.handles + state.borrowed
     for item in plan.borrowed:
         item.entry.slots = item.entry.slots + item.slots
         item.handle.index_slots()

@@ -131,7 +131,7 @@ def run_hooks(context: TreeContext, handle: FlatParamHandle) -> None:
     """Run the hooks of a handle's parameters, unless one has failed in this backward."""
     if context.hook_error is not None or handle.grad.is_partial:
         return
-    if _trace.is_traced():
+    if _trace.logs:
         _trace.record("gradient_hooks", handle.name)
     try:
         handle.run_gradient_hooks()

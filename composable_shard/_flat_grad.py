@@ -275,7 +275,7 @@ class FlatGradient:
             for view, has_arrived in zip(self._views or (), self.arrived, strict=True):
                 if not has_arrived:
                     view.zero_()
-        if _trace.is_traced():
+        if _trace.logs:
             _trace.record("issue_reduce", self.name)
         buffer = self._shared if self.uses_shared else self._own
         output = self._own_part
@@ -342,7 +342,7 @@ class FlatGradient:
             output = self.reduction.finish()
         finally:
             self._free_own()
-        if _trace.is_traced():
+        if _trace.logs:
             _trace.record("wait_reduce", self.name)
         if output is not None and output.dtype != self.reduction.main_dtype:
             into = self._main_memory() if self.is_persistent else None

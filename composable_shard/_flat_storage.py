@@ -235,7 +235,7 @@ class FlatStorage(Registration):
             # Wanted again while its storage serves a reduction, by another use in this backward.
             self.finish_reduction()
             self.grad.move_out()
-        if _trace.is_traced():
+        if _trace.logs:
             _trace.record("issue_gather", self.name)
         self.gathered_writes = -1
         try:
@@ -330,7 +330,7 @@ class FlatStorage(Registration):
             raise
         finally:
             self._small_part = None
-        if _trace.is_traced():
+        if _trace.logs:
             _trace.record("wait_gather", self.name)
 
     def reshard(self) -> None:
@@ -350,7 +350,7 @@ class FlatStorage(Registration):
             return
         self.gathered_writes = -1
         self._free_unsharded()
-        if _trace.is_traced():
+        if _trace.logs:
             _trace.record("free", self.name)
 
     @property
@@ -396,5 +396,5 @@ class FlatStorage(Registration):
     def _free_unused(self) -> None:
         if not self.is_kept and self.gathered_writes < 0 and not self.grad.uses_shared:
             free_storage(self._buffers.unsharded)
-            if _trace.is_traced():
+            if _trace.logs:
                 _trace.record("free", self.name)

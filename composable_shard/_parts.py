@@ -74,7 +74,7 @@ def gather_pieces(
         group: The ranks that take part.
         to_first: Only the first one receives.
     """
-    if _trace.is_traced():
+    if _trace.logs:
         _trace.record("gather" if to_first else "all_gather", group.group_name, nbytes)
     own = group.rank()
     with INSIDE:

@@ -74,7 +74,7 @@ def pre_forward(state: ShardState, module: nn.Module) -> None:
     elif any(handle.has_early_hooks for handle in state.needed):
         # A reentrant checkpoint: its backward runs the forward again. Not so an evaluation.
         state.may_recompute |= is_in_function()
-    if _trace.is_traced():
+    if _trace.logs:
         _trace.record("compute", state.name)
 
 
@@ -327,7 +327,7 @@ def pre_backward(call: _OutputReached) -> None:
     for handle in state.needed:
         handle.wait_unshard()
         handle.register_unsharded()
-    if _trace.is_traced():
+    if _trace.logs:
         _trace.record("compute_backward", state.name)
 
 

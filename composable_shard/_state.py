@@ -70,6 +70,7 @@ class ShardState:
         handles: Handles of the parameters this unit manages.
         borrowed: Handles of other units whose parameters this unit shows too (tied weights); it
             gathers them for its own forward and backward, their owner reduces them.
+        needed: Both: those whose full parameters it computes with.
         reshard_after_forward: True frees the full parameters between forward and backward, False
             keeps them, None keeps them only where this unit leads the call, and a number keeps the
             part that this rank has among so many.
@@ -105,6 +106,7 @@ class ShardState:
         self.strategy = strategy
         self.handles: list[FlatParamHandle] = []
         self.borrowed: list[FlatParamHandle] = []
+        self.needed = self.handles
         self.reshard_after_forward = reshard_after_forward
         self.shard_over_replicas = False
         self.use_orig_params = True
@@ -136,11 +138,6 @@ class ShardState:
         # The missing keys of the last load_state_dict, and the modules that it has been through.
         self.load_call: tuple[list[str], frozenset[int]] | None = None
         self.ref: StateRef = weakref.ref(self)
-
-    @property
-    def needed(self) -> list[FlatParamHandle]:
-        """Handles whose full parameters this unit computes with: its own and borrowed ones."""
-        return self.handles + self.borrowed if self.borrowed else self.handles
 
     @property
     def puts_nothing_off(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["INSIDE", "Event", "is_inside", "is_traced", "record", "trace_events"]
+__all__ = ["INSIDE", "Event", "is_inside", "logs", "record", "trace_events"]
 
 
 class Event(NamedTuple):
@@ -22,17 +22,12 @@ class Event(NamedTuple):
     nbytes: int = 0
 
 
-_logs: list[list[Event]] = []
-
-
-def is_traced() -> bool:
-    """Return whether any `trace_events` block is open."""
-    return bool(_logs)
+logs: list[list[Event]] = []  # of the `trace_events` blocks that are open; mostly none is
 
 
 def record(kind: str, name: str, nbytes: int = 0) -> None:
     """Append an event to every open log; does nothing when none is open."""
-    for log in _logs:
+    for log in logs:
         log.append(Event(kind, name, nbytes))
 
 
@@ -40,12 +35,12 @@ def record(kind: str, name: str, nbytes: int = 0) -> None:
 def trace_events() -> Iterator[list[Event]]:
     """Collect the events of the enclosed block, of all units of this process, in order."""
     log: list[Event] = []
-    _logs.append(log)
+    logs.append(log)
     try:
         yield log
     finally:
         # By identity: two open logs may be equal, and list.remove compares by value.
-        _logs[:] = [other for other in _logs if other is not log]
+        logs[:] = [other for other in logs if other is not log]
 
 
 _depth = 0
