@@ -63,7 +63,7 @@ def pool_for(
     if kind is None:
         return None
     groups = [group for group in groups if group.size() > 1]
-    key = (kind, device, *(group.group_name for group in groups))
+    key = (kind, device, *groups)  # not their names, which come again after they are destroyed
     pool = _pools.get(key)
     if pool is None:
         pool = _pools[key] = BufferPool(kind, groups, device)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -49,7 +50,9 @@ class Works:
                 work.wait(_ABANDONED_TIMEOUT)
 
 
-_tags: dict[str, Iterator[int]] = {}  # by name of the group: ranks share only some groups
+# By group, for ranks share only some of them. Not by its name, which comes again after
+# destroy_process_group: then the ranks of the next one need not have been in the same ones before.
+_tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 def exchange(
@@ -62,7 +65,10 @@ def exchange(
     What one rank sends to another arrives in that order.
     """
     # One tag for each exchange: the group's ranks take part in the same ones in the same order.
-    tag = next(_tags.setdefault(group.group_name, itertools.cycle(_TAGS)))
+    tags = _tags.get(group)
+    if tags is None:
+        tags = _tags[group] = itertools.cycle(_TAGS)
+    tag = next(tags)
     works = [group.recv([tensor], rank, tag) for rank, tensor in receives if tensor.numel()]
     works += [group.send([tensor], rank, tag) for rank, tensor in sends if tensor.numel()]
     return Works(works)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from composable_shard._buffer_pool import PoolKind
@@ -267,6 +267,7 @@ def check_can_be_flat(plan: Plan) -> None:
     Raises:
         ValueError: If the module has attributes of that name, or hooks wait for gradients that
             no parameter would get.
+        RuntimeError: If parameters lie unevenly on a tensor-parallel mesh.
     """
     module = plan.modules[0]
     taken = [name for name in dir(module) if name.startswith(FLAT_PARAM_NAME)]
@@ -282,6 +283,26 @@ def check_can_be_flat(plan: Plan) -> None:
             "never run with use_orig_params=False: only the flat parameter gets a gradient. "
             "Register them on it after fully_shard, or pass use_orig_params=True."
         )
+    uneven = [original.fqn for original in plan.originals if _is_uneven(original)]
+    if uneven:
+        raise RuntimeError(
+            f"the parameters {uneven} lie unevenly on their tensor-parallel mesh, so they can't be "
+            "part of a flat parameter. Pass use_orig_params=True."
+        )
+
+
+def _is_uneven(original: Original) -> bool:
+    """Return whether ranks of a tensor-parallel mesh have parts of different sizes."""
+    if original.tensor_parallel is None:
+        return False
+    mesh, placements = original.tensor_parallel
+    sizes = list(original.param.shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            if sizes[placement.dim] % mesh.size(axis):
+                return True
+            sizes[placement.dim] //= mesh.size(axis)
+    return False
 
 
 def _is_supported_type(param: nn.Parameter) -> bool:

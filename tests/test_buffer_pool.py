@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_shard import MixedPrecisionPolicy, ShardingStrategy, fully_shard, get_handles
 from composable_shard._buffer_pool import check_pool
@@ -162,6 +163,18 @@ def test_a_copy_takes_the_same_pool_and_the_last_unit_takes_it_along(pools: _Poo
     gc.collect()
     shard_root(Net(1), buffer_pool="private")
     assert pools.made == [None, None]
+
+
+def test_a_new_group_of_the_same_name_has_a_pool_of_its_own(pools: _Pools) -> None:
+    """A model of the destroyed group still holds the pool that NCCL knows there."""
+    models = [Net(1), Net(1)]
+    shard_root(models[0], buffer_pool="private")
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    shard_root(models[1], buffer_pool="private")
+    (first,), (second,) = (get_handles(model) for model in models)
+    assert first.shard_group.name == second.shard_group.name
+    assert first.pool is not second.pool
 
 
 def test_a_mesh_without_cuda_is_refused() -> None:

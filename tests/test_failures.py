@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from composable_shard import (
     get_handles,
     no_sync,
 )
+from composable_shard._exchange import Works, exchange
 from tests.helpers import assert_equal, distributed
 from tests.models import FailingMode, Net, assert_at_rest, rank_input, shard_blocks
 
@@ -687,6 +688,28 @@ def test_allocation_error_on_one_rank_reaches_the_other(position: str) -> None:
             _forward_and_backward(model)
         assert time.monotonic() - begin < 12
     assert all(isinstance(param, FlatShard) for param in model.parameters())
+
+
+class _Group:
+    """Notes the tags of messages."""
+
+    group_name = "0"
+
+    def __init__(self) -> None:
+        self.tags: list[int] = []
+
+    def send(self, _: list[Tensor], __: int, tag: int) -> Any:
+        self.tags.append(tag)
+        return Works([])
+
+
+def test_a_new_group_of_the_same_name_is_in_step() -> None:
+    """Its ranks need not have communicated equally often in groups that were destroyed."""
+    old, new = (cast(Any, _Group()) for _ in range(2))
+    for group in (old, old, new, new):
+        exchange([(1, torch.ones(1))], [], group).wait()
+    assert old.tags[0] != old.tags[1]
+    assert new.tags == old.tags
 
 
 # --- what ranks must agree on ---

@@ -29,7 +29,9 @@ from composable_shard import (
     fully_shard,
     get_handles,
     get_states,
+    is_sharded,
     no_sync,
+    shard_model,
     unshard,
     unshard_params,
 )
@@ -567,14 +569,20 @@ def test_uneven_dtensors_are_refused_before_anything_changes() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Linear(4, 3, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
+    text = (
+        "the parameters ['weight'] lie unevenly on their tensor-parallel mesh, so they can't be "
+        "part of a flat parameter. Pass use_orig_params=True."
+    )
     with pytest.raises(RuntimeError) as caught:
         fully_shard(model, mesh=mesh["dp"], use_orig_params=False)
-    assert str(caught.value) == (
-        "the parameters ['weight'] lie on their tensor-parallel mesh in different ways, or "
-        "unevenly, so they can't be one flat parameter. Pass use_orig_params=True, or make them "
-        "units of their own."
-    )
+    assert str(caught.value) == text
     assert not isinstance(model.weight, FlatShard)
+    whole = nn.Sequential(nn.Linear(4, 4), model)
+    for dry_run in (True, False):
+        with pytest.raises(RuntimeError) as caught:
+            shard_model(whole, {"*": {}}, mesh=mesh["dp"], use_orig_params=False, dry_run=dry_run)
+        assert str(caught.value).endswith(text)
+        assert not is_sharded(whole[0])
     fully_shard(model, mesh=mesh["dp"])
     assert isinstance(model.weight, FlatShard)
 
