@@ -220,9 +220,9 @@ class FlatGradient:
         indices, views = self.small.take(), self._views
         if indices and views is not None:
             chosen = [views[index] for index in indices]
-            write_gradients(chosen, [params[index] for index in indices], self._factor)
-            for index in indices:
-                self.note_arrival(index)
+            waiting = [params[index] for index in indices]
+            for position in write_gradients(chosen, waiting, self._factor):
+                self.note_arrival(indices[position])
 
     def _open(self, in_place: bool) -> None:
         self.uses_shared = in_place

@@ -350,8 +350,9 @@ class FlatParamHandle(PublishedGradients):
         """Pack what is not packed yet: gradients that wait, and those of earlier microbatches."""
         self.pack_small()
         if self.grad.num_arrived < len(self.entries):
-            for index in range(len(self.entries)):
-                self.pack_gradient(index, may_overwrite=may_overwrite)
+            with torch.no_grad():  # those of create_graph have a graph, the buffer has none
+                for index in range(len(self.entries)):
+                    self.pack_gradient(index, may_overwrite=may_overwrite)
 
     def issue_reduction(
         self,

@@ -85,17 +85,23 @@ def write_gradient(view: Tensor, gradient: Tensor, factor: Tensor | None) -> Non
 
 def write_gradients(
     views: Sequence[Tensor], params: Sequence[nn.Parameter | None], factor: Tensor | None
-) -> None:
-    """Move the gradients of parameters, times a tensor of 0 dimensions, into views."""
-    targets, gradients = [], []
-    for view, param in zip(views, params, strict=True):
+) -> list[int]:
+    """Move the gradients of parameters, times a tensor of 0 dimensions, into views.
+
+    Returns:
+        The positions of those that have one: a hook of a user may have taken it away.
+    """
+    positions, targets, gradients = [], [], []
+    for position, (view, param) in enumerate(zip(views, params, strict=True)):
         gradient = None if param is None else param.grad
         if gradient is not None:
             param.grad = None  # type: ignore[union-attr]
+            positions.append(position)
             targets.append(view)
             gradients.append(gradient)
-    if factor is None and not any(gradient.is_sparse for gradient in gradients):
+    if factor is None and targets and not any(gradient.is_sparse for gradient in gradients):
         torch._foreach_copy_(targets, gradients)
-        return
+        return positions
     for view, gradient in zip(targets, gradients, strict=True):
         write_gradient(view, gradient, factor)
+    return positions

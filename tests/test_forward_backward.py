@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from tests.helpers import assert_equal, distributed
 from tests.models import (
     Block,
     Net,
+    Optional,
     Twins,
     assert_at_rest,
     average_gradient,
@@ -1775,6 +1778,22 @@ def test_backward_with_create_graph() -> None:
         grads = torch.autograd.grad(_square(model(x)), x, create_graph=True)
         twins.backward(model, grads[0].square().sum())
     twins.assert_equal_gradients()
+
+
+@distributed(2)
+def test_create_graph_of_microbatches() -> None:
+    """What only the first of them used is packed at the unit's end, without its graph."""
+    twins = Twins(Optional, shard_root)
+    for model in twins:
+        for used in ([0, 1, 2], [0, 2]):
+            with no_sync(twins.sharded) if len(used) == 3 else nullcontext():
+                loss = _square(model(rank_input(4, 5), used))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch warns of cycles that this can make
+                    twins.backward(model, loss, create_graph=True)
+    for param, plain in zip(twins.sharded.parameters(), twins.plain.parameters(), strict=True):
+        assert not param.grad.requires_grad
+        torch.testing.assert_close(param.grad.full_tensor(), plain.grad.detach())
 
 
 @distributed(2)

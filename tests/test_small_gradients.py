@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -52,7 +53,9 @@ def test_what_waits_is_written_in_one_go(factor: float | None) -> None:
     params[0].grad = torch.tensor([1.0, 2.0, 3.0])
     params[2].grad = torch.tensor([0.0, 4.0, 0.0]).to_sparse()
     views = [torch.full((3,), -1.0) for _ in range(4)]
-    write_gradients(views, [*params, None], None if factor is None else torch.tensor(factor))
+    scalar = None if factor is None else torch.tensor(factor)
+    assert write_gradients(views, [*params, None], scalar) == [0, 2]
+    assert write_gradients(views, [*params, None], scalar) == []
     scale = factor or 1.0
     assert_equal(views[0], torch.tensor([1.0, 2.0, 3.0]) * scale)
     assert_equal(views[2], torch.tensor([0.0, 4.0, 0.0]) * scale)
@@ -148,3 +151,27 @@ def test_an_aborted_backward_forgets_what_waits() -> None:
     assert waited
     assert handle.grad.small.indices == []
     twins.step(partial(_loss, step=2))
+
+
+@distributed(2)
+def test_a_gradient_that_a_hook_takes_away_is_none() -> None:
+    """A hook on the full parameter, put there in a forward, may keep the gradient to itself."""
+    for strategy in ShardingStrategy:
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+        shard_root(model, strategy=strategy)
+        taken: list[Tensor | None] = []
+
+        def take(param: Tensor, taken: list[Tensor | None] = taken) -> None:
+            taken.append(param.grad)
+            param.grad = None
+
+        def hook(module: nn.Module, *_: object, take: Callable[..., None] = take) -> None:
+            module.bias.register_post_accumulate_grad_hook(take)
+
+        handle = model[0].register_forward_pre_hook(hook)
+        model(rank_input(2, 6)).sum().backward()
+        handle.remove()
+        assert len(taken) == 1
+        assert taken[0] is not None
+        assert model[0].bias.grad is None
+        assert model[0].weight.grad is not None
