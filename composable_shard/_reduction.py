@@ -141,7 +141,13 @@ def _pack(context: TreeContext, state: ShardState, handle: FlatParamHandle, inde
         return
     handle.pack_small()
     if not handle.grad.pack_further(index, handle.entries[index].unsharded):
-        may_overwrite = handle.reshards_after_backward and _is_outermost(context)
+        # A value that gave way to a gradient, on some ranks only, would be gathered for a
+        # recomputation by these ranks alone.
+        may_overwrite = (
+            handle.reshards_after_backward
+            and _is_outermost(context)
+            and (state.is_recomputed or not state.is_checkpointed)
+        )
         handle.pack_gradient(index, may_overwrite=may_overwrite)
     counts_each = state.buckets is not None or handle.end_position == -1 or handle.has_early_hooks
     if handle.grad.may_wait and not counts_each:
@@ -343,7 +349,7 @@ def _return_to_idle(context: TreeContext) -> None:
             state.buckets.reset()
         if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
-        state.may_recompute = False
+        state.may_recompute = state.is_recomputed = False
         for handle in state.handles:
             handle.guard.is_in_backward = False
             handle.end_position = None

@@ -84,6 +84,7 @@ def _number_call(context: TreeContext, state: ShardState) -> None:
     state.call_number = context.num_forwards
     state.call_sequence_nr = _next_sequence_nr()
     context.num_forwards += 1
+    state.is_checkpointed = is_recomputed()
 
 
 def _find_leader(context: TreeContext, state: ShardState, module: nn.Module) -> ShardState:
@@ -145,6 +146,7 @@ def _recompute(state: ShardState) -> None:
     if context is None:
         return
     begin_backward(context)
+    state.is_recomputed = True
     check_not_written(context, state.needed)
     for handle in state.needed:
         handle.unshard(context.streams)

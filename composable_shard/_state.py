@@ -92,6 +92,8 @@ class ShardState:
         call_number: Number of its last call in the tree.
         forward_index: Number of its first call that the next backward may reach, -1 before it.
         may_recompute: A backward nested in the next one may run its forward again.
+        is_checkpointed: A backward itself may, as in non-reentrant checkpointing.
+        is_recomputed: The running backward has.
         forward_order: The units that ran in the calls this unit led.
     """
 
@@ -133,6 +135,7 @@ class ShardState:
         self.call_sequence_nr = 0  # of the next autograd node when that call began
         self.forward_index = -1
         self.may_recompute = False
+        self.is_checkpointed = self.is_recomputed = False
         self.forward_order = ExecutionOrder()
         self.context: TreeContext | None = None
         # The missing keys of the last load_state_dict, and the modules that it has been through.
@@ -216,6 +219,8 @@ class ShardState:
             depth=0,
             forward_index=-1,
             may_recompute=False,
+            is_checkpointed=False,
+            is_recomputed=False,
             is_held=False,
             is_in_pass=False,
             modules_to_run=self.num_modules,

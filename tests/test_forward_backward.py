@@ -1780,6 +1780,36 @@ def test_backward_with_create_graph() -> None:
     twins.assert_equal_gradients()
 
 
+class _AddsLast(nn.Module):
+    """A block whose last operation adds a parameter, on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Block(), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.block(x)
+        return y + self.last.sum() if dist.get_rank() else y
+
+
+@distributed(2)
+def test_a_gradient_before_the_recomputation() -> None:
+    """It leaves the value in place: no rank gathers the unit once more for that."""
+    twins = Twins(lambda: nn.Sequential(_AddsLast(), _AddsLast(), Block()))
+    for _ in range(2):
+        for model in twins:
+            y = rank_input(4, 15)
+            for child in model:
+                y = torch.utils.checkpoint.checkpoint(child, y, use_reentrant=False)
+            loss = _square(y)
+            twins.backward(model, loss, retain_graph=True)
+            model.zero_grad()
+            twins.backward(model, loss)
+        twins.assert_equal_gradients()
+        for model in twins:
+            model.zero_grad()
+
+
 @distributed(2)
 def test_create_graph_of_microbatches() -> None:
     """What only the first of them used is packed at the unit's end, without its graph."""
