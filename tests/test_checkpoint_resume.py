@@ -367,7 +367,10 @@ def _disk_full(*_: Any) -> None:
 
 
 _ENDS = """
-import sys, time, torch, torch.distributed as dist
+import atexit, os, sys, time
+status = [1]
+atexit.register(lambda: os._exit(status[0]))  # before gloo's threads abort, as they do now and then
+import torch, torch.distributed as dist
 from composable_shard import fully_shard, save_checkpoint, _checkpoint_files as files
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -378,6 +381,7 @@ dist.destroy_process_group()
 assert not save.is_done
 if rank:
     save.wait()
+status[0] = 0
 """
 
 
