@@ -10,12 +10,11 @@ FSDP2 is taken inside each round.
 from __future__ import annotations
 
 import cProfile
-import gc
 import json
 import pstats
-import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,9 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import peers, report
 from benchmarks.models import MatrixChain
+from benchmarks.rounds import Samples, interleave, ratios
 
 GOALS = {1: 0.25, 9: 0.25, 32: 0.30}  # ours / FSDP2, by parameters per unit
-Samples = dict[str, list[float]]  # by peer: CPU seconds of one forward and backward, per round
 
 
 def cpu_seconds(model: nn.Module, x: Tensor) -> float:
@@ -45,20 +44,8 @@ def measure(names: list[str], num_layers: int, num_params: int, rounds: int, ste
     """Return each peer's samples; one sample is the median of a few steps."""
     models = {name: peers.build(name, MatrixChain(num_layers, num_params)) for name in names}
     x = torch.ones(1, 16, requires_grad=True)
-    for model in models.values():
-        for _ in range(3):
-            cpu_seconds(model, x)
-    samples: Samples = {name: [] for name in names}
-    gc.collect()
-    gc.freeze()  # what lives on is not to be scanned again at one peer's expense
-    for turn in range(rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            gc.collect()
-            times = [cpu_seconds(models[name], x) for _ in range(steps)]
-            samples[name].append(statistics.median(times))
-    gc.unfreeze()
-    return samples
+    timed = {name: partial(cpu_seconds, model, x) for name, model in models.items()}
+    return interleave(timed, rounds, steps)
 
 
 def per_unit_us(samples: Samples, name: str, num_units: int) -> list[float]:
@@ -72,9 +59,16 @@ def rows(samples: Samples, num_params: int, num_units: int) -> list[list[str]]:
     costs = {name: per_unit_us(samples, name, num_units) for name in samples if name != "bare"}
     result = []
     for name, cost in costs.items():
-        ratios = [a / b for a, b in zip(cost, costs["fsdp2"], strict=True)]
         goal = f"<= {GOALS[num_params]:.2f}" if name == "ours" and num_params in GOALS else ""
-        result.append([str(num_params), name, report.spread(cost, 0), report.spread(ratios), goal])
+        result.append(
+            [
+                str(num_params),
+                name,
+                report.spread(cost, 0),
+                report.spread(ratios(costs, name, "fsdp2")),
+                goal,
+            ]
+        )
     return result
 
 

@@ -158,6 +158,37 @@ def _matrices(num_params: int, dim: int) -> nn.Sequential:
     return matrices
 
 
+class Sum(nn.Module):
+    """Adds its parameters to the input."""
+
+    def __init__(self, num_params: int) -> None:
+        super().__init__()
+        self.terms = nn.ParameterList(torch.ones(8) for _ in range(num_params))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map any shape that broadcasts with (8,) to the sum."""
+        for term in self.terms:
+            x = x + term
+        return x
+
+
+class SumChain(nn.Module):
+    """Any number of units, and a root; the root may share the parameters of all of them."""
+
+    def __init__(self, num_layers: int, num_params: int, *, is_tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sum(num_params) for _ in range(num_layers))
+        self.tail = Sum(1)
+        if is_tied:
+            self.ties = nn.ParameterList([each.terms[0] for each in self.layers])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map the same to a scalar."""
+        for layer in self.layers:
+            x = layer(x)
+        return self.tail(x).sum()
+
+
 def make_llama(name: str, seed: int = 0) -> Llama | HuggingFaceLlama:
     """Return the named model with the same weights on every rank.
 

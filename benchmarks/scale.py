@@ -25,7 +25,15 @@ from torch import Tensor, nn
 
 from benchmarks import peers, report
 from benchmarks.free_group import FreeGroup, free_world
-from benchmarks.models import CONFIGS, MatrixChain, make_batch, make_llama, param_nbytes
+from benchmarks.models import (
+    CONFIGS,
+    MatrixChain,
+    Sum,
+    SumChain,
+    make_batch,
+    make_llama,
+    param_nbytes,
+)
 
 Costs = dict[str, float]  # CPU seconds
 NUM_PARAMS = 9
@@ -97,32 +105,9 @@ def note_gathers(group: FreeGroup) -> list[int]:
 # Units and parameters
 
 
-class Sum(nn.Module):
-    def __init__(self, num_params: int) -> None:
-        super().__init__()
-        self.terms = nn.ParameterList(torch.ones(8) for _ in range(num_params))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for term in self.terms:
-            x = x + term
-        return x
-
-
-class Chain(nn.Module):
-    def __init__(self, num_layers: int, num_params: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Sum(num_params) for _ in range(num_layers))
-        self.tail = Sum(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.tail(x).sum()
-
-
 def cost_of_rules(num_units: int, num_params: int) -> float:
     """Return the CPU seconds of `shard_model`."""
-    shard_model, model = own_package().shard_model, Chain(num_units, num_params)
+    shard_model, model = own_package().shard_model, SumChain(num_units, num_params)
     return cpu_seconds(lambda: shard_model(model, [(Sum, {})]))
 
 
@@ -132,7 +117,7 @@ def measure_size(num_units: int, num_params: int) -> Costs:
     x = torch.zeros(8)
     gc.collect()
     with free_world(8):
-        model = Chain(num_units, num_params)
+        model = SumChain(num_units, num_params)
         costs = {"fully_shard": cpu_seconds(lambda: peers.build("ours", model))}
         costs["shard_model"] = cost_of_rules(num_units, num_params)
         costs["lazy_init"] = cpu_seconds(lambda: package.lazy_init(model))

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import composable_shard
 from benchmarks.free_group import free_world
+from benchmarks.models import Sum, SumChain
 from composable_shard import (
     _runtime,
     clip_grad_norm_,
@@ -38,34 +38,6 @@ from composable_shard import (
 
 _PACKAGE = str(Path(composable_shard.__file__).parent)
 _SLACK = 3  # what is found by bisection takes a line more here and there
-
-
-class Sum(nn.Module):
-    """Adds its parameters to the input."""
-
-    def __init__(self, num_params: int) -> None:
-        super().__init__()
-        self.terms = nn.ParameterList(torch.ones(8) for _ in range(num_params))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for term in self.terms:
-            x = x + term
-        return x
-
-
-class Chain(nn.Module):
-    """Any number of units, and a root; the root may share the parameters of all of them."""
-
-    def __init__(self, num_layers: int, num_params: int, *, is_tied: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Sum(num_params) for _ in range(num_layers))
-        self.tail = Sum(1)
-        self.ties = nn.ParameterList([each.terms[0] for each in self.layers] if is_tied else [])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.tail(x).sum()
 
 
 @contextmanager
@@ -91,7 +63,7 @@ def _count_lines() -> Iterator[Counter[str]]:
         gc.enable()
 
 
-def _train(model: Chain, way: str, options: dict[str, Any]) -> dict[str, Counter[str]]:
+def _train(model: SumChain, way: str, options: dict[str, Any]) -> dict[str, Counter[str]]:
     """Do everything one does with a model; return the lines that ran, by what was done."""
     lines: dict[str, Counter[str]] = {}
     x = torch.zeros(8)
@@ -144,7 +116,7 @@ def _train(model: Chain, way: str, options: dict[str, Any]) -> dict[str, Counter
 
 
 def _find_superlinear(
-    make: Callable[[int], Chain], way: str, options: dict[str, Any]
+    make: Callable[[int], SumChain], way: str, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Return what grows faster than the size of a model, with the functions that do."""
     with free_world(2):
@@ -175,18 +147,18 @@ def test_nothing_grows_faster_than_the_number_of_units() -> None:
 
     The root borrows a parameter of each.
     """
-    assert not _find_superlinear(lambda size: Chain(size, 1, is_tied=True), "one by one", {})
+    assert not _find_superlinear(lambda size: SumChain(size, 1, is_tied=True), "one by one", {})
 
 
 def test_rules_and_flat_parameters_grow_no_faster() -> None:
     """`shard_model` checks each unit as if those before it were formed."""
     options = {"use_orig_params": False, "granularity": "row"}
-    assert not _find_superlinear(lambda size: Chain(size, 1), "by rules", options)
+    assert not _find_superlinear(lambda size: SumChain(size, 1), "by rules", options)
 
 
 def test_nothing_grows_faster_than_the_number_of_parameters() -> None:
     """All in one unit."""
-    assert not _find_superlinear(lambda size: Chain(1, size), "one by one", {})
+    assert not _find_superlinear(lambda size: SumChain(1, size), "one by one", {})
 
 
 def test_a_loop_over_all_units_in_each_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +170,7 @@ def test_a_loop_over_all_units_in_each_is_seen(monkeypatch: pytest.MonkeyPatch) 
         original(state)
 
     monkeypatch.setattr(_runtime, "prepare", prepare)
-    found = _find_superlinear(lambda size: Chain(size, 1), "one by one", {})
+    found = _find_superlinear(lambda size: SumChain(size, 1), "one by one", {})
     assert found.keys() == {"first step", "step", "layers"}
 
 
@@ -207,7 +179,7 @@ def test_the_number_of_ranks_costs_a_rank_nothing() -> None:
     found = []
     for size in (16, 16, 4096):
         with free_world(size):
-            found.append(_train(Chain(2, 2), "one by one", {}))
+            found.append(_train(SumChain(2, 2), "one by one", {}))
     _, few, many = found  # without what is done once for all
     del few["read"], many["read"]
     assert few == many
