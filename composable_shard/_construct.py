@@ -56,6 +56,7 @@ def build_state(
     state.offload_policy = plan.offload
     state.bucket_cap_mb = plan.bucket_cap_mb
     state.buffer_pool = plan.buffer_pool
+    state.prefetch_nbytes = plan.prefetch_nbytes
     is_alone = shard_group.num_ranks == 1
     state.buckets = None if is_alone or plan.bucket_cap_mb is None else Buckets()
     groups = group_params(plan, use_orig_params, shard_size=shard_group.size, is_alone=is_alone)

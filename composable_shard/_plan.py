@@ -25,6 +25,7 @@ from composable_shard._traversal import iter_unmanaged_modules
 from composable_shard._unsharded_param import UnshardedParameter
 from composable_shard.api import (
     PRECISIONS,
+    PREFETCH_NBYTES,
     Granularity,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -108,6 +109,7 @@ class Plan:
     buffer_pool: PoolKind | None = None
     kept_modules: list[nn.Module] = field(default_factory=list)  # compute in the main dtype
     bucket_cap_mb: float | None = None
+    prefetch_nbytes: int = PREFETCH_NBYTES
 
 
 def plan_unit(

@@ -1,58 +1,76 @@
-"""Gather ahead: start the gathers of units that are going to run, and free those that did not."""
+"""Gather ahead: start the gathers of units that are going to run, and free those that did not.
+
+[Note: Gathers of small units]
+A gather costs its latency however little it brings, on gloo also the waking of threads on both
+sides. So small units are gathered several at a time: when the next unit is not on its way yet, the
+ones after it are gathered along with it while all of them together have at most `prefetch_nbytes`
+of the running unit. Each has a gather of its own, straight into its buffer. What is ahead is thus
+the next unit, or so many bytes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from composable_shard._lazy_init import prepare
 from composable_shard._state import ShardState, StateRef, TrainingState, TreeContext
 
-__all__ = ["drop_prefetched", "prefetch", "prepare_ahead"]
+__all__ = ["choose_ahead", "drop_prefetched", "gather_ahead", "run_backward_after"]
 
 
-def prepare_ahead(chosen: tuple[StateRef, ...] | None, expected: ShardState | None) -> None:
-    """Make the handles of the units that `prefetch` is going to gather ready."""
-    if chosen is None:
-        if expected is not None:
-            prepare(expected)
-        return
-    for target in _targets(chosen):
-        prepare(target)
-
-
-def prefetch(
+def choose_ahead(
     context: TreeContext,
     state: ShardState,
     chosen: tuple[StateRef, ...] | None,
-    expected: ShardState | None,
-) -> None:
-    """Start the gathers of what is to run after `state`.
+    upcoming: Iterable[ShardState],
+) -> list[ShardState]:
+    """Return the units to gather while `state` runs.
 
     Args:
         context: The tree's.
         state: The unit that runs now.
-        chosen: The units that the user chose; None to take the expected one.
-        expected: The unit that came next the last time, if the order was the same so far.
+        chosen: The units that the user chose; None to take what comes next.
+        upcoming: What came next the last time, in order, if the order was the same so far.
     """
     context.prefetched.pop(state, None)
     if chosen is not None:
-        for target in _targets(chosen):
-            _gather_ahead(context, target, is_chosen=True)
-    elif expected is not None and expected is not state:
-        if context.prefetched:
-            drop_prefetched(context, keeps_chosen=True)
-        _gather_ahead(context, expected, is_chosen=False)
+        return [target for ref in chosen if (target := ref()) is not None]
+    targets: list[ShardState] = []
+    nbytes = 0
+    for target in upcoming:
+        if target is state or (not targets and target in context.prefetched):
+            break
+        for handle in target.needed:
+            nbytes += handle.unsharded.nbytes
+        if targets and nbytes > state.prefetch_nbytes:
+            break
+        targets.append(target)
+    return targets
 
 
-def _gather_ahead(context: TreeContext, target: ShardState, *, is_chosen: bool) -> None:
-    for handle in target.needed:
-        if handle.is_attached and not handle.is_registered_unsharded:
-            handle.unshard(context.streams)
-    context.prefetched[target] = is_chosen
+def run_backward_after(context: TreeContext, state: ShardState) -> Iterator[ShardState]:
+    """Yield the units whose backward is expected after that of `state`, in order."""
+    ref = context.next_in_backward.get(state.ref)
+    while ref is not None and (following := ref()) is not None:
+        yield following
+        ref = context.next_in_backward.get(ref)
 
 
-def _targets(chosen: tuple[StateRef, ...]) -> list[ShardState]:
-    return [state for ref in chosen if (state := ref()) is not None]
+def gather_ahead(context: TreeContext, targets: list[ShardState], *, are_chosen: bool) -> None:
+    """Start the gathers of units.
+
+    Args:
+        context: The tree's.
+        targets: What `choose_ahead` returned.
+        are_chosen: Whether the user chose them.
+    """
+    if targets and not are_chosen and context.prefetched:
+        drop_prefetched(context, keeps_chosen=True)
+    for target in targets:
+        for handle in target.needed:
+            if handle.is_attached and not handle.is_registered_unsharded:
+                handle.unshard(context.streams)
+        context.prefetched[target] = are_chosen
 
 
 def drop_prefetched(context: TreeContext, *, keeps_chosen: bool = False) -> None:

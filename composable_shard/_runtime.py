@@ -22,7 +22,7 @@ from composable_shard._calls import (
 from composable_shard._early_gradients import check_not_written
 from composable_shard._lazy_init import lazy_init, prepare, share_context
 from composable_shard._nested import iter_tensors, map_tensors
-from composable_shard._prefetch import prefetch, prepare_ahead
+from composable_shard._prefetch import choose_ahead, gather_ahead, run_backward_after
 from composable_shard._reduction import begin_backward, check_not_in_scope
 from composable_shard._state import ShardState, TrainingState, TreeContext
 from composable_shard._unit_end import end_units_after, open_unit, release_handle
@@ -121,11 +121,15 @@ def _unshard_for_forward(context: TreeContext, state: ShardState, leader: ShardS
     check_forward_in_scope(state)
     for handle in needed:
         handle.check_registered()
-    following = leader.forward_order.advance(state.ref)
-    prepare_ahead(state.forward_prefetch, following)
+    chosen = state.forward_prefetch
+    upcoming = leader.forward_order.advance(state.ref)
+    ahead = choose_ahead(context, state, chosen, upcoming)
+    for target in ahead:
+        prepare(target)
     for handle in needed:
         handle.unshard(context.streams)
-    prefetch(context, state, state.forward_prefetch, following)
+    if ahead:
+        gather_ahead(context, ahead, are_chosen=chosen is not None)
     for handle in needed:
         handle.wait_unshard()
     if not state.is_in_pass:
@@ -323,9 +327,9 @@ def pre_backward(call: _OutputReached) -> None:
         # the place of a value meanwhile: all ranks must decide alike.
         if not handle.is_registered_unsharded:
             handle.unshard(context.streams)
-    following = context.next_in_backward.get(state.ref)
-    expected = None if following is None else following()
-    prefetch(context, state, state.backward_prefetch, expected)
+    chosen = state.backward_prefetch
+    ahead = choose_ahead(context, state, chosen, run_backward_after(context, state))
+    gather_ahead(context, ahead, are_chosen=chosen is not None)
     for handle in state.needed:
         handle.wait_unshard()
         handle.register_unsharded()

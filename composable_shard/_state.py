@@ -11,14 +11,20 @@ from torch import nn
 
 from composable_shard._buckets import Buckets
 from composable_shard._buffer_broadcast import BufferBroadcast
+from composable_shard._execution_order import ExecutionOrder
 from composable_shard._flat_param import FlatParamHandle
 from composable_shard._flat_reduction import ScratchPool
 from composable_shard._full_params import FullParams
 from composable_shard._streams import make_streams
 from composable_shard._use_exchange import UseExchange
-from composable_shard.api import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
+from composable_shard.api import (
+    PREFETCH_NBYTES,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 
-__all__ = ["ExecutionOrder", "ShardState", "TrainingState", "TreeContext"]
+__all__ = ["ShardState", "TrainingState", "TreeContext"]
 
 
 class TrainingState(Enum):
@@ -84,6 +90,7 @@ class ShardState:
         bucket_cap_mb: What each of its handles reduces at most, None without limit.
         buckets: Decides which of them are reduced before the unit's end, if any may.
         buffer_pool: Where the buffers of its collectives come from.
+        prefetch_nbytes: Up to how many bytes of full values are gathered at once while it runs.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
         requires_all_reduce: False reduces gradients over the shard group only.
@@ -118,6 +125,7 @@ class ShardState:
         self.bucket_cap_mb: float | None = None
         self.buckets: Buckets | None = None
         self.buffer_pool: str | None = None
+        self.prefetch_nbytes = PREFETCH_NBYTES
         self.num_modules = num_modules
         self.modules_to_run = num_modules
         self.training_state = TrainingState.IDLE
@@ -136,7 +144,7 @@ class ShardState:
         self.forward_index = -1
         self.may_recompute = False
         self.is_checkpointed = self.is_recomputed = False
-        self.forward_order = ExecutionOrder()
+        self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.context: TreeContext | None = None
         # The missing keys of the last load_state_dict, and the modules that it has been through.
         self.load_call: tuple[list[str], frozenset[int]] | None = None
@@ -205,6 +213,8 @@ class ShardState:
             options += f" bucket_cap_mb={self.bucket_cap_mb}"
         if self.buffer_pool is not None:
             options += f" buffer_pool={self.buffer_pool}"
+        if self.prefetch_nbytes != PREFETCH_NBYTES:
+            options += f" prefetch_nbytes={self.prefetch_nbytes}"
         return options if self.use_orig_params else f"{options} use_orig_params=False"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -235,42 +245,6 @@ class ShardState:
         self.forward_order = ExecutionOrder()
         self.context = None
         self.ref = weakref.ref(self)
-
-
-class ExecutionOrder:
-    """Remember the order in which units ran last time, to know which one comes next.
-
-    Holds weak references, so that a deleted module is freed at once. Grows with one call only.
-    """
-
-    def __init__(self) -> None:
-        self._previous: list[StateRef] = []
-        self._current: list[StateRef] = []
-        self._is_as_before = True
-
-    def begin(self) -> None:
-        """Start a new sequence."""
-        self._current = []
-        self._is_as_before = True
-
-    def advance(self, unit: StateRef) -> ShardState | None:
-        """Note that `unit` runs now and return the one expected after it, if the order held.
-
-        Where a unit runs several times in a row, for each of its modules, only the first time.
-        """
-        if self._current and self._current[-1] is unit:
-            return None
-        position = len(self._current)
-        self._current.append(unit)
-        previous = self._previous
-        if not self._is_as_before or position >= len(previous) or previous[position] is not unit:
-            self._is_as_before = False
-            return None
-        return previous[position + 1]() if position + 1 < len(previous) else None
-
-    def end(self) -> None:
-        """Make the sequence that just ended the expectation for the next one."""
-        self._previous, self._current = self._current, []
 
 
 class TreeContext:

@@ -45,6 +45,9 @@ class Block:
 # How finely a parameter is cut: anywhere, between rows, between blocks, or not at all.
 Granularity: TypeAlias = Literal["element", "row", "param"] | Block
 
+# Up to how many bytes of small units are gathered at once, where nothing else is said.
+PREFETCH_NBYTES = 4 << 20
+
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIRE_PRECISIONS = (*PRECISIONS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPE_FIELDS = (

@@ -30,7 +30,12 @@ from composable_shard._plan import (
 from composable_shard._reshard_policy import apply_policy, check_policy, find_small_group
 from composable_shard._state import ShardState
 from composable_shard._traversal import get_handles, rename
-from composable_shard.api import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
+from composable_shard.api import (
+    PREFETCH_NBYTES,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 
 __all__ = ["check_options", "check_unit", "choose_policy", "form_unit", "fully_shard"]
 
@@ -55,6 +60,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     bucket_cap_mb: float | None = None,
     granularity: GranularityOption = "element",
     buffer_pool: PoolKind | None = None,
+    prefetch_nbytes: int = PREFETCH_NBYTES,
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -112,6 +118,10 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             memory, in which the units of one mesh take turns, so that the same few blocks serve
             them step after step. `"nccl"`: the same, allocated by NCCL and registered with the
             process groups (user-buffer registration). None: the allocator that all tensors share.
+        prefetch_nbytes: While the unit computes the next one is gathered; small ones that come
+            after it are gathered along with it while all of them have at most so many bytes, in the
+            dtype in which they compute. What is gathered ahead is thus the next unit, or so much.
+            0: one unit at a time. `set_forward_prefetch` and `set_backward_prefetch` go before.
 
     Returns:
         `module`.
@@ -136,6 +146,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         "bucket_cap_mb": bucket_cap_mb,
         "granularity": granularity,
         "buffer_pool": buffer_pool,
+        "prefetch_nbytes": prefetch_nbytes,
     }
     check_options(options)
     form_unit(as_modules(module), options)
@@ -253,6 +264,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     _check_bucket_cap(options["bucket_cap_mb"])
     check_option(options["granularity"])
     check_pool(options["buffer_pool"])
+    _check_prefetch_nbytes(options["prefetch_nbytes"])
     for name in ("sync_module_states", "broadcast_buffers"):
         if not isinstance(options[name], bool):
             raise ValueError(f"expected {name} to be a bool, got {options[name]!r}")
@@ -300,6 +312,13 @@ def _check_bucket_cap(cap: object) -> None:
         )
 
 
+def _check_prefetch_nbytes(nbytes: object) -> None:
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
+        raise ValueError(
+            f"expected prefetch_nbytes to be a number of bytes, 0 or more, got {nbytes!r}"
+        )
+
+
 def check_unit(
     modules: list[nn.Module],
     shard_group: ShardGroup | None,
@@ -328,6 +347,7 @@ def check_unit(
     plan.offload = options["offload_policy"]
     plan.bucket_cap_mb = options["bucket_cap_mb"]
     plan.buffer_pool = options["buffer_pool"]
+    plan.prefetch_nbytes = options["prefetch_nbytes"]
     apply_granularity(plan, options["granularity"])
     if shard_group is not None:
         groups = (shard_group.group, *shard_group.replicate_groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,10 @@ def test_at_rest_a_rank_holds_its_share_of_parameters_and_optimizer_state(
     assert abs(shards * world_size - sum(p.numel() * 4 for p in params)) < 16 * 64
 
 
+# The units are so small that several would be gathered ahead at once.
+_shard_frugally = partial(fully_shard, prefetch_nbytes=0)
+
+
 def _peak_of_backward(apply: Callable[[nn.Module], object]) -> int:
     model = _make(apply)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -94,14 +99,14 @@ def test_the_peak_of_backward_is_below_that_of_fsdp2() -> None:
     The profiler sees FSDP2's peak with an error of half a unit, as gloo's threads free late;
     `benchmarks/memory.py` counts every malloc and shows the whole difference.
     """
-    ours, theirs = _peak_of_backward(fully_shard), _peak_of_backward(torch_fully_shard)
+    ours, theirs = _peak_of_backward(_shard_frugally), _peak_of_backward(torch_fully_shard)
     assert ours <= theirs - _unit_nbytes() // 2 + 1024
 
 
 @distributed(2)
 def test_backward_holds_the_gradient_shards_and_two_units() -> None:
     """Peak beyond the start: half of all gradients, two units, and one layer's own gradient."""
-    model = _make(fully_shard)
+    model = _make(_shard_frugally)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         _step(model, optimizer)
@@ -116,7 +121,7 @@ def test_backward_holds_the_gradient_shards_and_two_units() -> None:
 @distributed(2)
 def test_forward_holds_two_units_at_a_time() -> None:
     """The unit that computes and the one gathered ahead; activations are tiny here."""
-    model = _make(fully_shard)
+    model = _make(_shard_frugally)
     x = torch.ones(2, DIM)
     with torch.no_grad():
         model(x)

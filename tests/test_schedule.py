@@ -37,12 +37,13 @@ class Stack(nn.Module):
         return self.head(hidden)
 
 
-def _make(reshard_after_forward: bool | None = None) -> Stack:
+def _make(reshard_after_forward: bool | None = None, **options: Any) -> Stack:
     torch.manual_seed(0)
     model = Stack()
+    options["reshard_after_forward"] = reshard_after_forward
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard_after_forward)
-    return fully_shard(model, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def _tokens() -> Tensor:
@@ -148,6 +149,64 @@ def test_forward_gathers_the_next_unit_before_the_current_one_computes() -> None
     names = ["Stack", *(f"blocks.{i}" for i in range(NUM_BLOCKS))]
     for current, following in pairwise(names):
         assert _position(events, "issue_gather", following) < _position(events, "compute", current)
+
+
+@pytest.mark.parametrize(
+    ("units_at_once", "batches"),
+    [(0, [1] * NUM_BLOCKS), (1, [1] * NUM_BLOCKS), (2, [2, 2, 1]), (3, [3, 2]), (9, [NUM_BLOCKS])],
+)
+@distributed(2)
+def test_small_units_are_gathered_several_at_a_time(units_at_once: int, batches: list[int]) -> None:
+    """As many as fit into `prefetch_nbytes`, the next one at least, in forward and backward."""
+    unit_nbytes = get_handles(_make())[1].layout.padded_numel * 4
+    model = _make(prefetch_nbytes=units_at_once * unit_nbytes)
+    for _ in range(2):
+        _step(model)
+    with trace_events() as events:
+        _step(model)
+    found = [0]
+    for event in events:
+        if event.kind.startswith("compute"):
+            found.append(0)
+        elif event.kind == "issue_gather" and event.name.startswith("blocks"):
+            found[-1] += 1
+    assert [number for number in found if number] == 2 * batches
+
+
+@distributed(2)
+def test_what_was_gathered_ahead_in_vain_is_freed() -> None:
+    """The order changes: a unit that is left out holds nothing after the forward, nor before."""
+    model = _make()
+    with torch.no_grad():
+        model(_tokens())
+        blocks = list(model.blocks)
+        model.blocks = nn.ModuleList([blocks[0], *blocks[2:]])
+        torch.manual_seed(0)
+        plain = Stack()
+        del plain.blocks[1]
+        expected = plain(_tokens())
+        left_out = get_handles(blocks[1])
+        assert not any(handle.is_unsharded for handle in left_out)
+        for _ in range(2):
+            assert torch.equal(model(_tokens()), expected)
+            assert not any(handle.is_unsharded for handle in (*get_handles(model), *left_out))
+
+
+@distributed(2)
+def test_ranks_that_would_gather_in_another_order_are_told() -> None:
+    """`prefetch_nbytes` decides on the order of collectives, so it must agree."""
+    model = _make(prefetch_nbytes=torch.distributed.get_rank())
+    with pytest.raises(RuntimeError, match="prefetch_nbytes=1"):
+        _step(model)
+
+
+@pytest.mark.parametrize("nbytes", [-1, 2.0**20, True, None])
+def test_a_wrong_number_of_bytes_is_refused(nbytes: object) -> None:
+    """Before anything is changed."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="expected prefetch_nbytes to be a number of bytes, 0 or"):
+        fully_shard(model, prefetch_nbytes=nbytes)  # type: ignore[arg-type]
+    assert type(model.weight) is nn.Parameter
 
 
 @distributed(2)

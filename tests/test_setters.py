@@ -200,7 +200,7 @@ def _last(events: list[Any], kind: str) -> int:
 @distributed(2)
 def test_forward_prefetch_is_what_the_user_chose() -> None:
     """Several units, none, or the default again; values are right all the time."""
-    twins = Twins(Net, shard_blocks)
+    twins = Twins(Net, partial(shard_blocks, prefetch_nbytes=0))
     model = twins.sharded
     blocks = list(model.blocks)
     _step(twins)
