@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +77,7 @@ class ShardingPlan:
         units: The units.
         peak_gathered_nbytes: The most full parameters, beyond those at rest, that a rank holds at
             once in a forward that runs the units in the order of the modules: of the unit that
-            computes, of those around it, of the next, gathered ahead, and of those that are kept.
+            computes, of those around it, of what is gathered ahead, and of those that are kept.
     """
 
     model_name: str
@@ -110,22 +111,28 @@ class Call(NamedTuple):
     unit: int  # its position
 
 
-def most_held(calls: Sequence[Call], sizes: Sequence[int], frees: Sequence[bool]) -> int:
+def most_held(
+    calls: Sequence[Call], sizes: Sequence[int], frees: Sequence[bool], limits: Sequence[int]
+) -> int:
     """Return the most that is held at once of units that are gathered for their modules.
 
-    Each is gathered when the first of its modules is called, or while the one before that runs,
-    and freed when the last one has returned.
+    Each is gathered when the first of its modules is called, or while one before that runs, and
+    freed when the last one has returned.
 
     Args:
         calls: The modules, outer ones before what is inside them.
-        sizes: Of the units.
+        sizes: Bytes that the units hold while they are gathered.
         frees: Whether each is freed at all.
+        limits: Of each, `prefetch_nbytes`.
     """
     to_return = Counter(call.unit for call in calls)
+    order = [unit for unit, _ in groupby(call.unit for call in calls)]
+    begun = 0  # how many of them
     running: list[Call] = []
     held: set[int] = set()
+    ahead: set[int] = set()
     total = most = 0
-    for call, following in zip(calls, [*calls[1:], None], strict=True):
+    for call in calls:
         while running and not _is_inside(call, running[-1]):
             unit = running.pop().unit
             to_return[unit] -= 1
@@ -133,12 +140,33 @@ def most_held(calls: Sequence[Call], sizes: Sequence[int], frees: Sequence[bool]
                 held.remove(unit)
                 total -= sizes[unit]
         running.append(call)
-        if call.unit not in held:
-            held.add(call.unit)
-            total += sizes[call.unit]
-        ahead = 0 if following is None or following.unit in held else sizes[following.unit]
-        most = max(most, total + ahead)
+        if begun and order[begun - 1] == call.unit:
+            continue
+        begun += 1
+        ahead.discard(call.unit)
+        batch = _gathered_along(order, begun, ahead, sizes, limits[call.unit])
+        ahead.update(batch)
+        total += sum(sizes[unit] for unit in {call.unit, *batch} - held)
+        held.update((call.unit, *batch))
+        most = max(most, total)
     return most
+
+
+def _gathered_along(
+    order: Sequence[int], begun: int, ahead: Container[int], sizes: Sequence[int], limit: int
+) -> list[int]:
+    """Return the units whose gathers start with a call, see [Note: Gathers of small units]."""
+    batch: list[int] = []
+    nbytes = 0
+    for place in range(begun, len(order)):
+        unit = order[place]
+        if unit == order[begun - 1] or (not batch and unit in ahead):
+            break
+        nbytes += sizes[unit]
+        if batch and nbytes > limit:
+            break
+        batch.append(unit)
+    return batch
 
 
 def _is_inside(call: Call, outer: Call) -> bool:

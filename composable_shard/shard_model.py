@@ -329,4 +329,6 @@ def _peak_gathered_nbytes(
         if module in unit_of
     ]
     sizes = [unit.cost.gathered_nbytes for unit in planned]
-    return most_held(calls, sizes, [_frees(tree, each) is not False for each in checked])
+    frees = [_frees(tree, each) is not False for each in checked]
+    limits = [each.plan.prefetch_nbytes for each in checked]
+    return most_held(calls, sizes, frees, limits)

@@ -1174,7 +1174,7 @@ def test_dry_run_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         "(root)    Net     defaults                 2     90      3     128    128    256"
         "        0       384      2    515  sync_module_states=True",
         "total                                     15    831          1,472  1,472  2,944"
-        "        0     3,264     14  8,596",
+        "        0     4,416     14  8,596",
     ]
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if not line.startswith("---")] == lines

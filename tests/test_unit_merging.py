@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -423,7 +423,8 @@ def test_the_dry_run_shows_merged_units() -> None:
 
 def test_merging_sends_the_same_and_holds_more_at_once() -> None:
     """Fewer calls, the same payload but for padding; twice the largest unit in a forward."""
-    plans = [_plan(Net(6), ALL, world_size=4, min_unit_nbytes=n) for n in (None, 2 * BLOCK)]
+    options = {"world_size": 4, "prefetch_nbytes": 0}
+    plans = [_plan(Net(6), ALL, min_unit_nbytes=n, **options) for n in (None, 2 * BLOCK)]
     assert [plan.cost.num_collectives for plan in plans] == [3 * 6 + 2, 3 * 3 + 2]
     gathered = [[unit.cost.gathered_nbytes for unit in plan.units] for plan in plans]
     for plan, (*layers, root) in zip(plans, gathered, strict=True):
@@ -436,12 +437,12 @@ def test_merging_sends_the_same_and_holds_more_at_once() -> None:
 def test_a_forward_gathers_as_much_at_once_as_the_dry_run_says(name: str) -> None:
     """Storages of full parameters, looked at when any layer runs; also of units inside units."""
     for rules in (ALL, {Block: {}, "blocks.*.*": {}}):
-        for minimum in (None, 2 * BLOCK):
+        for minimum, ahead in product((None, 2 * BLOCK), (0, 2 * BLOCK, 4 * BLOCK, 1 << 20)):
             model = Net(5)
-            options = {**OPTIONS[name], "min_unit_nbytes": minimum}
+            options = {**OPTIONS[name], "min_unit_nbytes": minimum, "prefetch_nbytes": ahead}
             plan = _plan(model, rules, **options)
             shard_model(model, rules, **options)
-            assert _most_gathered(model) == plan.peak_gathered_nbytes, (rules, minimum)
+            assert _most_gathered(model) == plan.peak_gathered_nbytes, (rules, minimum, ahead)
 
 
 def _most_gathered(model: nn.Module) -> int:
@@ -462,7 +463,7 @@ def _most_gathered(model: nn.Module) -> int:
 @distributed(2)
 def test_the_next_unit_is_gathered_while_the_first_module_of_a_merged_one_runs() -> None:
     """Its gather overlaps with all of them, and it is gathered once."""
-    model = shard_model(Net(6), ALL, min_unit_nbytes=3 * BLOCK)
+    model = shard_model(Net(6), ALL, min_unit_nbytes=3 * BLOCK, prefetch_nbytes=0)
     for _ in range(2):
         with trace_events() as log:
             model(rank_input(4, 5)).sum().backward()
