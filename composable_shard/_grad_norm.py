@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard._flat_shard import FlatShard
-from composable_shard._gradient_rules import Slices, norms_of, slices_by_groups, total_norms
+from composable_shard._gradient_rules import (
+    JoinedShards,
+    Slices,
+    join_shards,
+    norms_of,
+    total_norms,
+)
 from composable_shard._operands import note_write
 
 __all__ = ["clip_grad_norm_"]
@@ -43,12 +49,11 @@ def clip_grad_norm_(
         RuntimeError: If `error_if_nonfinite` and the norm is infinite or NaN, on all ranks.
     """
     grads, shards = _gradients(_params_of(model_or_params))
-    slices = slices_by_groups(shards)
     order = float(norm_type)
+    joined = join_shards(shards)
     # An order of 0 counts the parameters that have other values than 0, not their elements.
-    norms = total_norms(slices, order) if order > 0 else norms_of(shards, order)
-    dtypes = {shard._local.dtype for shard in shards} | {grad.dtype for grad in grads}
-    common = functools.reduce(torch.promote_types, dtypes or {torch.float32})
+    norms = total_norms(joined.slices, order) if order > 0 else norms_of(shards, order)
+    common = _dtype_of(grads, joined)
     norm = _norm_of(norms, grads, order).to(common.to_real())
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -56,9 +61,9 @@ def clip_grad_norm_(
             "so they can't be clipped. Nothing was changed. Pass error_if_nonfinite=False to scale "
             "them anyway."
         )
-    for shard in shards:
+    for shard in joined.others:
         note_write(shard)
-    _scale(slices, grads, max_norm, norm)
+    _scale(joined.slices, grads, max_norm, norm)
     return norm
 
 
@@ -68,18 +73,20 @@ def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[T
     if not isinstance(model_or_params, nn.Module):
         return list(model_or_params)
     # What parameters() yields, in its order, for a third of its time.
-    params: dict[Tensor, None] = {}
+    params: dict[int, Tensor] = {}  # by identity, as tensors hash, but without calling Python
     known: set[nn.Module] = set()
     waiting = [model_or_params]
     while waiting:
         module = waiting.pop()
-        if module not in known:
-            known.add(module)
-            for param in module._parameters.values():
-                if param is not None:
-                    params[param] = None
+        if module in known:
+            continue
+        known.add(module)
+        for param in module._parameters.values():
+            if param is not None:
+                params[id(param)] = param
+        if module._modules:  # most have none
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(params)
+    return list(params.values())
 
 
 def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:
@@ -91,13 +98,25 @@ def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:
             shards.append(grad)
         elif grad is not None:
             grads.append(grad)
-        elif isinstance(param, FlatShard):
-            spec = param._shard_spec
-            if spec.owner is not None and spec.world_size > 1:
-                # Its owner may have one, frozen or not: this rank adds nothing, as an owner
-                # without one.
-                shards.append(FlatShard(param._local.new_empty(0), spec))
+        elif isinstance(param, FlatShard) and _is_owned(param):
+            # Its owner may have one, frozen or not: this rank adds nothing, as an owner
+            # without one.
+            shards.append(FlatShard(param._local.new_empty(0), param._shard_spec))
     return grads, shards
+
+
+def _is_owned(tensor: Tensor) -> bool:
+    """Return whether a tensor is a shard of what one of several ranks holds whole."""
+    if not isinstance(tensor, FlatShard):
+        return False
+    spec = tensor._shard_spec
+    return spec.owner is not None and spec.world_size > 1
+
+
+def _dtype_of(grads: list[Tensor], joined: JoinedShards) -> torch.dtype:
+    """Return the dtype of the norm: what the gradients' promote to."""
+    dtypes = joined.dtypes.union(each.dtype for each in [*grads, *joined.others])
+    return functools.reduce(torch.promote_types, dtypes or {torch.float32})
 
 
 def _norm_of(norms: list[Tensor], grads: list[Tensor], order: float) -> Tensor:
