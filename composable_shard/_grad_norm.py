@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from composable_shard._gradient_rules import (
 from composable_shard._operands import note_write
 
 __all__ = ["clip_grad_norm_"]
+
+T = TypeVar("T", bound=Tensor)
 
 
 @torch.no_grad()
@@ -39,7 +42,8 @@ def clip_grad_norm_(
     Args:
         model_or_params: A module, a parameter, or parameters.
         max_norm: The largest norm allowed.
-        norm_type: Order of the norm; `float("inf")` for the largest absolute value.
+        norm_type: Order of the norm; `float("inf")` for the largest absolute value. Gradients
+            without elements don't count.
         error_if_nonfinite: Raise instead of clipping where the norm is not finite.
 
     Returns:
@@ -48,13 +52,14 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: If `error_if_nonfinite` and the norm is infinite or NaN, on all ranks.
     """
-    grads, shards = _gradients(_params_of(model_or_params))
+    params = _params_of(model_or_params)
+    grads, shards = _gradients(params)
     order = float(norm_type)
     joined = join_shards(shards)
     # An order of 0 counts the parameters that have other values than 0, not their elements.
-    norms = total_norms(joined.slices, order) if order > 0 else norms_of(shards, order)
-    common = _dtype_of(grads, joined)
-    norm = _norm_of(norms, grads, order).to(common.to_real())
+    norms = total_norms(joined.slices, order) if order > 0 else norms_of(_filled(shards), order)
+    common = _dtype_of(params, grads, joined)
+    norm = _norm_of(norms, _filled(grads), order).to(common.to_real())
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is non-finite ({norm.item()}), "
@@ -113,9 +118,22 @@ def _is_owned(tensor: Tensor) -> bool:
     return spec.owner is not None and spec.world_size > 1
 
 
-def _dtype_of(grads: list[Tensor], joined: JoinedShards) -> torch.dtype:
-    """Return the dtype of the norm: what the gradients' promote to."""
-    dtypes = joined.dtypes.union(each.dtype for each in [*grads, *joined.others])
+def _filled(tensors: list[T]) -> list[T]:
+    """Return those of any elements: others have no norm of an order such as -1 or infinity."""
+    return [tensor for tensor in tensors if tensor.numel()]
+
+
+def _dtype_of(params: list[Tensor], grads: list[Tensor], joined: JoinedShards) -> torch.dtype:
+    """Return the dtype of the norm, the same on all ranks: what the gradients' promote to.
+
+    Which owned parameters have gradients is known to their owners alone. The trainable ones count,
+    and frozen ones where there are no others.
+    """
+    dtypes = joined.dtypes.union(grad.dtype for grad in grads)
+    if any(map(_is_owned, joined.others)):
+        owned = [param for param in params if _is_owned(param)]
+        dtypes.update(param.dtype for param in owned if param.requires_grad)
+        dtypes = dtypes or {param.dtype for param in owned}
     return functools.reduce(torch.promote_types, dtypes or {torch.float32})
 
 
