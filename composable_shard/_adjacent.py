@@ -3,10 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["join_adjacent"]
+__all__ = ["CutTensor", "join_adjacent", "runs_of"]
+
+
+class CutTensor(NamedTuple):
+    """A tensor of real numbers that was cut, for who finds its slices to take it in their place.
+
+    Attributes:
+        whole: 1-dim and contiguous.
+        slices: All of them, in order.
+        runs: Half-open ranges of `whole` that the slices fill, without gaps: as `runs_of` says.
+    """
+
+    whole: Tensor
+    slices: Sequence[Tensor]
+    runs: Sequence[tuple[int, int]]
+
+    def joined(self) -> list[Tensor]:
+        """Return what `join_adjacent` returns for the slices."""
+        if len(self.runs) == 1 and self.runs[0] == (0, self.whole.numel()):
+            return [self.whole]  # the usual case: a view costs a microsecond
+        return [self.whole[start:end] for start, end in self.runs]
+
+
+def runs_of(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return half-open ranges with those that follow one another joined; leaves empty ones out."""
+    runs: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if start == end:
+            continue
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, end))
+    return runs
 
 
 def join_adjacent(slices: Sequence[Tensor]) -> list[Tensor]:

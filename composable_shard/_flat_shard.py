@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from composable_shard._adjacent import CutTensor
 from composable_shard._collectives import all_gather_uneven, broadcast, resolve_group
 from composable_shard._dcp_boxes import Checkpointable
 from composable_shard._direct_ops import DirectOps
@@ -27,7 +28,7 @@ __all__ = [
     "wrap",
 ]
 
-_OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
+_OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard", "_cut"})
 
 
 class FlatShard(Checkpointable, DirectOps, Tensor):
@@ -49,6 +50,8 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
     _local: Tensor  # (end - start,); a parameter's is a view of its handle's local shard
     _shard_spec: ShardSpec
     _guard: WriteGuard | None
+    # Of which the slice is the first, and other shards' are the rest; only gradients have it.
+    _cut: CutTensor | None = None
 
     @staticmethod
     def __new__(
@@ -184,6 +187,7 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
             self._guard.note_write(spec.label.fqn)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local = value._local
+        self._cut = None
 
     @property
     def requires_grad(self) -> bool:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard._flat_shard import FlatShard
-from composable_shard._gradient_rules import Slices, norms_of, slices_by_groups, total_norms
+from composable_shard._gradient_rules import (
+    JoinedShards,
+    Slices,
+    join_shards,
+    norms_of,
+    total_norms,
+)
 from composable_shard._operands import note_write
 
 __all__ = ["clip_grad_norm_"]
+
+T = TypeVar("T", bound=Tensor)
 
 
 @torch.no_grad()
@@ -33,7 +42,8 @@ def clip_grad_norm_(
     Args:
         model_or_params: A module, a parameter, or parameters.
         max_norm: The largest norm allowed.
-        norm_type: Order of the norm; `float("inf")` for the largest absolute value.
+        norm_type: Order of the norm; `float("inf")` for the largest absolute value. Gradients
+            without elements don't count.
         error_if_nonfinite: Raise instead of clipping where the norm is not finite.
 
     Returns:
@@ -42,23 +52,23 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: If `error_if_nonfinite` and the norm is infinite or NaN, on all ranks.
     """
-    grads, shards = _gradients(_params_of(model_or_params))
-    slices = slices_by_groups(shards)
+    params = _params_of(model_or_params)
+    grads, shards = _gradients(params)
     order = float(norm_type)
+    joined = join_shards(shards)
     # An order of 0 counts the parameters that have other values than 0, not their elements.
-    norms = total_norms(slices, order) if order > 0 else norms_of(shards, order)
-    dtypes = {shard._local.dtype for shard in shards} | {grad.dtype for grad in grads}
-    common = functools.reduce(torch.promote_types, dtypes or {torch.float32})
-    norm = _norm_of(norms, grads, order).to(common.to_real())
+    norms = total_norms(joined.slices, order) if order > 0 else norms_of(_filled(shards), order)
+    common = _dtype_of(params, grads, joined)
+    norm = _norm_of(norms, _filled(grads), order).to(common.to_real())
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is non-finite ({norm.item()}), "
             "so they can't be clipped. Nothing was changed. Pass error_if_nonfinite=False to scale "
             "them anyway."
         )
-    for shard in shards:
+    for shard in joined.others:
         note_write(shard)
-    _scale(slices, grads, max_norm, norm)
+    _scale(joined.slices, grads, max_norm, norm)
     return norm
 
 
@@ -68,18 +78,20 @@ def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[T
     if not isinstance(model_or_params, nn.Module):
         return list(model_or_params)
     # What parameters() yields, in its order, for a third of its time.
-    params: dict[Tensor, None] = {}
+    params: dict[int, Tensor] = {}  # by identity, as tensors hash, but without calling Python
     known: set[nn.Module] = set()
     waiting = [model_or_params]
     while waiting:
         module = waiting.pop()
-        if module not in known:
-            known.add(module)
-            for param in module._parameters.values():
-                if param is not None:
-                    params[param] = None
+        if module in known:
+            continue
+        known.add(module)
+        for param in module._parameters.values():
+            if param is not None:
+                params[id(param)] = param
+        if module._modules:  # most have none
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(params)
+    return list(params.values())
 
 
 def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:
@@ -91,13 +103,38 @@ def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:
             shards.append(grad)
         elif grad is not None:
             grads.append(grad)
-        elif isinstance(param, FlatShard):
-            spec = param._shard_spec
-            if spec.owner is not None and spec.world_size > 1:
-                # Its owner may have one, frozen or not: this rank adds nothing, as an owner
-                # without one.
-                shards.append(FlatShard(param._local.new_empty(0), spec))
+        elif isinstance(param, FlatShard) and _is_owned(param):
+            # Its owner may have one, frozen or not: this rank adds nothing, as an owner
+            # without one.
+            shards.append(FlatShard(param._local.new_empty(0), param._shard_spec))
     return grads, shards
+
+
+def _is_owned(tensor: Tensor) -> bool:
+    """Return whether a tensor is a shard of what one of several ranks holds whole."""
+    if not isinstance(tensor, FlatShard):
+        return False
+    spec = tensor._shard_spec
+    return spec.owner is not None and spec.world_size > 1
+
+
+def _filled(tensors: list[T]) -> list[T]:
+    """Return those of any elements: others have no norm of an order such as -1 or infinity."""
+    return [tensor for tensor in tensors if tensor.numel()]
+
+
+def _dtype_of(params: list[Tensor], grads: list[Tensor], joined: JoinedShards) -> torch.dtype:
+    """Return the dtype of the norm, the same on all ranks: what the gradients' promote to.
+
+    Which owned parameters have gradients is known to their owners alone. The trainable ones count,
+    and frozen ones where there are no others.
+    """
+    dtypes = joined.dtypes.union(grad.dtype for grad in grads)
+    if any(map(_is_owned, joined.others)):
+        owned = [param for param in params if _is_owned(param)]
+        dtypes.update(param.dtype for param in owned if param.requires_grad)
+        dtypes = dtypes or {param.dtype for param in owned}
+    return functools.reduce(torch.promote_types, dtypes or {torch.float32})
 
 
 def _norm_of(norms: list[Tensor], grads: list[Tensor], order: float) -> Tensor:

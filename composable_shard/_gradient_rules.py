@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
-from composable_shard._adjacent import join_adjacent
+from composable_shard._adjacent import CutTensor, join_adjacent
 from composable_shard._collectives import all_reduce, resolve_group
 from composable_shard._flat_shard import FlatShard
 from composable_shard._operands import describe_operands, note_write
@@ -28,7 +29,7 @@ from composable_shard._reduction_rules import (
 )
 from composable_shard._rule_table import Rule
 
-__all__ = ["RULES", "Slices", "norms_of", "slices_by_groups", "total_norms"]
+__all__ = ["RULES", "JoinedShards", "Slices", "join_shards", "norms_of", "total_norms"]
 
 aten = torch.ops.aten
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -85,9 +86,7 @@ def norms_of(
     Collective also for what one rank holds whole: the others pass empty shards of it.
     """
     norms: list[Tensor | None] = [None] * len(shards)
-    if not all(is_inexact(shard.dtype) for shard in shards):
-        # Torch would raise only on the ranks whose slice is not empty, and the others would wait.
-        raise RuntimeError(f"norms need floating-point tensors, got {describe_operands(shards)}")
+    _check_inexact(shards, {shard.dtype for shard in shards})
     by_groups: dict[tuple[tuple[str, ...], torch.device], list[int]] = defaultdict(list)
     for index, shard in enumerate(shards):
         if shard.numel() == 0:  # torch knows which orders an empty tensor has
@@ -106,18 +105,62 @@ def norms_of(
 Slices = dict[tuple[tuple[str, ...], torch.device], list[Tensor]]
 
 
-def slices_by_groups(shards: Sequence[FlatShard]) -> Slices:
-    """Return the slices by the groups that together hold their tensors, and by device.
+class JoinedShards(NamedTuple):
+    """Shards by the groups that together hold their tensors, and by device.
 
-    Those that follow one another in memory are one tensor, and empty ones are left out.
+    Attributes:
+        slices: Those that follow one another in memory are one tensor, and empty ones are left out.
+        others: The shards that were not found to be all that one tensor was cut into.
+        dtypes: Those of shards that all ranks share, also of empty ones.
     """
-    result: Slices = defaultdict(list)
-    for shard in shards:
-        local = shard._local
-        result[reduction_groups(shard._shard_spec), local.device].append(local)
-    if not all(is_inexact(dtype) for dtype in {shard._local.dtype for shard in shards}):
+
+    slices: Slices
+    others: list[FlatShard]
+    dtypes: set[torch.dtype]
+
+
+def join_shards(shards: Sequence[FlatShard]) -> JoinedShards:
+    """Return the shards' slices as few tensors; no element is copied."""
+    slices: Slices = defaultdict(list)
+    waiting: Slices = defaultdict(list)  # slices that come behind these, and may be one
+    others, dtypes = [], set()
+    index = 0
+    while index < len(shards):
+        shard = shards[index]
+        spec, local, cut = shard._shard_spec, shard._local, shard._cut
+        key = reduction_groups(spec), local.device
+        joined = slices[key]  # on all ranks in the same order, wherever slices are not joined
+        if spec.owner is None or spec.world_size == 1:
+            dtypes.add(local.dtype)
+        if cut is not None and spec.tensor_parallel is None and _are_slices(shards, index, cut):
+            joined += join_adjacent(waiting.pop(key, ()))
+            joined += cut.joined()
+            index += len(cut.slices)
+        else:
+            waiting[key].append(local)
+            others.append(shard)
+            index += 1
+    for key, locals_ in waiting.items():
+        slices[key] += join_adjacent(locals_)
+    _check_inexact(shards, dtypes.union(shard._local.dtype for shard in others))
+    return JoinedShards(slices, others, dtypes)
+
+
+def _check_inexact(shards: Sequence[FlatShard], dtypes: Iterable[torch.dtype]) -> None:
+    """Check that shards of these dtypes have norms.
+
+    Raises:
+        RuntimeError: On all ranks; torch would on those whose slice is not empty, and the others
+            would wait.
+    """
+    if not all(map(is_inexact, dtypes)):
         raise RuntimeError(f"norms need floating-point tensors, got {describe_operands(shards)}")
-    return {key: join_adjacent(locals_) for key, locals_ in result.items()}
+
+
+def _are_slices(shards: Sequence[FlatShard], index: int, cut: CutTensor) -> bool:
+    """Return whether the shards from `index` on hold the slices of `cut`."""
+    found = [shard._local for shard in shards[index : index + len(cut.slices)]]
+    return len(found) == len(cut.slices) and all(map(is_, found, cut.slices))
 
 
 def total_norms(slices: Slices, order: float) -> list[Tensor]:
@@ -127,7 +170,7 @@ def total_norms(slices: Slices, order: float) -> list[Tensor]:
 
     Args:
         slices: On every rank of the same parameters; of what one rank holds whole, the others pass
-            empty shards to `slices_by_groups`.
+            empty shards to `join_shards`.
         order: More than 0; of other orders not every norm is one of partial norms.
     """
     found = []

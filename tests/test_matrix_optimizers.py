@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from composable_shard.api import Granularity
 from tests.helpers import assert_equal, distributed, run_ranks
 from tests.models import (
     Net,
+    Nothing,
     Twins,
     assert_at_rest,
     every_granularity,
@@ -441,6 +443,46 @@ def test_clipping_equals_torchs_on_the_full_model(kind: str, norm_type: float) -
         grad = torch.empty_like(param) if param.grad is None else param.grad
         assert isinstance(grad, FlatShard)
         torch.testing.assert_close(grad.full_tensor(), plain.grad)
+
+
+class _PartlyUsed(Net):
+    """With a parameter that has no elements, and two that have no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = Nothing()
+        self.unused = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.nothing(x.new_ones(0, 0)).sum()
+
+
+ORDERS = [-math.inf, -2.0, -1.0, 0.0, 0.5, 1.0, 2.0, 3.0, math.inf]
+
+
+@pytest.mark.parametrize("granularity", ["element", "param"])
+@distributed(3)
+def test_norm_of_any_order_leaves_out_what_has_no_gradient(granularity: Any) -> None:
+    """On any rank, or no elements: an owner may have such a gradient, which other ranks do not."""
+    twins = Twins(_PartlyUsed, shard_root, granularity=granularity)
+    twins.step(loss_of)
+    grads = [p.grad for p in twins.plain.parameters() if p.grad is not None and p.grad.numel()]
+    assert len(grads) < len(list(twins.plain.parameters())) - 2
+    for order in ORDERS:
+        expected = nn.utils.get_total_norm(grads, order)
+        torch.testing.assert_close(clip_grad_norm_(twins.sharded, 1e9, order), expected)
+
+
+@pytest.mark.parametrize(("is_trained", "dtype"), [(True, torch.float64), (False, torch.float32)])
+@distributed(2)
+def test_norm_has_the_dtype_of_what_is_trained(is_trained: bool, dtype: torch.dtype) -> None:
+    """Who does not own a parameter can't know whether it has a gradient; a frozen one has none."""
+    model = Net()
+    model.scale = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=is_trained)
+    shard_root(model, granularity="param")
+    loss_of(model).backward()
+    assert clip_grad_norm_(model, 1.0).dtype is dtype
+    assert clip_grad_norm_(model.scale, 1.0).dtype is torch.float64
 
 
 @distributed(4)
