@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import itertools
@@ -94,6 +95,28 @@ def run_ranks(
     if max(made) > MAX_NUM_GROUPS or len(set(known)) > 1:  # torch can't name new groups then
         _pools.discard(world_size)
     return results
+
+
+def run_processes(
+    environments: Sequence[dict[str, str]],
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    timeout: float = 60.0,
+) -> list[Any]:
+    """Run `fn(*args)` in fresh processes, which have joined no group; return the results.
+
+    As `run_ranks` does it, in one process for each of `environments`, whose variables it has. The
+    processes end with the call.
+    """
+    __tracebackhide__ = True
+    call = _Call.of(fn, args)
+    pool = _Pool(_pools.start_servers(len(environments)))
+    try:
+        pool.round(_Call.of(_set_environment, (pool.pids, environments)), START_TIMEOUT_S)
+        return pool.round(call, timeout)
+    finally:
+        pool.kill()
 
 
 def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Any]:
@@ -252,11 +275,14 @@ class _Pool:
         try:
             for rank, server in enumerate(servers):
                 self._workers.append(_Worker(self._directory / f"rank{rank}.log", server))
-            path = str(self._directory / "address")
-            self.round(_Call.of(_join_group, (self.pids, path)), START_TIMEOUT_S)
         except BaseException:
             self.kill()
             raise
+
+    def join(self) -> None:
+        """Make all of them the ranks of the default group."""
+        path = str(self._directory / "address")
+        self.round(_Call.of(_join_group, (self.pids, path)), START_TIMEOUT_S)
 
     @property
     def pids(self) -> list[int]:
@@ -330,8 +356,28 @@ class _Pools:
         pool = self._pools.get(world_size)
         if pool is None or not pool.is_alive:
             self.discard(world_size)
-            pool = self._pools[world_size] = _Pool(self._start_servers(world_size))
+            pool = self._pools[world_size] = _Pool(self.start_servers(world_size))
+            try:
+                pool.join()
+            except BaseException:
+                self.discard(world_size)
+                raise
         return pool
+
+    def start_servers(self, num_servers: int) -> list[ForkServer]:
+        """Return the servers of the first ranks, started where they do not run."""
+        while len(self._servers) < num_servers:
+            self._servers.append(ForkServer())
+        servers = self._servers[:num_servers]
+        for server in servers:
+            spec = {
+                "path": sys.path,
+                "pytest_args": self.pytest_args,
+                "coverage": os.environ.get(_COVERAGE),
+                "modules": _PRELOADED if "composable_shard" in sys.modules else (),
+            }
+            server.start(_BOOTSTRAP, spec, _worker_environment())
+        return servers
 
     def pids(self, world_size: int) -> list[int]:
         pool = self._pools.get(world_size)
@@ -346,20 +392,6 @@ class _Pools:
             self._pools.popitem()[1].close()
         while self._servers:
             self._servers.pop().kill()
-
-    def _start_servers(self, num_servers: int) -> list[ForkServer]:
-        while len(self._servers) < num_servers:
-            self._servers.append(ForkServer())
-        servers = self._servers[:num_servers]
-        for server in servers:
-            spec = {
-                "path": sys.path,
-                "pytest_args": self.pytest_args,
-                "coverage": os.environ.get(_COVERAGE),
-                "modules": _PRELOADED if "composable_shard" in sys.modules else (),
-            }
-            server.start(_BOOTSTRAP, spec, _worker_environment())
-        return servers
 
 
 _pools = _Pools()
@@ -404,6 +436,8 @@ class _ServePlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> NoReturn:
         server = os.getpid()
+        gc.collect()
+        gc.freeze()  # or every full collection in a fork would go through, and copy, all of torch
         connection = Connection(fork_server.serve(socket.socket(fileno=self._spec["fd"])))
         _die_with_parent(server)
         if self._spec["coverage"]:
@@ -498,6 +532,10 @@ def _join_group(pids: list[int], path: str) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
+
+
+def _set_environment(pids: list[int], environments: Sequence[dict[str, str]]) -> None:
+    os.environ.update(environments[pids.index(os.getpid())])
 
 
 def _end_call() -> tuple[int, int]:
