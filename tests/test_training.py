@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -96,16 +97,18 @@ def _train(
     return losses
 
 
-def _record(
-    history: list[list[Tensor]], num_steps: int = NUM_STEPS
-) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
-    """Return a step callback that keeps gradients, parameters and optimizer state, in full.
+# The last step's parameters and averages have every gradient before it in them.
+RECORDED = (0, 1, 2, NUM_STEPS - 1)
 
-    Of the first `num_steps` steps.
-    """
+
+def _record(
+    history: list[list[Tensor]], steps: tuple[int, ...] = RECORDED
+) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
+    """Return a step callback that keeps gradients, parameters and optimizer state, in full."""
+    numbers = itertools.count()
 
     def on_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if len(history) == num_steps:
+        if next(numbers) not in steps:
             return
         params = [param for param in model.parameters() if param.requires_grad]
         values = [_full(param.grad) for param in params] + [_full(p.detach()) for p in params]
@@ -123,20 +126,20 @@ def _ours(
     num_microbatches: int,
     unsynced: Callable[[nn.Module], object] = no_sync,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-    num_recorded: int = NUM_STEPS,
+    recorded: tuple[int, ...] = RECORDED,
 ) -> tuple:
     torch.manual_seed(0)
     history: list[list[Tensor]] = []
     model = _shard(Model(), partial(fully_shard, strategy=strategy))
-    return _train(model, unsynced, num_microbatches, _record(history, num_recorded)), history
+    return _train(model, unsynced, num_microbatches, _record(history, recorded)), history
 
 
 @functools.cache  # every strategy has the same references
-def _ddp(num_microbatches: int, num_recorded: int = NUM_STEPS) -> tuple:
+def _ddp(num_microbatches: int, recorded: tuple[int, ...] = RECORDED) -> tuple:
     torch.manual_seed(0)
     history: list[list[Tensor]] = []
     model = DistributedDataParallel(Model(), gradient_as_bucket_view=True)
-    record = _record(history, num_recorded)
+    record = _record(history, recorded)
     return _train(model, lambda ddp: ddp.no_sync(), num_microbatches, record), history
 
 
@@ -187,8 +190,8 @@ def test_accumulating_into_shards_is_the_same_as_fsdp2(strategy: ShardingStrateg
 @distributed(3)
 def test_three_ranks_agree_with_ddp_to_rounding(strategy: ShardingStrategy) -> None:
     """The sum over three ranks may be taken in another order: within 1e-6 of DDP."""
-    losses, [values] = _ours(1, strategy=strategy, num_recorded=1)
-    expected_losses, [expected] = _ddp(1, num_recorded=1)
+    losses, [values] = _ours(1, strategy=strategy, recorded=(0,))
+    expected_losses, [expected] = _ddp(1, (0,))
     torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
 
