@@ -1,9 +1,10 @@
 """Test support: functions run on every rank of a worker pool, exact memory counts, exact equality.
 
 A worker is a Python process that starts once per world size and session, joins a gloo group, and
-then runs the functions it is sent, so a test pays for a round trip, not for a spawn. Everything
-the parent asks of the workers, their set-up included, is one kind of *round*: the same call to
-every rank, one answer from every rank, one deadline. See [Note: One round].
+then runs the functions it is sent, so a test pays for a round trip, not for a spawn. It is a fork
+of a server that has imported torch: see [Note: One server for each rank]. Everything the parent
+asks of the workers, their set-up included, is one kind of *round*: the same call to every rank,
+one answer from every rank, one deadline. See [Note: One round].
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import itertools
-import json
 import os
 import pickle
 import random
@@ -42,10 +43,16 @@ import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
+from tests import fork_server
+from tests.fork_server import ForkServer
+
 GROUP_TIMEOUT_S = 20  # a collective that some rank does not join raises after this long
 START_TIMEOUT_S = 90  # importing torch in every worker of a busy machine
 GRACE_S = 3  # what the other ranks still get once one has failed
 DUMP_S = 1  # writing the stacks of the hanging ranks
+_HOST = "127.0.0.1"
+_COVERAGE = "COVERAGE_PROCESS_START"
+_PRELOADED = ("composable_shard", "torch._dynamo")  # the latter is what optimizers import
 MAX_NUM_GROUPS = 200  # made by one pool; each holds threads and sockets until the worker ends
 
 
@@ -88,6 +95,28 @@ def run_ranks(
     if max(made) > MAX_NUM_GROUPS or len(set(known)) > 1:  # torch can't name new groups then
         _pools.discard(world_size)
     return results
+
+
+def run_processes(
+    environments: Sequence[dict[str, str]],
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    timeout: float = 60.0,
+) -> list[Any]:
+    """Run `fn(*args)` in fresh processes, which have joined no group; return the results.
+
+    As `run_ranks` does it, in one process for each of `environments`, whose variables it has. The
+    processes end with the call.
+    """
+    __tracebackhide__ = True
+    call = _Call.of(fn, args)
+    pool = _Pool(_pools.start_servers(len(environments)))
+    try:
+        pool.round(_Call.of(_set_environment, (pool.pids, environments)), START_TIMEOUT_S)
+        return pool.round(call, timeout)
+    finally:
+        pool.kill()
 
 
 def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Any]:
@@ -181,35 +210,20 @@ _BOOTSTRAP = f"""\
 import json, sys
 spec = json.loads(sys.argv[1])
 sys.path[:] = spec["path"]
-from {__name__} import _worker_main
-_worker_main(spec)
+from {__name__} import _server_main
+_server_main(spec)
 """
 
 
 class _Worker:
     """One worker process, the pipe to it, and the file that takes its output and its stacks."""
 
-    def __init__(self, log_path: Path, pytest_args: Sequence[str]) -> None:
+    def __init__(self, log_path: Path, server: ForkServer) -> None:
         self._log_path = log_path
         self._log_offset = 0
         self.connection, theirs = Pipe()
-        spec = {
-            "fd": theirs.fileno(),
-            "parent": os.getpid(),
-            "path": sys.path,
-            "pytest_args": pytest_args,
-        }
-        with log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, json.dumps(spec)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                env=_worker_environment(),
-                start_new_session=True,  # Ctrl-C is the parent's; kill() takes grandchildren along
-            )
-        theirs.close()
+        with theirs, log_path.open("wb") as log:
+            self.process = server.fork(theirs.fileno(), log.fileno(), START_TIMEOUT_S)
 
     def send(self, call: _Call) -> None:
         self._log_offset = self._log_path.stat().st_size
@@ -227,8 +241,7 @@ class _Worker:
         return _Answer(error=f"{answer.error}{self._output()}")
 
     def request_stack(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR1)
+        self.process.send_signal(signal.SIGUSR1)
 
     def stack(self, reason: str) -> _Answer:
         return _Answer(error=f"{reason}{self._output()}")
@@ -256,19 +269,20 @@ class _Pool:
     test function, closing barrier and farewell are rounds like any other.
     """
 
-    def __init__(self, world_size: int, pytest_args: tuple[str, ...]) -> None:
+    def __init__(self, servers: Sequence[ForkServer]) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._workers: list[_Worker] = []
         try:
-            for rank in range(world_size):
-                self._workers.append(_Worker(self._directory / f"rank{rank}.log", pytest_args))
-            # Imports take each rank its own time; joining must not start before they are done.
-            self.round(_Call.of(_is_ready), START_TIMEOUT_S)
-            store = str(self._directory / "store")
-            self.round(_Call.of(_join_group, (self.pids, store)), START_TIMEOUT_S)
+            for rank, server in enumerate(servers):
+                self._workers.append(_Worker(self._directory / f"rank{rank}.log", server))
         except BaseException:
             self.kill()
             raise
+
+    def join(self) -> None:
+        """Make all of them the ranks of the default group."""
+        path = str(self._directory / "address")
+        self.round(_Call.of(_join_group, (self.pids, path)), START_TIMEOUT_S)
 
     @property
     def pids(self) -> list[int]:
@@ -336,13 +350,34 @@ class _Pools:
     def __init__(self) -> None:
         self.pytest_args: tuple[str, ...] = ()
         self._pools: dict[int, _Pool] = {}
+        self._servers: list[ForkServer] = []  # by rank
 
     def get(self, world_size: int) -> _Pool:
         pool = self._pools.get(world_size)
         if pool is None or not pool.is_alive:
             self.discard(world_size)
-            pool = self._pools[world_size] = _Pool(world_size, self.pytest_args)
+            pool = self._pools[world_size] = _Pool(self.start_servers(world_size))
+            try:
+                pool.join()
+            except BaseException:
+                self.discard(world_size)
+                raise
         return pool
+
+    def start_servers(self, num_servers: int) -> list[ForkServer]:
+        """Return the servers of the first ranks, started where they do not run."""
+        while len(self._servers) < num_servers:
+            self._servers.append(ForkServer())
+        servers = self._servers[:num_servers]
+        for server in servers:
+            spec = {
+                "path": sys.path,
+                "pytest_args": self.pytest_args,
+                "coverage": os.environ.get(_COVERAGE),
+                "modules": _PRELOADED if "composable_shard" in sys.modules else (),
+            }
+            server.start(_BOOTSTRAP, spec, _worker_environment())
+        return servers
 
     def pids(self, world_size: int) -> list[int]:
         pool = self._pools.get(world_size)
@@ -355,6 +390,8 @@ class _Pools:
     def close(self) -> None:
         while self._pools:
             self._pools.popitem()[1].close()
+        while self._servers:
+            self._servers.pop().kill()
 
 
 _pools = _Pools()
@@ -362,6 +399,7 @@ _pools = _Pools()
 
 def _worker_environment() -> dict[str, str]:
     environment = dict(os.environ)
+    environment.pop(_COVERAGE, None)  # measuring starts in the forks
     environment["OMP_NUM_THREADS"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"  # what a killed worker printed is in its report
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -376,36 +414,44 @@ def _worker_environment() -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------
 
 
-def _worker_main(spec: dict[str, Any]) -> NoReturn:
-    """Serve calls until the parent says or shows that it is gone."""
+def _server_main(spec: dict[str, Any]) -> NoReturn:
+    """Import what workers need, fork them, and serve calls in them."""
     _die_with_parent(spec["parent"])
-    if "COVERAGE_PROCESS_START" in os.environ:
-        importlib.import_module("coverage").process_startup()
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
+    for module in spec["modules"]:
+        importlib.import_module(module)
     # Inside pytest, because that gives the configured filters and test modules with rewritten
     # asserts. Exceptions nobody can catch stay ours: see _Unraisable.
     plugins = ("faulthandler", "unraisableexception", "threadexception", "cacheprovider")
     args = ["-s", "--noconftest", *(f"-pno:{plugin}" for plugin in plugins), *spec["pytest_args"]]
-    pytest.main(args, plugins=[_ServePlugin(Connection(spec["fd"]))])
+    pytest.main(args, plugins=[_ServePlugin(spec)])
     os._exit(1)
 
 
 class _ServePlugin:
     """Makes pytest serve calls, with its configuration read, where it would run tests."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._spec = spec
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> NoReturn:
+        server = os.getpid()
+        gc.collect()
+        gc.freeze()  # or every full collection in a fork would go through, and copy, all of torch
+        connection = Connection(fork_server.serve(socket.socket(fileno=self._spec["fd"])))
+        _die_with_parent(server)
+        if self._spec["coverage"]:
+            os.environ[_COVERAGE] = self._spec["coverage"]
+            importlib.import_module("coverage").process_startup()
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1)
+        torch.set_num_threads(1)
         while True:
             try:
-                call = pickle.loads(self._connection.recv_bytes())
+                call = pickle.loads(connection.recv_bytes())
             except EOFError:
                 os._exit(1)
-            self._connection.send_bytes(_answer(call, config))
+            connection.send_bytes(_answer(call, config))
 
 
 def _answer(call: _Call, config: pytest.Config) -> bytes:
@@ -470,19 +516,26 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _is_ready() -> bool:
-    return True
-
-
-def _join_group(pids: list[int], store_path: str) -> None:
-    world_size = len(pids)
+def _join_group(pids: list[int], path: str) -> None:
+    world_size, rank = len(pids), pids.index(os.getpid())
+    file = dist.FileStore(path, world_size)
+    # Asking a file takes each group that is made 5 ms more, because its readers poll.
+    if rank == 0:
+        store = dist.TCPStore(_HOST, 0, world_size, is_master=True, wait_for_workers=False)
+        file.set("port", str(store.port))
+    else:
+        store = dist.TCPStore(_HOST, int(file.get("port")), world_size, is_master=False)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store_path, world_size),
-        rank=pids.index(os.getpid()),
+        store=store,
+        rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
+
+
+def _set_environment(pids: list[int], environments: Sequence[dict[str, str]]) -> None:
+    os.environ.update(environments[pids.index(os.getpid())])
 
 
 def _end_call() -> tuple[int, int]:

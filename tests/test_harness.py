@@ -99,6 +99,13 @@ def _is_running(pid: int) -> bool:
         return False
 
 
+def _wait_for_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(_is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(_is_running(pid) for pid in pids)
+
+
 def _run_pytest(
     tmp_path: Path, source: str, *, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -132,6 +139,13 @@ def test_results_come_in_rank_order(world_size: int) -> None:
 def test_workers_are_reused() -> None:
     """A second call runs in the same processes."""
     assert run_ranks(2, _rank_and_pid) == run_ranks(2, _rank_and_pid)
+
+
+def test_each_rank_has_a_fork_server_of_its_own() -> None:
+    """Ranks that share hash seeds and addresses would hide an order that depends on them."""
+    servers = run_ranks(3, os.getppid)
+    assert len({*servers, os.getpid()}) == 4
+    assert run_ranks(2, os.getppid) == servers[:2]
 
 
 def test_workers_are_not_the_parent() -> None:
@@ -246,9 +260,14 @@ def test_local_function_is_refused() -> None:
 
 
 def test_shut_down_leaves_no_process() -> None:
-    """Workers end when asked, and the next call starts new ones."""
+    """Workers and fork servers end when asked, or killed; the next call starts new ones."""
+    killed, server = run_ranks(2, _rank_and_pid)[0][1], run_ranks(2, os.getppid)[0]
+    os.kill(server, signal.SIGKILL)
+    _wait_for_end([killed, server])
     pids = [pid for size in (1, 2) for _, pid in run_ranks(size, _rank_and_pid)]
+    pids += [killed, server, *run_ranks(2, os.getppid)]
     helpers.shut_down_workers()
+    assert len(set(pids)) == 7
     assert not any(_is_running(pid) for pid in pids)
     assert helpers.worker_pids(2) == []
     assert len(run_ranks(2, _rank_and_pid)) == 2
@@ -257,9 +276,11 @@ def test_shut_down_leaves_no_process() -> None:
 def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     """Workers that are busy die with a parent that had no time to say goodbye."""
     code = """
+        import os
         from tests import helpers, test_harness
         helpers.run_ranks(2, test_harness._rank_and_pid)
-        print(*helpers.worker_pids(2), flush=True)
+        servers = helpers.run_ranks(2, os.getppid)
+        print(*helpers.worker_pids(2), *servers, flush=True)
         helpers.run_ranks(2, test_harness._hang_on, 0)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
@@ -268,11 +289,8 @@ def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
-    deadline = time.monotonic() + 10
-    while any(_is_running(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(pids) == 2
-    assert not any(_is_running(pid) for pid in pids)
+    assert len(pids) == 4
+    _wait_for_end(pids)
 
 
 # --- @distributed ---

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -95,10 +97,19 @@ def _train(
     return losses
 
 
-def _record(history: list[list[Tensor]]) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
+# The last step's parameters and averages have every gradient before it in them.
+RECORDED = (0, 1, 2, NUM_STEPS - 1)
+
+
+def _record(
+    history: list[list[Tensor]], steps: tuple[int, ...] = RECORDED
+) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
     """Return a step callback that keeps gradients, parameters and optimizer state, in full."""
+    numbers = itertools.count()
 
     def on_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if next(numbers) not in steps:
+            return
         params = [param for param in model.parameters() if param.requires_grad]
         values = [_full(param.grad) for param in params] + [_full(p.detach()) for p in params]
         for param in params:
@@ -115,11 +126,30 @@ def _ours(
     num_microbatches: int,
     unsynced: Callable[[nn.Module], object] = no_sync,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    recorded: tuple[int, ...] = RECORDED,
 ) -> tuple:
     torch.manual_seed(0)
     history: list[list[Tensor]] = []
     model = _shard(Model(), partial(fully_shard, strategy=strategy))
-    return _train(model, unsynced, num_microbatches, _record(history)), history
+    return _train(model, unsynced, num_microbatches, _record(history, recorded)), history
+
+
+@functools.cache  # every strategy has the same references
+def _ddp(num_microbatches: int, recorded: tuple[int, ...] = RECORDED) -> tuple:
+    torch.manual_seed(0)
+    history: list[list[Tensor]] = []
+    model = DistributedDataParallel(Model(), gradient_as_bucket_view=True)
+    record = _record(history, recorded)
+    return _train(model, lambda ddp: ddp.no_sync(), num_microbatches, record), history
+
+
+@functools.cache
+def _fsdp2(num_microbatches: int) -> tuple:
+    """Return what training with every microbatch reduced gives."""
+    torch.manual_seed(0)
+    history: list[list[Tensor]] = []
+    model = _shard(Model(), torch_fully_shard)
+    return _train(model, nullcontext, num_microbatches, _record(history)), history
 
 
 def _assert_same(ours: tuple, theirs: tuple) -> None:
@@ -140,46 +170,30 @@ def test_losses_gradients_and_states_are_bitwise_those_of_ddp(
 
     S2.4 and S2.14, for every strategy: only data movement differs.
     """
-    torch.manual_seed(0)
-    history: list[list[Tensor]] = []
-    reference = DistributedDataParallel(Model(), gradient_as_bucket_view=True)
-    losses = _train(reference, lambda ddp: ddp.no_sync(), num_microbatches, _record(history))
-    _assert_same(_ours(num_microbatches, strategy=strategy), (losses, history))
+    _assert_same(_ours(num_microbatches, strategy=strategy), _ddp(num_microbatches))
 
 
 @distributed(2)
 def test_losses_gradients_and_states_are_bitwise_those_of_fsdp2() -> None:
     """20 AdamW steps; torch's fully_shard takes the ties since they lie in one unit."""
-    torch.manual_seed(0)
-    history: list[list[Tensor]] = []
-    model = _shard(Model(), torch_fully_shard)
-    losses = _train(model, nullcontext, 1, _record(history))
-    _assert_same(_ours(1), (losses, history))
+    _assert_same(_ours(1), _fsdp2(1))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_accumulating_into_shards_is_the_same_as_fsdp2(strategy: ShardingStrategy) -> None:
     """Every microbatch reduced: gradients add up in the sharded `.grad`, as FSDP2's do."""
-    torch.manual_seed(0)
-    history: list[list[Tensor]] = []
-    model = _shard(Model(), torch_fully_shard)
-    losses = _train(model, lambda _: nullcontext(), 3, _record(history))
-    _assert_same(_ours(3, lambda _: nullcontext(), strategy), (losses, history))
+    _assert_same(_ours(3, nullcontext, strategy), _fsdp2(3))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(3)
 def test_three_ranks_agree_with_ddp_to_rounding(strategy: ShardingStrategy) -> None:
     """The sum over three ranks may be taken in another order: within 1e-6 of DDP."""
-    torch.manual_seed(0)
-    ours = _ours(1, strategy=strategy)
-    torch.manual_seed(0)
-    history: list[list[Tensor]] = []
-    reference = DistributedDataParallel(Model())
-    losses = _train(reference, lambda ddp: ddp.no_sync(), 1, _record(history))
-    torch.testing.assert_close(ours[0], losses, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(ours[1][0], history[0], rtol=1e-6, atol=1e-6)
+    losses, [values] = _ours(1, strategy=strategy, recorded=(0,))
+    expected_losses, [expected] = _ddp(1, (0,))
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])

@@ -5,20 +5,24 @@ from __future__ import annotations
 import ast
 import csv
 import importlib
+import io
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import run_ranks
+from tests.helpers import run_processes, run_ranks
 
 TUTORIALS = Path(__file__).parent.parent / "tutorials"
 SCRIPT = TUTORIALS / "train_language_model.py"
@@ -52,12 +56,47 @@ def _finish(process: subprocess.Popen[str], timeout: float = 90) -> str:
     return output
 
 
+def _run_here(script: Path, arguments: list[str], folder: Path) -> tuple[int, str]:
+    """Run the script as this process' program; return its exit code, and what it printed."""
+    os.chdir(folder)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    code, output = 0, io.StringIO()
+    with redirect_stdout(output):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return code, output.getvalue()
+
+
+def _run_forked(script: Path, num_ranks: int, folder: Path) -> str:
+    """Run the script as torchrun does, in processes that need no start; return what rank 0 says."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(num_ranks),
+    }
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(num_ranks)]
+    answers = run_processes(ranks, _run_here, script, [], folder, timeout=90)
+    assert [code for code, _ in answers] == [0] * num_ranks, answers
+    return answers[0][1]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_language_model_trains_and_equals_one_process(num_ranks: int, tmp_path: Path) -> None:
     """A small run writes its losses and finds those of one process on the same batches."""
-    process = _start(num_ranks, "--steps", "3", "--output", str(tmp_path))
-    output = _finish(process)
-    assert process.returncode == 0, output
+    options = ["--steps", "3", "--output", str(tmp_path)]
+    if num_ranks == 1:
+        arguments = ["--ranks", "1", *SMALL, *options]
+        [(code, output)] = run_processes([{}], _run_here, SCRIPT, arguments, tmp_path, timeout=90)
+    else:
+        process = _start(num_ranks, *options)
+        output = _finish(process)
+        code = process.returncode
+    assert code == 0, output
     assert "largest difference" in output
     with (tmp_path / "loss.csv").open() as file:
         assert len(list(csv.reader(file))) == 4  # a header and three steps
@@ -113,23 +152,31 @@ def test_language_model_resumes(tmp_path: Path) -> None:
             assert float(row[1]) == pytest.approx(float(expected[1]), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    [
-        ("average_weights", 2),
-        ("compare_strategies", 2),
-        ("edit_weights", 1),  # as the others do, too
-        ("edit_weights", 2),
-        ("train_with_muon", 2),
-    ],
-)
-def test_tutorial_prints_what_its_text_says(name: str, num_ranks: int, tmp_path: Path) -> None:
-    """All lines of the expected output come; the digits may differ, the words may not."""
-    script = TUTORIALS / f"{name}.py"
+def _run_started(script: Path, num_ranks: int, folder: Path) -> str:
+    """Run the script as a user starts it, with torchrun if there are several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    process = _run([*(launcher if num_ranks > 1 else []), str(script)], tmp_path)
+    process = _run([*(launcher if num_ranks > 1 else []), str(script)], folder)
     output = _finish(process)
     assert process.returncode == 0, output
+    return output
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "run"),
+    [
+        ("average_weights", 2, _run_forked),
+        ("compare_strategies", 2, _run_forked),
+        ("edit_weights", 1, _run_started),  # as the others do, too
+        ("edit_weights", 2, _run_started),
+        ("train_with_muon", 2, _run_forked),
+    ],
+)
+def test_tutorial_prints_what_its_text_says(
+    name: str, num_ranks: int, run: Callable[[Path, int, Path], str], tmp_path: Path
+) -> None:
+    """All lines of the expected output come; the digits may differ, the words may not."""
+    script = TUTORIALS / f"{name}.py"
+    output = run(script, num_ranks, tmp_path)
     expected = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("output")[2]
     lines = [line.strip() for line in expected.splitlines() if line.startswith("    ")]
     assert lines
