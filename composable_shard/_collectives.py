@@ -1,29 +1,13 @@
-"""Every collective the library issues, one function each; the algorithm is chosen here alone.
+"""Every collective the library issues, one function each, by the algorithm of `_algorithms`.
 
 The functions call the process group's own methods: they are the same in every supported torch
-version (2.13 renames the Python functions above them), and cost less host time.
-
-[Note: Low-precision sums]
-A backend adds up 16-bit terms in 16 bits, rounded from rank to rank. An exchange sends the terms as
-they are, and each rank adds up those of its shard in fp32, or in the output's dtype. Where there is
-no exchange, an all-to-all does the same: it moves the bytes that a reduce-scatter moves, but needs
-memory for the terms, and a message to each rank, for which the group must not be too large.
-All-reduces, of shards that have copies, add up as the backend does it.
-
-[Note: Uneven shards]
-NCCL has collectives for lists of any sizes. On gloo they are exchanged as equal ones are; where
-there is no exchange a gather is a broadcast from each rank that has something, and the terms of
-sums are sent all to all: at 10 ranks and 64 kB to 16 MB that took 0.03 to 0.9 of the time of a
-reduce to each rank. Where the largest shard is much larger than the mean, the memory for its terms
-would be, too: then it is a reduce to each rank that has a shard, which takes about as long. Shards
-padded to the largest take 2 to 40 times as long. (benchmarks/uneven.py)
+version (2.13 renames the Python functions above them), and cost less host time. What each step does
+with the same buffers is made ready once: `AllGather`, `ReduceScatter`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +15,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from composable_shard import _trace
+from composable_shard._algorithms import backend_name, is_exchange, way_of_terms
 from composable_shard._collective_log import CollectiveLog, count_collectives
 from composable_shard._exchange import Waitable, abandon, exchange
 from composable_shard._parts import as_real, cut_in_parts, gather_parts, gather_pieces, reduce_parts
@@ -38,8 +23,10 @@ from composable_shard._sums import PendingReduction
 from composable_shard._trace import INSIDE, is_inside
 
 __all__ = [
+    "AllGather",
     "CollectiveLog",
     "PendingReduction",
+    "ReduceScatter",
     "Waitable",
     "abandon",
     "all_gather",
@@ -58,89 +45,65 @@ __all__ = [
     "scratch_parts",
 ]
 
-_MAX_EXCHANGE_SIZE = 8
-_MAX_ALL_TO_ALL_SIZE = 64
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
-
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     """Return the process group of this name; tensors name their group so that they can pickle."""
     return _resolve_process_group(name)  # type: ignore[arg-type, no-any-return, unused-ignore]
 
 
-def scratch_parts(
-    group: dist.ProcessGroup,
-    input: Tensor,
-    numels: Sequence[int] | None = None,
-    *,
-    in_place: bool,
-) -> int:
-    """Return how many shards' memory a reduction wants for the ranks' terms.
-
-    Args:
-        group: The ranks that take part.
-        input: A tensor of the input's dtype and device.
-        numels: As in `all_gather`.
-        in_place: Whether the output can't receive a term: it is this rank's part of the input,
-            or has another dtype.
-    """
-    way = _way_of_terms(group, input.dtype, input.device, numels)
-    if way is None:
-        return 0
-    return group.size() if way == "all_to_all" or group.size() > 2 else int(in_place)
-
-
-def _way_of_terms(
-    group: dist.ProcessGroup,
-    dtype: torch.dtype,
-    device: torch.device,
-    numels: Sequence[int] | None,
-) -> Literal["exchange", "all_to_all"] | None:
-    """Return how the terms of a sum are sent, None where the backend adds them up.
-
-    See [Note: Low-precision sums] and [Note: Uneven shards].
-    """
-    is_low = dtype in _LOW_PRECISION
-    if not is_low and numels is not None and group.size() > 2 and _is_extreme(numels):
-        return None
-    if is_exchange(group, device):
-        return "exchange"
-    is_uneven = numels is not None and _backend_name(group, device) == "gloo"
-    is_small = 1 < group.size() <= _MAX_ALL_TO_ALL_SIZE
-    return "all_to_all" if is_small and (is_low or is_uneven) else None
-
-
-def _is_extreme(numels: Sequence[int]) -> bool:
-    """Whether all terms of the largest shard take more than twice the memory of all shards."""
-    return max(numels) * len(numels) > 2 * sum(numels)
-
-
-def is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether shards are sent from rank to rank, and sums taken here.
-
-    Gloo copies what its all-gather sends and receives through buffers of its own, and its
-    reduce-scatter takes two to three times as long as an exchange and a local sum. Sending every
-    shard straight from and to where it belongs took 0.4 to 0.9 of the time of the best collective
-    at 2 and 4 ranks and 64 kB to 32 MB. With many ranks the number of messages would tell.
-    """
-    if device.type != "cpu" or not 1 < group.size() <= _MAX_EXCHANGE_SIZE:
-        return False
-    found = _has_gloo.get(group)
-    if found is None:
-        found = _has_gloo[group] = _backend_name(group, device) == "gloo"
-    return found
-
-
-# For the CPU. Asked several times for each unit.
-_has_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
-
-
-def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    return group._get_backend(device).name().lower()
-
-
 def _payload(tensor: Tensor, numels: Sequence[int] | None) -> int:
     return tensor.nbytes if numels is None else sum(numels) * tensor.itemsize
+
+
+class AllGather:
+    """An all-gather between buffers that keep their identity: made ready once, started often."""
+
+    def __init__(
+        self,
+        output: Tensor,
+        shard: Tensor,
+        group: dist.ProcessGroup,
+        numels: Sequence[int] | None = None,
+    ) -> None:
+        """Choose the algorithm and cut what it sends and receives; issues nothing.
+
+        Args:
+            output: Shape `(group.size() * shard_numel,)`; rank r's shard lands in its r-th part.
+            shard: Shape `(shard_numel,)`, this rank's; it may be its part of `output`.
+            group: The ranks that take part.
+            numels: Elements of each rank's shard where they differ, the same on all ranks; `output`
+                may be longer than all of them.
+        """
+        self._group = group
+        self._nbytes = _payload(output, numels)
+        self._output, self._shard = as_real(output), as_real(shard)
+        self._is_exchange = is_exchange(group, output.device)
+        self._parts: Sequence[Tensor] = ()
+        if self._is_exchange or numels is not None:
+            self._parts = cut_in_parts(self._output, group, numels)
+        if self._is_exchange:
+            self._own = self._parts[group.rank()]
+            self._shard = self._shard.view(self._own.shape)
+            self._receives = [item for item in enumerate(self._parts) if item[0] != group.rank()]
+            self._sends = [(rank, self._shard) for rank, _ in self._receives]
+
+    def start(self) -> Waitable:
+        """Start gathering every rank's shard into the output.
+
+        Returns:
+            The work to wait for before the output is read or the shard is written.
+        """
+        group = self._group
+        if _trace.logs:
+            _trace.record("all_gather", group.group_name, self._nbytes)
+        with INSIDE:
+            if not self._parts:
+                return group._allgather_base(self._output, self._shard)
+            if not self._is_exchange:
+                return gather_parts(self._parts, self._shard, group)
+            if self._own.data_ptr() != self._shard.data_ptr():
+                self._own.copy_(self._shard)
+            return exchange(self._sends, self._receives, group)
 
 
 def all_gather(
@@ -149,31 +112,8 @@ def all_gather(
     group: dist.ProcessGroup,
     numels: Sequence[int] | None = None,
 ) -> Waitable:
-    """Start gathering every rank's shard into `output`.
-
-    Args:
-        output: Shape `(group.size() * shard_numel,)`; rank r's shard lands in its r-th part.
-        shard: Shape `(shard_numel,)`, this rank's; it may be its part of `output`.
-        group: The ranks that take part.
-        numels: Elements of each rank's shard where they differ, the same on all ranks; `output` may
-            be longer than all of them.
-
-    Returns:
-        The work to wait for before `output` is read or `shard` is written.
-    """
-    if _trace.logs:
-        _trace.record("all_gather", group.group_name, _payload(output, numels))
-    with INSIDE:
-        output, shard = as_real(output), as_real(shard)
-        if not is_exchange(group, output.device):
-            if numels is None:
-                return group._allgather_base(output, shard)
-            return gather_parts(cut_in_parts(output, group, numels), shard, group)
-        parts = dict(enumerate(cut_in_parts(output, group, numels)))
-        own = parts.pop(group.rank())
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard.view(own.shape))
-        return exchange([(rank, shard) for rank in parts], parts.items(), group)
+    """Start gathering every rank's shard into `output`, as `AllGather` does."""
+    return AllGather(output, shard, group, numels).start()
 
 
 def gather(
@@ -235,6 +175,103 @@ def scatter(
         return exchange(enumerate(parts[1:], 1), [], group)
 
 
+class ReduceScatter:
+    """Sums over the ranks of a group of which each keeps its part: made ready once.
+
+    Attributes:
+        dtype: The inputs'.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        numels: Sequence[int] | None = None,
+    ) -> None:
+        """Choose the algorithm; issues nothing.
+
+        Args:
+            group: The ranks that take part.
+            dtype: The inputs'.
+            device: Likewise.
+            numels: As in `AllGather`, of the inputs, which may then be overwritten.
+        """
+        self.dtype = dtype
+        self._group = group
+        self._size = group.size()
+        self._numels = numels
+        self._way = way_of_terms(group, dtype, device, numels)
+        self._means = backend_name(group, device) == "nccl"
+        self._options = dist.ReduceScatterOptions()
+
+    def scratch_parts(self, *, in_place: bool) -> int:
+        """Return how many shards' memory it wants for the ranks' terms.
+
+        Args:
+            in_place: Whether the output can't receive a term: it is this rank's part of the input,
+                or has another dtype.
+        """
+        if self._way is None:
+            return 0
+        return self._size if self._way == "all_to_all" or self._size > 2 else int(in_place)
+
+    def start(
+        self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float = 1.0
+    ) -> PendingReduction:
+        """Start summing `input` over the ranks, each rank keeping its own part, scaled.
+
+        With one rank the output is a copy of the input, and nothing is issued.
+
+        Args:
+            output: Shape `(shard_numel,)`, this rank's part of the sum; it may be its part of
+                `input`. Where its dtype is wider, terms that are summed here are summed, and
+                scaled, in it.
+            input: Shape `(group.size() * shard_numel,)`.
+            scratch: Memory for as many shards as `scratch_parts` says, None for none.
+            scale: What the sum is multiplied with.
+        """
+        group, numels = self._group, self._numels
+        if self._size == 1:
+            return PendingReduction(None, output.copy_(input), input, None, scale)
+        if _trace.logs:
+            _trace.record("reduce_scatter", group.group_name, _payload(input, numels))
+        with INSIDE:
+            if self._way == "exchange":
+                return _exchange_terms(output, input, scratch, group, scale, numels)
+            if self._way == "all_to_all":
+                assert scratch is not None
+                terms = scratch.view(self._size, output.numel())
+                work = _start_all_to_all(terms, input, group, numels)
+                return PendingReduction(work, output, input, terms, scale)
+            if numels is not None:
+                parts = cut_in_parts(as_real(input), group, numels)
+                own = cut_in_parts(input, group, numels)[group.rank()]
+                own_term = None if own.data_ptr() == output.data_ptr() else own[None]
+                return PendingReduction(reduce_parts(parts, group), output, input, own_term, scale)
+            options = self._options
+            if self._means and scale == 1.0 / self._size:
+                options = dist.ReduceScatterOptions()
+                options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+                scale = 1.0
+            is_cast = output.dtype != input.dtype
+            received = input.new_empty(output.shape) if is_cast else output
+            work = group._reduce_scatter_base(as_real(received), as_real(input), options)
+            return PendingReduction(work, output, input, received[None] if is_cast else None, scale)
+
+
+def scratch_parts(
+    group: dist.ProcessGroup,
+    input: Tensor,
+    numels: Sequence[int] | None = None,
+    *,
+    in_place: bool,
+) -> int:
+    """Return what `ReduceScatter.scratch_parts` does, for an input of this dtype and device."""
+    ready = ReduceScatter(group, input.dtype, input.device, numels)
+    return ready.scratch_parts(in_place=in_place)
+
+
 def reduce_scatter(
     output: Tensor,
     input: Tensor,
@@ -243,45 +280,9 @@ def reduce_scatter(
     scale: float = 1.0,
     numels: Sequence[int] | None = None,
 ) -> PendingReduction:
-    """Start summing `input` over the ranks, each rank keeping its own part, scaled.
-
-    With one rank the output is a copy of the input, and nothing is issued.
-
-    Args:
-        output: Shape `(shard_numel,)`, this rank's part of the sum; it may be its part of `input`.
-            Where its dtype is wider, terms that are summed here are summed, and scaled, in it.
-        input: Shape `(group.size() * shard_numel,)`.
-        scratch: Memory for as many shards as `scratch_parts` says, None for none.
-        group: The ranks that take part.
-        scale: What the sum is multiplied with.
-        numels: As in `all_gather`, of `input`, which may then be overwritten.
-    """
-    if group.size() == 1:
-        return PendingReduction(None, output.copy_(input), input, None, scale)
-    if _trace.logs:
-        _trace.record("reduce_scatter", group.group_name, _payload(input, numels))
-    with INSIDE:
-        way = _way_of_terms(group, input.dtype, output.device, numels)
-        if way == "exchange":
-            return _exchange_terms(output, input, scratch, group, scale, numels)
-        if way == "all_to_all":
-            assert scratch is not None
-            terms = scratch.view(group.size(), output.numel())
-            work = _start_all_to_all(terms, input, group, numels)
-            return PendingReduction(work, output, input, terms, scale)
-        if numels is not None:
-            parts = cut_in_parts(as_real(input), group, numels)
-            own = cut_in_parts(input, group, numels)[group.rank()]
-            own_term = None if own.data_ptr() == output.data_ptr() else own[None]
-            return PendingReduction(reduce_parts(parts, group), output, input, own_term, scale)
-        options = dist.ReduceScatterOptions()
-        if scale == 1.0 / group.size() and _backend_name(group, output.device) == "nccl":
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-            scale = 1.0
-        is_cast = output.dtype != input.dtype
-        received = input.new_empty(output.shape) if is_cast else output
-        work = group._reduce_scatter_base(as_real(received), as_real(input), options)
-        return PendingReduction(work, output, input, received[None] if is_cast else None, scale)
+    """Start summing `input` over the ranks, as `ReduceScatter` does."""
+    ready = ReduceScatter(group, input.dtype, output.device, numels)
+    return ready.start(output, input, scratch, scale)
 
 
 def _exchange_terms(

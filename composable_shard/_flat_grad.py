@@ -8,7 +8,7 @@ from operator import or_
 import torch
 from torch import Tensor, nn
 
-from composable_shard import _collectives, _trace
+from composable_shard import _trace
 from composable_shard._buffer_pool import allocating_in
 from composable_shard._flat_reduction import FlatReduction, ScratchPool
 from composable_shard._flat_shard import FlatShard
@@ -78,8 +78,7 @@ class FlatGradient:
         self._layout = layout
         self._shard_group = shard_group
         self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
-        self.arrived = [False] * len(layout.numels)
-        self.num_arrived = 0
+        self.arrived, self.num_arrived = [False] * len(layout.numels), 0
         self._was_used = [False] * len(layout.numels)
         self.reduced: Tensor | None = None
         self.uses_shared = False
@@ -98,6 +97,7 @@ class FlatGradient:
         # The same, None for 1: a kernel takes a tensor of 0 dimensions fastest.
         self._factor: Tensor | None = None
         self._is_plain = False  # gradients are copied as they are
+        self._num_terms = 0  # shards' memory that a reduction needs beside the buffer
 
     def bind(
         self,
@@ -117,18 +117,18 @@ class FlatGradient:
             main_dtype: That of `reduced`.
         """
         self.drop()
-        group = self._shard_group
-        self._own_part = None
+        group, self._own_part = self._shard_group, None
         self._own = torch.empty_like(shared, dtype=reduce_dtype)
         self._result = self._own.new_empty(0, dtype=main_dtype)
-        self.reduction.main_dtype = main_dtype
+        self.reduction.bind(reduce_dtype, main_dtype)
         self.can_share = reduce_dtype == shared.dtype
         self.packs_always = self.is_persistent or not self.can_share
         self._own_views = [
             self._own.as_strided(spec.dense_shape, spec.dense_stride, offset)
             for spec, offset in zip(specs, self._layout.offsets, strict=True)
         ]
-        if self.is_persistent and self.reduction.output_dtype(reduce_dtype) == reduce_dtype:
+        self._num_terms = self.reduction.scratch_parts(in_place=self.is_persistent)
+        if self.is_persistent and self.reduction.output_dtype == reduce_dtype:
             start, end = self._layout.shard_range(group.rank)
             self._own_part = self._own[start:end]
         free_storage(self._own)
@@ -142,8 +142,7 @@ class FlatGradient:
         """Give up the buffers, of parameters that are frozen now; published gradients stay."""
         self.drop()
         self._own = self._shared = self._result = torch.empty(0)
-        self._own_part = None
-        self._own_views, self._shared_views = [], []
+        self._own_part, self._own_views, self._shared_views = None, [], []
 
     @property
     def used(self) -> list[bool]:
@@ -160,7 +159,7 @@ class FlatGradient:
     @property
     def is_in_flight(self) -> bool:
         """Whether a reduction was issued and not finished."""
-        return self.reduction.is_in_flight
+        return self.reduction.output is not None
 
     @property
     def is_partial(self) -> bool:
@@ -221,8 +220,12 @@ class FlatGradient:
         if indices and views is not None:
             chosen = [views[index] for index in indices]
             waiting = [params[index] for index in indices]
-            for position in write_gradients(chosen, waiting, self._factor):
-                self.note_arrival(indices[position])
+            span = None
+            if self._factor is not None and self.can_share:  # else scaled before they are cast
+                span = self.small.span_of(indices, self._shared if self.uses_shared else self._own)
+            for position in write_gradients(chosen, waiting, self._factor, span):
+                self.arrived[indices[position]] = True
+                self.num_arrived += 1
 
     def _open(self, in_place: bool) -> None:
         self.uses_shared = in_place
@@ -300,16 +303,13 @@ class FlatGradient:
 
     def _take_scratch(self, pool: ScratchPool, may_share: bool) -> Tensor | None:
         """Return the one of the two buffers that does not hold the gradients, or other memory."""
-        group, dtype, numels = self._shard_group.group, self._own.dtype, self._layout.uneven_numels
-        in_place = self.is_persistent or self.reduction.output_dtype(dtype) != dtype
-        num_parts = _collectives.scratch_parts(group, self._own, numels, in_place=in_place)
-        if num_parts == 0 or self._shard_group.size == 1 or self.reduction.hook_name:
+        if self._num_terms == 0 or self.reduction.hook_name:
             return None
-        numel = num_parts * self.reduction.own_numel
+        numel = self._num_terms * self.reduction.own_numel
         if self.is_persistent:
             return pool.take(numel, self._own)
         scratch = self._own if self.uses_shared else self._shared
-        may_share = num_parts == group.size() and (self.uses_shared or may_share)
+        may_share = self._num_terms == self._shard_group.size and (self.uses_shared or may_share)
         if not may_share or numel > scratch.numel():  # as with an uneven shard, and a large one
             return self._own.new_empty(numel)
         self.uses_shared = True

@@ -154,7 +154,8 @@ class FlatParamHandle(PublishedGradients):
     def _reset(self) -> None:
         """Set what a new handle, or a copy of one, begins with."""
         is_full_shard = self.strategy is ShardingStrategy.FULL_SHARD
-        self.is_kept = self.shard_group.size == 1 or not is_full_shard
+        self.is_sharded = self.shard_group.size > 1
+        self.is_kept = not (self.is_sharded and is_full_shard)
         group = self.shard_group
         groups = (group.group, *group.replicate_groups)
         self.pool = pool_for(self.buffer_pool, groups, group.device)
@@ -183,6 +184,7 @@ class FlatParamHandle(PublishedGradients):
         self.grad.reduction.pool = self.pool
         self._held: dict[int, Tensor] = {}  # gradients where no other rank has any
         self._on_gradient: GradientHook | None = None
+        self.is_attached = False
         self._watched = []
         self._versions: list[int] = []  # of the unsharded parameters, while they hold values
         self._slots = []

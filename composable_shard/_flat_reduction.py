@@ -16,7 +16,7 @@ from torch import Tensor
 
 from composable_shard import _collectives
 from composable_shard._buffer_pool import BufferPool, allocating_in
-from composable_shard._collectives import PendingReduction, Waitable
+from composable_shard._collectives import PendingReduction, ReduceScatter, Waitable
 from composable_shard._comm_hook import (
     CommHook,
     HookedReduction,
@@ -52,14 +52,16 @@ class FlatReduction:
     Attributes:
         divide_factor: What the sum over all data-parallel ranks is divided by; None: their number.
         main_dtype: Of `partial`, and of results that need no further reduction.
+        output_dtype: In which what ranks sent is added up.
         own_numel: Elements of this rank's shard.
         pool: Where memory for results comes from.
+        output: Shape `(shard_numel,)`: that of the reduction in flight, None where there is none.
         partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage was put off.
     """
 
     def __init__(self, shard_group: ShardGroup, layout: FlatLayout) -> None:
         self.pool: BufferPool | None = None
-        self.main_dtype = torch.get_default_dtype()
+        self.main_dtype = self.output_dtype = torch.get_default_dtype()
         self._shard_group = shard_group
         self._layout = layout
         self._num_ranks = shard_group.num_ranks
@@ -68,11 +70,10 @@ class FlatReduction:
         self._hook: tuple[CommHook, object] | None = None
         self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
         self.partial: Tensor | None = None
-        self._scatter: PendingReduction | HookedReduction | None = (
-            None  # the first stage, in flight
-        )
+        self._reduce_scatter: ReduceScatter | None = None  # where there is a first stage
+        self._scatter: PendingReduction | HookedReduction | None = None  # that, in flight
         self._all_reduce: Waitable | None = None  # the second
-        self._output: Tensor | None = None  # from `start` to `finish`
+        self.output: Tensor | None = None
         self._scale = 1.0  # of the output, where there is no first stage
         self._is_deferred = False
         # On a side stream: where the buffer is free again, where the result is there, and what the
@@ -82,15 +83,32 @@ class FlatReduction:
         self._done: StreamPoint | None = None
         self._read: tuple[Tensor | None, ...] = ()
 
-    def output_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which what ranks sent is added up.
+    def bind(self, reduce_dtype: torch.dtype, main_dtype: torch.dtype) -> None:
+        """Get ready for buffers of this dtype.
 
         The second stage travels in the dtype of the first. A main dtype that is narrower than that
         of the gradients on the way is for the result, which is rounded to it once.
         """
-        if self._shard_group.replicate_groups or reduce_dtype is self.main_dtype:
-            return reduce_dtype
-        return torch.promote_types(reduce_dtype, self.main_dtype)
+        group, self.main_dtype = self._shard_group, main_dtype
+        is_wider = not group.replicate_groups and reduce_dtype != main_dtype
+        self.output_dtype = (
+            torch.promote_types(reduce_dtype, main_dtype) if is_wider else reduce_dtype
+        )
+        if group.size > 1:
+            self._reduce_scatter = ReduceScatter(
+                group.group, reduce_dtype, group.device, self._layout.uneven_numels
+            )
+
+    def scratch_parts(self, *, in_place: bool) -> int:
+        """Return how many shards' memory the collectives need beside a buffer, as `ReduceScatter`.
+
+        Args:
+            in_place: Whether the output is this rank's part of the buffer.
+        """
+        if self._reduce_scatter is None:
+            return 0
+        is_cast = self.output_dtype != self._reduce_scatter.dtype
+        return self._reduce_scatter.scratch_parts(in_place=in_place or is_cast)
 
     @property
     def hook_name(self) -> str | None:
@@ -108,11 +126,6 @@ class FlatReduction:
         """Let a hook do what the collectives do from now on, or no more; [Note: Comm hooks]."""
         self._hook = None if hook is None else (hook, state)
 
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether a reduction was started and not finished."""
-        return self._output is not None
-
     def start(
         self,
         buffer: Tensor,
@@ -127,7 +140,7 @@ class FlatReduction:
 
         Args:
             buffer: Shape `(padded_numel,)`, packed on the current stream.
-            scratch: What `scratch_parts` asks for.
+            scratch: What `scratch_parts` asks for, None where a comm hook reduces.
             streams: The side streams of an accelerator.
             output: Shape `(shard_numel,)`, where the result goes: this rank's part of `buffer`, or
                 memory of the main dtype. None for new memory.
@@ -137,7 +150,7 @@ class FlatReduction:
         scale = 1.0 / (self.divide_factor or self._num_ranks) / prescale
         self._is_deferred = is_deferred
         if streams is None:
-            self._output = self._issue(buffer, scratch, scale, output)
+            self.output = self._issue(buffer, scratch, scale, output)
             return
         stream = self._reduce_stream = streams.reduce_stream
         # [Note: Streams and memory]; the gradients were packed on the current stream.
@@ -152,7 +165,7 @@ class FlatReduction:
                 self._begin_second_stage(scattered)
             self._end(output)
             self._done = StreamPoint(stream)
-        self._output = output
+        self.output = output
 
     def _issue(
         self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None
@@ -163,9 +176,7 @@ class FlatReduction:
             for start, end in self._layout.padding_ranges():
                 buffer[start:end].zero_()
         if output is None:
-            dtype = self.output_dtype(buffer.dtype)
-            with allocating_in(self.pool):
-                output = buffer.new_empty(self.own_numel, dtype=dtype)
+            output = self._new_output(buffer)
         if group.size > 1:
             self._scale = 1.0
             self._scatter = self._issue_scatter(output, buffer, scratch, scale)
@@ -174,14 +185,19 @@ class FlatReduction:
             self._issue_all_reduce(output)
         return output
 
+    def _new_output(self, buffer: Tensor) -> Tensor:
+        if self.pool is None and self.output_dtype is buffer.dtype:
+            return buffer.new_empty(self.own_numel)  # the short way, for most
+        with allocating_in(self.pool):
+            return buffer.new_empty(self.own_numel, dtype=self.output_dtype)
+
     def _issue_scatter(
         self, output: Tensor, buffer: Tensor, scratch: Tensor | None, scale: float
     ) -> PendingReduction | HookedReduction:
-        group = self._shard_group.group
         if self._hook is None:
-            numels = self._layout.uneven_numels
-            return _collectives.reduce_scatter(output, buffer, scratch, group, scale, numels)
-        key = self._keys[0]
+            assert self._reduce_scatter is not None
+            return self._reduce_scatter.start(output, buffer, scratch, scale)
+        group, key = self._shard_group.group, self._keys[0]
         numels = self._layout.uneven_numels
         stage = ReductionStage("reduce_scatter", buffer, output, group, scale, key, numels)
         return HookedReduction(call_hook(*self._hook, stage), stage)
@@ -212,7 +228,7 @@ class FlatReduction:
             self._buffer_read = None
             return
         output = self._end_first_stage()
-        if output is not None:
+        if output is not None and self._shard_group.replicate_groups:
             self._begin_second_stage(output)
 
     def _end_first_stage(self) -> Tensor | None:
@@ -236,7 +252,7 @@ class FlatReduction:
 
     def finish(self) -> Tensor | None:
         """Wait for all stages; return the result, or None where the second was put off."""
-        output, self._output = self._output, None
+        output, self.output = self.output, None
         if output is None:
             return None
         if self._done is None:
@@ -267,4 +283,4 @@ class FlatReduction:
             torch.accelerator.current_stream().wait_stream(self._reduce_stream)
         self._done = self._buffer_read = None
         self._read = ()
-        self._output = self.partial = None
+        self.output = self.partial = None

@@ -361,9 +361,8 @@ def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
     shard: FlatShard = _make_wrapper(
         FlatShard, spec.shape, spec.stride, None, None, local.dtype, torch.strided, local.device
     )
-    shard._local = local
-    shard._shard_spec = spec
-    shard._guard = None
+    # At once: each assignment to an attribute of a tensor takes its time.
+    shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}
     return shard
 
 

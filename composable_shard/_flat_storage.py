@@ -37,7 +37,7 @@ from torch import Tensor
 
 from composable_shard import _collectives, _trace
 from composable_shard._buffer_pool import BufferPool, allocating_in
-from composable_shard._collectives import Waitable
+from composable_shard._collectives import AllGather, Waitable
 from composable_shard._flat_grad import FlatGradient
 from composable_shard._host_copies import HOST, HostCopies, alloc_host, copies_for
 from composable_shard._host_gradient import HostGradient
@@ -69,6 +69,7 @@ class Buffers:
     copies: HostCopies
     device_shard: Tensor | None  # (shard_numel,), a copy of the local shard in the wire dtype
     device_writes: int = -1  # guard.num_writes when it was filled, -1: it is not
+    all_gather: AllGather | None = None  # into `gather_output`, made ready by the first one
 
 
 class FlatStorage(Registration):
@@ -77,6 +78,7 @@ class FlatStorage(Registration):
     name: str
     layout: FlatLayout
     shard_group: ShardGroup
+    is_sharded: bool  # False only where each rank holds everything: then nothing is gathered
     is_kept: bool  # the unsharded buffer is never freed, see [Note: Kept buffers]
     precision: Precision
     offload: OffloadPolicy
@@ -91,7 +93,8 @@ class FlatStorage(Registration):
     _small_writes: int  # guard.num_writes when the part was kept
     _buffers: Buffers
     _gather: Waitable | None
-    _versions: list[int]  # of the unsharded parameters, while they hold values
+    _watched: list[Tensor]  # the unsharded parameters, or plain aliases of the same version
+    _versions: list[int]  # theirs, while they hold values
     _has_new_versions: bool  # gradients were packed in place since the last gather
 
     def _make_buffers(self, dtype: torch.dtype, device: torch.device) -> Buffers:
@@ -162,14 +165,9 @@ class FlatStorage(Registration):
         return self._buffers.is_cast or self._buffers.is_offloaded
 
     @property
-    def is_sharded(self) -> bool:
-        """False only where each rank holds everything: then nothing is gathered."""
-        return self.shard_group.size > 1
-
-    @property
     def is_whole(self) -> bool:
         """Whether the local shard is the unsharded buffer, so that nothing needs to be filled."""
-        return self.shard_group.size == 1 and not self.is_apart
+        return not (self.is_sharded or self.is_apart)
 
     @property
     def is_cast(self) -> bool:
@@ -249,7 +247,7 @@ class FlatStorage(Registration):
         if self._has_new_versions:
             # [Note: Packing in place]: what an earlier forward saved is valid again.
             self._has_new_versions = False
-            restore_versions(self.unsharded_params, self._versions)
+            restore_versions(self._watched, self._versions)
 
     def _issue_gather(self, streams: Streams | None) -> Waitable | None:
         buffers = self._buffers
@@ -268,18 +266,18 @@ class FlatStorage(Registration):
 
     def _start_gather(self) -> Waitable:
         buffers, group = self._buffers, self.shard_group.group
-        numels = self.layout.uneven_numels
-        output = buffers.gather_output
+        numels, output = self.layout.uneven_numels, buffers.gather_output
         has_valid_part = self._small_writes == self.guard.num_writes
         alloc_storage(buffers.unsharded, self.pool)
         if self.small_group is not None and self._small_part is not None and has_valid_part:
             return _collectives.all_gather(output, self._small_part, self.small_group.group)
-        if not self.is_apart:
-            return _collectives.all_gather(output, buffers.local_shard, group, numels)
         # [Note: Main and compute dtype]
-        if buffers.wire_dtype == output.dtype:
-            return _collectives.all_gather(output, self._fill(buffers.own_part), group, numels)
-        return gather_in(buffers.wire_dtype, output, self._on_device(), group, numels)
+        if buffers.wire_dtype != output.dtype:
+            return gather_in(buffers.wire_dtype, output, self._on_device(), group, numels)
+        shard = self._fill(buffers.own_part) if self.is_apart else buffers.local_shard
+        if buffers.all_gather is None:
+            buffers.all_gather = AllGather(output, shard, group, numels)
+        return buffers.all_gather.start()
 
     def _fill(self, target: Tensor) -> Tensor:
         """Copy the local shard to `target` on the device, cast, and return that."""
@@ -377,20 +375,22 @@ class FlatStorage(Registration):
         """Wait until the reduction in flight, if any, needs its buffers no more; free them."""
         if self.grad.is_in_flight:
             self.grad.advance()
-            self._offload_gradient()
+            if self.host_grad is not None:
+                self._offload_gradient(self.host_grad)
             self._free_unused()
 
     def finish_reduction(self) -> None:
         """Wait for the reduction in flight, if any, and free its buffers."""
         if self.grad.is_in_flight:
             self.grad.finish()
-            self._offload_gradient()
+            if self.host_grad is not None:
+                self._offload_gradient(self.host_grad)
             self._free_unused()
 
-    def _offload_gradient(self) -> None:
+    def _offload_gradient(self, host: HostGradient) -> None:
         """Send what has been reduced to the host, beside the rest of the backward."""
-        if self.host_grad is not None and self.grad.reduced is not None:
-            self.host_grad.receive(self.grad.reduced, [p.sharded for p in self.shown_at_rest])
+        if self.grad.reduced is not None:
+            host.receive(self.grad.reduced, [p.sharded for p in self.shown_at_rest])
             self.grad.reduced = None
 
     def _free_unused(self) -> None:

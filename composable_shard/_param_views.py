@@ -34,17 +34,11 @@ GradientHook = Callable[["ParamViews", int], None]
 class ParamViews(ShardAccess):
     """The sharded and the unsharded parameters of a handle, kept in step with its buffers."""
 
+    is_attached: bool  # the unsharded parameters and their hooks exist
     requires_grad: bool
     written_back: int  # guard.num_writes after the last writeback by hand
     is_unsynced: bool  # gradients of earlier microbatches wait for a reduction
-    # The unsharded parameters, or plain aliases of the same version, which are faster to ask.
-    _watched: list[Tensor]
     _on_gradient: GradientHook | None
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the unsharded parameters and their hooks exist."""
-        return self._on_gradient is not None
 
     def attach(self, on_gradient: GradientHook) -> None:
         """Build the unsharded parameters and their hooks; the entries' slots are final now.
@@ -53,7 +47,7 @@ class ParamViews(ShardAccess):
             on_gradient: Called as `on_gradient(handle, index)` when the full gradient of a
                 parameter has been accumulated, in the thread that runs the backward.
         """
-        self._on_gradient = on_gradient
+        self._on_gradient, self.is_attached = on_gradient, True
         # Inference tensors could never be trained, whatever context the first call runs in.
         with torch.inference_mode(False), torch.no_grad():
             self._build_unsharded_params()

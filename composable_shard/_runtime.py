@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -215,14 +215,29 @@ class _OutputReached:
 
 def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, bool]:
     extents = [extent for handle in state.needed if (extent := handle.unsharded_extent)]
-    if extents and any(_is_within(extents, tensor) for tensor in _tensors(output)):
+    tensors = _tensors(output)
+    if extents and any([_is_within(extents, tensor) for tensor in tensors]):
         output = map_tensors(output, partial(_copy_alias, extents))
+        tensors = _tensors(output)
     if not torch.is_grad_enabled():
         return output, False
-    output = _with_own_nodes(context, state, output)
+    # An input, or the output of a unit inside, may come through unchanged, perhaps on this rank
+    # only. With nodes of their own the backward reaches the units in the same order on all ranks.
+    newest = max(state.call_sequence_nr, context.output_sequence_nr)
+    if any([_is_older(tensor, newest) for tensor in tensors]):
+        output = map_tensors(
+            output, lambda tensor: tensor.view_as(tensor) if _is_older(tensor, newest) else tensor
+        )
+        tensors = _tensors(output)
+    context.output_sequence_nr = _next_sequence_nr()
+    return output, _register(context, state, tensors)
+
+
+def _register(context: TreeContext, state: ShardState, tensors: Sequence[Tensor]) -> bool:
+    """Let the backward tell when it reaches outputs of the unit; return whether it may."""
     hook = None
     is_armed = False
-    for tensor in _tensors(output):
+    for tensor in tensors:
         if tensor.requires_grad and tensor.grad_fn is not None:
             if hook is None:
                 hook = _OutputReached(state, context)
@@ -235,22 +250,7 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
     if is_armed:
         context.armed.pop(state.ref, None)
         context.armed[state.ref] = None
-    return output, is_armed
-
-
-def _with_own_nodes(context: TreeContext, state: ShardState, output: Any) -> Any:
-    """Return the output with an autograd node of the unit's own for each tensor.
-
-    An input, or the output of a unit inside, may come through unchanged, perhaps on this rank
-    only. With nodes of their own the backward reaches the units in the same order on all ranks.
-    """
-    newest = max(state.call_sequence_nr, context.output_sequence_nr)
-    if any([_is_older(tensor, newest) for tensor in _tensors(output)]):
-        output = map_tensors(
-            output, lambda tensor: tensor.view_as(tensor) if _is_older(tensor, newest) else tensor
-        )
-    context.output_sequence_nr = _next_sequence_nr()
-    return output
+    return is_armed
 
 
 def _is_older(tensor: Tensor, sequence_nr: int) -> bool:
@@ -275,9 +275,9 @@ def _copy_alias(extents: list[tuple[int, int]], tensor: Tensor) -> Tensor:
     return tensor.clone() if _is_within(extents, tensor) else tensor
 
 
-def _tensors(output: Any) -> Iterable[Tensor]:
+def _tensors(output: Any) -> Sequence[Tensor]:
     """Return the tensors in an output, which mostly is one."""
-    return (output,) if isinstance(output, Tensor) else iter_tensors(output)
+    return (output,) if isinstance(output, Tensor) else list(iter_tensors(output))
 
 
 def _count_writes(state: ShardState) -> int:

@@ -176,7 +176,7 @@ class ShardState:
     @property
     def is_in_scope(self) -> bool:
         """Whether `unshard_params` shows any of its handles, perhaps for a unit it borrows from."""
-        return any(handle.is_in_scope for handle in self.needed)
+        return any([handle.is_in_scope for handle in self.needed])
 
     def transition(self, target: TrainingState) -> None:
         """Change the training state.

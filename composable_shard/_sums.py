@@ -59,6 +59,8 @@ class PendingReduction:
         """Wait for the reduction and return its output, shape `(shard_numel,)`."""
         if self._work is not None:
             self._work.wait()
+        if self._terms is None and self._scale == 1.0:
+            return self.output
         with INSIDE:
             terms = self._terms
             if terms is not None and terms.dim() == 2:

@@ -36,19 +36,25 @@ def open_unit(context: TreeContext, state: ShardState, position: int) -> None:
     A handle that several units compute with (tied weights) ends with the first of their calls;
     -1 stands for the end of the backward. [Note: End of a unit]
     """
-    owned = [(state, handle) for handle in state.handles]
-    owned += [(owner, handle) for handle in state.borrowed if (owner := context.owner_of(handle))]
-    for owner, handle in owned:
-        if handle.end_position is not None:
-            if position >= handle.end_position:
-                continue
-            context.open_handles = [item for item in context.open_handles if item[2] is not handle]
-        elif position >= 0 and handle in context.in_flight:
-            # A late gradient waits for its last reduction, perhaps on this rank only: the second
-            # stage must be issued before. [Note: Two stages]
-            advance_in_flight(context)
-        handle.end_position = position
-        insort(context.open_handles, (position, owner, handle), key=lambda item: -item[0])
+    for handle in state.needed:
+        if handle.end_position is not None and position >= handle.end_position:
+            continue
+        owner = context.owner_of(handle) if handle in state.borrowed else state
+        if owner is not None:
+            _open_handle(context, owner, handle, position)
+
+
+def _open_handle(
+    context: TreeContext, owner: ShardState, handle: FlatParamHandle, position: int
+) -> None:
+    if handle.end_position is not None:
+        context.open_handles = [item for item in context.open_handles if item[2] is not handle]
+    elif position >= 0 and handle in context.in_flight:
+        # A late gradient waits for its last reduction, perhaps on this rank only: the second
+        # stage must be issued before. [Note: Two stages]
+        advance_in_flight(context)
+    handle.end_position = position
+    insort(context.open_handles, (position, owner, handle), key=lambda item: -item[0])
 
 
 def end_units_after(context: TreeContext, position: int) -> None:

@@ -40,11 +40,14 @@ class UseExchange:
 
     def finish(self) -> list[list[int]]:
         """Wait, and return the largest numbers that any rank gave, in the order of `values`."""
-        received = {key: iter(mesh.finish()) for key, mesh in self._meshes.items()}
-        return [
-            [next(received[key]) for _ in range(size)]
-            for key, size in zip(self._keys, self._sizes, strict=True)
-        ]
+        received = {key: mesh.finish() for key, mesh in self._meshes.items()}
+        ends = dict.fromkeys(received, 0)
+        largest = []
+        for key, size in zip(self._keys, self._sizes, strict=True):
+            start = ends[key]
+            ends[key] = end = start + size
+            largest.append(received[key][start:end])
+        return largest
 
     def abandon(self) -> None:
         """Wait until nothing is in flight; errors of the collectives are ignored."""
@@ -66,7 +69,7 @@ class _MeshExchange:
         self._works: list[dist.Work] = []
         # A rank that gives nothing but the highest knows the answer: it waits for nothing before
         # the end, and reads nothing back from the device.
-        self._is_known = all(number == highest for number in numbers)
+        self._is_known = numbers.count(highest) == len(numbers)
         self._sent = _send(numbers, device)
         for index, group in enumerate(groups):
             if index and self._is_known:

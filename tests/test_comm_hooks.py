@@ -17,6 +17,7 @@ from composable_shard import (
     MixedPrecisionPolicy,
     ReductionStage,
     ShardingStrategy,
+    _algorithms,
     _collectives,
     fully_shard,
     get_handles,
@@ -602,8 +603,8 @@ def _sums_by(path: str) -> Iterator[None]:
     """Choose how a group of this size reduces: as small, as larger, and as very large ones do."""
     limits = {"exchange": (8, 64), "all-to-all": (0, 64), "backend": (0, 0)}[path]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_collectives, "_MAX_EXCHANGE_SIZE", limits[0])
-        patch.setattr(_collectives, "_MAX_ALL_TO_ALL_SIZE", limits[1])
+        patch.setattr(_algorithms, "_MAX_EXCHANGE_SIZE", limits[0])
+        patch.setattr(_algorithms, "_MAX_ALL_TO_ALL_SIZE", limits[1])
         yield
 
 

@@ -30,6 +30,7 @@ from composable_shard import (
     get_handles,
     no_sync,
 )
+from composable_shard._collectives import AllGather, ReduceScatter
 from composable_shard._exchange import Works, exchange
 from tests.helpers import assert_equal, distributed
 from tests.models import FailingMode, Net, assert_at_rest, rank_input, shard_blocks
@@ -238,8 +239,8 @@ def _fail_every_call(
 
         def fail(model: nn.Module, failing: _Failing = failing) -> None:
             with monkeypatch.context() as patch:
-                for place in places:
-                    patch.setattr(place, name, failing)
+                for place in places:  # in a function, which a class makes a method of
+                    patch.setattr(place, name, lambda *args, **kwargs: failing(*args, **kwargs))
                 _forward_and_backward(model)
             if failing.calls < failing.k:
                 raise torch.OutOfMemoryError("there is no k-th call")
@@ -258,13 +259,20 @@ def test_out_of_memory_in_any_allocation_leaves_the_next_step_right() -> None:
     assert num_calls >= 7  # at least every gather of a step
 
 
+_ISSUED_BY: dict[str, tuple[list[Any], str]] = {
+    "all_gather": ([AllGather], "start"),
+    "reduce_scatter": ([ReduceScatter], "start"),
+    "all_reduce": ([_collectives], "all_reduce"),
+}
+
+
 @pytest.mark.deadline(240)
-@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("name", _ISSUED_BY)
 @distributed(2, timeout=200)
 def test_error_in_any_collective_leaves_the_next_step_right(name: str) -> None:
     """The k-th collective fails on all ranks alike, for every k."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        num_calls = _fail_every_call(monkeypatch, [_collectives], name)
+        num_calls = _fail_every_call(monkeypatch, *_ISSUED_BY[name])
     assert num_calls >= {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 1}[name]
 
 
@@ -275,7 +283,7 @@ def test_error_in_any_collective_leaves_kept_buffers_right(strategy: ShardingStr
     """What a gather in place, or a reduction in place, left half-done is never used."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name in ("all_gather", "reduce_scatter", "all_reduce"):
-            _fail_every_call(monkeypatch, [_collectives], name, strategy=strategy)
+            _fail_every_call(monkeypatch, *_ISSUED_BY[name], strategy=strategy)
 
 
 @distributed(2)
@@ -476,15 +484,13 @@ def test_error_while_waiting_for_any_gather_leaves_the_next_step_right(
     policy: str, num_gathers: int
 ) -> None:
     """What a gather that failed left in the buffer is never used."""
-    all_gather = _collectives.all_gather
+    start = AllGather.start
     for k in itertools.count(1):
         counter = _Failing(lambda: None, k, RuntimeError)
 
         def fail(model: nn.Module, counter: _Failing = counter) -> None:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(
-                    _collectives, "all_gather", lambda *a: _FailingWork(all_gather(*a), counter)
-                )
+                patch.setattr(AllGather, "start", lambda *a: _FailingWork(start(*a), counter))
                 _forward_and_backward(model)
             raise RuntimeError("there is no k-th gather")
 

@@ -28,7 +28,7 @@ from composable_shard import (
     FlatShard,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    _collectives,
+    _algorithms,
     by_class,
     fully_shard,
     get_handles,
@@ -287,8 +287,8 @@ def test_deferred_all_reduce_adds_up_in_the_main_dtype(strategy: ShardingStrateg
 def test_collectives_of_the_backend_train_alike(strategy: ShardingStrategy, policy: str) -> None:
     """Where groups are too large for this library to add up itself, within rounding."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_collectives, "_MAX_EXCHANGE_SIZE", 0)
-        patch.setattr(_collectives, "_MAX_ALL_TO_ALL_SIZE", 0)
+        patch.setattr(_algorithms, "_MAX_EXCHANGE_SIZE", 0)
+        patch.setattr(_algorithms, "_MAX_ALL_TO_ALL_SIZE", 0)
         _train(strategy, POLICIES[policy])
 
 

@@ -16,7 +16,7 @@ from composable_shard import (
     FlatParamHandle,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    _collectives,
+    _algorithms,
     _wire,
     fully_shard,
     get_handles,
@@ -317,7 +317,7 @@ def test_bytes_of_the_backends_all_gather() -> None:
     """Large groups gather by way of the backend, which carries bytes."""
     expected = _loss(_make("e4m3")).detach()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_collectives, "_MAX_EXCHANGE_SIZE", 0)
+        patch.setattr(_algorithms, "_MAX_EXCHANGE_SIZE", 0)
         assert_equal(_loss(_make("e4m3")).detach(), expected)
 
 

@@ -23,7 +23,7 @@ from composable_shard import (
     OffloadPolicy,
     ShardingStrategy,
     StateDictOptions,
-    _collectives,
+    _algorithms,
     _full_values,
     count_collectives,
     fully_shard,
@@ -180,7 +180,7 @@ _WAYS = {
 def _received(way: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_full_values, "_MIN_ALONE_NBYTES", _WAYS[way][0])
-        patch.setattr(_collectives, "_MAX_EXCHANGE_SIZE", _WAYS[way][1])
+        patch.setattr(_algorithms, "_MAX_EXCHANGE_SIZE", _WAYS[way][1])
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_shard import _collectives
+from composable_shard import _algorithms, _collectives
 from composable_shard._collectives import count_collectives
 from tests.helpers import assert_equal, distributed
 
@@ -29,8 +29,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.complex64]
 def ways(name: str) -> Iterator[None]:
     """Choose how a group of this size sends: as small, as larger, and as very large ones do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_collectives, "_MAX_EXCHANGE_SIZE", WAYS[name][0])
-        patch.setattr(_collectives, "_MAX_ALL_TO_ALL_SIZE", WAYS[name][1])
+        patch.setattr(_algorithms, "_MAX_EXCHANGE_SIZE", WAYS[name][0])
+        patch.setattr(_algorithms, "_MAX_ALL_TO_ALL_SIZE", WAYS[name][1])
         yield
 
 

@@ -35,6 +35,7 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
+from composable_shard._collectives import AllGather
 from composable_shard._state import TrainingState
 from tests.helpers import assert_equal, distributed
 from tests.models import FailingMode, Net, assert_at_rest, rank_input, shard_blocks
@@ -868,13 +869,13 @@ def test_a_failing_gather_of_what_is_held_shows_shards() -> None:
     """After the write-back: freed full values must not be shown, for reading them would crash."""
     model = _make()
     unshard(model, recurse=True)
-    failing = _Failing(_collectives.all_gather, 2, in_wait=False)
+    failing = _Failing(AllGather.start, 2, in_wait=False)
     with (
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(RuntimeError, match="planned"),
         unshard_params(model),
     ):
-        _edit_and(lambda _: patch.setattr(_collectives, "all_gather", failing), model)
+        _edit_and(lambda _: patch.setattr(AllGather, "start", lambda ready: failing(ready)), model)
     assert all(isinstance(param, FlatShard) for param in model.parameters())
     torch.manual_seed(0)
     plain = Net()
