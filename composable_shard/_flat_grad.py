@@ -78,7 +78,8 @@ class FlatGradient:
         self._layout = layout
         self._shard_group = shard_group
         self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
-        self.arrived, self.num_arrived = [False] * len(layout.numels), 0
+        self.arrived = [False] * len(layout.numels)
+        self.num_arrived = 0
         self._was_used = [False] * len(layout.numels)
         self.reduced: Tensor | None = None
         self.uses_shared = False
@@ -117,7 +118,8 @@ class FlatGradient:
             main_dtype: That of `reduced`.
         """
         self.drop()
-        group, self._own_part = self._shard_group, None
+        group = self._shard_group
+        self._own_part = None
         self._own = torch.empty_like(shared, dtype=reduce_dtype)
         self._result = self._own.new_empty(0, dtype=main_dtype)
         self.reduction.bind(reduce_dtype, main_dtype)
@@ -142,7 +144,8 @@ class FlatGradient:
         """Give up the buffers, of parameters that are frozen now; published gradients stay."""
         self.drop()
         self._own = self._shared = self._result = torch.empty(0)
-        self._own_part, self._own_views, self._shared_views = None, [], []
+        self._own_part = None
+        self._own_views, self._shared_views = [], []
 
     @property
     def used(self) -> list[bool]:
@@ -220,10 +223,7 @@ class FlatGradient:
         if indices and views is not None:
             chosen = [views[index] for index in indices]
             waiting = [params[index] for index in indices]
-            span = None
-            if self._factor is not None and self.can_share:  # else scaled before they are cast
-                span = self.small.span_of(indices, self._shared if self.uses_shared else self._own)
-            for position in write_gradients(chosen, waiting, self._factor, span):
+            for position in write_gradients(chosen, waiting, self._factor):
                 self.arrived[indices[position]] = True
                 self.num_arrived += 1
 

@@ -27,12 +27,11 @@ class SmallGradients:
         indices: The parameters whose gradients wait, in the order in which they came.
     """
 
-    __slots__ = ("_may_wait", "_nbytes", "_ranges", "_room", "indices")
+    __slots__ = ("_may_wait", "_nbytes", "_room", "indices")
 
     def __init__(self) -> None:
         self.indices: list[int] = []
         self._nbytes: list[int] = []
-        self._ranges: list[tuple[int, int]] = []  # of elements of the buffer
         self._may_wait: list[bool] | None = None  # by parameter; None while none may
         self._room = 0
 
@@ -40,10 +39,6 @@ class SmallGradients:
         """Take the sizes of the gradients from the views that they are packed into."""
         self.close()
         self._nbytes = [view.nbytes for view in views]
-        starts = [int(view.storage_offset()) for view in views]
-        self._ranges = [
-            (start, start + view.numel()) for start, view in zip(starts, views, strict=True)
-        ]
 
     def open(self, has_arrived: Sequence[bool]) -> None:
         """Let gradients wait from now on: small ones that are not in the buffer yet."""
@@ -62,16 +57,6 @@ class SmallGradients:
         """Return the parameters whose gradients are to be packed now."""
         indices, self.indices, self._room = self.indices, [], _BATCH_NBYTES
         return indices
-
-    def span_of(self, indices: list[int], buffer: Tensor) -> Tensor | None:
-        """Return the part of a buffer from the first to the last of these parameters, a view.
-
-        None where others' gradients lie in between.
-        """
-        first, last = min(indices), max(indices)
-        if last - first >= len(indices):
-            return None
-        return buffer[self._ranges[first][0] : self._ranges[last][1]]
 
     def receive(self, index: int, arrive: Callable[[int], object], _: Tensor) -> None:
         """Let the gradient of parameter `index` wait if it may and there is room; else arrive.
@@ -99,38 +84,23 @@ def write_gradient(view: Tensor, gradient: Tensor, factor: Tensor | None) -> Non
 
 
 def write_gradients(
-    views: Sequence[Tensor],
-    params: Sequence[nn.Parameter | None],
-    factor: Tensor | None,
-    span: Tensor | None = None,
+    views: Sequence[Tensor], params: Sequence[nn.Parameter | None], factor: Tensor | None
 ) -> list[int]:
     """Move the gradients of parameters, times a tensor of 0 dimensions, into views.
-
-    Args:
-        views: One for each parameter.
-        params: Where the gradients are.
-        factor: What they are multiplied with.
-        span: Memory of the gradients' dtype that the views fill, but for padding. If there is a
-            gradient for each view, one kernel scales all of it, while it is in the cache.
 
     Returns:
         The positions of those that have one: a hook of a user may have taken it away.
     """
     positions, targets, gradients = [], [], []
-    is_dense = True
-    for position, param in enumerate(params):
+    for position, (view, param) in enumerate(zip(views, params, strict=True)):
         gradient = None if param is None else param.grad
         if gradient is not None:
             param.grad = None  # type: ignore[union-attr]
             positions.append(position)
-            targets.append(views[position])
+            targets.append(view)
             gradients.append(gradient)
-            is_dense = is_dense and not gradient.is_sparse
-    is_span_full = span is not None and len(targets) == len(params)
-    if targets and is_dense and (factor is None or is_span_full):
+    if factor is None and targets and not any(gradient.is_sparse for gradient in gradients):
         torch._foreach_copy_(targets, gradients)
-        if factor is not None and span is not None:
-            span.mul_(factor)
         return positions
     for view, gradient in zip(targets, gradients, strict=True):
         write_gradient(view, gradient, factor)

@@ -63,36 +63,6 @@ def test_what_waits_is_written_in_one_go(factor: float | None) -> None:
     assert all(param.grad is None for param in params)
 
 
-@pytest.mark.parametrize("lacks", [None, 0, 1])
-def test_neighbours_are_scaled_together(lacks: int | None) -> None:
-    """If each has a gradient; what lies beside them, or is another's, stays as it is."""
-    buffer = torch.full((12,), -1.0)
-    views = [buffer[1:4], buffer[4:7], buffer[8:11]]
-    params = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
-    for index, param in enumerate(params):
-        if index != lacks:
-            param.grad = torch.tensor([1.0, 3.0, 5.0]) * (index + 1)
-    small = SmallGradients()
-    small.bind(views)
-    assert small.span_of([2, 0], buffer) is None
-    span = small.span_of([1, 0], buffer)
-    assert span is not None
-    assert span.data_ptr() == views[0].data_ptr()
-    assert span.numel() == 6
-    chosen = [1, 0]
-    written = write_gradients(
-        [views[index] for index in chosen],
-        [params[index] for index in chosen],
-        torch.tensor(0.5),
-        span,
-    )
-    assert [chosen[position] for position in written] == [i for i in chosen if i != lacks]
-    for index in chosen:
-        expected = torch.tensor([0.5, 1.5, 2.5]) * (index + 1)
-        assert_equal(views[index], torch.full((3,), -1.0) if index == lacks else expected)
-    assert_equal(buffer[[0, 7, 8, 11]], torch.full((4,), -1.0))
-
-
 class _Mixed(nn.Module):
     """Small parameters around one that is too large to wait; one is used twice, one not always."""
 
