@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import _collectives, clip_grad_norm_, fully_shard, get_handles, no_sync
 from composable_shard._collectives import CollectiveLog, count_collectives
+from composable_shard._exchange import exchange
 from composable_shard._trace import Event, trace_events
 from tests.helpers import distributed
 
@@ -149,6 +151,14 @@ def test_forward_gathers_the_next_unit_before_the_current_one_computes() -> None
     names = ["Stack", *(f"blocks.{i}" for i in range(NUM_BLOCKS))]
     for current, following in pairwise(names):
         assert _position(events, "issue_gather", following) < _position(events, "compute", current)
+
+
+def test_sends_are_posted_before_receives() -> None:
+    """Posted first, receives would wake the other rank for each: benchmarks/wire.py."""
+    group = Mock()
+    exchange([(1, torch.ones(2)), (2, torch.ones(2))], [(1, torch.ones(2))], group).wait()
+    posted = [name for name, *_ in group.mock_calls if name in ("send", "recv")]
+    assert posted == ["send", "send", "recv"]
 
 
 @pytest.mark.parametrize(
