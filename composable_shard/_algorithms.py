@@ -75,9 +75,16 @@ def is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
     return found
 
 
-# For the CPU. Asked several times for each unit.
+# For the CPU. What is not made ready once, as gathers over small groups, asks each time.
 _has_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    return group._get_backend(device).name().lower()
+    """Return the name of the backend for a device; empty where there is none.
+
+    Who only keeps a model there, as after `model.cpu()`, needs none; a collective says so itself.
+    """
+    try:
+        return group._get_backend(device).name().lower()
+    except RuntimeError:
+        return ""

@@ -122,7 +122,7 @@ class FlatGradient:
         self._own_part = None
         self._own = torch.empty_like(shared, dtype=reduce_dtype)
         self._result = self._own.new_empty(0, dtype=main_dtype)
-        self.reduction.bind(reduce_dtype, main_dtype)
+        self.reduction.bind(reduce_dtype, main_dtype, shared.device)
         self.can_share = reduce_dtype == shared.dtype
         self.packs_always = self.is_persistent or not self.can_share
         self._own_views = [

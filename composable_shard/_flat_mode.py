@@ -119,15 +119,17 @@ def show_flat(handle: FlatParamHandle) -> None:
 
 def show_originals(handle: FlatParamHandle) -> None:
     """Show the original parameters instead of the flat one; gradients move. No communication."""
-    if handle.shows_flat and handle.flat is not None:
-        handle.unhide_all()
-        for entry in handle.entries:
-            entry.sharded.requires_grad = handle.flat.sharded.requires_grad
-        with torch.no_grad():
-            _move_gradients_to_originals(handle, handle.flat)
-        handle.shows_flat = False
-        handle.hide_unshown()
-        handle.index_slots()
+    flat = handle.flat
+    if not handle.shows_flat or flat is None:
+        return  # before the first forward there is no list of slots to show them by
+    handle.unhide_all()
+    for entry in handle.entries:
+        entry.sharded.requires_grad = flat.sharded.requires_grad
+    with torch.no_grad():
+        _move_gradients_to_originals(handle, flat)
+    handle.shows_flat = False
+    handle.hide_unshown()
+    handle.index_slots()
     handle.unsharded_flat = None
     handle.show_again()
     handle.flat_slot.remove()

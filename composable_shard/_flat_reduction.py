@@ -83,8 +83,10 @@ class FlatReduction:
         self._done: StreamPoint | None = None
         self._read: tuple[Tensor | None, ...] = ()
 
-    def bind(self, reduce_dtype: torch.dtype, main_dtype: torch.dtype) -> None:
-        """Get ready for buffers of this dtype.
+    def bind(
+        self, reduce_dtype: torch.dtype, main_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Get ready for buffers of this dtype and device, which need not be the mesh's.
 
         The second stage travels in the dtype of the first. A main dtype that is narrower than that
         of the gradients on the way is for the result, which is rounded to it once.
@@ -96,7 +98,7 @@ class FlatReduction:
         )
         if group.size > 1:
             self._reduce_scatter = ReduceScatter(
-                group.group, reduce_dtype, group.device, self._layout.uneven_numels
+                group.group, reduce_dtype, device, self._layout.uneven_numels
             )
 
     def scratch_parts(self, *, in_place: bool) -> int:

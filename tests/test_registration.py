@@ -15,6 +15,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from benchmarks.free_group import free_world
 from composable_shard import (
     FlatShard,
     fully_shard,
@@ -85,6 +86,19 @@ def test_gradients_move_with_the_form() -> None:
     assert_same_values(full_values(model), before)
     assert states == [state.training_state for state in get_states(model)]
     assert_at_rest(model)
+
+
+def test_originals_stay_shown_before_the_first_forward() -> None:
+    """Of a model that was just sharded, and of a copy, which makes buffers of its own as well."""
+    with free_world(2):
+        model = _make_original()
+        register_orig_params(model)
+        assert names(model) == _NET_NAMES
+        model(torch.ones(2, 5)).sum().backward()
+        twin = copy.deepcopy(model)
+        register_orig_params(twin)
+        assert names(twin) == _NET_NAMES
+        assert all(param.grad is not None for param in twin.parameters())
 
 
 @distributed(1, 2)

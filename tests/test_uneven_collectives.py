@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_shard import _algorithms, _collectives
+from benchmarks.free_group import FreeGroup
+from composable_shard import FlatLayout, _algorithms, _collectives
 from composable_shard._collectives import count_collectives
+from composable_shard._flat_reduction import FlatReduction
+from composable_shard._mesh import ShardGroup
 from tests.helpers import assert_equal, distributed
 
 WAYS = {"exchange": (8, 64), "all-to-all": (0, 64), "backend": (0, 0)}
@@ -111,3 +116,23 @@ def test_the_memory_for_terms_is_bounded() -> None:
                 assert _collectives.scratch_parts(group, input, numels, in_place=True) == num_parts
             low = torch.empty(16, dtype=torch.bfloat16)
             assert _collectives.scratch_parts(group, low, [16, 0, 0, 0], in_place=True) == 4
+
+
+class _TwoBackends(FreeGroup):
+    """As `init_process_group("cpu:gloo,cuda:nccl")` makes them."""
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        name = "gloo" if device.type == "cpu" else "nccl"
+        return SimpleNamespace(name=lambda: name)
+
+
+def test_algorithm_is_that_of_the_buffers_device() -> None:
+    """Not of the mesh's, which a model has left with `model.cpu()`; there need not be any."""
+    dtype = torch.float32
+    group = ShardGroup(_TwoBackends(0, 2), 0, 2, torch.device("cuda"))
+    reduction = FlatReduction(group, FlatLayout.plan([8], 2, 4))
+    for device, num_parts in (("cuda", 0), ("cpu", 1), ("xpu", 0)):
+        reduction.bind(dtype, dtype, torch.device(device))
+        assert reduction.scratch_parts(in_place=True) == num_parts
