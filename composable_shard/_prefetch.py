@@ -10,7 +10,7 @@ the next unit, or so many bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
 from composable_shard._state import ShardState, StateRef, TrainingState, TreeContext
@@ -65,18 +65,21 @@ def gather_ahead(context: TreeContext, targets: list[ShardState], *, are_chosen:
         are_chosen: Whether the user chose them.
     """
     if targets and not are_chosen and context.prefetched:
-        drop_prefetched(context, keeps_chosen=True)
+        # Where a unit runs again the ones after it may be on their way already.
+        chosen = [target for target, is_chosen in context.prefetched.items() if is_chosen]
+        drop_prefetched(context, keeps={*chosen, *targets})
     for target in targets:
+        # Before its gathers: should one fail, the others are freed.
+        context.prefetched[target] = are_chosen or context.prefetched.get(target, False)
         for handle in target.needed:
             if handle.is_attached and not handle.is_registered_unsharded:
                 handle.unshard(context.streams)
-        context.prefetched[target] = are_chosen
 
 
-def drop_prefetched(context: TreeContext, *, keeps_chosen: bool = False) -> None:
-    """Free what was gathered ahead for units that did not run."""
-    for unused, is_chosen in list(context.prefetched.items()):
-        if is_chosen and keeps_chosen:
+def drop_prefetched(context: TreeContext, *, keeps: Collection[ShardState] = ()) -> None:
+    """Free what was gathered ahead for units that did not run, but for some."""
+    for unused in list(context.prefetched):
+        if unused in keeps:
             continue
         del context.prefetched[unused]
         if unused.training_state is not TrainingState.IDLE:

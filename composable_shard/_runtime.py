@@ -126,16 +126,17 @@ def _unshard_for_forward(context: TreeContext, state: ShardState, leader: ShardS
     ahead = choose_ahead(context, state, chosen, upcoming)
     for target in ahead:
         prepare(target)
+    if not state.is_in_pass:
+        # Before anything is gathered: after an error `leave_pass` frees it.
+        state.is_in_pass = True
+        for handle in needed:
+            handle.num_holders += 1
     for handle in needed:
         handle.unshard(context.streams)
     if ahead:
         gather_ahead(context, ahead, are_chosen=chosen is not None)
     for handle in needed:
         handle.wait_unshard()
-    if not state.is_in_pass:
-        state.is_in_pass = True
-        for handle in needed:
-            handle.num_holders += 1
     for handle in needed:
         handle.register_unsharded()
 

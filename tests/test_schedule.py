@@ -173,6 +173,39 @@ def test_small_units_are_gathered_several_at_a_time(units_at_once: int, batches:
     assert [number for number in found if number] == 2 * batches
 
 
+class _Repeated(nn.Module):
+    """A shared layer before each of many small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(5, 5)
+        self.own = nn.ModuleList(nn.Linear(5, 5) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what has the input's shape, (batch, 5)."""
+        for layer in self.own:
+            x = torch.tanh(layer(self.shared(x)))
+        return x
+
+
+@pytest.mark.parametrize("units_at_once", [0, 3, 99])
+@distributed(2)
+def test_what_is_on_its_way_stays_when_a_unit_that_runs_again_is_gathered(
+    units_at_once: int,
+) -> None:
+    """The shared layer is gathered for each of its calls, each of the others once."""
+    model = _Repeated()
+    nbytes = units_at_once * 4 * 30
+    for layer in (model.shared, *model.own):
+        fully_shard(layer, prefetch_nbytes=nbytes)
+    fully_shard(model, prefetch_nbytes=nbytes)
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+        with count_collectives() as log:
+            model(torch.ones(2, 5))
+    assert log.count("all_gather") == 2 * NUM_BLOCKS
+
+
 @distributed(2)
 def test_what_was_gathered_ahead_in_vain_is_freed() -> None:
     """The order changes: a unit that is left out holds nothing after the forward, nor before."""
