@@ -64,10 +64,6 @@ def gather_ahead(context: TreeContext, targets: list[ShardState], *, are_chosen:
         targets: What `choose_ahead` returned.
         are_chosen: Whether the user chose them.
     """
-    if targets and not are_chosen and context.prefetched:
-        # Where a unit runs again the ones after it may be on their way already.
-        chosen = [target for target, is_chosen in context.prefetched.items() if is_chosen]
-        drop_prefetched(context, keeps={*chosen, *targets})
     for target in targets:
         # Before its gathers: should one fail, the others are freed.
         context.prefetched[target] = are_chosen or context.prefetched.get(target, False)
@@ -76,10 +72,12 @@ def gather_ahead(context: TreeContext, targets: list[ShardState], *, are_chosen:
                 handle.unshard(context.streams)
 
 
-def drop_prefetched(context: TreeContext, *, keeps: Collection[ShardState] = ()) -> None:
+def drop_prefetched(
+    context: TreeContext, *, keeps: Collection[ShardState] = (), keeps_chosen: bool = False
+) -> None:
     """Free what was gathered ahead for units that did not run, but for some."""
-    for unused in list(context.prefetched):
-        if unused in keeps:
+    for unused, is_chosen in list(context.prefetched.items()):
+        if unused in keeps or (is_chosen and keeps_chosen):
             continue
         del context.prefetched[unused]
         if unused.training_state is not TrainingState.IDLE:

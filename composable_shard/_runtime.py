@@ -22,7 +22,12 @@ from composable_shard._calls import (
 from composable_shard._early_gradients import check_not_written
 from composable_shard._lazy_init import lazy_init, prepare, share_context
 from composable_shard._nested import iter_tensors, map_tensors
-from composable_shard._prefetch import choose_ahead, gather_ahead, run_backward_after
+from composable_shard._prefetch import (
+    choose_ahead,
+    drop_prefetched,
+    gather_ahead,
+    run_backward_after,
+)
 from composable_shard._reduction import begin_backward, check_not_in_scope
 from composable_shard._state import ShardState, TrainingState, TreeContext
 from composable_shard._unit_end import end_units_after, open_unit, release_handle
@@ -330,6 +335,10 @@ def pre_backward(call: _OutputReached) -> None:
             handle.unshard(context.streams)
     chosen = state.backward_prefetch
     ahead = choose_ahead(context, state, chosen, run_backward_after(context, state))
+    if ahead and chosen is None and context.prefetched:
+        # A backward may leave units out. A forward in the known order leaves out none of those that
+        # are on their way, and its end frees them if it does.
+        drop_prefetched(context, keeps=ahead, keeps_chosen=True)
     gather_ahead(context, ahead, are_chosen=chosen is not None)
     for handle in state.needed:
         handle.wait_unshard()
