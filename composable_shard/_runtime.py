@@ -333,6 +333,15 @@ def pre_backward(call: _OutputReached) -> None:
         # the place of a value meanwhile: all ranks must decide alike.
         if not handle.is_registered_unsharded:
             handle.unshard(context.streams)
+    _gather_ahead_in_backward(context, state)
+    for handle in state.needed:
+        handle.wait_unshard()
+        handle.register_unsharded()
+    if _trace.logs:
+        _trace.record("compute_backward", state.name)
+
+
+def _gather_ahead_in_backward(context: TreeContext, state: ShardState) -> None:
     chosen = state.backward_prefetch
     ahead = choose_ahead(context, state, chosen, run_backward_after(context, state))
     if ahead and chosen is None and context.prefetched:
@@ -340,11 +349,6 @@ def pre_backward(call: _OutputReached) -> None:
         # are on their way, and its end frees them if it does.
         drop_prefetched(context, keeps=ahead, keeps_chosen=True)
     gather_ahead(context, ahead, are_chosen=chosen is not None)
-    for handle in state.needed:
-        handle.wait_unshard()
-        handle.register_unsharded()
-    if _trace.logs:
-        _trace.record("compute_backward", state.name)
 
 
 def _reach(context: TreeContext, call: _OutputReached) -> None:

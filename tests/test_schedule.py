@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +16,7 @@ from composable_shard import _collectives, clip_grad_norm_, fully_shard, get_han
 from composable_shard._collectives import CollectiveLog, count_collectives
 from composable_shard._trace import Event, trace_events
 from tests.helpers import distributed
+from tests.models import FailingMode
 
 NUM_BLOCKS = 5
 
@@ -306,3 +309,18 @@ def test_a_step_copies_each_gradient_once_and_nothing_else() -> None:
         module.zero_grad()
     copied = _written_bytes(model) - _written_bytes(plain)
     assert copied <= sum(param.numel() * 4 for param in model.parameters()) + 64
+
+
+@distributed(2)
+def test_a_forward_that_fails_in_any_operation_leaves_nothing_gathered() -> None:
+    """Neither of the unit whose gather failed, nor of those ahead."""
+    model = _make(reshard_after_forward=True)
+    for k in itertools.count(1, 3):
+        _step(model)
+        mode = FailingMode(k)
+        with suppress(torch.OutOfMemoryError), mode:
+            model(_tokens())
+        if mode.calls < k:
+            break
+        assert not any(handle.is_unsharded for handle in get_handles(model)), k
+    assert k > 20
