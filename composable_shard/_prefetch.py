@@ -10,7 +10,7 @@ the next unit, or so many bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
 from composable_shard._state import ShardState, StateRef, TrainingState, TreeContext
@@ -64,19 +64,20 @@ def gather_ahead(context: TreeContext, targets: list[ShardState], *, are_chosen:
         targets: What `choose_ahead` returned.
         are_chosen: Whether the user chose them.
     """
-    if targets and not are_chosen and context.prefetched:
-        drop_prefetched(context, keeps_chosen=True)
     for target in targets:
+        # Before its gathers: should one fail, the others are freed.
+        context.prefetched[target] = are_chosen or context.prefetched.get(target, False)
         for handle in target.needed:
             if handle.is_attached and not handle.is_registered_unsharded:
                 handle.unshard(context.streams)
-        context.prefetched[target] = are_chosen
 
 
-def drop_prefetched(context: TreeContext, *, keeps_chosen: bool = False) -> None:
-    """Free what was gathered ahead for units that did not run."""
+def drop_prefetched(
+    context: TreeContext, *, keeps: Collection[ShardState] = (), keeps_chosen: bool = False
+) -> None:
+    """Free what was gathered ahead for units that did not run, but for some."""
     for unused, is_chosen in list(context.prefetched.items()):
-        if is_chosen and keeps_chosen:
+        if unused in keeps or (is_chosen and keeps_chosen):
             continue
         del context.prefetched[unused]
         if unused.training_state is not TrainingState.IDLE:

@@ -22,7 +22,12 @@ from composable_shard._calls import (
 from composable_shard._early_gradients import check_not_written
 from composable_shard._lazy_init import lazy_init, prepare, share_context
 from composable_shard._nested import iter_tensors, map_tensors
-from composable_shard._prefetch import choose_ahead, gather_ahead, run_backward_after
+from composable_shard._prefetch import (
+    choose_ahead,
+    drop_prefetched,
+    gather_ahead,
+    run_backward_after,
+)
 from composable_shard._reduction import begin_backward, check_not_in_scope
 from composable_shard._state import ShardState, TrainingState, TreeContext
 from composable_shard._unit_end import end_units_after, open_unit, release_handle
@@ -126,16 +131,17 @@ def _unshard_for_forward(context: TreeContext, state: ShardState, leader: ShardS
     ahead = choose_ahead(context, state, chosen, upcoming)
     for target in ahead:
         prepare(target)
+    if not state.is_in_pass:
+        # Before anything is gathered: after an error `leave_pass` frees it.
+        state.is_in_pass = True
+        for handle in needed:
+            handle.num_holders += 1
     for handle in needed:
         handle.unshard(context.streams)
     if ahead:
         gather_ahead(context, ahead, are_chosen=chosen is not None)
     for handle in needed:
         handle.wait_unshard()
-    if not state.is_in_pass:
-        state.is_in_pass = True
-        for handle in needed:
-            handle.num_holders += 1
     for handle in needed:
         handle.register_unsharded()
 
@@ -327,14 +333,22 @@ def pre_backward(call: _OutputReached) -> None:
         # the place of a value meanwhile: all ranks must decide alike.
         if not handle.is_registered_unsharded:
             handle.unshard(context.streams)
-    chosen = state.backward_prefetch
-    ahead = choose_ahead(context, state, chosen, run_backward_after(context, state))
-    gather_ahead(context, ahead, are_chosen=chosen is not None)
+    _gather_ahead_in_backward(context, state)
     for handle in state.needed:
         handle.wait_unshard()
         handle.register_unsharded()
     if _trace.logs:
         _trace.record("compute_backward", state.name)
+
+
+def _gather_ahead_in_backward(context: TreeContext, state: ShardState) -> None:
+    chosen = state.backward_prefetch
+    ahead = choose_ahead(context, state, chosen, run_backward_after(context, state))
+    if ahead and chosen is None and context.prefetched:
+        # A backward may leave units out. A forward in the known order leaves out none of those that
+        # are on their way, and its end frees them if it does.
+        drop_prefetched(context, keeps=ahead, keeps_chosen=True)
+    gather_ahead(context, ahead, are_chosen=chosen is not None)
 
 
 def _reach(context: TreeContext, call: _OutputReached) -> None:

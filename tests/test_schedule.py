@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
@@ -16,6 +18,7 @@ from composable_shard._collectives import CollectiveLog, count_collectives
 from composable_shard._exchange import exchange
 from composable_shard._trace import Event, trace_events
 from tests.helpers import distributed
+from tests.models import FailingMode
 
 NUM_BLOCKS = 5
 
@@ -183,6 +186,39 @@ def test_small_units_are_gathered_several_at_a_time(units_at_once: int, batches:
     assert [number for number in found if number] == 2 * batches
 
 
+class _Repeated(nn.Module):
+    """Many small layers, each of which runs before and after a shared one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(5, 5)
+        self.own = nn.ModuleList(nn.Linear(5, 5) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what has the input's shape, (batch, 5)."""
+        for layer in self.own:
+            x = torch.tanh(layer(self.shared(layer(x))))
+        return x
+
+
+@pytest.mark.parametrize("units_at_once", [0, 3, 99])
+@distributed(2)
+def test_what_is_on_its_way_stays_when_a_unit_that_runs_again_is_gathered(
+    units_at_once: int,
+) -> None:
+    """One gather for each call, however many are gathered ahead."""
+    model = _Repeated()
+    nbytes = units_at_once * 4 * 30
+    for layer in (model.shared, *model.own):
+        fully_shard(layer, prefetch_nbytes=nbytes)
+    fully_shard(model, prefetch_nbytes=nbytes)
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+        with count_collectives() as log:
+            model(torch.ones(2, 5))
+    assert log.count("all_gather") == 3 * NUM_BLOCKS
+
+
 @distributed(2)
 def test_what_was_gathered_ahead_in_vain_is_freed() -> None:
     """The order changes: a unit that is left out holds nothing after the forward, nor before."""
@@ -283,3 +319,18 @@ def test_a_step_copies_each_gradient_once_and_nothing_else() -> None:
         module.zero_grad()
     copied = _written_bytes(model) - _written_bytes(plain)
     assert copied <= sum(param.numel() * 4 for param in model.parameters()) + 64
+
+
+@distributed(2)
+def test_a_forward_that_fails_in_any_operation_leaves_nothing_gathered() -> None:
+    """Neither of the unit whose gather failed, nor of those ahead."""
+    model = _make(reshard_after_forward=True)
+    for k in itertools.count(1, 3):
+        _step(model)
+        mode = FailingMode(k)
+        with suppress(torch.OutOfMemoryError), mode:
+            model(_tokens())
+        if mode.calls < k:
+            break
+        assert not any(handle.is_unsharded for handle in get_handles(model)), k
+    assert k > 20
