@@ -54,7 +54,8 @@ def reduce_by_collective(case: Case) -> None:
 
 def reduce_as_the_library(case: Case) -> None:
     scratch = None if case.size == 2 else case.terms
-    _collectives.reduce_scatter(case.output, case.full, scratch, case.group).finish()
+    reduction = _collectives.ReduceScatter(case.group, case.full.dtype, case.full.device)
+    reduction.start(case.output, case.full, scratch).finish()
 
 
 COLUMNS = ("the library's exchange", "collective", "each owner", "all-to-all")

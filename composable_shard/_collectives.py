@@ -39,10 +39,8 @@ __all__ = [
     "gather_pieces",
     "is_exchange",
     "is_inside",
-    "reduce_scatter",
     "resolve_group",
     "scatter",
-    "scratch_parts",
 ]
 
 
@@ -258,31 +256,6 @@ class ReduceScatter:
             received = input.new_empty(output.shape) if is_cast else output
             work = group._reduce_scatter_base(as_real(received), as_real(input), options)
             return PendingReduction(work, output, input, received[None] if is_cast else None, scale)
-
-
-def scratch_parts(
-    group: dist.ProcessGroup,
-    input: Tensor,
-    numels: Sequence[int] | None = None,
-    *,
-    in_place: bool,
-) -> int:
-    """Return what `ReduceScatter.scratch_parts` does, for an input of this dtype and device."""
-    ready = ReduceScatter(group, input.dtype, input.device, numels)
-    return ready.scratch_parts(in_place=in_place)
-
-
-def reduce_scatter(
-    output: Tensor,
-    input: Tensor,
-    scratch: Tensor | None,
-    group: dist.ProcessGroup,
-    scale: float = 1.0,
-    numels: Sequence[int] | None = None,
-) -> PendingReduction:
-    """Start summing `input` over the ranks, as `ReduceScatter` does."""
-    ready = ReduceScatter(group, input.dtype, output.device, numels)
-    return ready.start(output, input, scratch, scale)
 
 
 def _exchange_terms(

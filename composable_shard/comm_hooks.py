@@ -63,11 +63,10 @@ def _reduce_in(dtype: torch.dtype, stage: ReductionStage, factor: float) -> Wait
                 output.div_(factor)
 
         return _Then(_collectives.all_reduce(low, group), unpack)
-    num_parts = _collectives.scratch_parts(group, low, in_place=True)
+    reduction = _collectives.ReduceScatter(group, low.dtype, low.device, _part_numels(stage))
+    num_parts = reduction.scratch_parts(in_place=True)
     scratch = low.new_empty(num_parts * output.numel()) if num_parts else None
-    numels = _part_numels(stage)
-    pending = _collectives.reduce_scatter(output, low, scratch, group, 1.0 / factor, numels)
-    return _Then(None, pending.finish)
+    return _Then(None, reduction.start(output, low, scratch, 1.0 / factor).finish)
 
 
 class ErrorFeedback:

@@ -623,10 +623,11 @@ def test_low_precision_terms_are_sent_as_they_are_and_added_up_in_fp32(
     with _sums_by(path), count_collectives() as log:
         for output_dtype in (F32, dtype):
             output = torch.empty(16, dtype=output_dtype)
-            num_parts = _collectives.scratch_parts(group, input, in_place=True)
+            reduction = _collectives.ReduceScatter(group, dtype, input.device)
+            num_parts = reduction.scratch_parts(in_place=True)
             assert num_parts == 3
             scratch = input.new_empty(num_parts * 16)
-            _collectives.reduce_scatter(output, input, scratch, group, 2.0).finish()
+            reduction.start(output, input, scratch, 2.0).finish()
             exact = torch.full((16,), 1 + eps / 2)
             assert_equal(output, exact.to(output_dtype) * 2)
     assert log.count("reduce_scatter") == 2
@@ -655,8 +656,9 @@ def test_a_backend_rounds_every_addition() -> None:
     value = 1.0 if dist.get_rank() == 0 else 2.0**-9
     input, output = torch.full((3 * 16,), value, dtype=BF16), torch.empty(16)
     with _sums_by("backend"):
-        assert _collectives.scratch_parts(group, input, in_place=True) == 0
-        _collectives.reduce_scatter(output, input, None, group).finish()
+        reduction = _collectives.ReduceScatter(group, BF16, input.device)
+        assert reduction.scratch_parts(in_place=True) == 0
+        reduction.start(output, input, None).finish()
     assert bool((output == 1).all())
 
 

@@ -19,6 +19,7 @@ from composable_shard._flat_reduction import FlatReduction
 from composable_shard._mesh import ShardGroup
 from tests.helpers import assert_equal, distributed
 
+CPU = torch.device("cpu")
 WAYS = {"exchange": (8, 64), "all-to-all": (0, 64), "backend": (0, 0)}
 NUMELS = {
     "rows": [6, 8, 4],
@@ -98,9 +99,10 @@ def test_sums_of_any_size_arrive(way: str, dtype: torch.dtype) -> None:
             output = torch.zeros_like(part) if kind == "own memory" else output
             with ways(way):
                 shares = kind == "in place" or (is_wide and wide != dtype)
-                num_parts = _collectives.scratch_parts(group, input, numels, in_place=shares)
+                reduction = _collectives.ReduceScatter(group, dtype, input.device, numels)
+                num_parts = reduction.scratch_parts(in_place=shares)
                 scratch = input.new_empty(num_parts * numels[rank]) if num_parts else None
-                pending = _collectives.reduce_scatter(output, input, scratch, group, 0.5, numels)
+                pending = reduction.start(output, input, scratch, 0.5)
                 assert_equal(pending.finish(), expected.to(output.dtype), f"{kind} {numels}")
 
 
@@ -112,10 +114,10 @@ def test_the_memory_for_terms_is_bounded() -> None:
     for way in ("exchange", "all-to-all"):
         with ways(way):
             for numels, num_parts in (([4, 4, 4, 5], 4), ([16, 0, 0, 0], 0), ([8, 8, 0, 0], 4)):
-                input = torch.empty(sum(numels))
-                assert _collectives.scratch_parts(group, input, numels, in_place=True) == num_parts
-            low = torch.empty(16, dtype=torch.bfloat16)
-            assert _collectives.scratch_parts(group, low, [16, 0, 0, 0], in_place=True) == 4
+                reduction = _collectives.ReduceScatter(group, torch.float32, CPU, numels)
+                assert reduction.scratch_parts(in_place=True) == num_parts
+            low = _collectives.ReduceScatter(group, torch.bfloat16, CPU, [16, 0, 0, 0])
+            assert low.scratch_parts(in_place=True) == 4
 
 
 class _TwoBackends(FreeGroup):
