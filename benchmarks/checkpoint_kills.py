@@ -35,9 +35,9 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.report import emit, header, make_parser, table
-from composable_shard import _checkpoint_files as files
 from composable_shard import find_checkpoint, fully_shard, load_checkpoint, save_checkpoint
-from composable_shard._checkpoint_reader import CheckpointReader
+from composable_shard.checkpoint import files
+from composable_shard.checkpoint.reader import CheckpointReader
 
 WORLD_SIZE = 2
 DEADLINE_S = 60.0

@@ -55,7 +55,7 @@ def measure(rank: int, model_name: str, peer: str, verbose: bool) -> dict[str, A
 
 
 def _collectives_layer() -> Any:
-    return importlib.import_module("composable_shard._collectives")
+    return importlib.import_module("composable_shard.comm.collectives")
 
 
 def _logged_counts(events: list[Any]) -> Counts:

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.ranks import run_ranks
-from composable_shard._exchange import exchange
-from composable_shard._parts import gather_parts, reduce_parts
+from composable_shard.comm.algorithms import exchange, gather_parts, reduce_parts
 
 Way = Callable[["Case"], None]
 WAYS = ("exchange", "each owner", "padded", "all-to-all")

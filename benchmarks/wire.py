@@ -1,7 +1,7 @@
 """Which way of gathering and reducing equal shards is the fastest on gloo, and does it overlap?
 
 Milliseconds of one call on all ranks, medians of interleaved rounds; the bytes are those of the
-whole buffer. The choice is made in `_collectives.py`.
+whole buffer. The choice is made in `collectives.py`.
 
 - the library's exchange: messages from each rank to each other one, and local sums;
 - collective: the all-gather or reduce-scatter of the backend, in place where it can be;
@@ -36,7 +36,7 @@ from benchmarks.uneven import (
     reduce_by_all_to_all,
     reduce_to_owners,
 )
-from composable_shard import _collectives
+from composable_shard.comm import collectives
 
 
 def gather_by_collective(case: Case) -> None:
@@ -44,7 +44,7 @@ def gather_by_collective(case: Case) -> None:
 
 
 def gather_as_the_library(case: Case) -> None:
-    _collectives.all_gather(case.full, case.own, case.group).wait()
+    collectives.all_gather(case.full, case.own, case.group).wait()
 
 
 def reduce_by_collective(case: Case) -> None:
@@ -54,7 +54,7 @@ def reduce_by_collective(case: Case) -> None:
 
 def reduce_as_the_library(case: Case) -> None:
     scratch = None if case.size == 2 else case.terms
-    reduction = _collectives.ReduceScatter(case.group, case.full.dtype, case.full.device)
+    reduction = collectives.ReduceScatter(case.group, case.full.dtype, case.full.device)
     reduction.start(case.output, case.full, scratch).finish()
 
 
@@ -107,7 +107,7 @@ def measure_overlap(rank: int, nbytes: int, rounds: int) -> list[list[str]]:
             matrix @ matrix
 
     def both(repeats: int) -> None:
-        work = _collectives.all_gather(case.full, case.own, case.group)
+        work = collectives.all_gather(case.full, case.own, case.group)
         compute(repeats)
         work.wait()
 

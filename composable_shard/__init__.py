@@ -1,56 +1,59 @@
 """Composable sharded training for PyTorch: `fully_shard(module)`, and parameters stay yours."""
 
-from composable_shard._background_save import CheckpointSave
-from composable_shard._checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
-from composable_shard._checkpoint_reader import find_checkpoint
-from composable_shard._collectives import count_collectives
-from composable_shard._comm_hook import ReductionStage
-from composable_shard._controls import (
+from composable_shard.checkpoint import (
+    CheckpointSave,
+    LoadedCheckpoint,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from composable_shard.comm import ReductionStage, count_collectives
+from composable_shard.construct import fully_shard
+from composable_shard.flat_param import FlatParamHandle
+from composable_shard.huggingface import load_safetensors, save_safetensors
+from composable_shard.layout import FlatLayout
+from composable_shard.module_api import (
     UnshardWork,
     no_sync,
-    reshard,
-    set_requires_gradient_sync,
-    unshard,
-)
-from composable_shard._flat_param import FlatParamHandle
-from composable_shard._flat_shard import FlatShard
-from composable_shard._grad_norm import clip_grad_norm_
-from composable_shard._grad_scaler import ShardedGradScaler
-from composable_shard._layout import FlatLayout
-from composable_shard._lazy_init import lazy_init
-from composable_shard._op_rules import register_op_rules
-from composable_shard._optimizer_state import shard_optimizer_state
-from composable_shard._ready_rules import by_class, by_size, transformer_blocks
-from composable_shard._safetensors_load import load_safetensors
-from composable_shard._safetensors_save import save_safetensors
-from composable_shard._setters import (
     register_comm_hook,
+    register_flat_param,
+    register_orig_params,
+    reshard,
     set_backward_prefetch,
     set_forward_prefetch,
     set_gradient_divide_factor,
     set_is_last_backward,
     set_requires_all_reduce,
+    set_requires_gradient_sync,
     set_reshard_after_backward,
     set_reshard_after_forward,
+    unshard,
+    unshard_params,
+    writeback,
 )
-from composable_shard._sharding_plan import ShardingPlan
-from composable_shard._state_dict import (
+from composable_shard.optim import ShardedGradScaler, clip_grad_norm_, shard_optimizer_state
+from composable_shard.options import (
+    Block,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictOptions,
+)
+from composable_shard.planning import (
+    ShardingPlan,
+    by_class,
+    by_size,
+    shard_model,
+    transformer_blocks,
+)
+from composable_shard.runtime import get_handles, get_root_states, get_states, is_sharded, lazy_init
+from composable_shard.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from composable_shard._state_options import StateDictOptions
-from composable_shard._traversal import get_handles, get_root_states, get_states, is_sharded
-from composable_shard._unshard_params import (
-    register_flat_param,
-    register_orig_params,
-    unshard_params,
-    writeback,
-)
-from composable_shard.api import Block, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
-from composable_shard.fully_shard import fully_shard
-from composable_shard.shard_model import shard_model
+from composable_shard.tensor import FlatShard, register_op_rules
 
 __all__ = [
     "Block",

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_shard import Block as UnitBlock
 from composable_shard import FlatShard, StateDictOptions, fully_shard, get_states
-from composable_shard._state import ShardState, TrainingState
-from composable_shard.api import Granularity
+from composable_shard.options.policies import Granularity
+from composable_shard.runtime.state import ShardState, TrainingState
 from tests.helpers import assert_equal
 
 __all__ = [

@@ -22,9 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from composable_shard._flat_shard import FlatShard
-from composable_shard._host_copies import StreamCopies
-from composable_shard._streams import Streams
+from composable_shard.comm.devices import StreamCopies, Streams
+from composable_shard.tensor.flat_shard import FlatShard
 
 _COLLECTIVES = (
     "_allgather_base",
@@ -147,8 +146,8 @@ class StreamAccount(TorchDispatchMode):
                 self._allocate(storage, "a resized storage")
             return result
 
-        monkeypatch.setattr("composable_shard._state.make_streams", lambda _: self.streams)
-        monkeypatch.setattr("composable_shard._flat_storage.copies_for", self._copies)
+        monkeypatch.setattr("composable_shard.runtime.state.make_streams", lambda _: self.streams)
+        monkeypatch.setattr("composable_shard.flat_param.flat_storage.copies_for", self._copies)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda: self.current)
         monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_and_note)
         for name in _COLLECTIVES:

@@ -28,7 +28,7 @@ from composable_shard import (
     fully_shard,
     get_handles,
 )
-from composable_shard._buffer_pool import BufferPool
+from composable_shard.comm.devices import BufferPool
 from tests.fake_group import fake_group
 
 pytestmark = pytest.mark.gpu
@@ -161,7 +161,7 @@ def test_streams_change_no_bit(
     """Against everything on one stream."""
     options = {"strategy": strategy, "mp_policy": policy}
     beside = _losses(_Trainer(_sharded(_make(), buffer_pool=pool, **options)), 20)
-    monkeypatch.setattr("composable_shard._state.make_streams", lambda _: None)
+    monkeypatch.setattr("composable_shard.runtime.state.make_streams", lambda _: None)
     assert beside == _losses(_Trainer(_sharded(_make(), **options)), 20)
 
 

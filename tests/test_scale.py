@@ -23,7 +23,6 @@ import composable_shard
 from benchmarks.free_group import free_world
 from benchmarks.models import Sum, SumChain
 from composable_shard import (
-    _runtime,
     clip_grad_norm_,
     fully_shard,
     get_model_state_dict,
@@ -35,6 +34,7 @@ from composable_shard import (
     shard_model,
     unshard_params,
 )
+from composable_shard.runtime import forward
 
 _PACKAGE = str(Path(composable_shard.__file__).parent)
 _SLACK = 3  # what is found by bisection takes a line more here and there
@@ -163,13 +163,13 @@ def test_nothing_grows_faster_than_the_number_of_parameters() -> None:
 
 def test_a_loop_over_all_units_in_each_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above look for."""
-    original = _runtime.prepare
+    original = forward.prepare
 
     def prepare(state: Any) -> None:
         state.context.live_states()
         original(state)
 
-    monkeypatch.setattr(_runtime, "prepare", prepare)
+    monkeypatch.setattr(forward, "prepare", prepare)
     found = _find_superlinear(lambda size: SumChain(size, 1), "one by one", {})
     assert found.keys() == {"first step", "step", "layers"}
 

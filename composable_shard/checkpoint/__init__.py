@@ -1,0 +1,22 @@
+"""Atomic, resumable checkpoint directories.
+
+Read `api`, `file_format` and `writer` first.
+"""
+
+from composable_shard.checkpoint.api import (
+    CheckpointSave,
+    LoadedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from composable_shard.checkpoint.files import sync_path
+from composable_shard.checkpoint.reader import find_checkpoint
+
+__all__ = [
+    "CheckpointSave",
+    "LoadedCheckpoint",
+    "find_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+    "sync_path",
+]

@@ -1,0 +1,295 @@
+"""What a checkpoint directory holds, file by file.
+
+[Note: Checkpoint directory]
+
+    path/latest                                     the name of the newest one
+    path/step_00000100/metadata.json                written last: what is where
+    path/step_00000100/rank_0_of_2.safetensors      what rank 0 wrote
+    path/step_00000100/rank_1_of_2.safetensors
+
+A data file is a valid safetensors file of 1-D entries, one for each piece. `metadata.json` begins
+with a checksum of the rest of its text. It holds a tree of all values, JSON where they are numbers,
+strings and the like, and for each tensor its shape, dtype, order in memory, and the pieces: file,
+offset in it, region, and one CRC-32 for each chunk of a piece, so that a reader verifies just what
+it reads. CRC-32 finds damage, not forgery; a forged checkpoint gives wrong numbers and can do
+nothing else, for nothing in it is executed and no file outside of its directory is opened.
+
+A directory is written under another name and renamed when all of it is on disk, so each that is
+called `step_...` and has metadata is complete. Saving a step again makes `step_00000100.1`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from composable_shard.tensor import Box, Region, whole_box
+
+__all__ = [
+    "CHUNK_NBYTES",
+    "LATEST",
+    "METADATA",
+    "Metadata",
+    "Piece",
+    "StoredTensor",
+    "data_file_name",
+    "dtype_name",
+    "folder_name",
+    "make_header",
+    "parse_folder_name",
+    "parse_metadata",
+    "temporary_name",
+    "write_metadata",
+]
+
+
+CHUNK_NBYTES = 1 << 18
+METADATA = "metadata.json"
+LATEST = "latest"
+_FORMAT = "composable_shard checkpoint"
+_VERSION = 1
+_FOLDER = re.compile(r"step_(\d{8,12})(?:\.(\d{1,6}))?")
+_DATA_FILE = re.compile(r"rank_\d{1,9}_of_\d{1,9}\.safetensors")
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+# What safetensors knows; anything else is written as bytes, and complex numbers as pairs.
+_SAFETENSORS = {
+    torch.float64: ("F64", 1),
+    torch.float32: ("F32", 1),
+    torch.float16: ("F16", 1),
+    torch.bfloat16: ("BF16", 1),
+    torch.float8_e4m3fn: ("F8_E4M3", 1),
+    torch.float8_e5m2: ("F8_E5M2", 1),
+    torch.int64: ("I64", 1),
+    torch.int32: ("I32", 1),
+    torch.int16: ("I16", 1),
+    torch.int8: ("I8", 1),
+    torch.uint8: ("U8", 1),
+    torch.bool: ("BOOL", 1),
+    torch.complex64: ("F32", 2),
+    torch.complex128: ("F64", 2),
+}
+
+
+class Piece(NamedTuple):
+    """Some elements of a tensor, next to each other in a file."""
+
+    file: str
+    offset: int  # of the first byte in the file
+    nbytes: int
+    region: Region
+    checksums: tuple[int, ...]  # CRC-32 of each chunk
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What `metadata.json` says.
+
+    Attributes:
+        step: Number of steps taken.
+        world_size: Ranks that wrote.
+        chunk_nbytes: Bytes for which there is one checksum.
+        files: Bytes of each data file.
+        tensors: By name.
+        tree: All values, encoded, with tensors by name.
+    """
+
+    step: int
+    world_size: int
+    chunk_nbytes: int
+    files: dict[str, int]
+    tensors: dict[str, StoredTensor]
+    tree: dict[str, Any]
+
+
+# Names
+
+
+def folder_name(step: int, attempt: int) -> str:
+    """Return the name of a step's directory; further attempts at the same step have a number."""
+    return f"step_{step:08}" + (f".{attempt}" if attempt else "")
+
+
+def parse_folder_name(name: str) -> tuple[int, int] | None:
+    """Return step and attempt of a checkpoint's directory, None for any other name."""
+    match = _FOLDER.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2] or 0))
+
+
+def temporary_name(name: str) -> str:
+    """Return what a directory or file is called before it is published, or when it is removed."""
+    return f".tmp_{name}"
+
+
+def data_file_name(rank: int, world_size: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank_{rank}_of_{world_size}.safetensors"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name, without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+# Data files
+
+
+def make_header(entries: Sequence[tuple[str, torch.dtype, int]]) -> bytes:
+    """Return what a safetensors file begins with; the data of the entries follows without gaps.
+
+    Args:
+        entries: Key, dtype and number of elements of each, in the order of the file.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": _FORMAT}}
+    end = 0
+    for key, dtype, numel in entries:
+        nbytes = numel * dtype.itemsize
+        kind, factor = _SAFETENSORS.get(dtype, ("U8", dtype.itemsize))
+        offsets = [end, end + nbytes]
+        header[key] = {"dtype": kind, "shape": [numel * factor], "data_offsets": offsets}
+        end += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+# Metadata
+
+
+def write_metadata(content: dict[str, Any]) -> bytes:
+    """Return the text of `metadata.json` for everything but its first two entries."""
+    content = {"format": _FORMAT, "version": _VERSION, **content}
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    rest = (text[1:] + "\n").encode()
+    return _first_line(rest) + rest
+
+
+def _first_line(rest: bytes) -> bytes:
+    return f'{{"crc32":"{zlib.crc32(rest):08x}",\n'.encode()
+
+
+def parse_metadata(text: bytes, path: str) -> Metadata:
+    """Read and check the text of `metadata.json`.
+
+    Args:
+        text: The whole file.
+        path: Where it is, for messages.
+
+    Raises:
+        ValueError: If it is damaged, of another program or version, or contradicts itself.
+    """
+    line, newline, rest = text.partition(b"\n")
+    if not re.fullmatch(rb'\{"crc32":"[0-9a-f]{8}",', line):
+        raise ValueError(f"{path} is not the metadata of a checkpoint of composable_shard")
+    if line + newline != _first_line(rest):
+        raise ValueError(f"{path} is damaged: its checksum does not match its text")
+    try:
+        content = json.loads(text)
+        if content["format"] != _FORMAT or content["version"] != _VERSION:
+            raise ValueError(
+                f"format {content['format']!r} version {content['version']!r}, expected "
+                f"{_FORMAT!r} version {_VERSION}"
+            )
+        return _parse_content(content)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not valid metadata of a checkpoint: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _parse_content(content: dict[str, Any]) -> Metadata:
+    chunk_nbytes = _count(content["chunk_nbytes"])
+    if chunk_nbytes < 64 or chunk_nbytes % 64:
+        raise ValueError(f"chunk_nbytes {chunk_nbytes}, expected a multiple of 64")
+    files = {_file_name(name): _count(nbytes) for name, nbytes in content["files"]}
+    names = list(files)
+    tensors = {}
+    for name, entry in content["tensors"].items():
+        tensors[name] = _parse_tensor(name, entry, names, files, chunk_nbytes)
+    if not isinstance(content["tree"], dict):
+        raise ValueError("expected a dict as tree")
+    step, world_size = _count(content["step"]), _count(content["world_size"])
+    return Metadata(step, world_size, chunk_nbytes, files, tensors, content["tree"])
+
+
+def _parse_tensor(
+    name: str, entry: dict[str, Any], names: list[str], files: dict[str, int], chunk_nbytes: int
+) -> StoredTensor:
+    shape = torch.Size(_count(size) for size in entry["shape"])
+    dtype = _DTYPES[entry["dtype"]]
+    order = tuple(range(len(shape)))
+    if "order" in entry:
+        order = tuple(_count(dim) for dim in entry["order"])
+        if sorted(order) != list(range(len(shape))):
+            raise ValueError(f"'{name}' has order {order}")
+    pieces = []
+    for fields in entry["pieces"]:
+        file, offset, start, end, checksums = fields[:5]
+        box = whole_box(shape)
+        if len(fields) > 5:
+            box = tuple((_count(low), _count(high)) for low, high in fields[5])
+        sizes = torch.Size(high - low for low, high in box)
+        fits = len(box) == len(shape) and all(
+            low <= high <= size for (low, high), size in zip(box, shape, strict=False)
+        )
+        region = Region(box, order, _count(start), _count(end))
+        nbytes = region.numel * dtype.itemsize
+        name_of_file = names[_count(file)]
+        if not (fits and start <= end <= sizes.numel()) or offset + nbytes > files[name_of_file]:
+            raise ValueError(f"a piece of '{name}' is outside of the tensor or of {name_of_file}")
+        values = tuple(int(checksums[i : i + 8], 16) for i in range(0, len(checksums), 8))
+        if len(values) != -(-nbytes // chunk_nbytes):
+            raise ValueError(f"'{name}' has another number of checksums than of chunks")
+        pieces.append(Piece(name_of_file, _count(offset), nbytes, region, values))
+    _check_disjoint(name, pieces)
+    return StoredTensor(name, shape, dtype, tuple(pieces))
+
+
+def _check_disjoint(name: str, pieces: list[Piece]) -> None:
+    """Check that no element is in two pieces; a reader counts those that it finds."""
+    boxes: dict[Box, list[Region]] = {}
+    for piece in pieces:
+        boxes.setdefault(piece.region.box, []).append(piece.region)
+    is_disjoint = not any(
+        all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(first, second, strict=True))
+        for first, second in combinations(boxes, 2)
+    )
+    for regions in boxes.values():
+        regions.sort(key=lambda region: (region.start, region.end))
+        is_disjoint &= all(a.end <= b.start for a, b in pairwise(regions))
+    if not is_disjoint:
+        raise ValueError(f"pieces of '{name}' overlap")
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"expected a number of at least 0, got {value!r}")
+    return value
+
+
+def _file_name(name: object) -> str:
+    """Check a data file's name: it must not lead out of the directory."""
+    if not isinstance(name, str) or not _DATA_FILE.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a data file")
+    return name

@@ -1,0 +1,235 @@
+"""Read ranges of the tensors of a checkpoint: the bytes that are wanted, all of them verified."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from composable_shard.checkpoint.file_format import (
+    LATEST,
+    METADATA,
+    Metadata,
+    Piece,
+    StoredTensor,
+    parse_folder_name,
+    parse_metadata,
+)
+from composable_shard.tensor import Region, find_places, overlap, whole
+
+__all__ = ["CheckpointReader", "byte_view", "find_checkpoint", "list_checkpoints"]
+
+
+_BLOCK_NUMEL = 1 << 20  # elements whose places are computed at a time
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """Return the memory of a dense CPU tensor; the tensor must outlive it."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def list_checkpoints(path: Path) -> list[tuple[int, int, Path]]:
+    """Return step, attempt and directory of each complete checkpoint in `path`, in that order."""
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(parse_folder_name(name), path / name) for name in names]
+    return sorted(
+        (*numbers, folder)
+        for numbers, folder in found
+        if numbers is not None and (folder / METADATA).is_file()
+    )
+
+
+def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Path | None:
+    """Return the directory that `load_checkpoint` would read, or None if there is none.
+
+    Reads names only; no communication.
+
+    Args:
+        path: What `save_checkpoint` was given, or one of the directories in it.
+        step: Which one. Default: the one that was published last, or where `latest` is missing
+            the one of the highest step.
+
+    Raises:
+        ValueError: If the file `latest` does not name a checkpoint.
+    """
+    folder = Path(path)
+    if step is None and (folder / METADATA).is_file():
+        return folder
+    complete = list_checkpoints(folder)
+    if step is not None:
+        return next((each for number, _, each in reversed(complete) if number == step), None)
+    pointer = folder / LATEST
+    if pointer.is_file():
+        with open(pointer, "rb") as file:
+            name = file.read(200).decode(errors="replace").removesuffix("\n")
+        if parse_folder_name(name) is None:
+            raise ValueError(f"{pointer} is damaged: {name!r} is no name of a checkpoint")
+        if (folder / name / METADATA).is_file():
+            return folder / name
+    return complete[-1][2] if complete else None
+
+
+class CheckpointReader:
+    """One checkpoint's tensors.
+
+    Attributes:
+        folder: Its directory.
+        metadata: What is in it.
+        nbytes_read: Bytes of data files that were read so far.
+    """
+
+    def __init__(self, folder: Path, metadata_text: bytes | None = None) -> None:
+        """Read the metadata, unless the caller has done so.
+
+        Raises:
+            ValueError: If it is missing or damaged, naming the file.
+        """
+        self.folder = folder
+        self.nbytes_read = 0
+        self._descriptors: dict[str, int] = {}
+        path = folder / METADATA
+        if metadata_text is None:
+            try:
+                metadata_text = path.read_bytes()
+            except OSError as error:
+                raise ValueError(f"can't read {path}: {error}") from error
+        self.metadata: Metadata = parse_metadata(metadata_text, str(path))
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def check_files(self) -> None:
+        """Check that all data files are there and have their length.
+
+        Raises:
+            ValueError: Naming the file.
+        """
+        for name, nbytes in self.metadata.files.items():
+            path = self.folder / name
+            try:
+                found = path.stat().st_size
+            except OSError as error:
+                raise ValueError(f"can't read {path}: {error}") from error
+            if found != nbytes:
+                raise ValueError(f"{path} is damaged: expected {nbytes} bytes, found {found}")
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Read some elements of a tensor into host memory.
+
+        Args:
+            name: The tensor.
+            region: Which elements. Default: all, row by row.
+
+        Returns:
+            Shape `(region.numel,)`, in the stored dtype.
+
+        Raises:
+            ValueError: If a file is missing, truncated or damaged, naming it, or if the pieces do
+                not cover the region.
+        """
+        stored = self.metadata.tensors.get(name)
+        if stored is None:
+            raise ValueError(f"{self.folder} has no tensor '{name}'")
+        region = whole(stored.shape) if region is None else region
+        output = torch.empty(region.numel, dtype=stored.dtype)
+        num_found = sum(self._read_piece(stored, piece, region, output) for piece in stored.pieces)
+        if num_found < region.numel:
+            raise ValueError(
+                f"{self.folder / METADATA} is damaged: {region.numel - num_found} elements of "
+                f"'{name}' are nowhere"
+            )
+        return output
+
+    def _read_piece(
+        self, stored: StoredTensor, piece: Piece, target: Region, output: Tensor
+    ) -> int:
+        """Read what a piece has of the target; return the number of elements."""
+        itemsize = stored.dtype.itemsize
+        common = overlap(target, piece.region)
+        if common is not None:
+            if common.numel:
+                part = output[common.target_start :][: common.numel]
+                self._read_bytes(piece, common.source_start * itemsize, byte_view(part))
+            return common.numel
+        num_found = 0
+        for start in range(0, target.numel, _BLOCK_NUMEL):
+            end = min(start + _BLOCK_NUMEL, target.numel)
+            places, sources = find_places(target, piece.region, start, end)
+            if len(places):
+                output[places] = self._read_scattered(stored, piece, sources)
+                num_found += len(places)
+        return num_found
+
+    def _read_scattered(self, stored: StoredTensor, piece: Piece, sources: Tensor) -> Tensor:
+        """Read the chunks that hold these elements of a piece, and pick them."""
+        chunk_numel = self.metadata.chunk_nbytes // stored.dtype.itemsize
+        values = torch.empty(len(sources), dtype=stored.dtype)
+        numbers = sources // chunk_numel
+        for number in numbers.unique().tolist():
+            is_in = numbers == number
+            start = number * chunk_numel
+            numel = min(chunk_numel, piece.region.numel - start)
+            chunk = torch.empty(numel, dtype=stored.dtype)
+            self._read_bytes(piece, start * stored.dtype.itemsize, byte_view(chunk))
+            values[is_in] = chunk[sources[is_in] - start]
+        return values
+
+    def _read_bytes(self, piece: Piece, start: int, output: memoryview) -> None:
+        """Read bytes of a piece, chunk by chunk: whole ones straight into the output."""
+        chunk_nbytes = self.metadata.chunk_nbytes
+        nbytes = len(output)
+        for number in range(start // chunk_nbytes, -(-(start + nbytes) // chunk_nbytes)):
+            low = number * chunk_nbytes
+            high = min(low + chunk_nbytes, piece.nbytes)
+            from_, to = max(low, start), min(high, start + nbytes)
+            part = output[from_ - start : to - start]
+            if to - from_ == high - low:
+                self._read_chunk(piece, number, low, part)
+            else:
+                chunk = memoryview(bytearray(high - low))
+                self._read_chunk(piece, number, low, chunk)
+                part[:] = chunk[from_ - low : to - low]
+
+    def _read_chunk(self, piece: Piece, number: int, start: int, output: memoryview) -> None:
+        """Read a whole chunk and verify it."""
+        path = self.folder / piece.file
+        position = piece.offset + start
+        descriptor = self._open(piece.file, path)
+        filled = 0
+        try:
+            while filled < len(output):
+                count = os.preadv(descriptor, [output[filled:]], position + filled)
+                if not count:
+                    break
+                filled += count
+        except OSError as error:
+            raise ValueError(f"can't read {path}: {error}") from error
+        self.nbytes_read += filled
+        if filled < len(output):
+            raise ValueError(f"{path} is damaged: it ends at byte {position + filled}")
+        if zlib.crc32(output) != piece.checksums[number]:
+            raise ValueError(
+                f"{path} is damaged: bytes {position} to {position + len(output)} do not match "
+                "their checksum"
+            )
+
+    def _open(self, name: str, path: Path) -> int:
+        if name not in self._descriptors:
+            try:
+                self._descriptors[name] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise ValueError(f"can't read {path}: {error}") from error
+        return self._descriptors[name]

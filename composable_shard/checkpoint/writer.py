@@ -1,0 +1,361 @@
+"""Write a checkpoint directory: all of it, or nothing.
+
+[Note: One save]
+Rank 0 gets every rank's list of tensor regions and decides who writes what. What several ranks hold
+is written once: replicas of a shard by the one with the least to write, plain tensors, which may
+differ (buffers), by the lowest rank that has them. Rank 0 makes a directory under a temporary name,
+every rank writes its file there and reports offsets and checksums, and rank 0 writes the metadata,
+renames the directory, replaces the file `latest`, and only then removes what is not to be kept.
+Each file, and each directory in which a name changes, is on disk before the next of these steps. An
+error on any rank is raised on all; what was written is removed then, and nothing else has been
+touched.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from composable_shard.checkpoint import files, json_tree
+from composable_shard.checkpoint.file_format import (
+    CHUNK_NBYTES,
+    LATEST,
+    METADATA,
+    data_file_name,
+    dtype_name,
+    folder_name,
+    make_header,
+    parse_folder_name,
+    temporary_name,
+    write_metadata,
+)
+from composable_shard.checkpoint.reader import byte_view, list_checkpoints
+from composable_shard.comm import HostGroup
+from composable_shard.tensor import FlatShard, Region, local_part, region_of, whole_box
+
+__all__ = ["SavePlan", "list_items", "plan_save", "write_checkpoint"]
+
+
+_BUFFER_NBYTES = 16 * CHUNK_NBYTES  # what is copied from a device at a time
+
+
+@dataclass
+class Item:
+    """A region of a tensor that this rank writes."""
+
+    name: str
+    region: Region
+    shape: torch.Size
+    values: Tensor  # (region.numel,), until it is chosen the tensor itself
+
+    @property
+    def is_whole_box(self) -> bool:
+        """Whether the region's box is the whole tensor."""
+        return self.region.box == whole_box(self.shape)
+
+    @property
+    def key(self) -> str:
+        """What the piece is called in the data file."""
+        start, end = self.region.start, self.region.end
+        return f"{self.name}[{start}:{end}]"
+
+
+@dataclass
+class SavePlan:
+    """What this rank writes; on rank 0 also what the whole checkpoint will say.
+
+    Attributes:
+        step: Number of steps taken.
+        items: This rank's pieces.
+        content: On rank 0: `tree`, and `tensors` without their pieces.
+    """
+
+    step: int
+    items: list[Item]
+    content: dict[str, Any] = field(default_factory=dict)
+
+    def copy_to_host(self) -> None:
+        """Copy all values, so that the tensors may be written again."""
+        for item in self.items:
+            item.values = item.values.to("cpu", copy=True)
+
+
+def list_items(tensors: dict[str, Tensor]) -> list[Item]:
+    """Return what this rank holds of each tensor.
+
+    Raises:
+        ValueError: For a tensor whose elements this rank can't tell.
+    """
+    return [Item(name, region_of(tensor), tensor.shape, tensor) for name, tensor in tensors.items()]
+
+
+def plan_save(group: HostGroup, step: int, tree: dict[str, Any], items: list[Item]) -> SavePlan:
+    """Decide together who writes what; writes nothing. [Note: One save]
+
+    One gather of all ranks' lists on rank 0, and one broadcast.
+
+    Args:
+        group: All ranks.
+        step: Number of steps taken.
+        tree: All values, encoded; where ranks have different ones, the lowest rank's are saved.
+        items: What this rank holds.
+
+    Raises:
+        ValueError: On all ranks, if ranks disagree about the step or about a tensor, or have not
+            all of its elements together.
+    """
+    lines = [
+        [item.name, list(item.shape), dtype_name(item.values.dtype), *_to_json(item)]
+        for item in items
+    ]
+    gathered = group.gather({"step": step, "tree": tree, "lines": lines})
+    content: dict[str, Any] = {}
+
+    def assign() -> list[list[int]]:
+        described, chosen = _assign(gathered)
+        content.update(described)
+        return chosen
+
+    chosen = group.on_first(assign)
+    own = [items[index] for index in chosen[group.rank]]
+    for item in own:
+        item.values = local_part(item.values)
+    # Wide dtypes first: each piece is aligned in the file.
+    own.sort(key=lambda item: -item.values.dtype.itemsize)
+    return SavePlan(step, own, content)
+
+
+def _to_json(item: Item) -> list[Any]:
+    region = item.region
+    is_shard = isinstance(item.values, FlatShard | DTensor)
+    return [region.box, region.order, region.start, region.end, is_shard]
+
+
+def _assign(ranks: list[Any]) -> tuple[dict[str, Any], list[list[int]]]:
+    """Return the content of the metadata, and the numbers of the lines that each rank writes."""
+    if len({rank["step"] for rank in ranks}) > 1:
+        raise ValueError(f"the ranks save different steps: {[rank['step'] for rank in ranks]}")
+    tensors: dict[str, dict[str, Any]] = {}
+    holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for number, rank in enumerate(ranks):
+        for index, line in enumerate(rank["lines"]):
+            name, shape, dtype, box, order, start, end, is_shard = line
+            entry = {"shape": shape, "dtype": dtype}
+            if order != sorted(order):
+                entry["order"] = order
+            if tensors.setdefault(name, entry) != entry:
+                raise ValueError(
+                    f"rank {number} has '{name}' as {entry}, another rank as {tensors[name]}: all "
+                    "ranks must save the same model, optimizer and extra values"
+                )
+            if end > start:
+                piece = (name, tuple(map(tuple, box)), start, end)
+                known = holders.setdefault(piece, [])
+                if is_shard or not known:
+                    known.append((number, index))
+    _check_complete(tensors, holders)
+    tree = ranks[0]["tree"]
+    for rank in ranks[1:]:
+        tree = json_tree.merge(tree, rank["tree"])
+    return {"tree": tree, "tensors": tensors}, _share(holders, len(ranks), tensors)
+
+
+def _check_complete(tensors: dict[str, dict[str, Any]], pieces: dict[tuple[Any, ...], Any]) -> None:
+    numels = dict.fromkeys(tensors, 0)
+    for name, _, start, end in pieces:
+        numels[name] += end - start
+    for name, numel in numels.items():
+        expected = torch.Size(tensors[name]["shape"]).numel()
+        if numel != expected:
+            raise ValueError(
+                f"expected the ranks to hold the {expected} elements of '{name}' once, found "
+                f"{numel}: all ranks of its mesh, and all of the default process group, must save"
+            )
+
+
+def _share(
+    holders: dict[tuple[Any, ...], list[tuple[int, int]]],
+    world_size: int,
+    tensors: dict[str, dict[str, Any]],
+) -> list[list[int]]:
+    """Choose one rank for each piece: for the largest first, that with the least to write."""
+    chosen: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+
+    def nbytes(piece: tuple[Any, ...]) -> int:
+        name, _, start, end = piece
+        dtype: torch.dtype = getattr(torch, tensors[name]["dtype"])
+        return int((end - start) * dtype.itemsize)
+
+    # Those without a choice first.
+    for piece in sorted(holders, key=lambda piece: (len(holders[piece]) > 1, -nbytes(piece))):
+        rank, index = min(holders[piece], key=lambda holder: (loads[holder[0]], holder))
+        loads[rank] += nbytes(piece)
+        chosen[rank].append(index)
+    return [sorted(indices) for indices in chosen]
+
+
+def write_checkpoint(
+    group: HostGroup, path: Path, plan: SavePlan, keep_last: int | None, error: Exception | None
+) -> Path:
+    """Write and publish; return the directory. [Note: One save]
+
+    Args:
+        group: All ranks.
+        path: The directory of all checkpoints.
+        plan: What to write.
+        keep_last: How many checkpoints to keep, this one included; None: all.
+        error: What went wrong on this rank before: the other ranks hear of it here.
+
+    Raises:
+        RuntimeError: On all ranks alike, naming the rank and what could not be done.
+    """
+    group.agree(error)
+    name: str = group.on_first(lambda: _prepare(path, plan.step))
+    folder = path / temporary_name(name)
+    try:
+        report, failure = _try_to_write(folder / data_file_name(group.rank, group.size), plan.items)
+        group.agree(failure)
+        reports = group.gather(report)
+        group.on_first(lambda: _publish(path, name, plan, reports, group.size))
+    except BaseException:
+        # Also where the connection to another rank is lost.
+        if group.is_first:
+            with suppress(OSError):
+                _remove(folder)
+        raise
+    if group.is_first and keep_last is not None:
+        _remove_old(path, name, keep_last)
+    return path / name
+
+
+def _prepare(path: Path, step: int) -> str:
+    """Clean up what interrupted saves left, and make a directory; return the name it will have."""
+    files.make_folder(path)
+    names = files.list_names(path)
+    for name in names:
+        if name.startswith(temporary_name("")) and parse_folder_name(name[len(".tmp_") :]):
+            _remove(path / name)
+    attempts = [
+        numbers[1] for numbers in map(parse_folder_name, names) if numbers and numbers[0] == step
+    ]
+    name = folder_name(step, max(attempts, default=-1) + 1)
+    files.make_folder(path / temporary_name(name))
+    return name
+
+
+def _try_to_write(path: Path, items: list[Item]) -> tuple[dict[str, Any], Exception | None]:
+    try:
+        return _write_data(path, items), None
+    except Exception as error:
+        return {}, RuntimeError(f"can't write {path}: {type(error).__name__}: {error}")
+
+
+def _write_data(path: Path, items: list[Item]) -> dict[str, Any]:
+    """Write this rank's file; return where the pieces are in it."""
+    if not items:
+        return {"name": path.name, "nbytes": 0, "pieces": []}
+    header = make_header([(i.key, i.values.dtype, i.region.numel) for i in items])
+    pieces = []
+    file = files.create(path)
+    try:
+        files.write(file, header)
+        offset = len(header)
+        for item in items:
+            checksums = _write_values(file, item.values)
+            box = [] if item.is_whole_box else [item.region.box]
+            region = item.region
+            pieces.append([item.name, offset, region.start, region.end, checksums, *box])
+            offset += item.values.nbytes
+        files.sync(file)
+    finally:
+        files.close(file)
+    return {"name": path.name, "nbytes": offset, "pieces": pieces}
+
+
+def _write_values(file: Any, values: Tensor) -> str:
+    """Write a piece, and return the checksums of its chunks, 8 hexadecimal digits each."""
+    checksums = []
+    step = _BUFFER_NBYTES // values.dtype.itemsize
+    for start in range(0, values.numel(), step):
+        part = values[start : start + step].cpu()
+        data = byte_view(part)
+        files.write(file, data)
+        checksums += [
+            f"{zlib.crc32(data[low : low + CHUNK_NBYTES]):08x}"
+            for low in range(0, len(data), CHUNK_NBYTES)
+        ]
+    return "".join(checksums)
+
+
+def _publish(
+    path: Path, name: str, plan: SavePlan, reports: list[dict[str, Any]], world_size: int
+) -> None:
+    """Write the metadata and give the directory its name; then say that it is the latest."""
+    tensors = {key: {**entry, "pieces": []} for key, entry in plan.content["tensors"].items()}
+    written = [report for report in reports if report["nbytes"]]
+    for number, report in enumerate(written):
+        for key, *fields in report["pieces"]:
+            tensors[key]["pieces"].append([number, *fields])
+    metadata = {
+        "step": plan.step,
+        "world_size": world_size,
+        "chunk_nbytes": CHUNK_NBYTES,
+        "files": [[report["name"], report["nbytes"]] for report in written],
+        "tensors": tensors,
+        "tree": plan.content["tree"],
+    }
+    folder = path / temporary_name(name)
+    _write_file(folder / METADATA, write_metadata(metadata))
+    files.sync_path(folder)
+    files.rename(folder, path / name)
+    try:
+        files.sync_path(path)
+        pointer = path / temporary_name(LATEST)
+        _write_file(pointer, f"{name}\n".encode())
+        files.rename(pointer, path / LATEST)
+        files.sync_path(path)
+    except BaseException:
+        # A save that raises leaves nothing behind.
+        with suppress(OSError):
+            files.rename(path / name, folder)
+        raise
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    file = files.create(path)
+    try:
+        files.write(file, data)
+        files.sync(file)
+    finally:
+        files.close(file)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a directory under its temporary name, with the files in it."""
+    for name in files.list_names(folder):
+        files.remove_file(folder / name)
+    files.remove_folder(folder)
+
+
+def _remove_old(path: Path, published: str, keep_last: int) -> None:
+    """Remove all checkpoints but the one just published and those written last before it."""
+    folders = [folder for _, _, folder in list_checkpoints(path) if folder.name != published]
+    try:
+        folders.sort(key=lambda folder: (folder / METADATA).stat().st_mtime_ns)
+        for folder in folders[: max(0, len(folders) + 1 - keep_last)]:
+            # Under another name first: half a checkpoint must not look like a whole one.
+            temporary = path / temporary_name(folder.name)
+            files.rename(folder, temporary)
+            files.sync_path(path)
+            _remove(temporary)
+    except OSError as error:
+        warnings.warn(f"could not remove an old checkpoint: {error}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,100 @@
+"""Tensors and process groups; knows no parameters.
+
+Read `groups` (which ranks), `collectives` (what is sent) and `algorithms` (how) first. `agreement`
+compares what ranks say, `hooks` replaces reductions, `trace` observes.
+"""
+
+from composable_shard.comm import collectives, trace
+from composable_shard.comm.agreement import (
+    UseExchange,
+    all_messages,
+    compare_rows,
+    digest_of,
+    gather_bytes,
+    gather_rows,
+    gather_texts,
+    raise_together,
+)
+from composable_shard.comm.collectives import (
+    AllGather,
+    PendingReduction,
+    ReduceScatter,
+    Waitable,
+    all_gather_uneven,
+    all_reduce,
+    broadcast,
+    count_collectives,
+    is_exchange,
+    resolve_group,
+)
+from composable_shard.comm.devices import (
+    HOST,
+    BufferPool,
+    HostCopies,
+    PoolKind,
+    StreamPoint,
+    Streams,
+    alloc_host,
+    allocating_in,
+    check_pool,
+    copies_for,
+    make_streams,
+    pool_for,
+)
+from composable_shard.comm.groups import HostGroup, ShardGroup, SmallGroup, get_host_group
+from composable_shard.comm.hooks import (
+    CommHook,
+    HookedReduction,
+    ReductionStage,
+    StageKey,
+    call_hook,
+)
+from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_nbytes
+
+__all__ = [
+    "HOST",
+    "QUANTISED",
+    "AllGather",
+    "BufferPool",
+    "CommHook",
+    "HookedReduction",
+    "HostCopies",
+    "HostGroup",
+    "PendingReduction",
+    "PoolKind",
+    "ReduceScatter",
+    "ReductionStage",
+    "ShardGroup",
+    "SmallGroup",
+    "StageKey",
+    "StreamPoint",
+    "Streams",
+    "UseExchange",
+    "Waitable",
+    "all_gather_uneven",
+    "all_messages",
+    "all_reduce",
+    "alloc_host",
+    "allocating_in",
+    "as_received",
+    "broadcast",
+    "call_hook",
+    "check_pool",
+    "collectives",
+    "compare_rows",
+    "copies_for",
+    "count_collectives",
+    "digest_of",
+    "gather_bytes",
+    "gather_in",
+    "gather_rows",
+    "gather_texts",
+    "get_host_group",
+    "is_exchange",
+    "make_streams",
+    "pool_for",
+    "raise_together",
+    "resolve_group",
+    "trace",
+    "wire_nbytes",
+]

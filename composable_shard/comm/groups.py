@@ -1,0 +1,488 @@
+"""Which ranks share a unit, and the process groups between them.
+
+Training goes on while a background thread writes. Its messages must not mix with the collectives
+of training, whose order they would change, so no group that anybody else uses can carry them. They
+are not counted as collectives of training either.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable_shard.comm.collectives import all_reduce, resolve_group
+
+__all__ = ["HostGroup", "ShardGroup", "SmallGroup", "get_host_group"]
+
+
+_Groups = tuple[dist.ProcessGroup, ...]
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks that share a flat parameter, and those that hold copies of the same shard.
+
+    Deep copies and pickles refer to process groups by name.
+
+    Attributes:
+        group: The shard group. Where nothing is sharded, any group this rank is in.
+        rank: This rank's number within the shard group, never within the world.
+        size: Ranks that share the flat parameter; 1 where each rank holds all of it.
+        device: Where the ranks compute.
+        replicate_groups: Summing a shard over these groups, one after another, sums it over all
+            ranks that hold a copy of it. Each has more than one rank.
+        joint_groups: What goes from rank to rank of these groups, one after another, reaches all
+            data-parallel ranks. Each has more than one rank.
+        near_group: Consecutive ranks of the shard group, one of an axis of the mesh, if there is
+            such a group already.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    device: torch.device
+    replicate_groups: _Groups = ()
+    joint_groups: _Groups = ()
+    near_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def from_mesh(
+        cls, mesh: DeviceMesh | None, *, is_replicated: bool = False, spans_replicas: bool = False
+    ) -> ShardGroup:
+        """Return the groups of a mesh; without one, of all ranks on the accelerator or CPU.
+
+        A 1-D mesh shares the flat parameter. A 2-D mesh `(replicate, shard)` shares it along its
+        second axis and holds copies along the first.
+
+        Args:
+            mesh: A mesh, or None.
+            is_replicated: Every rank of the mesh holds all of it instead.
+            spans_replicas: All ranks of a 2-D mesh share it instead, and its second axis is a
+                small group. Where no process group has just these ranks, one is made the first
+                time: all of them must call this together.
+
+        Raises:
+            RuntimeError: If torch.distributed is not initialised and was not launched by torchrun.
+            ValueError: If the mesh has more than two axes, this rank is not in it, or the ranks of
+                a 2-D mesh don't ascend (with `spans_replicas`, row by row).
+        """
+        if mesh is None:
+            return _group_of_all_ranks(is_replicated, spans_replicas)
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                "expected a 1-D mesh, or a 2-D one (replicate, shard), "
+                f"got {mesh.ndim} axes {mesh.mesh_dim_names}. "
+                "Pass one or two axes of it, for example mesh['dp']."
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}: "
+                "call fully_shard only on the ranks of the mesh"
+            )
+        if mesh.ndim == 2 and not _is_ascending(mesh):
+            raise ValueError(
+                "expected the ranks of a 2-D mesh to ascend along both axes, got "
+                f"{mesh.mesh.tolist()}: process groups are in ascending order, so its first rank "
+                "would not be the first of its groups. Use init_device_mesh."
+            )
+        device = _device_of(mesh.device_type)
+        *outer, inner = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        joint = _joint_groups([inner, *outer], mesh, device)
+        if is_replicated:
+            return cls(inner, 0, 1, device, joint, joint)
+        if spans_replicas:
+            group = _group_of_all(mesh, joint, inner)
+            return cls(group, group.rank(), group.size(), device, (), joint and (group,), inner)
+        replicate = tuple(group for group in outer if group.size() > 1)
+        # Not the mesh's coordinate: torch sorts a group's ranks, whatever order the mesh has.
+        return cls(inner, inner.rank(), inner.size(), device, replicate, joint)
+
+    def check_host_collectives(self) -> None:
+        """Check that the ranks can also communicate what is on the host.
+
+        Raises:
+            ValueError: If a process group has no backend for the CPU.
+        """
+        for group in (self.group, *self.joint_groups):
+            try:
+                group._get_backend(torch.device("cpu"))
+            except RuntimeError:
+                kind = self.device.type
+                raise ValueError(
+                    f"an OffloadPolicy needs process groups that work on the CPU too, for norms of "
+                    f"gradients and full_tensor(), and '{group.group_name}' is for {kind} only. "
+                    f"Call init_process_group('cpu:gloo,{kind}:...'), or leave its backend out."
+                ) from None
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold a copy of the same shard, this one included."""
+        return math.prod(group.size() for group in self.replicate_groups)
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks: those whose gradients are averaged."""
+        return self.size * self.num_replicas
+
+    @property
+    def position(self) -> int:
+        """This rank's number among all data-parallel ranks."""
+        position, step = 0, 1
+        for group in self.joint_groups:
+            position += group.rank() * step
+            step *= group.size()
+        return position
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's shard is the first of its copies."""
+        return all(group.rank() == 0 for group in self.replicate_groups)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of all data-parallel ranks."""
+        return self.rank == 0 and self.is_first_replica
+
+    @property
+    def name(self) -> str:
+        """The name under which the process group is registered."""
+        return self.group.group_name
+
+    @cached_property
+    def sharing_ranks(self) -> tuple[int, ...]:
+        """The ranks that share the flat parameter, by their numbers in the world."""
+        if self.size == 1:
+            return (dist.get_rank(),)
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        others = [
+            tuple(group.group_name for group in groups)
+            for groups in (self.replicate_groups, self.joint_groups)
+        ]
+        near = None if self.near_group is None else self.near_group.group_name
+        return _restore, (self.name, self.size, self.device, *others, near)
+
+
+@dataclass(frozen=True)
+class SmallGroup:
+    """So many consecutive ranks of a shard group, this one among them; see [Note: Small group]."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, shard_group: ShardGroup, size: int) -> SmallGroup:
+        """Return this rank's group of `size`, a divisor of the shard group's.
+
+        All ranks of the shard group must call this together the first time: an all-reduce of two
+        numbers, and one group is made for each part of it.
+
+        Raises:
+            RuntimeError: If the ranks know different numbers of process groups, on all of them.
+        """
+        near = shard_group.near_group
+        if near is not None and near.size() == size:
+            return cls(near, near.rank(), size)
+        key = shard_group.name, size
+        parent, group = _small_groups.get(key, (None, None))
+        if parent is not shard_group.group or group is None:
+            ranks = dist.get_process_group_ranks(shard_group.group)
+            first = shard_group.rank // size * size
+            asking = (shard_group.group,)
+            group = _make_group(ranks[first : first + size], asking, shard_group.device)
+            _small_groups[key] = shard_group.group, group
+        return cls(group, group.rank(), size)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SmallGroup:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_small, (self.group.group_name,)
+
+
+# By name of the shard group and size: units that reshard alike share a group, which is costly. The
+# shard group itself stands beside it, for names come again after destroy_process_group.
+_small_groups: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def _restore_small(name: str) -> SmallGroup:
+    group = resolve_group(name)
+    return SmallGroup(group, group.rank(), group.size())
+
+
+def _restore(
+    name: str,
+    size: int,
+    device: torch.device,
+    replicate_names: tuple[str, ...],
+    joint_names: tuple[str, ...],
+    near_name: str | None,
+) -> ShardGroup:
+    replicate, joint = (
+        tuple(resolve_group(each) for each in names) for names in (replicate_names, joint_names)
+    )
+    group = resolve_group(name)
+    near = None if near_name is None else resolve_group(near_name)
+    return ShardGroup(group, group.rank() if size > 1 else 0, size, device, replicate, joint, near)
+
+
+def _is_ascending(mesh: DeviceMesh) -> bool:
+    ranks = mesh.mesh
+    return all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.ndim))
+
+
+def _joint_groups(axes: list[dist.ProcessGroup], mesh: DeviceMesh, device: torch.device) -> _Groups:
+    """Return the mesh's axes, or in their place the one group that there is of all ranks."""
+    groups = tuple(group for group in axes if group.size() > 1)
+    world = dist.group.WORLD
+    if len(groups) < 2 or world is None or mesh.size() != world.size():
+        return groups
+    try:
+        world._get_backend(device)
+    except RuntimeError:  # the world group may have been set up for other devices
+        return groups
+    return (world,)
+
+
+def _group_of_all(
+    mesh: DeviceMesh, joint: _Groups, any_group: dist.ProcessGroup
+) -> dist.ProcessGroup:
+    """Return a process group of all ranks of a 2-D mesh, in which each row is consecutive."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(
+            "expected the ranks of a mesh that is shared over its replicas to ascend row by row, "
+            f"got {mesh.mesh.tolist()}. Use init_device_mesh."
+        )
+    if len(joint) < 2:
+        return joint[0] if joint else any_group
+    key = tuple(group.group_name for group in joint)
+    known, group = _whole_groups.get(key, ((), None))
+    if known != joint or group is None:
+        group = _make_group(ranks, joint, _device_of(mesh.device_type))
+        _whole_groups[key] = joint, group
+    return group
+
+
+# By names of the mesh's axes, which stand beside it as in `_small_groups`.
+_whole_groups: dict[tuple[str, ...], tuple[_Groups, dist.ProcessGroup]] = {}
+
+
+def _make_group(ranks: list[int], asking: _Groups, device: torch.device) -> dist.ProcessGroup:
+    """Make a process group that only these ranks know of; others may make theirs meanwhile.
+
+    Torch names it after its ranks and the number of groups that a rank knows: ranks that know
+    different numbers would wait for each other.
+
+    Args:
+        ranks: Its ranks, by their numbers in the world.
+        asking: All ranks that make a group now, over these groups one after another.
+        device: Where they communicate.
+
+    Raises:
+        RuntimeError: If the numbers differ, on all ranks.
+    """
+    num_known = len(dist.distributed_c10d._world.pg_names)
+    extremes = torch.tensor([num_known, -num_known], device=device)
+    for group in asking:
+        all_reduce(extremes, group, dist.ReduceOp.MAX).wait()
+    most, least = extremes.tolist()
+    if most != -least:
+        raise RuntimeError(
+            f"the ranks of this mesh know different numbers of process groups ({-least} to {most}),"
+            f" so torch can't make one of ranks {ranks}. Let all of them be in as many groups, as "
+            "after init_device_mesh over all ranks of the job; or do without a number for "
+            "reshard_after_forward and without shard_over_replicas."
+        )
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return made
+
+
+def _device_of(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def _group_of_all_ranks(is_replicated: bool, spans_replicas: bool) -> ShardGroup:
+    """Return what `from_mesh` does without a mesh; units that exist together share it."""
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            raise RuntimeError(
+                "torch.distributed is not initialised. Call "
+                "torch.distributed.init_process_group() first, or start the script with torchrun."
+            )
+        dist.init_process_group()
+    world = dist.group.WORLD
+    assert world is not None
+    known = _groups_of_world.setdefault(world, WeakValueDictionary())
+    accelerator = torch.accelerator.current_accelerator()
+    backend = dist.get_backend()
+    device_type = "cpu" if accelerator is None or backend == "gloo" else accelerator.type
+    key = device_type, is_replicated, spans_replicas
+    found = known.get(key)
+    if found is None or found.device != _device_of(device_type):
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        found = known[key] = ShardGroup.from_mesh(
+            mesh, is_replicated=is_replicated, spans_replicas=spans_replicas
+        )
+    return found
+
+
+# To make a mesh takes longer the more ranks there are, and each unit needs one. Weak, so that a
+# process group ends with the units that use it.
+_groups_of_world: WeakKeyDictionary[
+    dist.ProcessGroup, WeakValueDictionary[tuple[str, bool, bool], ShardGroup]
+] = WeakKeyDictionary()
+
+
+_KINDS = {"ValueError": ValueError, "RuntimeError": RuntimeError}
+
+
+class HostGroup:
+    """All ranks of the default process group, or this process alone.
+
+    Every method but `is_first` is a collective, for all ranks in the same order, and for one thread
+    at a time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+        self.pending: Any = None  # the save that runs in the background
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value on rank 0, in rank order; an empty list elsewhere."""
+        if self._group is None:
+            return [value]
+        data = _to_tensor(value)
+        sizes = self._all_gather(torch.tensor([data.numel()])).tolist()
+        largest = max(sizes)
+        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        parts = [torch.empty(largest, dtype=torch.uint8) for _ in sizes] if self.is_first else []
+        self._group.gather([parts] if parts else [], [padded], dist.GatherOptions()).wait()
+        return [_from_tensor(part[:n]) for part, n in zip(parts, sizes, strict=False)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's JSON value on every rank."""
+        if self._group is None:
+            return value
+        data = _to_tensor(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        self._broadcast(size)
+        if not self.is_first:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self._broadcast(data)
+        return _from_tensor(data)
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise on every rank if any rank has an error: the same one, with the ranks' numbers.
+
+        Raises:
+            ValueError: If the error of the first rank that has one is a ValueError.
+            RuntimeError: If it is any other.
+        """
+        if self._group is None:
+            found = [_describe(error)]
+        else:
+            has_error = torch.tensor([int(error is not None)])
+            if not self._all_gather(has_error).any():
+                return
+            found = self.broadcast(self.gather(_describe(error)))
+        _raise_first(found, error)
+
+    def on_first(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on rank 0; return its JSON value, or raise its error, on every rank."""
+        outcome: dict[str, Any] = {}
+        error: Exception | None = None
+        if self.is_first:
+            try:
+                outcome["value"] = function()
+            except Exception as caught:
+                error = caught
+                outcome["error"] = _describe(caught)
+        outcome = self.broadcast(outcome)
+        if "error" in outcome:
+            _raise_first([outcome["error"]], error)
+        return outcome["value"]
+
+    def _all_gather(self, numbers: Tensor) -> Tensor:
+        assert self._group is not None
+        output = torch.empty(self.size * numbers.numel(), dtype=numbers.dtype)
+        self._group._allgather_base(output, numbers).wait()
+        return output
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        assert self._group is not None
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        self._group.broadcast([tensor], options).wait()
+
+
+def get_host_group() -> HostGroup:
+    """Return the group of all ranks of the default process group.
+
+    It is made the first time, by all ranks together. Without a default process group it is this
+    process alone.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    known = _groups.get(0)
+    if known is None or known[0] is not world:
+        group = None if world is None else dist.new_group(backend="gloo")
+        pending = None if known is None else known[1].pending
+        _groups[0] = known = world, HostGroup(group)
+        known[1].pending = pending  # goes on over the group before, which it keeps
+    return known[1]
+
+
+# The one in use, beside the default group that it belongs to: there may be another one later.
+_groups: dict[int, tuple[dist.ProcessGroup | None, HostGroup]] = {}
+
+
+def _to_tensor(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_tensor(data: Tensor) -> Any:
+    return json.loads(bytes(data.untyped_storage())[data.storage_offset() :][: data.numel()])
+
+
+def _describe(error: Exception | None) -> list[str] | None:
+    if error is None:
+        return None
+    kind = "ValueError" if isinstance(error, ValueError) else "RuntimeError"
+    is_plain = type(error) in (ValueError, RuntimeError)
+    return [kind, str(error) if is_plain else f"{type(error).__name__}: {error}"]
+
+
+def _raise_first(found: list[list[str] | None], own: Exception | None) -> None:
+    first = next((entry for entry in found if entry is not None), None)
+    if first is None:
+        return
+    kind, text = first
+    ranks = [rank for rank, entry in enumerate(found) if entry == first]
+    where = f" (on ranks {ranks})" if 0 < len(ranks) < len(found) else ""
+    raise _KINDS[kind](f"{text}{where}") from own

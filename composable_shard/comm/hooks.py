@@ -1,0 +1,333 @@
+"""Communication hooks: what runs instead of a reduction, and the ready-made ones.
+
+[Note: Comm hooks]
+A reduction has up to two stages, [Note: Two stages]: a reduce-scatter over the shard group, and an
+all-reduce over each group of ranks that hold copies. A hook is called for each of them in its
+place, `hook(state, stage)`, and writes the *sum* over `stage.group` into `stage.output`. The
+library divides: it multiplies the first stage's sum with `stage.scale`, so that a divide factor
+counts with every hook, and microbatches whose second stage is put off need nothing special.
+
+It may return None, when the output is written, or an object with `wait()`, after which it is: the
+backward goes on in between, and `gradient` and `output` stay as they are until then. On an
+accelerator both run on the reduce stream. What it raises comes out of `backward()`, and is treated
+as an error of a collective: the gradients of this backward are dropped as a whole.
+
+from composable_shard import register_comm_hook
+    from composable_shard.comm.hooks import ErrorFeedback, bf16_compress_hook, error_feedback_hook
+
+    register_comm_hook(model, bf16_compress_hook)
+    register_comm_hook(other, error_feedback_hook, ErrorFeedback(torch.int8))
+
+Each halves or quarters the bytes of a reduce-scatter of fp32 gradients, and adds up what was sent
+in fp32, or in the main dtype. At world size 1 nothing is sent, and no hook is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_shard.comm import collectives
+from composable_shard.comm.collectives import Waitable, abandon
+from composable_shard.comm.wire import QUANTISED, decode, encode, encoded_nbytes
+
+__all__ = [
+    "CommHook",
+    "ErrorFeedback",
+    "HookedReduction",
+    "ReductionStage",
+    "StageKey",
+    "bf16_compress_hook",
+    "call_hook",
+    "error_feedback_hook",
+    "fp16_compress_hook",
+]
+
+
+class StageKey:
+    """Stands for one stage of one flat parameter: for weak references, compared by identity."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReductionStage:
+    """What a comm hook does the work of, see `register_comm_hook`.
+
+    Attributes:
+        kind: `"reduce_scatter"` or `"all_reduce"`.
+        gradient: What this rank adds. For a reduce-scatter the unsharded gradient, shape
+            `(padded_numel,)`, all parameters of a handle in the order of the layout, with zeros
+            between: its r-th of `group.size()` parts goes to rank r of the group. For an
+            all-reduce a shard, or with `NO_SHARD` the unsharded gradient. A hook may overwrite it.
+        output: Where the sum goes. For a reduce-scatter shape `(shard_numel,)`, perhaps this rank's
+            part of `gradient`; its dtype may be a wider one than that of `gradient`. For an
+            all-reduce `gradient` itself.
+        group: The ranks to sum over.
+        scale: What the library multiplies the output with afterwards. The gradient may have been
+            multiplied with some of the divisor before.
+        key: The same for a flat parameter and stage in every step, for what a hook keeps of it:
+            in a `weakref.WeakKeyDictionary` it goes when the unit does.
+        numels: Elements of each rank's part of `gradient`, one part behind the other from its
+            start, where they differ; None where all are `gradient.numel() // group.size()`.
+    """
+
+    kind: Literal["reduce_scatter", "all_reduce"]
+    gradient: Tensor
+    output: Tensor
+    group: dist.ProcessGroup
+    scale: float
+    key: StageKey
+    numels: tuple[int, ...] | None = None
+
+
+CommHook = Callable[[Any, ReductionStage], Waitable | None]
+
+
+class _Done:
+    """What there is to wait for where a hook returned None."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
+    """Call a hook; return what to wait for.
+
+    Raises:
+        TypeError: If the hook returned something else than None or an object with `wait()`.
+    """
+    # A backward with create_graph enables gradients.
+    with torch.no_grad():
+        work = hook(state, stage)
+    if work is None:
+        return _Done()
+    if not callable(getattr(work, "wait", None)):
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        raise TypeError(
+            f"expected the comm hook {name} to return None or an object with wait(), got {work!r}"
+        )
+    return work
+
+
+class HookedReduction:
+    """A reduce-scatter that a hook does; `finish` must be called before its output is read."""
+
+    def __init__(self, work: Waitable, stage: ReductionStage) -> None:
+        self._work = work
+        self._stage = stage
+
+    def finish(self) -> Tensor:
+        """Wait for the hook and return its output, scaled, shape `(shard_numel,)`."""
+        self._work.wait()
+        output, scale = self._stage.output, self._stage.scale
+        return output if scale == 1.0 else output.mul_(scale)
+
+    def abandon(self) -> None:
+        """Wait until the buffers are free for other use; errors of the hook are ignored."""
+        abandon(self._work)
+
+
+_CASTS = (torch.float16, torch.bfloat16)
+
+
+def bf16_compress_hook(state: object, stage: ReductionStage) -> Waitable:
+    """Send gradients in bfloat16; all-reduces add up in it too, as the backend does it.
+
+    Args:
+        state: Not used.
+        stage: What to do.
+    """
+    return _reduce_in(torch.bfloat16, stage, 1.0)
+
+
+def fp16_compress_hook(state: object, stage: ReductionStage) -> Waitable:
+    """Send gradients in float16, divided before: no sum overflows where the mean does not.
+
+    All-reduces add up in float16 too, as the backend does it.
+
+    Args:
+        state: Not used.
+        stage: What to do.
+    """
+    return _reduce_in(torch.float16, stage, stage.scale)
+
+
+def _reduce_in(dtype: torch.dtype, stage: ReductionStage, factor: float) -> Waitable:
+    gradient, output, group = _real(stage.gradient), _real(stage.output), stage.group
+    if factor != 1.0:
+        gradient.mul_(factor)
+    low = gradient.to(dtype)
+    if stage.kind == "all_reduce":
+
+        def unpack() -> None:
+            output.copy_(low)
+            if factor != 1.0:
+                output.div_(factor)
+
+        return _Then(collectives.all_reduce(low, group), unpack)
+    reduction = collectives.ReduceScatter(group, low.dtype, low.device, _part_numels(stage))
+    num_parts = reduction.scratch_parts(in_place=True)
+    scratch = low.new_empty(num_parts * output.numel()) if num_parts else None
+    return _Then(None, reduction.start(output, low, scratch, 1.0 / factor).finish)
+
+
+class ErrorFeedback:
+    """The state of `error_feedback_hook`: what compression has left out so far, and the dtype.
+
+    [Note: Error feedback]
+    What is sent of a gradient g is C(g + e), with the compression C and the residual e that earlier
+    steps left, zero at first; the new residual is g + e - C(g + e). After any number of steps, what
+    was applied differs from the sum of the true gradients by the ranks' last residuals alone, which
+    don't grow: an error of C is put off, never lost. The method is that of 1-bit SGD (Seide et al.,
+    2014); Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes"
+    (2019), prove that SGD with it converges as fast as without compression. With Adam, whose
+    update is not linear in the gradient, that is not proved.
+
+    Residuals have the size of what each rank sends, in fp32 at least: as much memory as unsharded
+    gradients of all units, on every rank, also where gradients are sharded. They are freed with the
+    units. What is not finite leaves no residual, so a step that a GradScaler skips does no harm. A
+    backward that fails loses what its residuals held, and so does a parameter that no rank used in
+    a backward of its unit: at most one step's rounding.
+
+    Args:
+        dtype: float16 or bfloat16; or int8, float8_e4m3fn or float8_e5m2 with an fp32 scale for
+            each block of 128 elements.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        allowed = (*_CASTS, *QUANTISED)
+        if dtype not in allowed:
+            names = ", ".join(map(str, allowed))
+            raise ValueError(f"expected dtype to be one of {names}, got {dtype!r}")
+        self.dtype = dtype
+        self._residuals: WeakKeyDictionary[StageKey, Tensor] = WeakKeyDictionary()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all residuals on this rank."""
+        return sum(residual.nbytes for residual in self._residuals.values())
+
+    def reset(self) -> None:
+        """Forget all residuals, for example where other weights were loaded."""
+        self._residuals.clear()
+
+    def __deepcopy__(self, memo: object) -> ErrorFeedback:
+        """Return a state without residuals: they belong to the units of one model."""
+        return ErrorFeedback(self.dtype)
+
+    def _residual(self, key: StageKey, like: Tensor) -> Tensor:
+        residual = self._residuals.get(key)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        # The unit may have been converted since.
+        if residual is None or residual.dtype != dtype or residual.device != like.device:
+            residual = self._residuals[key] = torch.zeros_like(like, dtype=dtype)
+        return residual
+
+    def _encode(self, values: Tensor, encoded: Tensor) -> None:
+        if self.dtype in QUANTISED:
+            encode(values, encoded, self.dtype)
+        else:
+            encoded.view(self.dtype).copy_(values)
+
+    def _decode(self, encoded: Tensor, output: Tensor) -> None:
+        if self.dtype in QUANTISED:
+            decode(encoded, output, self.dtype)
+        else:
+            output.copy_(encoded.view(self.dtype))
+
+    def _encoded_nbytes(self, numel: int) -> int:
+        if self.dtype in QUANTISED:
+            return encoded_nbytes(numel)
+        return numel * self.dtype.itemsize
+
+
+def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable | None:
+    """Send gradients compressed, and what that leaves out with the next ones.
+
+    See [Note: Error feedback]. A reduce-scatter is one all-to-all of compressed parts, which each
+    rank adds up in rank order in fp32, or in a wider dtype of the output. An all-reduce does the
+    same and then gathers the sums, uncompressed: with int8 it sends 5/8 of the bytes of an fp32
+    all-reduce, and leaves all ranks with the same bits.
+
+    Args:
+        state: The residuals, and the dtype; one for all units.
+        stage: What to do.
+
+    Raises:
+        TypeError: If the hook was registered with another state.
+    """
+    if not isinstance(state, ErrorFeedback):
+        raise TypeError(
+            f"expected the state of error_feedback_hook to be an ErrorFeedback, got {state!r}. "
+            "Register it with register_comm_hook(module, error_feedback_hook, ErrorFeedback())."
+        )
+    gradient, output, group = _real(stage.gradient), _real(stage.output), stage.group
+    numel, size = gradient.numel(), group.size()
+    if numel == 0:
+        return None
+    part_numels = _part_numels(stage)
+    if part_numels is None:
+        part_numel = -(-numel // size)  # an all-reduce may cut anywhere
+        part_numels = [max(0, min(part_numel, numel - rank * part_numel)) for rank in range(size)]
+    part_nbytes = state._encoded_nbytes(max(part_numels))
+    sent = gradient.new_zeros(size * part_nbytes, dtype=torch.uint8)
+    residual = state._residual(stage.key, gradient)
+    residual.add_(gradient)
+    parts = residual[: sum(part_numels)].split_with_sizes(list(part_numels))
+    for part, encoded in zip(parts, sent.view(size, -1), strict=True):
+        part_encoded = encoded[: state._encoded_nbytes(part.numel())]
+        state._encode(part, part_encoded)
+        applied = torch.empty_like(part)
+        state._decode(part_encoded, applied)
+        part.sub_(applied).nan_to_num_(0.0, 0.0, 0.0)
+    received = torch.empty_like(sent)
+    work = collectives.all_to_all(received, sent, group)
+
+    def add_up() -> None:
+        own_numel = part_numels[group.rank()]
+        own_nbytes = state._encoded_nbytes(own_numel)
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        total = output.new_zeros(own_numel, dtype=dtype)
+        term = torch.empty_like(total)
+        for encoded in received.view(size, -1):
+            state._decode(encoded[:own_nbytes], term)
+            total.add_(term)
+        if stage.kind == "reduce_scatter":
+            output.copy_(total)
+            return
+        gathered = total.new_empty(numel)
+        collectives.all_gather(gathered, total, group, part_numels).wait()
+        output.copy_(gathered)
+
+    return _Then(work, add_up)
+
+
+def _part_numels(stage: ReductionStage) -> Sequence[int] | None:
+    """Return the real numbers of each rank's part, None where all are the same."""
+    if stage.numels is None:
+        return None
+    return [numel * (2 if stage.gradient.is_complex() else 1) for numel in stage.numels]
+
+
+class _Then:
+    """Work, and what is done once it is."""
+
+    def __init__(self, work: Waitable | None, action: Callable[[], object]) -> None:
+        self._work = work
+        self._action = action
+
+    def wait(self) -> None:
+        """Wait, then do the rest."""
+        if self._work is not None:
+            self._work.wait()
+        self._action()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as the real numbers it is made of, in one dimension."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -1,0 +1,359 @@
+"""Turn a plan into handles, a state and hooks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
+
+from composable_shard.comm import ShardGroup, collectives
+from composable_shard.construct.plan import FLAT_PARAM_NAME, Original, Plan, states_to_sync
+from composable_shard.flat_param import (
+    FlatParamHandle,
+    FlatSlot,
+    ParamEntry,
+    Precision,
+    dense_stride,
+    make_flat_entry,
+    plan_layout,
+    show_flat,
+    take_place,
+)
+from composable_shard.layout import FlatLayout, cut_buckets
+from composable_shard.options import ShardingStrategy
+from composable_shard.runtime import (
+    Boundary,
+    Buckets,
+    ShardState,
+    TrainingState,
+    cast_arguments,
+    cast_buffers,
+    cast_output,
+    place_buffers,
+    post_forward,
+    pre_forward,
+    watch_meta_buffers,
+)
+from composable_shard.state_dict import adopt_new_data, load_values, show_shards, show_whole_values
+from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec
+
+__all__ = [
+    "build_state",
+    "group_params",
+    "register_boundaries",
+    "register_hooks",
+    "register_state_dict_hooks",
+    "sync_states",
+]
+
+
+Group = tuple[Precision, list[Original]]
+_MIB = 1 << 20
+_MAX_IMBALANCE = 1.25  # the largest shard of a unit and the mean
+
+
+def group_params(
+    plan: Plan, use_orig_params: bool, *, shard_size: int, is_alone: bool
+) -> list[Group]:
+    """Return the original parameters of each handle that the unit will have, and its dtypes.
+
+    Args:
+        plan: The unit's; the owners of its parameters are known.
+        use_orig_params: Whether it shows them at rest.
+        shard_size: The ranks that share a flat parameter.
+        is_alone: No other rank has gradients: nothing is reduced, so there are no buckets.
+    """
+    groups = _by_kind(plan, use_orig_params, shard_size)
+    if plan.bucket_cap_mb is None or is_alone:
+        return _sort_by_owner(groups)
+    cap_nbytes = int(plan.bucket_cap_mb * _MIB)
+    buckets = [
+        (precision, [members[index] for index in bucket])
+        for precision, members in groups
+        for bucket in _cut(precision, members, cap_nbytes, shard_size)
+    ]
+    # [Note: Buckets] The order of reductions, across kinds.
+    position = {id(original): index for index, original in enumerate(plan.originals)}
+    in_order = sorted(buckets, key=lambda bucket: -position[id(bucket[1][-1])])
+    return _sort_by_owner(in_order)
+
+
+def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) -> FlatLayout:
+    """Lay out the parameters of one handle as their granularities ask for.
+
+    Warns where blocks are so large that a rank gets much more than the mean.
+    """
+    dense = [original.dense for original in members]
+    if members[0].is_owned:
+        owners = [original.owner for original in members]
+        return plan_layout(dense, shard_size, precision, owners=owners)
+    blocks = [original.block_numel for original in members]
+    layout = plan_layout(dense, shard_size, precision, blocks=blocks)
+    if layout.blocks:
+        _warn_of_imbalance(members, layout)
+    return layout
+
+
+def _warn_of_imbalance(members: Sequence[Original], layout: FlatLayout) -> None:
+    """Warn where the largest shard is well above the mean, and the difference counts."""
+    mean = layout.span / layout.world_size
+    nbytes = (layout.shard_numel - mean) * (members[0].nbytes / max(1, members[0].dense.numel()))
+    if layout.shard_numel <= _MAX_IMBALANCE * mean or nbytes < _MIB:
+        return
+    # As many as explain it: a cut is off by half of a block.
+    coarse = [each for each in members if each.block_numel > (_MAX_IMBALANCE - 1) * mean]
+    names = ", ".join(f"'{each.fqn}' ({each.block_numel})" for each in coarse)
+    warnings.warn(
+        f"one of {layout.world_size} ranks holds {layout.shard_numel / mean:.2f} times the mean of "
+        f"a unit's shards, {mean:.0f} elements, because these parameters are cut in blocks of as "
+        f"many elements: {names}. Pass a finer granularity for them, make the unit larger, or use "
+        'granularity="param", which balances over all units.',
+        stacklevel=2,
+    )
+
+
+def _by_kind(plan: Plan, use_orig_params: bool, shard_size: int) -> list[Group]:
+    groups: dict[object, Group] = {}
+    for original in plan.originals:
+        param, tensor_parallel = original.param, original.tensor_parallel
+        mesh = None if tensor_parallel is None else tensor_parallel[0]
+        placements = None if use_orig_params or mesh is None else tensor_parallel
+        precision = Precision.of(plan.policy, param.dtype, is_kept=original.is_kept)
+        main_dtype = precision.main_dtype or param.dtype
+        is_owned = original.is_owned
+        kind = (main_dtype, precision, param.requires_grad, mesh, placements, is_owned)
+        groups.setdefault(kind, (precision, []))[1].append(original)
+    return list(groups.values())
+
+
+def _sort_by_owner(groups: list[Group]) -> list[Group]:
+    """Bring parameters that are owned whole into the order that `FlatLayout` wants."""
+    for _, members in groups:
+        if members[0].is_owned:
+            members.sort(key=lambda original: original.owner)
+    return groups
+
+
+def _cut(
+    precision: Precision, members: list[Original], cap_nbytes: int, shard_size: int
+) -> list[range]:
+    dense = [original.dense for original in members]
+    if not members[0].param.requires_grad:
+        return [range(len(members))]  # nothing to reduce
+    reduce_dtype = precision.reduces_in(precision.main_dtype or dense[0].dtype)
+    alignment = plan_layout(dense, shard_size, precision).alignment
+    numels = [tensor.numel() for tensor in dense]
+    return cut_buckets(numels, cap_nbytes // reduce_dtype.itemsize, shard_size, alignment)
+
+
+def sync_states(plan: Plan, shard_group: ShardGroup) -> None:
+    """Give every rank the parameters and buffers of the mesh's first: a broadcast for each."""
+    for tensor in states_to_sync(plan):
+        staged = tensor.to(shard_group.device).contiguous()
+        for group in shard_group.joint_groups:
+            collectives.broadcast(staged, 0, group).wait()
+        if staged.data_ptr() != tensor.data_ptr():
+            tensor.copy_(staged)
+
+
+def build_state(
+    plan: Plan,
+    shard_group: ShardGroup,
+    name: str,
+    *,
+    strategy: ShardingStrategy,
+    reshard_after_forward: bool | int | None,
+    use_orig_params: bool,
+) -> ShardState:
+    """Carry out the plan: build handles, and put FlatShards into the original parameters.
+
+    All memory is allocated before the first parameter is changed.
+
+    Raises:
+        RuntimeError: If the parameters of a handle can't be one, and `use_orig_params` is False.
+    """
+    state = ShardState(name, strategy, reshard_after_forward, len(plan.modules))
+    state.use_orig_params = use_orig_params
+    state.mp_policy = plan.policy
+    state.offload_policy = plan.offload
+    state.bucket_cap_mb = plan.bucket_cap_mb
+    state.buffer_pool = plan.buffer_pool
+    state.prefetch_nbytes = plan.prefetch_nbytes
+    is_alone = shard_group.num_ranks == 1
+    state.buckets = None if is_alone or plan.bucket_cap_mb is None else Buckets()
+    groups = group_params(plan, use_orig_params, shard_size=shard_group.size, is_alone=is_alone)
+    built = [
+        (members, _build_handle(members, shard_group, strategy, precision, plan))
+        for precision, members in groups
+    ]
+    for number, (_, handle) in enumerate(built):
+        suffix = f"_{number}" if number else ""
+        handle.flat_slot = FlatSlot(plan.modules[0], f"{FLAT_PARAM_NAME}{suffix}")
+        if not use_orig_params:
+            make_flat_entry(handle)
+    for members, handle in built:
+        for original, entry in zip(members, handle.entries, strict=True):
+            entry.slots = original.slots
+            _replace_parameter(original.param, entry)
+        state.handles.append(handle)
+        if not use_orig_params:
+            show_flat(handle)
+    state.borrowed = list(dict.fromkeys(item.handle for item in plan.borrowed))
+    state.needed = state.handles + state.borrowed
+    for item in plan.borrowed:
+        item.entry.slots = item.entry.slots + item.slots
+        item.handle.index_slots()
+        item.handle.show_again()
+    if plan.policy.buffer_dtype is not None:
+        cast_buffers(plan.unmanaged_modules, plan.kept_modules, plan.policy.buffer_dtype)
+    for module in plan.unmanaged_modules:
+        watch_meta_buffers(module)
+        place_buffers(module, shard_group.device)
+        _keep_rnn_parameters(module, shard_group.device)
+    return state
+
+
+def _keep_rnn_parameters(module: nn.Module, device: torch.device) -> None:
+    if isinstance(module, nn.RNNBase) and device.type != "cpu":
+        # cuDNN's flattening would move our views into a buffer of its own.
+        module.flatten_parameters = _keep_parameters  # type: ignore[method-assign]
+
+
+def _keep_parameters() -> None:
+    """Stand in for `flatten_parameters` of an RNN whose weights live in a flat parameter."""
+
+
+def _build_handle(
+    members: list[Original],
+    shard_group: ShardGroup,
+    strategy: ShardingStrategy,
+    precision: Precision,
+    plan: Plan,
+) -> FlatParamHandle:
+    labels = [ParamLabel(original.fqn) for original in members]
+    dense = [original.dense for original in members]
+    layout = lay_out(members, shard_group.size, precision)
+    specs = [
+        ShardSpec(
+            shape=original.param.shape,
+            dense_shape=tensor.shape,
+            dense_stride=dense_stride(tensor),
+            layout=layout,
+            index=index,
+            rank=shard_group.rank,
+            group_name=shard_group.name,
+            tensor_parallel=original.tensor_parallel,
+            label=label,
+        )
+        for index, (original, tensor, label) in enumerate(zip(members, dense, labels, strict=True))
+    ]
+    return FlatParamHandle(
+        dense,
+        labels,
+        shard_group,
+        layout,
+        specs,
+        [original.granularity for original in members],
+        requires_grad=members[0].param.requires_grad,
+        strategy=strategy,
+        precision=precision,
+        offload=plan.offload,
+        buffer_pool=plan.buffer_pool,
+    )
+
+
+def _replace_parameter(param: nn.Parameter, entry: ParamEntry) -> None:
+    """Turn the original Parameter object into the FlatShard; attributes and `.grad` carry over."""
+    grad = param.grad
+    param.grad = None
+    take_place(param, entry.sharded)
+    entry.sharded = param  # type: ignore[assignment]
+    if entry.shard_view is None or param.dtype != entry.shard_view.dtype:
+        raise RuntimeError(
+            f"parameter '{entry.label}' has {param.dtype} after it was sharded, not that of its "
+            "shard; please report this"
+        )
+    if grad is not None and not entry.spec.is_elsewhere:
+        param.grad = FlatShard.from_full(grad.to(param.device, param.dtype), entry.spec)
+
+
+def _before_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> None:
+    pre_forward(state, module)
+
+
+def _after_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return post_forward(state, module, output)
+
+
+def _cast_arguments(
+    state: ShardState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    dtype = state.mp_policy.param_dtype
+    if state.training_state is TrainingState.UNSHARDED_PARAMS:
+        # unshard_params shows the main parameters.
+        dtype = next((h.local_shard.dtype for h in state.needed if h.is_cast), dtype)
+    return None if dtype is None else cast_arguments(args, kwargs, dtype)
+
+
+def _cast_output(state: ShardState, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return cast_output(output, state.mp_policy.output_dtype)  # type: ignore[arg-type] # not None
+
+
+# What torch.compiler.disable does, without the import of the compiler that it costs: no hook
+# becomes part of a graph, and what it calls is not compiled either.
+_NEVER_COMPILE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+_BOUNDARY_HOOKS = (Boundary.before, Boundary.after)
+for _hook in (_before_forward, _after_forward, _cast_arguments, _cast_output, *_BOUNDARY_HOOKS):
+    _hook.__dict__["_torchdynamo_disable"] = True
+    set_code_exec_strategy(_hook.__code__, _NEVER_COMPILE)
+
+
+def register_hooks(module: nn.Module, state: ShardState) -> None:
+    """Make calls of `module` gather and free the unit, and cast."""
+    policy = state.mp_policy
+    is_kept = policy.changes_compute and isinstance(module, policy.keep_fp32_classes)
+    if policy.cast_forward_inputs and policy.changes_compute and not is_kept:
+        # Before the hook that gathers, so that it runs after it, and a unit whose arguments can't
+        # be cast is known to be in its forward.
+        hook = partial(_cast_arguments, state)
+        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    if policy.output_dtype is not None:
+        module.register_forward_hook(partial(_cast_output, state))
+    module.register_forward_pre_hook(partial(_before_forward, state), prepend=True)
+    # always_call: the hook runs when the forward, or another hook, has raised.
+    module.register_forward_hook(partial(_after_forward, state), always_call=True)
+
+
+def register_state_dict_hooks(
+    roots: list[nn.Module], modules: list[nn.Module], state: ShardState
+) -> None:
+    """Make the state dicts of a unit's modules right, [Note: State dicts].
+
+    Args:
+        roots: What `fully_shard` was called on.
+        modules: These and what is in the unit below them.
+        state: The unit.
+    """
+    for module in modules:
+        module.register_state_dict_post_hook(partial(show_shards, state))
+        module.register_load_state_dict_pre_hook(partial(load_values, state))
+    for module in roots:
+        module.register_state_dict_pre_hook(partial(adopt_new_data, state))
+        module.register_state_dict_post_hook(show_whole_values)
+
+
+def register_boundaries(modules: list[nn.Module]) -> None:
+    """Make calls of `modules` compute in the dtype of their main parameters."""
+    for module in modules:
+        boundary = Boundary()
+        module.register_forward_pre_hook(boundary.before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(boundary.after)

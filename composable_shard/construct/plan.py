@@ -1,0 +1,404 @@
+"""What a new unit will manage: found and checked, nothing changed yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.nn.parameter import UninitializedParameter
+
+from composable_shard.comm import PoolKind, ShardGroup
+from composable_shard.flat_param import (
+    FlatParamHandle,
+    ParamEntry,
+    Slot,
+    UnshardedParameter,
+    find_slots,
+    is_shown_by_scope,
+)
+from composable_shard.layout import GranularityOption, block_numel, granularity_of
+from composable_shard.options import (
+    PRECISIONS,
+    PREFETCH_NBYTES,
+    Granularity,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from composable_shard.runtime import find_applied, has_forward, iter_unmanaged_modules, read_state
+from composable_shard.tensor import FlatShard
+
+__all__ = [
+    "FLAT_PARAM_NAME",
+    "Borrowed",
+    "Original",
+    "Plan",
+    "apply_granularity",
+    "apply_precision",
+    "as_modules",
+    "check_can_be_flat",
+    "check_sync",
+    "plan_unit",
+    "states_to_sync",
+]
+
+
+FLAT_PARAM_NAME = "_flat_param"
+
+
+@dataclass
+class Original:
+    """A parameter that the new unit will manage."""
+
+    param: nn.Parameter
+    fqn: str
+    slots: list[Slot] = field(default_factory=list)
+    is_kept: bool = False  # in a module that computes in the main dtype
+    granularity: Granularity = "element"
+    owner: int = 0  # the rank that gets it whole, where the granularity says so
+    main_dtype: torch.dtype | None = None  # of the shard, where it is not the parameter's
+
+    @property
+    def dense(self) -> Tensor:
+        """The data to shard: the parameter's, or its local part for a DTensor."""
+        return self.param.to_local() if isinstance(self.param, DTensor) else self.param.detach()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data, in the dtype of the shard."""
+        return self.dense.numel() * (self.main_dtype or self.param.dtype).itemsize
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether one rank gets it whole."""
+        return self.granularity == "param"
+
+    @property
+    def block_numel(self) -> int:
+        """Consecutive elements, in memory order, that stay together."""
+        return block_numel(self.dense, self.granularity)
+
+    @property
+    def tensor_parallel(self) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+        """The mesh and placements of a DTensor, None for other parameters."""
+        if not isinstance(self.param, DTensor):
+            return None
+        return self.param.device_mesh, tuple(self.param.placements)
+
+
+@dataclass
+class Borrowed:
+    """A parameter of another unit that the new unit shows too."""
+
+    handle: FlatParamHandle
+    entry: ParamEntry
+    slots: list[Slot] = field(default_factory=list)
+
+
+@dataclass
+class Plan:
+    """What one `fully_shard` call is going to change; nothing has been changed yet."""
+
+    modules: list[nn.Module]
+    originals: list[Original]
+    borrowed: list[Borrowed]
+    unmanaged_modules: list[nn.Module]
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    buffer_pool: PoolKind | None = None
+    kept_modules: list[nn.Module] = field(default_factory=list)  # compute in the main dtype
+    bucket_cap_mb: float | None = None
+    prefetch_nbytes: int = PREFETCH_NBYTES
+
+
+def plan_unit(
+    modules: list[nn.Module],
+    shard_group: ShardGroup | None,
+    ignored_params: Collection[nn.Parameter],
+    inner: Container[nn.Module] = (),
+    managed: Container[nn.Parameter] = (),
+) -> Plan:
+    """Find what a new unit over `modules` will manage, and check that it can.
+
+    Args:
+        modules: The modules of the unit.
+        shard_group: The ranks that will share it; None leaves the device type unchecked.
+        ignored_params: Parameters that it will not manage.
+        inner: Modules that will be units of their own by then, so not part of this one.
+        managed: Parameters that those units will manage.
+
+    Raises:
+        ValueError: For modules and parameters that can't be sharded, naming them.
+        NotImplementedError: For kinds of parameters that are not supported.
+        RuntimeError: For parameters that a live autograd graph refers to.
+    """
+    _check_modules(modules)
+    originals: dict[int, Original] = {}
+    borrowed: dict[int, Borrowed] = {}
+    seen: set[int] = set()
+    unmanaged: list[nn.Module] = []
+    ignored = {id(param) for param in ignored_params}
+    for root in modules:
+        for prefix, module in iter_unmanaged_modules(root, seen=seen, inner=inner):
+            unmanaged.append(module)
+            for name, param in module._parameters.items():
+                if param is None or id(param) in ignored or param in managed:
+                    continue
+                fqn = f"{prefix}.{name}".lstrip(".")
+                slots = find_slots(module, name)
+                if isinstance(param, FlatShard):
+                    item = borrowed.get(id(param)) or _borrow(param, fqn)
+                    _check_not_managed(item, slots, fqn)
+                    borrowed.setdefault(id(param), item).slots += slots
+                else:
+                    original = originals.setdefault(id(param), Original(param, fqn))
+                    original.slots += slots
+    _check_params(list(originals.values()), shard_group)
+    return Plan(modules, list(originals.values()), list(borrowed.values()), unmanaged)
+
+
+def as_modules(module: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules of one unit: those given, less those inside another one given.
+
+    Raises:
+        ValueError: If something given is not a module.
+    """
+    if isinstance(module, nn.Module):
+        return [module]
+    modules = list(dict.fromkeys(module))
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ValueError(f"expected an nn.Module, got {type(each).__name__}")
+    inner = {id(child) for root in modules for child in root.modules() if child is not root}
+    return [root for root in modules if id(root) not in inner]
+
+
+def _check_modules(modules: list[nn.Module]) -> None:
+    if not modules:
+        raise ValueError("expected at least one module, got an empty list")
+    for module in modules:
+        kind = type(module).__name__
+        if read_state(module) is not None:
+            raise ValueError(
+                f"fully_shard was already applied to this {kind}; it can be applied to a module "
+                "only once. To change its options, build the model anew."
+            )
+        applied = find_applied(module)
+        if applied is not None:
+            raise ValueError(
+                f"torch's composable '{applied}' was already applied to this {kind}; "
+                "a module can have only one data-parallel API"
+            )
+        if not has_forward(module):
+            raise ValueError(
+                f"{kind} has no forward, so its unit would never be gathered. Pass the modules in "
+                "it: `for child in container: fully_shard(child)`, or "
+                "`fully_shard(list(container))` to make them one unit."
+            )
+        for name, child in module.named_modules():
+            if isinstance(child, (FSDPModule, FullyShardedDataParallel)):
+                raise ValueError(
+                    f"'{name or kind}' is sharded by torch's FSDP already; "
+                    "shard a tree with one library only"
+                )
+            if name and find_applied(child) == "replicate":
+                raise ValueError(
+                    f"'{name}' is managed by torch's composable 'replicate' already, which would "
+                    "reduce its gradients a second time. Apply only one of the two to it."
+                )
+
+
+def _borrow(param: FlatShard, fqn: str) -> Borrowed:
+    owner = None if param._guard is None or param._guard.owner is None else param._guard.owner()
+    entries = owner.entries if isinstance(owner, FlatParamHandle) else []
+    for entry in entries:
+        if entry.sharded is param:
+            assert isinstance(owner, FlatParamHandle)
+            return Borrowed(owner, entry)
+    raise ValueError(
+        f"parameter '{fqn}' is a FlatShard that no unit manages, a copy perhaps. "
+        "Replace it by a plain parameter, for example nn.Parameter(param.full_tensor())."
+    )
+
+
+def _check_not_managed(item: Borrowed, slots: list[Slot], fqn: str) -> None:
+    managed = {(id(container), key) for container, key in item.entry.slots}
+    if any((id(container), key) in managed for container, key in slots):
+        raise ValueError(
+            f"parameter '{fqn}' is already managed by the unit '{item.handle.name}' of an outer "
+            "module. Call fully_shard on inner modules first, on outer ones last."
+        )
+
+
+def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> None:
+    for original in originals:
+        param, fqn = original.param, original.fqn
+        if isinstance(param, UnshardedParameter) or is_shown_by_scope(param):
+            raise ValueError(
+                f"parameter '{fqn}' is the full form of one that a unit manages already, shown by "
+                "unshard, unshard_params or a forward. Shard before that, inner modules first."
+            )
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(
+                f"parameter '{fqn}' has no shape yet (a lazy module). Run one forward before "
+                "fully_shard."
+            )
+        if not (param.is_floating_point() or param.is_complex()):
+            raise ValueError(
+                f"expected floating-point or complex parameters, got '{fqn}' of {param.dtype}. "
+                "Register it as a buffer, or pass it in ignored_params."
+            )
+        if param.layout is not torch.strided or not _is_supported_type(param):
+            raise NotImplementedError(
+                f"parameter '{fqn}' is a {type(param).__name__} with layout {param.layout}; only "
+                "dense tensors and DTensors can be sharded. Pass it in ignored_params."
+            )
+        if param._use_count() > 1:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"parameter '{fqn}' is part of a live autograd graph (an output of an earlier "
+                "forward, an old-style weight_norm). Delete the outputs, or remove the "
+                "parametrisation, before fully_shard."
+            )
+    _check_devices(originals, shard_group)
+
+
+def check_can_be_flat(plan: Plan) -> None:
+    """Check that the unit can show a flat parameter instead of its originals.
+
+    Raises:
+        ValueError: If the module has attributes of that name, or hooks wait for gradients that
+            no parameter would get.
+        RuntimeError: If parameters lie unevenly on a tensor-parallel mesh.
+    """
+    module = plan.modules[0]
+    taken = [name for name in dir(module) if name.startswith(FLAT_PARAM_NAME)]
+    if taken:
+        raise ValueError(
+            f"{type(module).__name__} has the attributes {taken}, the names of flat parameters. "
+            "Rename them, or pass use_orig_params=True."
+        )
+    hooked = [o.fqn for o in plan.originals if o.param._post_accumulate_grad_hooks]
+    if hooked:
+        raise ValueError(
+            f"the hooks on the parameters {hooked} (register_post_accumulate_grad_hook) would "
+            "never run with use_orig_params=False: only the flat parameter gets a gradient. "
+            "Register them on it after fully_shard, or pass use_orig_params=True."
+        )
+    uneven = [original.fqn for original in plan.originals if _is_uneven(original)]
+    if uneven:
+        raise RuntimeError(
+            f"the parameters {uneven} lie unevenly on their tensor-parallel mesh, so they can't be "
+            "part of a flat parameter. Pass use_orig_params=True."
+        )
+
+
+def _is_uneven(original: Original) -> bool:
+    """Return whether ranks of a tensor-parallel mesh have parts of different sizes."""
+    if original.tensor_parallel is None:
+        return False
+    mesh, placements = original.tensor_parallel
+    sizes = list(original.param.shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            if sizes[placement.dim] % mesh.size(axis):
+                return True
+            sizes[placement.dim] //= mesh.size(axis)
+    return False
+
+
+def _is_supported_type(param: nn.Parameter) -> bool:
+    data_type = type(param.data) if type(param) is not nn.Parameter else Tensor
+    return data_type is Tensor or issubclass(data_type, (nn.Parameter, DTensor))
+
+
+def _check_devices(originals: list[Original], shard_group: ShardGroup | None) -> None:
+    by_device: dict[torch.device, list[str]] = {}
+    for original in originals:
+        by_device.setdefault(original.param.device, []).append(original.fqn)
+    if len(by_device) > 1:
+        detail = "; ".join(f"{device}: {names}" for device, names in by_device.items())
+        raise ValueError(
+            f"expected all parameters of a unit on one device, got {detail}. "
+            "Move the module to one device before fully_shard."
+        )
+    if shard_group is None:
+        return
+    for device, names in by_device.items():
+        if device.type not in ("cpu", "meta", shard_group.device.type):
+            raise ValueError(
+                f"parameters {names} are on {device}, but the mesh is of device type "
+                f"'{shard_group.device.type}'. Move them there, or to the CPU, before fully_shard."
+            )
+
+
+def states_to_sync(plan: Plan) -> list[Tensor]:
+    """Return the parameters and buffers that `sync_module_states` broadcasts."""
+    tensors = [original.dense for original in plan.originals]
+    tensors += [
+        buffer
+        for module in plan.unmanaged_modules
+        for buffer in module._buffers.values()
+        if buffer is not None
+    ]
+    return tensors
+
+
+def check_sync(plan: Plan) -> None:
+    """Check that there are values that `sync_states` can send.
+
+    Raises:
+        ValueError: If something is on the meta device, on any rank alike.
+    """
+    if any(tensor.is_meta for tensor in states_to_sync(plan)):
+        raise ValueError(
+            "sync_module_states=True needs real parameters and buffers, got some on the meta "
+            "device. Initialise or load them after fully_shard instead."
+        )
+
+
+def apply_granularity(plan: Plan, option: GranularityOption) -> None:
+    """Enter into the plan how finely each parameter is cut.
+
+    Raises:
+        ValueError: If the user's function returned no granularity, naming the parameter.
+    """
+    for original in plan.originals:
+        original.granularity = granularity_of(original.param, original.fqn, option)
+
+
+def apply_precision(plan: Plan, policy: MixedPrecisionPolicy) -> None:
+    """Enter a policy into the plan: which modules and parameters it leaves in the main dtype.
+
+    Raises:
+        ValueError: If there are parameters that can't be made of the main dtype.
+    """
+    plan.policy = policy
+    if policy.main_dtype is not None:
+        for original in plan.originals:
+            if original.param.dtype not in PRECISIONS:
+                allowed = ", ".join(map(str, PRECISIONS))
+                raise ValueError(
+                    f"expected parameters of {allowed} where main_dtype is given, got "
+                    f"'{original.fqn}' of {original.param.dtype}. Pass it in ignored_params, or "
+                    "leave main_dtype out for its unit."
+                )
+            original.main_dtype = policy.main_dtype
+    if not policy.changes_compute:
+        return
+    roots = [each for each in plan.unmanaged_modules if isinstance(each, policy.keep_fp32_classes)]
+    inside = {id(module) for root in roots for module in root.modules()}
+    inside.intersection_update(map(id, plan.unmanaged_modules))
+    below = {id(child) for root in roots for child in root.modules() if child is not root}
+    plan.kept_modules = [root for root in roots if id(root) not in below]
+    kept = {
+        id(param)
+        for module in plan.unmanaged_modules
+        if id(module) in inside
+        for param in module._parameters.values()
+    }
+    for original in plan.originals:
+        original.is_kept = id(original.param) in kept

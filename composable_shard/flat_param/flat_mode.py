@@ -1,0 +1,260 @@
+"""Switch a handle between its two forms at rest: original parameters, or one flat parameter."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from composable_shard.flat_param.entries import FlatEntry, flat_spec, set_requires_grad
+from composable_shard.flat_param.grad_pieces import local_gradient
+from composable_shard.flat_param.handle import FlatParamHandle
+from composable_shard.tensor import FlatShard, ShardSpec, wrap
+
+__all__ = [
+    "check_can_show_flat",
+    "check_can_show_originals",
+    "check_requires_grad",
+    "gradient_shard",
+    "has_gradients",
+    "keep_requires_grad",
+    "make_flat_entry",
+    "set_gradients",
+    "show_flat",
+    "show_originals",
+    "write_unsharded_gradients",
+]
+
+
+def make_flat_entry(handle: FlatParamHandle) -> FlatEntry:
+    """Return the flat parameter as one parameter, made at the first call; shows nothing.
+
+    Raises:
+        RuntimeError: If parameters of a tensor-parallel mesh lie on it in different ways.
+    """
+    if handle.flat is None:
+        spec = _flat_spec(handle)
+        view = handle.slice_at(spec, handle.local_shard)
+        param = nn.Parameter(FlatShard(view, spec, guard=handle.guard), handle.requires_grad)
+        used = [False] * len(handle.entries)
+        handle.flat = FlatEntry(cast(FlatShard, param), spec.label, spec, view, used)
+    return handle.flat
+
+
+def _flat_spec(handle: FlatParamHandle) -> ShardSpec:
+    specs = [entry.spec for entry in handle.entries]
+    return flat_spec(specs, handle.layout, handle.shard_group, handle.flat_slot.name)
+
+
+def check_can_show_flat(handle: FlatParamHandle) -> None:
+    """Check that one parameter can stand for all; changes nothing.
+
+    Raises:
+        RuntimeError: If some are frozen and some not, if they lie on a tensor-parallel mesh in
+            different ways, if hooks wait for the gradient of one of them, if the module has
+            another attribute of that name, or if a `.grad` is no shard.
+    """
+    _flat_spec(handle)
+    frozen = [str(e.label) for e in handle.entries if not e.sharded.requires_grad]
+    if frozen and len(frozen) < len(handle.entries):
+        raise RuntimeError(
+            f"the parameters {frozen} of unit '{handle.name}' are frozen and others are not, so "
+            "they can't be one flat parameter. Freeze or unfreeze all of them, or shard the frozen "
+            "ones as a unit of their own."
+        )
+    hooked = [str(e.label) for e in handle.entries if e.sharded._post_accumulate_grad_hooks]
+    if hooked:
+        raise RuntimeError(
+            f"the hooks on the parameters {hooked} (register_post_accumulate_grad_hook) would "
+            f"never run while unit '{handle.name}' shows one flat parameter. Remove them, and "
+            "register them on the flat parameter."
+        )
+    if not handle.flat_slot.is_free(None if handle.flat is None else handle.flat.sharded):
+        raise RuntimeError(
+            f"the module of unit '{handle.name}' has an attribute '{handle.flat_slot.name}', the "
+            "name of its flat parameter. Rename it."
+        )
+    has_gradients(handle)
+
+
+def check_can_show_originals(handle: FlatParamHandle) -> None:
+    """Check that no hook is lost; changes nothing.
+
+    Raises:
+        RuntimeError: If hooks wait for the gradient of the flat parameter, or if a `.grad` is no
+            shard.
+    """
+    handle.adopt_hooks()
+    has_gradients(handle)
+    if handle.flat is not None and handle.flat.sharded._post_accumulate_grad_hooks:
+        raise RuntimeError(
+            f"the hooks on '{handle.flat.label}' (register_post_accumulate_grad_hook) would never "
+            f"run while unit '{handle.name}' shows its original parameters. Remove them, and "
+            "register them on the original parameters."
+        )
+
+
+def show_flat(handle: FlatParamHandle) -> None:
+    """Show the flat parameter instead of the originals; gradients move. No communication.
+
+    While the full values are registered, the flat parameter of the full values is shown.
+    """
+    if not handle.shows_flat:
+        flat = make_flat_entry(handle)
+        handle.flat_slot.keep_reachable(flat.sharded)
+        handle.unhide_all()
+        flat.sharded.requires_grad = handle.entries[0].sharded.requires_grad
+        with torch.no_grad():
+            _move_gradients_to_flat(handle, flat)
+        handle.shows_flat = True
+        handle.hide_unshown()
+        handle.index_slots()
+    if handle.is_registered_unsharded and handle.unsharded_flat is None:
+        full = handle.unsharded[: handle.layout.end]
+        handle.unsharded_flat = nn.Parameter(full.data, handle.requires_grad)
+    handle.show_again()
+
+
+def show_originals(handle: FlatParamHandle) -> None:
+    """Show the original parameters instead of the flat one; gradients move. No communication."""
+    flat = handle.flat
+    if not handle.shows_flat or flat is None:
+        return  # before the first forward there is no list of slots to show them by
+    handle.unhide_all()
+    for entry in handle.entries:
+        entry.sharded.requires_grad = flat.sharded.requires_grad
+    with torch.no_grad():
+        _move_gradients_to_originals(handle, flat)
+    handle.shows_flat = False
+    handle.hide_unshown()
+    handle.index_slots()
+    handle.unsharded_flat = None
+    handle.show_again()
+    handle.flat_slot.remove()
+
+
+def check_requires_grad(handle: FlatParamHandle) -> None:
+    """Check that what a scope's body froze or unfroze can be one flat parameter again.
+
+    Raises:
+        RuntimeError: If only some of the parameters of a flat parameter are frozen now.
+    """
+    frozen = [
+        str(entry.label)
+        for entry, param in zip(handle.entries, handle.scope_params, strict=True)
+        if not param.requires_grad
+    ]
+    if handle.shows_flat and 0 < len(frozen) < len(handle.entries):
+        raise RuntimeError(
+            f"the parameters {frozen} of unit '{handle.name}' were frozen inside unshard_params "
+            "and others are not, so they can't be one flat parameter. Freeze or unfreeze all of "
+            "them, or call register_orig_params(module) before the scope."
+        )
+
+
+def keep_requires_grad(handle: FlatParamHandle) -> None:
+    """Take over what a scope's body did with `requires_grad_`, as if it were done outside."""
+    flags = [param.requires_grad for param in handle.scope_params]
+    if handle.shows_flat and handle.flat is not None:
+        whole = handle.flat.sharded
+        if len(set(flags)) == 1 and flags[0] != whole.requires_grad:
+            whole.requires_grad = flags[0]
+        return
+    for entry, flag in zip(handle.entries, flags, strict=False):
+        if entry.sharded.requires_grad != flag:
+            set_requires_grad(entry.sharded, flag)
+
+
+def has_gradients(handle: FlatParamHandle) -> list[bool]:
+    """Return which parameters have a sharded gradient, in either form, on this rank.
+
+    Raises:
+        RuntimeError: If a `.grad` is no shard like its parameter.
+    """
+    for shown in handle.shown_at_rest:
+        grad = shown.sharded.grad
+        if grad is not None and not (
+            isinstance(grad, FlatShard) and grad._shard_spec == shown.spec
+        ):
+            raise RuntimeError(
+                f"expected .grad of parameter '{shown.label}' to be None or a FlatShard, got "
+                f"{type(grad).__name__}. Let backward() set it, or assign a FlatShard."
+            )
+    if handle.shows_flat and handle.flat is not None:
+        is_there, used = handle.flat.sharded.grad is not None, handle.flat.used
+        # Set by the user, if no backward has set it: then it is one for all.
+        return [is_there and (is_used or not any(used)) for is_used in used]
+    return [entry.sharded.grad is not None for entry in handle.entries]
+
+
+def gradient_shard(handle: FlatParamHandle) -> Tensor:
+    """Return a copy of all sharded gradients, shape `(layout.shard_numel,)`, zero where none is."""
+    whole = torch.zeros_like(handle.local_shard)
+    for shown in handle.shown_at_rest:
+        grad = shown.sharded.grad
+        if isinstance(grad, FlatShard):
+            handle.slice_of(shown, whole).copy_(grad._local)
+    return whole
+
+
+def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -> None:
+    """Write sharded gradients, in either form, where there are some already.
+
+    Args:
+        handle: Whose parameters' gradients.
+        shard: Shape `(layout.shard_numel,)`.
+        dropped: Which gradients to set to None instead.
+    """
+    flat = handle.flat
+    if handle.shows_flat and flat is not None:
+        existing = zip(has_gradients(handle), dropped, strict=True)
+        flat.used = [exists and not drop for exists, drop in existing]
+        for entry, drop in zip(handle.entries, dropped, strict=True):
+            if drop:
+                handle.slice_of(entry, shard).zero_()
+        if not any(flat.used):
+            flat.sharded.grad = None
+    else:
+        for entry, drop in zip(handle.entries, dropped, strict=True):
+            if drop:
+                entry.sharded.grad = None
+    for shown in handle.shown_at_rest:
+        if isinstance(shown.sharded.grad, FlatShard):
+            shown.sharded.grad._local.copy_(handle.slice_of(shown, shard))
+
+
+def write_unsharded_gradients(handle: FlatParamHandle) -> None:
+    """Move `.grad` of unsharded parameters to the sharded ones, where there is one already."""
+    shard, existing = gradient_shard(handle), has_gradients(handle)
+    for entry, exists in zip(handle.entries, existing, strict=True):
+        param = entry.unsharded
+        if param is not None and entry.spec.is_elsewhere:
+            param.grad = None  # its owner has the same
+        if param is None or param.grad is None or not exists:
+            continue
+        piece = entry.spec.slice(local_gradient(param.grad, entry.spec))
+        handle.slice_of(entry, shard).copy_(piece)
+        param.grad = None
+    set_gradients(handle, shard, [False] * len(existing))
+
+
+def _move_gradients_to_flat(handle: FlatParamHandle, flat: FlatEntry) -> None:
+    flat.used = has_gradients(handle)
+    if not any(flat.used):
+        return
+    whole = gradient_shard(handle)
+    for entry in handle.entries:
+        entry.sharded.grad = None
+    flat.sharded.grad = wrap(handle.slice_of(flat, whole), flat.spec)
+
+
+def _move_gradients_to_originals(handle: FlatParamHandle, flat: FlatEntry) -> None:
+    has_gradient = has_gradients(handle)
+    if not any(has_gradient):
+        return
+    whole = gradient_shard(handle)
+    flat.sharded.grad = None
+    for entry, is_there in zip(handle.entries, has_gradient, strict=True):
+        if is_there and not entry.spec.is_elsewhere:
+            entry.sharded.grad = wrap(handle.slice_of(entry, whole), entry.spec)

@@ -1,0 +1,104 @@
+"""`HostGradient`: reduced gradients of one flat parameter on their way to the host, and there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable_shard.comm import HostCopies, alloc_host
+from composable_shard.tensor import FlatShard
+
+__all__ = ["HostGradient"]
+
+
+class HostGradient:
+    """Host memory for the gradient shard of one flat parameter.
+
+    The published `.grad`s are views of `memory`, which is allocated once. Where they are still
+    there when the next backward's gradients come, these go into a second buffer, allocated once
+    too, and are added on the host.
+
+    [Note: Complete gradients]
+    Copies run beside the backward, unit by unit. `collect`, at its end, waits for them on the host:
+    before that nobody can see the gradients, and after it they are complete. Sources are kept until
+    their copy is done; [Note: Persistent gradients] of a later round wait for it on the device.
+    """
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, copies: HostCopies, *, is_pinned: bool
+    ) -> None:
+        self._numel, self._dtype, self._is_pinned = numel, dtype, is_pinned
+        self._copies = copies
+        self._memory: list[Tensor] = []  # each (numel,); `.grad`s are views of the first
+        self._incoming: Tensor | None = None  # the one that gets this backward's gradients
+        self._further: list[Tensor] = []  # what further rounds of this backward add, (numel,) each
+        self._in_flight: list[tuple[Any, Tensor]] = []  # events and sources
+
+    @property
+    def memory(self) -> Tensor:
+        """Shape `(numel,)`: where the `.grad`s are."""
+        return self._buffer(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory held."""
+        return sum(buffer.nbytes for buffer in self._memory)
+
+    def _buffer(self, index: int) -> Tensor:
+        while len(self._memory) <= index:
+            self._memory.append(alloc_host(self._numel, self._dtype, is_pinned=self._is_pinned))
+        return self._memory[index]
+
+    def begin(self, shown: Iterable[FlatShard]) -> Tensor:
+        """Return the memory for gradients that come: one that no `.grad` is a view of.
+
+        Args:
+            shown: The sharded parameters that have the `.grad`s.
+        """
+        start = self.memory.untyped_storage().data_ptr()
+        locals_ = [p.grad._local for p in shown if isinstance(p.grad, FlatShard)]
+        is_taken = any(local.untyped_storage().data_ptr() == start for local in locals_)
+        self._incoming = self._buffer(int(is_taken))
+        return self._incoming
+
+    def receive(self, shard: Tensor, shown: Iterable[FlatShard]) -> None:
+        """Start copying a reduced shard, shape `(numel,)`; a further one is added to it later."""
+        if self._incoming is None:
+            self.copy(self.begin(shown), shard)
+        else:
+            self._further.append(alloc_host(self._numel, self._dtype, is_pinned=self._is_pinned))
+            self.copy(self._further[-1], shard)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Start copying into a part of the memory."""
+        self._in_flight = [item for item in self._in_flight if not self._copies.is_done(item[0])]
+        self._in_flight.append((self._copies.copy_to_host(target, source), source))
+
+    def reuse_sources(self) -> None:
+        """Let the current stream write into what is being copied once that is done."""
+        for event, _ in self._in_flight:
+            self._copies.wait_on_device(event)
+
+    def wait(self) -> None:
+        """Wait on the host until all copies are done, and let go of their sources."""
+        in_flight, self._in_flight = self._in_flight, []
+        for event, _ in in_flight:
+            self._copies.wait_on_host(event)
+
+    def collect(self) -> Tensor | None:
+        """Return this backward's gradients, complete, shape `(numel,)`; None if none came."""
+        self.wait()
+        incoming, self._incoming = self._incoming, None
+        further, self._further = self._further, []
+        for shard in further:
+            assert incoming is not None
+            incoming.add_(shard)
+        return incoming
+
+    def drop(self) -> None:
+        """Forget what came, after an error, once nothing writes to the memory any more."""
+        self._incoming, self._further = None, []
+        self.wait()

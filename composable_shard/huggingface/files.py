@@ -1,0 +1,268 @@
+"""Directories of safetensors files as Hugging Face's libraries lay them out: no sharding here.
+
+A directory holds either `model.safetensors`, or files `model-00001-of-0000N.safetensors` and an
+index, `model.safetensors.index.json`, that says which file holds which tensor. The package
+`safetensors` reads and writes the files; it maps them to memory, so that only what is copied out of
+a slice is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from composable_shard.checkpoint import sync_path
+
+__all__ = ["TensorFiles", "TensorInfo", "TensorWriter", "parse_nbytes", "require_safetensors"]
+
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def require_safetensors() -> Any:
+    """Return the package `safetensors.torch`.
+
+    Raises:
+        ImportError: Naming the extra that installs it.
+    """
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError as error:
+        raise ImportError(
+            "safetensors files need the package safetensors (and numpy, to write). Install the "
+            "extra: pip install composable_shard[safetensors]"
+        ) from error
+
+
+def parse_nbytes(size: int | str) -> int:
+    """Return a number of bytes given as one, or as text such as "5GB" or "500MiB".
+
+    Raises:
+        ValueError: If it is neither, or not positive.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]*)", str(size).strip().upper())
+    unit = _UNITS.get(match[2]) if match else None
+    nbytes = int(float(match[1]) * unit) if match and unit else 0
+    if nbytes < 1:
+        raise ValueError(
+            f"expected max_shard_size as a positive number of bytes or a text such as '5GB' or "
+            f"'500MiB', got {size!r}"
+        )
+    return nbytes
+
+
+class TensorInfo(NamedTuple):
+    """What a file's header says of one tensor."""
+
+    shape: tuple[int, ...]
+    file: str
+
+
+class TensorFiles:
+    """A directory, or one file, open for reading; a context manager.
+
+    Every header is read and checked at once, no values.
+
+    Attributes:
+        tensors: What there is, by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open what is there.
+
+        Raises:
+            ValueError: If something is missing, damaged, or no such directory; names the file.
+        """
+        self._open_file: Any = importlib.import_module("safetensors").safe_open
+        self._stack = ExitStack()
+        self._files: dict[Path, Any] = {}
+        self._slices: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        try:
+            for file, names in _find_files(path).items():
+                self._read_header(file, names)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self, path: Path, names: list[str] | None) -> None:
+        """Open one file and note its tensors, those that the index names or all."""
+        try:
+            file = self._stack.enter_context(self._open_file(str(path), framework="pt"))
+            self._files[path] = file
+            present = set(file.keys())
+            for name in sorted(present) if names is None else names:
+                if name not in present:
+                    raise ValueError(f"the index says that '{name}' is in it, and it is not")
+                piece = self._slices[name] = file.get_slice(name)
+                self.tensors[name] = TensorInfo(tuple(piece.get_shape()), path.name)
+        except FileNotFoundError:
+            raise ValueError(f"'{path}' is missing: the index names it") from None
+        except Exception as error:  # the package has a kind of its own
+            raise ValueError(f"'{path}' can't be read as a safetensors file: {error}") from error
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """Return part of a tensor, in host memory: a view of the mapped file, not to be kept.
+
+        Args:
+            name: One of `tensors`.
+            index: A slice for each of the leading dims.
+        """
+        piece = self._slices[name]
+        part: Tensor = piece[index] if index else piece[...]
+        return part
+
+    def close(self) -> None:
+        """Close all files."""
+        self._slices.clear()
+        self._files.clear()
+        self._stack.close()
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _find_files(path: Path) -> dict[Path, list[str] | None]:
+    """Return the files at a path, each with the names that the index puts there, if there is one.
+
+    Raises:
+        ValueError: If there is no index and not exactly one file, or if the index is no such thing.
+    """
+    if path.is_file():
+        return _read_index(path) if path.suffix == ".json" else {path: None}
+    if not path.is_dir():
+        raise ValueError(f"expected a directory of safetensors files, and '{path}' is not there")
+    for name in (_SINGLE, _INDEX):
+        if (path / name).is_file():
+            return _find_files(path / name)
+    # Other libraries name their files after what is in them.
+    for pattern in ("*.safetensors.index.json", "*.safetensors"):
+        found = sorted(file for file in path.glob(pattern) if not file.name.startswith("."))
+        if len(found) == 1:
+            return _find_files(found[0])
+    raise ValueError(
+        f"expected '{_SINGLE}' or '{_INDEX}' in '{path}', found "
+        f"{sorted(file.name for file in path.iterdir())[:8]}"
+    )
+
+
+def _read_index(path: Path) -> dict[Path, list[str] | None]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        items = [(str(name), str(file)) for name, file in weight_map.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"'{path}' is no index of safetensors files: {error!r}") from error
+    files: dict[Path, list[str]] = {}
+    for name, file in items:
+        if file != Path(file).name:
+            raise ValueError(f"'{path}' says that '{name}' is in '{file}', which is no file name")
+        files.setdefault(path.parent / file, []).append(name)
+    return {file: sorted(names) for file, names in files.items()}
+
+
+class TensorWriter:
+    """Writes tensors, as they come, to files of limited size.
+
+    Holds the tensors of one file. Files have temporary names until `publish`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        max_nbytes: int,
+        *,
+        dtype: torch.dtype | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make the directory if need be.
+
+        Args:
+            directory: Where the files go; other files in it stay.
+            max_nbytes: The most bytes of tensors in a file, unless one tensor alone has more.
+            dtype: What floating-point tensors are cast to.
+            metadata: Text for the header of each file.
+        """
+        self._dtype = dtype
+        self._directory = directory
+        self._max_nbytes = max_nbytes
+        self._metadata = {"format": "pt", **(metadata or {})}
+        self._pending: dict[str, Tensor] = {}
+        self._pending_nbytes = 0
+        self._written: list[tuple[Path, list[str]]] = []
+        self._total_nbytes = 0
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor in host memory, which must not be written any more."""
+        dtype = (self._dtype if tensor.is_floating_point() else None) or tensor.dtype
+        nbytes = tensor.numel() * dtype.itemsize
+        if self._pending and self._pending_nbytes + nbytes > self._max_nbytes:
+            self._flush()
+        self._pending[name] = tensor.to(dtype).contiguous()
+        self._pending_nbytes += nbytes
+
+    def _flush(self) -> None:
+        path = self._directory / f".model-{len(self._written) + 1:05}-{os.getpid()}.tmp"
+        self._written.append((path, list(self._pending)))
+        require_safetensors().save_file(self._pending, path, self._metadata)
+        sync_path(path)
+        self._total_nbytes += self._pending_nbytes
+        self._pending, self._pending_nbytes = {}, 0
+
+    def publish(self) -> None:
+        """Write what is left and give all files their names, the index last.
+
+        What an earlier save left is removed. One file takes the earlier ones' place at once. Where
+        an index would be overwritten it is removed first: until the new one is there, a reader
+        finds no checkpoint rather than files of two.
+        """
+        if self._pending or not self._written:
+            self._flush()
+        old = {file for file in self._directory.iterdir() if _NUMBERED.fullmatch(file.name)}
+        single, index = self._directory / _SINGLE, self._directory / _INDEX
+        if len(self._written) == 1:
+            self._written[0][0].replace(single)
+            obsolete = {index, *old}
+        else:
+            index.unlink(missing_ok=True)
+            weight_map = self._rename_numbered()
+            content = {"metadata": {"total_size": self._total_nbytes}, "weight_map": weight_map}
+            temporary = self._directory / f".{_INDEX}-{os.getpid()}.tmp"
+            self._written.append((temporary, []))
+            temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+            sync_path(temporary)
+            temporary.replace(index)
+            obsolete = {single, *(old - {self._directory / name for name in weight_map.values()})}
+        for file in obsolete:
+            file.unlink(missing_ok=True)
+        sync_path(self._directory)
+
+    def _rename_numbered(self) -> dict[str, str]:
+        weight_map: dict[str, str] = {}
+        for number, (path, names) in enumerate(self._written, 1):
+            final = f"model-{number:05}-of-{len(self._written):05}.safetensors"
+            path.replace(self._directory / final)
+            weight_map |= dict.fromkeys(names, final)
+        return weight_map
+
+    def discard(self) -> None:
+        """Remove the files that have temporary names, if any."""
+        self._pending = {}
+        for path, _ in self._written:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,420 @@
+"""Where parameters lie in a flat parameter, and where ranks cut it.
+
+Pure arithmetic on integers: no tensors, no process groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
+from math import lcm, prod
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from composable_shard.options import Block, Granularity
+
+__all__ = [
+    "FlatLayout",
+    "GranularityOption",
+    "block_numel",
+    "check_option",
+    "cut_buckets",
+    "granularity_of",
+    "intersect",
+    "round_up",
+    "snap",
+]
+
+
+GranularityOption: TypeAlias = Granularity | Callable[[nn.Parameter], Granularity]
+
+_NAMES = ("element", "row", "param")
+_EXPECTED = '"element", "row", "param" or Block(n)'
+
+
+def check_option(value: object) -> None:
+    """Check what a user passed for all parameters of a unit.
+
+    Raises:
+        ValueError: If it is neither a granularity nor a function that returns one.
+    """
+    if not (_is_granularity(value) or callable(value)) or isinstance(value, type):
+        raise ValueError(
+            f"expected granularity to be {_EXPECTED}, or a function of a parameter that returns "
+            f"one of these, got {value!r}"
+        )
+
+
+def granularity_of(param: nn.Parameter, fqn: str, option: GranularityOption) -> Granularity:
+    """Return the granularity of one parameter.
+
+    Raises:
+        ValueError: If the user's function returned something else, naming the parameter.
+    """
+    if isinstance(option, (str, Block)):
+        return option
+    value = option(param)
+    if not _is_granularity(value):
+        raise ValueError(
+            f"expected the granularity function to return {_EXPECTED}, got {value!r} for '{fqn}'"
+        )
+    return value
+
+
+def _is_granularity(value: object) -> bool:
+    return isinstance(value, Block) or (isinstance(value, str) and value in _NAMES)
+
+
+def block_numel(dense: Tensor, granularity: Granularity) -> int:
+    """Return how many consecutive elements of a dense tensor, in memory order, stay together.
+
+    A row is what one index of the outermost dimension in memory selects: of the first one, unless
+    the tensor is laid out otherwise (channels_last, a transposed weight).
+    """
+    if isinstance(granularity, Block):
+        return granularity.numel
+    if granularity == "element" or dense.numel() == 0:
+        return 1
+    if granularity == "param":
+        return dense.numel()
+    outermost = max(range(dense.dim()), key=lambda dim: dense.stride(dim), default=None)
+    if outermost is None:
+        return 1
+    return prod(size for dim, size in enumerate(dense.shape) if dim != outermost)
+
+
+_MAX_EQUAL_PADDING = 1.03  # of the buffer of a layout with blocks of one element
+_MAX_ATTEMPTS = 4
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def intersect(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    """Return the overlap of two half-open ranges; an empty one is `(start, start)`.
+
+    Example: `intersect((0, 10), (4, 20))` is `(4, 10)`.
+    """
+    start = max(first[0], second[0])
+    return start, max(start, min(first[1], second[1]))
+
+
+def snap(position: int, numel: int, block_numel: int) -> int:
+    """Return the boundary nearest to a position in a tensor that is cut into blocks.
+
+    Boundaries are the multiples of `block_numel`, and `numel`: the last block may be shorter.
+
+    Example: `snap(7, 10, 4)` is 8, `snap(9, 10, 4)` is 8, `snap(11, 10, 4)` is 10.
+    """
+    if position <= 0:
+        return 0
+    return min((2 * position + block_numel) // (2 * block_numel) * block_numel, numel)
+
+
+def cut_buckets(
+    numels: Sequence[int], cap_numel: int, world_size: int, alignment: int = 1
+) -> list[range]:
+    """Cut a sequence of parameters into buckets, the last parameter first: backward order.
+
+    A bucket is a run of neighbours. Laid out as one `FlatLayout` it has a `padded_numel` of at most
+    `cap_numel`, unless one of its parameters alone has more; then all others in it are empty.
+
+    Args:
+        numels: Elements of each parameter, in order.
+        cap_numel: The most elements in a bucket.
+        world_size: Number of ranks that share each flat parameter.
+        alignment: That of the layouts.
+
+    Example: numels `(5, 1, 3, 4)` and a cap of 8 give `[range(2, 4), range(0, 2)]`.
+    """
+    buckets = []
+    end, filled = len(numels), 0
+    for index in reversed(range(len(numels))):
+        aligned = round_up(numels[index], alignment)
+        if filled and aligned and round_up(filled + aligned, world_size * alignment) > cap_numel:
+            buckets.append(range(index + 1, end))
+            end, filled = index + 1, 0
+        filled += aligned
+    return [*buckets, range(end)] if end else buckets
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Place parameters one after another and cut the sequence into one shard for each rank.
+
+    Parameter `i` occupies `[offsets[i], offsets[i] + numels[i])` of a flat index space. Starts are
+    multiples of `alignment` elements. Rank `r` owns `[cut(r), cut(r + 1))`, see [Note: Cuts].
+
+    In blocks of `alignment` elements the padding is less than one block for each parameter plus
+    less than `world_size` blocks at the end. [Note: Cuts] says where it may be more.
+
+    Example: numels `(5, 3)`, two ranks, alignment 4, drawn to scale (`.` is padding):
+
+        index   0   4   8   12
+                aaaaa...bbb.....
+        shards  |--r0--||--r1--|
+
+    [Note: Cuts]
+    A parameter may ask for blocks: no cut falls inside one. Blocks begin at its first element; the
+    last may be shorter. Cuts are equal, and single-tensor collectives serve, where
+
+    - all blocks are of one element, or
+    - padding before parameters moves every block that a cut would go through, and the whole buffer
+      is at most 1.03 times as large as with blocks of one element. Only parameters that span two
+      cuts or more constrain the shard size; there is no least common multiple over all.
+
+    Else each cut goes to the block boundary nearest to where it would be equal. That costs no
+    padding, and no shard is off by more than one block: half of one at either end. Where parameters
+    are owned whole, the owners' order is the order of the parameters.
+
+    Attributes:
+        numels: Elements of each parameter.
+        offsets: Where each begins.
+        world_size: Ranks that share the flat parameter.
+        span: Elements up to the last cut.
+        alignment: Elements that starts are a multiple of, and equal cuts too.
+        blocks: Elements in a block of each parameter, where cuts are uneven; else empty.
+        owners: The rank that owns each parameter, ascending, where they are owned whole; else
+            empty.
+    """
+
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]
+    world_size: int
+    span: int
+    alignment: int
+    blocks: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
+
+    @classmethod
+    def plan(
+        cls,
+        numels: Sequence[int],
+        world_size: int,
+        alignment: int = 1,
+        *,
+        blocks: Sequence[int] = (),
+        owners: Sequence[int] = (),
+    ) -> FlatLayout:
+        """Plan a layout in time proportional to the number of parameters, for any world size.
+
+        Args:
+            numels: Elements of each parameter, in order; zero is allowed.
+            world_size: Number of ranks that share the flat parameter, at least 1.
+            alignment: Elements that starts and equal cuts are a multiple of, at least 1.
+            blocks: Elements in a block of each parameter, at least 1. Default: 1 for all.
+            owners: The rank that gets each parameter whole, ascending. Default: none does.
+
+        Raises:
+            ValueError: For a negative numel, a world size, alignment or block below 1, or owners
+                that are no ranks or not in order.
+        """
+        if world_size < 1 or alignment < 1:
+            raise ValueError(
+                "expected world_size >= 1 and alignment >= 1, "
+                f"got world_size={world_size}, alignment={alignment}"
+            )
+        _check_per_param(numels, world_size, blocks, owners)
+        offsets = []
+        end = 0
+        for numel in numels:
+            if numel < 0:
+                raise ValueError(f"expected a parameter's numel >= 0, got {numel}")
+            start = round_up(end, alignment)
+            offsets.append(start)
+            end = start + numel
+        shard_numel = round_up(-(-end // world_size), alignment)
+        even = cls(tuple(numels), tuple(offsets), world_size, world_size * shard_numel, alignment)
+        if owners:
+            span = round_up(end, alignment)
+            return replace(even, span=span, owners=tuple(owners))
+        if world_size == 1 or end == 0 or all(block == 1 for block in blocks):
+            return even
+        # Cuts in a parameter that asks for nothing stay aligned.
+        blocks = tuple(alignment if block == 1 else block for block in blocks)
+        return _plan_equal_cuts(even, blocks) or replace(
+            even, span=round_up(end, alignment), blocks=blocks
+        )
+
+    def as_tuple(self) -> tuple[Any, ...]:
+        """Return plain data for `from_tuple`; a pickle stores it once for all parameters."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @classmethod
+    @cache  # one object for equal layouts: specs are compared by identity first
+    def from_tuple(cls, values: tuple[Any, ...]) -> FlatLayout:
+        """Return the layout that `as_tuple` was called on, or an equal one."""
+        return cls(*values)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all shards have the same number of elements."""
+        return not (self.blocks or self.owners)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of a shard; of the largest one, where they are uneven."""
+        return self.span // self.world_size if self.is_even else max(self.shard_numels)
+
+    @cached_property
+    def shard_numels(self) -> tuple[int, ...]:
+        """Elements of each rank's shard, in rank order."""
+        cuts = [self.cut(rank) for rank in range(self.world_size + 1)]
+        return tuple(end - start for start, end in itertools.pairwise(cuts))
+
+    @cached_property
+    def uneven_numels(self) -> tuple[int, ...] | None:
+        """Elements of each rank's shard, None where all are the same: what collectives ask for."""
+        return None if self.is_even else self.shard_numels
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the unsharded buffer; a multiple of `world_size * alignment`."""
+        return round_up(self.span, self.world_size * self.alignment)
+
+    @property
+    def unpadded_numel(self) -> int:
+        """Elements of all parameters together, padding left out."""
+        return sum(self.numels)
+
+    @property
+    def end(self) -> int:
+        """Elements up to the end of the last parameter: without the padding behind it."""
+        return self.offsets[-1] + self.numels[-1] if self.numels else 0
+
+    def padding_ranges(self) -> list[tuple[int, int]]:
+        """Return the flat ranges that belong to no parameter, without empty ones.
+
+        Example: numels `(5, 3)`, two ranks, alignment 4 give `[(5, 8), (11, 16)]`.
+        """
+        ends = [offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True)]
+        ranges = zip([0, *ends], [*self.offsets, self.padded_numel], strict=True)
+        return [(end, start) for end, start in ranges if end < start]
+
+    def cut(self, rank: int) -> int:
+        """Return where the shard of `rank` begins; for `world_size`, where the last one ends."""
+        if self.owners:
+            return self._start_of(bisect_left(self.owners, rank)) if rank else 0
+        equal = rank * self.span // self.world_size
+        if not self.blocks or equal == self.span:
+            return equal
+        index = bisect_right(self.offsets, equal) - 1
+        inside = snap(equal - self.offsets[index], self.numels[index], self.blocks[index])
+        is_end = inside == self.numels[index]
+        return self._start_of(index + 1) if is_end else self.offsets[index] + inside
+
+    def _start_of(self, index: int) -> int:
+        return self.offsets[index] if index < len(self.offsets) else self.span
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """Return the flat range that `rank` owns."""
+        return self.cut(rank), self.cut(rank + 1)
+
+    def world_range(self, index: int, rank: int) -> tuple[int, int]:
+        """Return the part of parameter `index` that `rank` owns, as a flat range."""
+        start = self.offsets[index]
+        return intersect((start, start + self.numels[index]), self.shard_range(rank))
+
+    def param_range(self, index: int, rank: int) -> tuple[int, int]:
+        """Return the part of parameter `index` that `rank` owns, counted from its first element.
+
+        A parameter that does not touch the rank's shard gives `(k, k)` for some `k` in
+        `[0, numel]`.
+        """
+        start, end = self.world_range(index, rank)
+        base = self.offsets[index]
+        low = min(max(start - base, 0), self.numels[index])
+        return low, low + end - start
+
+    def local_range(self, index: int, rank: int) -> tuple[int, int]:
+        """Return the part of parameter `index` that `rank` owns, counted in its local shard."""
+        start, end = self.world_range(index, rank)
+        base, stop = self.shard_range(rank)
+        low = min(max(start - base, 0), stop - base)
+        return low, low + end - start
+
+    def piece_numels(self, rank: int) -> list[int]:
+        """Return the sizes that cut a rank's local shard into gap, parameter, gap, ..., gap.
+
+        Example: numels `(5, 3)`, two ranks, alignment 4 give rank 1 `[0, 0, 0, 3, 1]`.
+        """
+        sizes = []
+        position = 0
+        for index in range(len(self.numels)):
+            start, end = self.local_range(index, rank)
+            start, end = max(start, position), max(end, position)
+            sizes += [start - position, end - start]
+            position = end
+        start, end = self.shard_range(rank)
+        return [*sizes, end - start - position]
+
+
+def _check_per_param(
+    numels: Sequence[int], world_size: int, blocks: Sequence[int], owners: Sequence[int]
+) -> None:
+    for each in (blocks, owners):
+        if each and len(each) != len(numels):
+            raise ValueError(f"expected one value for each of {len(numels)} parameters, got {each}")
+    if any(block < 1 for block in blocks):
+        raise ValueError(f"expected blocks of at least one element, got {list(blocks)}")
+    if any(not 0 <= owner < world_size for owner in owners) or list(owners) != sorted(owners):
+        raise ValueError(
+            f"expected owners in ascending order, each below {world_size}, got {list(owners)}"
+        )
+
+
+def _plan_equal_cuts(even: FlatLayout, blocks: tuple[int, ...]) -> FlatLayout | None:
+    """Return a layout with equal cuts that go through no block, or None; [Note: Cuts]."""
+    limit = int(_MAX_EQUAL_PADDING * even.span)
+    shard_numel = even.shard_numel
+    multiple = even.alignment
+    for _ in range(_MAX_ATTEMPTS):
+        for numel, block in zip(even.numels, blocks, strict=True):
+            # It may span a whole shard, and then cuts at both ends.
+            if numel > shard_numel and block <= limit:
+                multiple = lcm(multiple, block)
+        shard_numel = round_up(shard_numel, multiple)
+        if shard_numel * even.world_size > limit:
+            return None
+        offsets, end = _place(even.numels, blocks, shard_numel, even.alignment)
+        span = shard_numel * even.world_size
+        if offsets is None:
+            return None
+        if end <= span:
+            return replace(even, offsets=tuple(offsets), span=span)
+        shard_numel = round_up(-(-end // even.world_size), multiple)
+    return None
+
+
+def _place(
+    numels: Sequence[int], blocks: Sequence[int], shard_numel: int, alignment: int
+) -> tuple[list[int] | None, int]:
+    """Return starts for which cuts every `shard_numel` elements go through no block, and the end.
+
+    No starts where a parameter spans several cuts that can't all be boundaries.
+    """
+    offsets: list[int] = []
+    end = 0
+    for numel, block in zip(numels, blocks, strict=True):
+        start = round_up(end, alignment)
+        cut = round_up(start, shard_numel)
+        if start < cut < start + numel:
+            # The nearest start that is a number of blocks before the cut.
+            distance = (cut - start) // block * block
+            while (cut - distance) % alignment:
+                distance -= block
+            start = cut - max(distance, 0)
+        first = round_up(start + 1, shard_numel)
+        if first + shard_numel < start + numel and shard_numel % block:
+            return None, end
+        if first < start + numel and (first - start) % block:
+            return None, end
+        offsets.append(start)
+        end = start + numel
+    return offsets, end

@@ -1,0 +1,48 @@
+"""What users call on a sharded module: `unshard`, `unshard_params`, settings.
+
+Read `gathering`, `full_params` and `settings`; `scope` does the work of `unshard_params`.
+"""
+
+from composable_shard.module_api.full_params import (
+    register_flat_param,
+    register_orig_params,
+    unshard_params,
+    writeback,
+)
+from composable_shard.module_api.gathering import (
+    UnshardWork,
+    no_sync,
+    reshard,
+    set_requires_gradient_sync,
+    unshard,
+)
+from composable_shard.module_api.settings import (
+    register_comm_hook,
+    set_backward_prefetch,
+    set_forward_prefetch,
+    set_gradient_divide_factor,
+    set_is_last_backward,
+    set_requires_all_reduce,
+    set_reshard_after_backward,
+    set_reshard_after_forward,
+)
+
+__all__ = [
+    "UnshardWork",
+    "no_sync",
+    "register_comm_hook",
+    "register_flat_param",
+    "register_orig_params",
+    "reshard",
+    "set_backward_prefetch",
+    "set_forward_prefetch",
+    "set_gradient_divide_factor",
+    "set_is_last_backward",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
+    "set_reshard_after_backward",
+    "set_reshard_after_forward",
+    "unshard",
+    "unshard_params",
+    "writeback",
+]

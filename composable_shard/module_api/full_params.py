@@ -1,0 +1,220 @@
+"""Full parameters for the length of a scope, and the forms of parameters that modules show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from composable_shard.flat_param import (
+    check_can_show_flat,
+    check_can_show_originals,
+    make_flat_entry,
+    show_flat,
+    show_originals,
+    write_unsharded_gradients,
+)
+from composable_shard.module_api.scope import Scope, ScopeOptions
+from composable_shard.runtime import ShardState, check_is_idle, select_states
+
+__all__ = ["register_flat_param", "register_orig_params", "unshard_params", "writeback"]
+
+
+@contextmanager
+def unshard_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Show full parameters in the enclosed block, to read and to edit.
+
+    The modules show ordinary `nn.Parameter`s under the original names, also where they show a flat
+    parameter at rest. Whatever happens in the block, they show afterwards what they showed before.
+    Forwards under `torch.no_grad()` work and need no communication; forwards that record a graph,
+    and backwards, are refused. Call it on all ranks of the units' meshes. The parameters end with
+    the scope (a use of them raises, and a graph made from them can't run backward any more), with
+    hooks and attributes that were set on them; tensors taken from them, as by `state_dict()`, stay
+    readable and keep the memory of their unit as long as they are kept. `requires_grad_()` inside
+    counts as outside. A module that is replaced inside takes no part any more; the units of one
+    tree can't be copied inside.
+
+    The values are in memory of their own, as many bytes as the unsharded parameters have in the
+    main dtype, also where a strategy keeps full parameters. They are the main values: where a unit
+    computes in another dtype, a forward inside computes in the main one.
+
+    One all-gather for each handle (`rank0_only`: one gather), none for a handle that is unsharded
+    already; `with_grads` takes one more, and one small all-reduce. On exit `writeback` takes one
+    all-reduce of a few bytes for each process group, and nothing else; with `rank0_only` one
+    scatter for each handle, and a broadcast to the ranks that hold copies of shards.
+
+    Args:
+        module: A sharded module, or one with sharded modules below it.
+        recurse: Also the units below `module`, which need not be sharded itself.
+        writeback: Keep the edits: each rank writes its own slice of its values, so edits must be
+            the same on all ranks, or `rank0_only`. If the block raises on any rank, nothing is
+            written on any rank, and all ranks raise. False discards edits, with a warning that
+            names them; only those through an alias (`param.data.add_(1)`) leave no trace.
+        rank0_only: Only the first rank of each mesh gets full values; with `writeback` its edits
+            reach all ranks. The other ranks show sharded parameters.
+        offload_to_cpu: Show the values in host memory; the device holds at most one unit of them
+            at a time.
+        with_grads: Show full gradients in `.grad`, and treat them like values. A gradient set to
+            None is dropped by `writeback`. Without it `.grad` is None. What `no_sync` keeps until
+            it is reduced is not shown.
+
+    Raises:
+        ValueError: If there is no unit to show.
+        RuntimeError: Inside forward or backward (a post-accumulate hook of a sharded parameter
+            runs after both); for a unit that a scope shows already; if a
+            gradient exists on some ranks only. On exit: if a parameter was replaced by another
+            object, or the block failed on another rank. Nothing has been written then; but if a
+            collective of the write-back itself fails, the units before it have been.
+    """
+    options = ScopeOptions(writeback, rank0_only, offload_to_cpu, with_grads)
+    scope = Scope(module, select_states(module, recurse), options)
+    scope.open()
+    try:
+        yield
+    except BaseException as error:
+        scope.close(error)
+        raise
+    scope.close(None)
+
+
+def writeback(module: nn.Module, *, recurse: bool = False, with_grads: bool = False) -> None:
+    """Write the full parameters that `unshard` shows back to the shards; no communication.
+
+    Each rank writes its own slice of its own values, so edits must be the same on all ranks. The
+    full values stay as they are until `reshard`; the next forward gathers them anew.
+
+    Args:
+        module: A module that `unshard` was called on.
+        recurse: Also the units below `module`.
+        with_grads: Also write `.grad` of the full parameters, where the sharded parameter has a
+            gradient, and drop it from the full one.
+
+    Raises:
+        ValueError: If there is no unit.
+        RuntimeError: If a unit is not unsharded by hand, if a parameter was replaced, if shards
+            were written since, inside forward or backward, or with `with_grads` while `no_sync`
+            keeps unreduced gradients.
+    """
+    states = select_states(module, recurse)
+    for state in states:
+        _check_can_write_back(state, with_grads)
+    with torch.no_grad():
+        for handle in dict.fromkeys(h for state in states for h in state.needed):
+            handle.wait_unshard()
+            handle.write_unsharded()
+            handle.guard.num_writes += 1
+            handle.written_back = handle.guard.num_writes
+            handle.forget_edits()
+            if with_grads:
+                write_unsharded_gradients(handle)
+
+
+def _check_can_write_back(state: ShardState, with_grads: bool) -> None:
+    if state.is_in_scope:
+        raise RuntimeError(
+            f"unit '{state.name}' is shown by unshard_params, which writes edits back itself when "
+            "its block ends. Pass writeback=True to it."
+        )
+    if not state.is_held or state.context is None:
+        raise RuntimeError(
+            f"unit '{state.name}' shows no full parameters to write back. Call unshard(module) "
+            "first, and writeback(module) before reshard(module)."
+        )
+    check_is_idle(state.context, "writeback can't run")
+    for handle in state.needed:
+        handle.check_registered()
+        handle.check_not_repointed()
+        known = (handle.gathered_writes, handle.written_back)
+        if not handle.is_whole and handle.guard.num_writes not in known:
+            raise RuntimeError(
+                f"parameters of unit '{state.name}' were written in their sharded form, as by "
+                "optimizer.step(), after unshard(module): writeback would overwrite that. Call "
+                "reshard(module) and unshard(module) before editing."
+            )
+        if with_grads and handle.is_unsynced:
+            raise RuntimeError(
+                f"the full gradients of unit '{state.name}' are those that no_sync keeps until "
+                "they are reduced. Run a backward that reduces them before writeback."
+            )
+
+
+def register_flat_param(module: nn.Module, *, recurse: bool = True) -> None:
+    """Show one flat parameter for each handle instead of the original parameters.
+
+    `.grad` moves with the parameters, so an optimizer must be built over what is shown. Where the
+    full values are shown (`unshard`, `unshard_params`), their flat parameter is shown; a forward
+    shows the originals again, and so does the end of a scope if they were shown before. No-op on
+    units without parameters and on those that show it already. No communication.
+
+    Args:
+        module: A module with sharded units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+        RuntimeError: Inside forward or backward; if some parameters of a handle are frozen and
+            some not; if hooks wait for the gradients of some. Nothing has been changed then.
+    """
+    states = select_states(module, recurse)
+    _check_can_toggle(states, module)
+    handles = [handle for state in states for handle in state.handles]
+    for handle in handles:
+        check_can_show_flat(handle)
+    for state in states:
+        for handle in state.handles:
+            if handle.is_in_scope:
+                full = state.full_params.get(handle)
+                flat = make_flat_entry(handle).sharded if full is None else full.flat_param()
+                handle.show_in_scope(None, flat)
+            else:
+                show_flat(handle)
+
+
+def register_orig_params(module: nn.Module, *, recurse: bool = True) -> None:
+    """Show the original parameters instead of the flat parameter.
+
+    Sharded ones with their sharded gradients, or where full values are shown, those. No-op where
+    they are shown already. No communication.
+
+    Args:
+        module: A module with sharded units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+        RuntimeError: Inside forward or backward, or if hooks wait for the flat parameter's
+            gradient. Nothing has been changed then.
+    """
+    states = select_states(module, recurse)
+    _check_can_toggle(states, module)
+    for state in states:
+        for handle in state.handles:
+            check_can_show_originals(handle)
+    for state in states:
+        for handle in state.handles:
+            if handle.is_in_scope:
+                full = state.full_params.get(handle)
+                sharded = [entry.sharded for entry in handle.entries]
+                handle.show_in_scope(sharded if full is None else full.params, None)
+            else:
+                show_originals(handle)
+
+
+def _check_can_toggle(states: list[ShardState], module: nn.Module) -> None:
+    for context in dict.fromkeys(state.context for state in states):
+        if context is not None:
+            check_is_idle(context, "parameters can't be registered anew")
+    for state in states:
+        for handle in state.handles:
+            handle.adopt_changes()
+            handle.check_registered()

@@ -1,0 +1,19 @@
+"""What optimizers need: clipping, scaling, state that was made before sharding.
+
+Read `clipping` first, then `optimizer_state`.
+"""
+
+from composable_shard.optim.clipping import ShardedGradScaler, clip_grad_norm_
+from composable_shard.optim.optimizer_state import (
+    find_scalar_keys,
+    init_state,
+    shard_optimizer_state,
+)
+
+__all__ = [
+    "ShardedGradScaler",
+    "clip_grad_norm_",
+    "find_scalar_keys",
+    "init_state",
+    "shard_optimizer_state",
+]

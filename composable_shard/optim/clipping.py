@@ -1,0 +1,229 @@
+"""Gradient clipping by the global norm, and a GradScaler for sharded gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable_shard.comm import all_reduce, resolve_group
+from composable_shard.tensor import (
+    FlatShard,
+    JoinedShards,
+    Slices,
+    join_shards,
+    norms_of,
+    note_write,
+    reduction_groups,
+    total_norms,
+)
+
+__all__ = ["ShardedGradScaler", "clip_grad_norm_"]
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model_or_params: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients so that their norm over all parameters is at most `max_norm`.
+
+    Exact over sharded and plain parameters together, of any granularity; the result is the same on
+    all ranks. One all-reduce of one element for each process group. Call it on every rank, with
+    the same parameters; a rank may have no gradients at all.
+
+    Args:
+        model_or_params: A module, a parameter, or parameters.
+        max_norm: The largest norm allowed.
+        norm_type: Order of the norm; `float("inf")` for the largest absolute value. Gradients
+            without elements don't count.
+        error_if_nonfinite: Raise instead of clipping where the norm is not finite.
+
+    Returns:
+        The norm before clipping, a plain 0-d tensor.
+
+    Raises:
+        RuntimeError: If `error_if_nonfinite` and the norm is infinite or NaN, on all ranks.
+    """
+    params = _params_of(model_or_params)
+    grads, shards = _gradients(params)
+    order = float(norm_type)
+    joined = join_shards(shards)
+    # An order of 0 counts the parameters that have other values than 0, not their elements.
+    norms = total_norms(joined.slices, order) if order > 0 else norms_of(_filled(shards), order)
+    common = _dtype_of(params, grads, joined)
+    norm = _norm_of(norms, _filled(grads), order).to(common.to_real())
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is non-finite ({norm.item()}), "
+            "so they can't be clipped. Nothing was changed. Pass error_if_nonfinite=False to scale "
+            "them anyway."
+        )
+    for shard in joined.others:
+        note_write(shard)
+    _scale(joined.slices, grads, max_norm, norm)
+    return norm
+
+
+def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(model_or_params, Tensor):
+        return [model_or_params]
+    if not isinstance(model_or_params, nn.Module):
+        return list(model_or_params)
+    # What parameters() yields, in its order, for a third of its time.
+    params: dict[int, Tensor] = {}  # by identity, as tensors hash, but without calling Python
+    known: set[nn.Module] = set()
+    waiting = [model_or_params]
+    while waiting:
+        module = waiting.pop()
+        if module in known:
+            continue
+        known.add(module)
+        for param in module._parameters.values():
+            if param is not None:
+                params[id(param)] = param
+        if module._modules:  # most have none
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(params.values())
+
+
+def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:
+    """Return the plain gradients, and what all ranks must pass to one collective."""
+    grads, shards = [], []
+    for param in params:
+        grad = param.grad
+        if isinstance(grad, FlatShard):
+            shards.append(grad)
+        elif grad is not None:
+            grads.append(grad)
+        elif isinstance(param, FlatShard) and _is_owned(param):
+            # Its owner may have one, frozen or not: this rank adds nothing, as an owner
+            # without one.
+            shards.append(FlatShard(param._local.new_empty(0), param._shard_spec))
+    return grads, shards
+
+
+def _is_owned(tensor: Tensor) -> bool:
+    """Return whether a tensor is a shard of what one of several ranks holds whole."""
+    if not isinstance(tensor, FlatShard):
+        return False
+    spec = tensor._shard_spec
+    return spec.owner is not None and spec.world_size > 1
+
+
+def _filled(tensors: list[T]) -> list[T]:
+    """Return those of any elements: others have no norm of an order such as -1 or infinity."""
+    return [tensor for tensor in tensors if tensor.numel()]
+
+
+def _dtype_of(params: list[Tensor], grads: list[Tensor], joined: JoinedShards) -> torch.dtype:
+    """Return the dtype of the norm, the same on all ranks: what the gradients' promote to.
+
+    Which owned parameters have gradients is known to their owners alone. The trainable ones count,
+    and frozen ones where there are no others.
+    """
+    dtypes = joined.dtypes.union(grad.dtype for grad in grads)
+    if any(map(_is_owned, joined.others)):
+        owned = [param for param in params if _is_owned(param)]
+        dtypes.update(param.dtype for param in owned if param.requires_grad)
+        dtypes = dtypes or {param.dtype for param in owned}
+    return functools.reduce(torch.promote_types, dtypes or {torch.float32})
+
+
+def _norm_of(norms: list[Tensor], grads: list[Tensor], order: float) -> Tensor:
+    """Return the norm of the norms and the plain gradients."""
+    for grad in grads:
+        norm = torch.linalg.vector_norm(grad, order)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not norms:
+        return torch.tensor(0.0)
+    device = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), order)
+    return total
+
+
+def _scale(slices: Slices, grads: list[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Multiply the gradients by `max_norm / norm` where that is less than 1."""
+    # 1e-6 as torch.nn.utils has it. Clamped on the device: the host need not know the norm.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for (_, device), locals_ in slices.items():
+        by_device[device] += locals_
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            grad.mul_(factor.to(grad.device))
+        else:
+            by_device[grad.device].append(grad)
+    for device, scaled in by_device.items():
+        if scaled:  # this rank may hold nothing of any of them
+            torch._foreach_mul_(scaled, factor.to(device))
+
+
+class ShardedGradScaler(GradScaler):
+    """A `torch.amp.GradScaler` for sharded parameters of any granularity.
+
+    All ranks look for infs and NaNs together, and skip a step together, also where a rank has no
+    gradients: one all-reduce of one element for each device and process group of the optimizer's
+    sharded parameters, whatever gradients there are. Torch's own does the same for parameters that
+    all ranks share.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        with torch.no_grad():
+            for local in _local_gradients(params, allow_fp16):
+                grads[local.device, local.dtype].append(local)
+            devices = {param.device for param in params if isinstance(param, FlatShard)}
+            devices |= {device for device, _ in grads}
+            found = {device: found_inf.to(device, copy=True) for device in devices}
+            for (device, _), locals_ in grads.items():
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    locals_, found[device], inv_scale.to(device)
+                )
+            for device, name in _groups(params):
+                all_reduce(found[device], resolve_group(name), dist.ReduceOp.MAX).wait()
+        return found
+
+
+def _local_gradients(params: list[Tensor], allow_fp16: bool) -> Iterator[Tensor]:
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.dtype is torch.float16 and not allow_fp16:
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        if isinstance(grad, FlatShard):
+            note_write(grad)
+            yield grad._local
+        elif grad.is_sparse:
+            if grad.dtype is torch.float16:
+                param.grad = grad = grad.coalesce()  # sums of duplicates may overflow
+            yield grad._values()
+        else:
+            yield grad
+
+
+def _groups(params: list[Tensor]) -> dict[tuple[torch.device, str], None]:
+    """Return the devices and groups of sharded parameters, in an order that all ranks share."""
+    return {
+        (param.device, name): None
+        for param in params
+        if isinstance(param, FlatShard)
+        for name in reduction_groups(param._shard_spec)
+    }

@@ -1,0 +1,123 @@
+"""Shard optimizer state that was made, at full size, before its parameters were sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from composable_shard.tensor import FlatShard, is_elsewhere
+
+__all__ = ["find_scalar_keys", "init_state", "shard_optimizer_state"]
+
+
+# State of torch's optimizers that is one number per parameter, whatever the parameter's shape.
+_SCALAR_KEYS = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+class _Entry(NamedTuple):
+    """One tensor of an optimizer's state for one sharded parameter."""
+
+    state: dict[str, Any]
+    key: str
+    value: Tensor
+    param: FlatShard
+
+
+def shard_optimizer_state(optimizer: Optimizer) -> None:
+    """Replace full-size state of sharded parameters by this rank's slice of it.
+
+    Needed for state that exists before `fully_shard` is called: Adagrad makes its state in the
+    constructor, other optimizers in their first step. Every rank must hold the same full-size
+    state. State that is one number per parameter (`step`) stays as it is, and so does all state of
+    parameters that are not sharded. Of a parameter of granularity "param" the owner keeps all
+    state, of any shape, and the other ranks none. No-op the second time; no communication.
+
+    Raises:
+        ValueError: If a state tensor has neither the parameter's shape nor a single element, such
+            as Adafactor's row statistics. Nothing has been changed then.
+    """
+    entries = list(_entries(optimizer))
+    scalar_keys = find_scalar_keys((e.key, e.value.shape, e.param.shape) for e in entries)
+    full_size = [entry for entry in entries if _is_full_size(entry, scalar_keys)]
+    for param in [param for param in optimizer.state if is_elsewhere(param)]:
+        del optimizer.state[param]
+    for entry in full_size:
+        spec = entry.param._shard_spec
+        # A parameter whose unit is offloaded is not where it was.
+        entry.state[entry.key] = FlatShard.from_full(entry.value, spec).to(entry.param.device)
+
+
+def init_state(optimizer: Optimizer) -> None:
+    """Let an optimizer without state make it: one step with zero gradients and a rate of zero.
+
+    Parameters and their gradients are as before. No communication for elementwise optimizers.
+    """
+    if optimizer.state:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        for param in params:
+            wants_state = param.requires_grad and not is_elsewhere(param)
+            param.grad = torch.zeros_like(param) if wants_state else None
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+
+def _entries(optimizer: Optimizer) -> Iterator[_Entry]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, FlatShard) and param in optimizer.state:
+                state = optimizer.state[param]
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        yield _Entry(state, key, value, param)
+
+
+def find_scalar_keys(
+    tensors: Iterable[tuple[str, torch.Size, torch.Size]],
+) -> frozenset[str]:
+    """Return the keys that hold one number per parameter.
+
+    For a parameter of one element the shape doesn't tell: the same key of other parameters does,
+    and where there are none, the names that torch uses.
+
+    Args:
+        tensors: The key of each state tensor, its shape, and its parameter's.
+    """
+    told = {key: shape != wanted for key, shape, wanted in tensors if wanted.numel() != 1}
+    found = {key for key, is_scalar in told.items() if is_scalar}
+    return frozenset(found | (_SCALAR_KEYS - told.keys()))
+
+
+def _is_full_size(entry: _Entry, scalar_keys: frozenset[str]) -> bool:
+    value, spec = entry.value, entry.param._shard_spec
+    if isinstance(value, FlatShard):
+        if value._shard_spec == spec:
+            return False
+        raise ValueError(
+            f"expected the state '{entry.key}' of '{spec.label.fqn}' to be a shard of the same "
+            f"range as the parameter, got a shard of '{value._shard_spec.label.fqn}'"
+        )
+    if value.shape == spec.shape:
+        return entry.param.numel() != 1 or entry.key not in scalar_keys
+    if value.numel() == 1 or spec.owner is not None:
+        return False
+    raise ValueError(
+        f"expected the state '{entry.key}' of '{spec.label.fqn}' to have the parameter's shape "
+        f"{tuple(spec.shape)} or a single element, got shape {tuple(value.shape)}: it can't be "
+        'cut like the parameter. Use an elementwise optimizer, or granularity="param".'
+    )

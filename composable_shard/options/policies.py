@@ -1,0 +1,246 @@
+"""What users ask for: frozen records, free of behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, TypeAlias
+
+import torch
+from torch import nn
+
+__all__ = [
+    "PRECISIONS",
+    "Block",
+    "Granularity",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardingStrategy",
+    "StateDictOptions",
+]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A granularity: blocks of so many elements of a parameter stay on one rank.
+
+    Blocks begin at the parameter's first element, in memory order; the last one may be shorter. As
+    optimizers with block-wise quantised state want them, `Block(256)`.
+
+    Attributes:
+        numel: Elements in a block, at least 1.
+    """
+
+    numel: int
+
+    def __post_init__(self) -> None:
+        """Check the size.
+
+        Raises:
+            ValueError: If it is not a whole number of at least 1.
+        """
+        if not isinstance(self.numel, int) or isinstance(self.numel, bool) or self.numel < 1:
+            raise ValueError(f"expected Block(n) with n >= 1 elements, got {self.numel!r}")
+
+
+# How finely a parameter is cut: anywhere, between rows, between blocks, or not at all.
+Granularity: TypeAlias = Literal["element", "row", "param"] | Block
+
+# Up to how many bytes of small units are gathered at once, where nothing else is said.
+PREFETCH_NBYTES = 4 << 20
+
+PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WIRE_PRECISIONS = (*PRECISIONS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPE_FIELDS = (
+    "param_dtype",
+    "gather_dtype",
+    "reduce_dtype",
+    "main_dtype",
+    "output_dtype",
+    "buffer_dtype",
+)
+
+
+class ShardingStrategy(Enum):
+    """What each rank keeps of a unit; every strategy trains the same way."""
+
+    # Parameters, gradients and optimizer state are sharded at rest; a unit is gathered for its
+    # forward and again for its backward. Known as ZeRO-3 and as FSDP.
+    FULL_SHARD = "full_shard"
+    # Parameters stay unsharded, and are gathered again, in place, by the first forward after they
+    # were written; gradients and optimizer state are sharded. Known as ZeRO-2.
+    SHARD_GRAD_OP = "shard_grad_op"
+    # Only optimizer state is sharded: gradients have a buffer that is as large as the parameters,
+    # accumulate in it, and are reduced once. Known as ZeRO-1.
+    SHARD_OPTIM = "shard_optim"
+    # Every rank holds everything; gradients are all-reduced. Known as data parallelism.
+    NO_SHARD = "no_shard"
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """In which dtypes a unit computes, communicates and is optimized; None changes nothing.
+
+    Each dtype is float16, bfloat16, float32 or float64, `gather_dtype` also an 8-bit one.
+    Parameters of other dtypes (complex ones) are left as they are.
+
+    A unit has *main* parameters, the sharded ones: optimizers, checkpoints, `full_tensor()` and
+    `unshard_params` see only them, and gradients are published and accumulated in their dtype.
+    Forward and backward compute with a copy of them in `param_dtype`.
+
+    Attributes:
+        param_dtype: In which the unit computes, gradients included. Default: as before the call.
+        gather_dtype: In which parameters are gathered, if they are. Default: `param_dtype`. With a
+            narrower one every rank, also the owner, computes with values rounded for the way. With
+            int8, float8_e4m3fn or float8_e5m2 they travel as one byte each and one fp32 scale for
+            each block of 128 within a shard: n elements take n + 4 * ceil(n / 128) bytes. In int8
+            no element is off by more than 1/254 of its block's largest. Where nothing is gathered
+            (`NO_SHARD`, one rank), nothing is rounded. The backward's gather of a unit that keeps a
+            part for a small group moves values as they were received, in `param_dtype`.
+        reduce_dtype: In which gradients are packed, sent and added up while a buffer holds them
+            unsharded. Default: `param_dtype`. Where this library adds up what ranks sent, it does
+            so in the wider one of this and the main dtype.
+        main_dtype: What the sharded parameters are made, for example float32 for a bfloat16 model,
+            which then goes on computing in bfloat16. Default: as before the call.
+        output_dtype: What floating-point tensors in the output of the unit's forward are cast to.
+        cast_forward_inputs: Cast floating-point tensors in the arguments of the unit's forward to
+            `param_dtype`. Containers are copied where something in them changes.
+        buffer_dtype: What the unit's floating-point buffers are cast to, once, by the call.
+        keep_fp32_classes: Modules of these classes, and what is in them, compute with their main
+            parameters, on inputs cast to their dtype; their outputs get the dtype of the inputs
+            again, and their buffers keep theirs. Costs one more collective each way in a unit that
+            has such modules. Counts only with a `param_dtype` or `main_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    main_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
+    keep_fp32_classes: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ValueError: Naming the field, what it may be, and what it is.
+        """
+        for name in _DTYPE_FIELDS:
+            value = getattr(self, name)
+            dtypes = _WIRE_PRECISIONS if name == "gather_dtype" else PRECISIONS
+            if value is not None and value not in dtypes:
+                allowed = ", ".join(map(str, dtypes))
+                raise ValueError(f"expected {name} to be None or one of {allowed}, got {value!r}")
+        if not isinstance(self.cast_forward_inputs, bool):
+            given = repr(self.cast_forward_inputs)
+            raise ValueError(f"expected cast_forward_inputs to be True or False, got {given}")
+        classes = self.keep_fp32_classes
+        if not isinstance(classes, tuple) or not all(
+            isinstance(each, type) and issubclass(each, nn.Module) for each in classes
+        ):
+            raise ValueError(
+                f"expected keep_fp32_classes to be a tuple of module classes, got {classes!r}"
+            )
+
+    @property
+    def changes_compute(self) -> bool:
+        """Whether units compute with something else than their main parameters, or may."""
+        return self.param_dtype is not None or self.main_dtype is not None
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """What of a unit lives in host memory between uses, one flat buffer each.
+
+    An optimizer needs a parameter, its gradient and its state on one device, so where the state is
+    on the host, the step runs there, on the CPU: `model.parameters()` then are CPU tensors, and so
+    are their gradients and whatever state an optimizer makes for them. Two choices have a meaning:
+
+    - `OffloadPolicy(params=True)`: parameters, gradients and state. A gather copies the shard to
+      the device, into its own place in the full parameters; under `FULL_SHARD` the device holds
+      nothing of the unit at rest.
+    - `OffloadPolicy(optim_state=True)`: gradients and state. The device keeps a copy of the
+      parameters too, in the dtype in which they are gathered, and renews it once after each step;
+      under the strategies that keep parameters unsharded that copy is in the full parameters.
+
+    A gradient shard is copied to the host beside the backward and is complete when `backward()`
+    returns. Gradients of further backward passes are added there. Both train exactly like a step
+    on the CPU without offload. A dtype is changed on the device: what travels between it and the
+    host has the main dtype.
+
+    Attributes:
+        params: Parameters (their shards, in the main dtype) live on the host only.
+        grads: Reduced gradients live on the host. None: where the optimizer steps there; they
+            can't live elsewhere than the parameters that the optimizer sees.
+        optim_state: The optimizer steps on the host, where its state is. None: with `params`.
+        pin_memory: Pin the host memory, so that copies run beside computation. Counts only where
+            the mesh is of an accelerator.
+    """
+
+    params: bool = False
+    grads: bool | None = None
+    optim_state: bool | None = None
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the fields, and say what None stands for.
+
+        Raises:
+            ValueError: For a combination in which no optimizer could step, with the remedy.
+        """
+        for name in ("params", "grads", "optim_state", "pin_memory"):
+            value, may_be_none = getattr(self, name), name in ("grads", "optim_state")
+            if not (isinstance(value, bool) or (value is None and may_be_none)):
+                allowed = "True, False or None" if may_be_none else "True or False"
+                raise ValueError(f"expected {name} to be {allowed}, got {value!r}")
+        if self.optim_state is None:
+            object.__setattr__(self, "optim_state", self.params)
+        if self.grads is None:
+            object.__setattr__(self, "grads", self.optim_state)
+        if self.params and not self.optim_state:
+            raise ValueError(
+                "OffloadPolicy(params=True, optim_state=False): an optimizer makes its state where "
+                "the parameters are. Leave optim_state out, or pass params=False."
+            )
+        if self.grads != self.optim_state:
+            raise ValueError(
+                f"OffloadPolicy(grads={self.grads}, optim_state={self.optim_state}): an optimizer "
+                "reads gradients and its state on one device. Leave grads out, and pass "
+                f"optim_state={self.grads}{'' if self.grads else ' and params=False'}."
+            )
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is on the host."""
+        return bool(self.optim_state)
+
+
+@dataclass(frozen=True)
+class StateDictOptions:
+    """How state dicts are made and loaded, as in torch.distributed.checkpoint.state_dict.
+
+    Attributes:
+        full_state_dict: Return whole plain tensors instead of FlatShards.
+        cpu_offload: Return tensors in host memory.
+        rank0_only: With `full_state_dict`: the first rank alone gets them, by one gather for each
+            flat parameter, and the other ranks an empty dict. False: all ranks, by all-gathers.
+        broadcast_from_rank0: For loading: the first rank alone passes a dict, of whole tensors, the
+            others an empty one; every rank is sent its own part, a unit at a time.
+        strict: Raise for names that are missing or unexpected; False ignores them.
+        keep_submodule_prefixes: With `submodules`: names begin at the model, not at the submodule.
+        init_optimizer_state: For reading: give an optimizer that has not stepped its state, as
+            torch's function always does, so that `torch.distributed.checkpoint.load` has something
+            to load into. The values mean nothing until something is loaded.
+        dtype: Cast floating-point parameters and buffers of a model's state dict to this.
+    """
+
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    rank0_only: bool = True
+    broadcast_from_rank0: bool = False
+    strict: bool = True
+    keep_submodule_prefixes: bool = True
+    init_optimizer_state: bool = False
+    dtype: torch.dtype | None = None

@@ -1,0 +1,331 @@
+"""`shard_model`: say once, for a whole model, which modules are units with which options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, overload
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_shard.comm import ShardGroup
+from composable_shard.construct import Plan, check_unit, choose_policy, form_unit
+from composable_shard.layout import balance
+from composable_shard.options import ShardingStrategy
+from composable_shard.planning.costs import RankCounts, unit_cost
+from composable_shard.planning.report import Call, PlannedUnit, ShardingPlan, most_held
+from composable_shard.planning.rules import Rules, parse_rules
+from composable_shard.planning.units import Candidate, Unit, choose_units, listed, merge_units
+from composable_shard.runtime import ModuleTree, ReshardAfterForward, check_policy, is_sharded
+
+__all__ = ["shard_model"]
+
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+@overload
+def shard_model(
+    model: nn.Module,
+    rules: Rules,
+    *,
+    dry_run: Literal[True],
+    world_size: int | None = None,
+    min_unit_nbytes: int | None = None,
+    **defaults: Any,
+) -> ShardingPlan: ...
+
+
+@overload
+def shard_model(
+    model: _M,
+    rules: Rules,
+    *,
+    dry_run: Literal[False] = False,
+    world_size: None = None,
+    min_unit_nbytes: int | None = None,
+    **defaults: Any,
+) -> _M: ...
+
+
+def shard_model(
+    model: _M,
+    rules: Rules,
+    *,
+    dry_run: bool = False,
+    world_size: int | None = None,
+    min_unit_nbytes: int | None = None,
+    **defaults: Any,
+) -> _M | ShardingPlan:
+    """Apply `fully_shard` to the modules that `rules` name, inner ones first, and to `model`.
+
+    A rule is a pair of what it is about and a dict of options for `fully_shard`, which go before
+    the defaults, or None: such a module stays in the unit around it. It can be about
+
+    - a module class or a tuple of classes, subclasses included;
+    - an FQN glob: `*`, `?` and `[ab]` stay within one component, `**` goes across, so "layers.*"
+      is about the layers, "layers.**" also about everything in them, "**.mlp" about every mlp;
+    - a predicate, called with an FQN and a module;
+    - an auto-wrap policy of FSDP1 (`functools.partial(transformer_auto_wrap_policy, ...)`,
+      `ModuleWrapPolicy`, `CustomPolicy`, ...), which forms the units that FSDP1 would, containers
+      without forward left out.
+
+    `by_class`, `by_size` and `transformer_blocks` make rules. The first rule that is about a
+    module decides; units may lie in units. `model` is the root unit, of all that is left: with the
+    defaults, or with the options of a rule about a class or predicate that it meets. A module with
+    several FQNs forms one unit, a rule about any of them is about it.
+
+        shard_model(model, {Block: {}, "head": {"reshard_after_forward": False}})
+        shard_model(model, transformer_blocks(model), dry_run=True, world_size=64)
+
+    Everything is checked for all units before the first one is formed: a call that is refused
+    leaves the model as it was. Only running out of memory leaves the units formed so far.
+
+    Args:
+        model: The model; no module in it is sharded yet.
+        rules: A mapping or a sequence of pairs, or one policy of FSDP1.
+        dry_run: Change nothing: write the table of units, with the bytes that a rank will hold and
+            send, to stdout, on rank 0 where there are ranks, and return it. Needs no process group;
+            the model may be on the meta device.
+        world_size: For a dry run, the number of ranks of every unit. Default: that of the mesh
+            or of the process group, 1 without either.
+        min_unit_nbytes: Merge units whose full parameters have fewer bytes, in the dtype of their
+            shards, with their neighbours until they have as many: one gather and one reduction for
+            all of them. Neighbours are children of one module with no other parameters between
+            them, and have the same options; they are taken in the order in which they are
+            registered, and a rest that stays too small joins the unit before it. Larger units stay
+            as they are. A merged unit has less than three times as many bytes. It costs memory: it
+            is gathered for the first of its modules and freed after the last. None merges nothing.
+        defaults: Options of `fully_shard` for all units.
+
+    Returns:
+        `model`; with `dry_run=True` the `ShardingPlan`.
+
+    Raises:
+        ValueError: If a rule or option is not valid, a rule is about no module or only about ones
+            that earlier rules took, a unit would have no forward, one module would be in two
+            units, or `fully_shard` refuses a unit; the text names the rule or the unit.
+        RuntimeError, NotImplementedError: As `fully_shard`.
+    """
+    _check_call(model, dry_run, world_size)
+    _check_min_unit_nbytes(min_unit_nbytes)
+    parsed = parse_rules(rules)
+    tree = ModuleTree(model)
+    _check_unsharded(tree)
+    units = choose_units(tree, parsed, defaults)
+    groups = _ShardGroups(dry_run, world_size)
+    checked = _check_units(tree, units, groups)
+    if min_unit_nbytes is not None:
+        # Checked one by one before, so that what is refused does not depend on it.
+        units = merge_units(tree, [_candidate(each) for each in checked], min_unit_nbytes)
+        checked = _check_units(tree, units, groups)
+    owners = _plan_owners(checked)
+    if dry_run:
+        plan = _summarise(tree, checked)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            sys.stdout.write(f"{plan}\n")
+        return plan
+    # They hold the parameters as they are now.
+    del checked
+    for unit in units:
+        form_unit(list(unit.modules), unit.all_options, owners)
+    return model
+
+
+@dataclass(frozen=True)
+class _CheckedUnit:
+    unit: Unit
+    plan: Plan
+    shard_group: ShardGroup | None
+    ranks: RankCounts
+    policy: ReshardAfterForward
+
+
+class _ShardGroups:
+    """The ranks that will share a unit, found once for each mesh and way to use it."""
+
+    def __init__(self, dry_run: bool, world_size: int | None) -> None:
+        self.is_dry_run = dry_run
+        self._world_size = world_size
+        self._groups: dict[tuple[int, bool, bool], ShardGroup | None] = {}
+
+    def get(
+        self, mesh: DeviceMesh | None, strategy: ShardingStrategy, spans_replicas: bool
+    ) -> tuple[ShardGroup | None, RankCounts]:
+        """Return the group, None where a dry run has to do without, and its size."""
+        is_replicated = strategy is ShardingStrategy.NO_SHARD
+        key = id(mesh), is_replicated, spans_replicas
+        if key not in self._groups:
+            self._groups[key] = self._find(mesh, is_replicated, spans_replicas)
+        group = self._groups[key]
+        if group is None:
+            return None, RankCounts.of_all(self._world_size or 1, strategy)
+        return group, RankCounts.of(group)
+
+    def _find(
+        self, mesh: DeviceMesh | None, is_replicated: bool, spans_replicas: bool
+    ) -> ShardGroup | None:
+        is_known = self._world_size is None and (mesh is not None or dist.is_initialized())
+        if not is_known and self.is_dry_run:
+            return None
+        return ShardGroup.from_mesh(
+            mesh, is_replicated=is_replicated, spans_replicas=spans_replicas
+        )
+
+
+def _check_call(model: object, dry_run: bool, world_size: int | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected model to be an nn.Module, got {type(model).__name__}")
+    if world_size is None:
+        return
+    if not dry_run:
+        raise ValueError(
+            "world_size is for dry_run=True; without it, units are shared by the ranks of `mesh`"
+        )
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ValueError(f"expected world_size to be a positive integer, got {world_size!r}")
+
+
+def _check_min_unit_nbytes(value: object) -> None:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_number and value > 0):  # type: ignore[operator]
+        raise ValueError(
+            f"expected min_unit_nbytes to be None or a positive integer of bytes, got {value!r}"
+        )
+
+
+def _check_unsharded(tree: ModuleTree) -> None:
+    for module in tree.fqns:
+        if is_sharded(module):
+            raise ValueError(
+                f"{tree.describe(module)} was already sharded by fully_shard or shard_model. Give "
+                "shard_model a model of which nothing is sharded, and options of single modules "
+                "as rules."
+            )
+
+
+def _check_units(
+    tree: ModuleTree, units: Sequence[Unit], groups: _ShardGroups
+) -> list[_CheckedUnit]:
+    """Run all checks of `fully_shard` on every unit, as if those before it were formed already.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: As `fully_shard`, naming the unit.
+    """
+    checked: list[_CheckedUnit] = []
+    owners: dict[nn.Module, Unit] = {}
+    managed: set[nn.Parameter] = set()
+    inner: set[nn.Module] = set()
+    for unit in units:
+        options = unit.all_options
+        shard_group, ranks = groups.get(
+            options["mesh"], options["strategy"], options["shard_over_replicas"]
+        )
+        # A dry run on the meta device is about a model that will be real.
+        options["sync_module_states"] &= not groups.is_dry_run
+        try:
+            plan = check_unit(list(unit.modules), shard_group, options, inner, managed)
+            policy = check_policy(choose_policy(options), ranks.shard)
+        except (ValueError, RuntimeError) as error:
+            # The parameters in the text are named as seen from the unit.
+            raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error
+        _check_disjoint(tree, unit, plan.unmanaged_modules, owners)
+        managed.update(original.param for original in plan.originals)
+        inner.update(unit.modules)
+        checked.append(_CheckedUnit(unit, plan, shard_group, ranks, policy))
+    return checked
+
+
+def _candidate(each: _CheckedUnit) -> Candidate:
+    originals = each.plan.originals
+    nbytes = sum(original.nbytes for original in originals)
+    return Candidate(each.unit, nbytes, frozenset(original.param.device for original in originals))
+
+
+def _plan_owners(checked: Sequence[_CheckedUnit]) -> dict[nn.Parameter, int]:
+    """Balance all parameters that will be owned whole, as one tree, before any unit is formed."""
+    pools: dict[object, list[_CheckedUnit]] = {}
+    for each in checked:
+        group = each.shard_group
+        key = each.ranks if group is None else group.sharing_ranks
+        pools.setdefault(key, []).append(each)
+    owners = {}
+    for members in pools.values():
+        whole = [item for each in members for item in each.plan.originals if item.is_owned]
+        sizes = [original.nbytes for original in whole]
+        found = balance(sizes, members[0].ranks.shard)
+        for original, owner in zip(whole, found, strict=True):
+            original.owner = owners[original.param] = owner
+    return owners
+
+
+def _check_disjoint(
+    tree: ModuleTree, unit: Unit, modules: Sequence[nn.Module], owners: dict[nn.Module, Unit]
+) -> None:
+    """Enter `unit` as the owner of the parameters of `modules`; raise if they have one already."""
+    ignored = {id(param) for param in unit.options.get("ignored_params") or ()}
+    for module in modules:
+        params = [param for param in module._parameters.values() if param is not None]
+        if all(id(param) in ignored for param in params):
+            continue
+        if module in owners:
+            names = " and ".join(tree.describe(each.module) for each in (owners[module], unit))
+            fqn = tree.fqn(module)
+            raise ValueError(
+                f"{tree.describe(module)}, known as {listed(tree.fqns[module])}, is in two units, "
+                f"{names}, and only one can manage its parameters. Make it a unit of its own, for "
+                f"example by a first rule ('{fqn}', {{}})."
+            )
+        owners[module] = unit
+
+
+def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPlan:
+    units = []
+    for each in checked:
+        params = [original.param for original in each.plan.originals]
+        unit, options, modules = each.unit, each.unit.all_options, each.unit.modules
+        fqns = [tree.fqn(module) for module in modules] if modules[1:] else tree.fqns[unit.module]
+        planned = PlannedUnit(
+            fqns=tuple(fqns),
+            class_name=", ".join(dict.fromkeys(type(module).__name__ for module in modules)),
+            rule=unit.rule,
+            num_params=len(params),
+            numel=sum(param.numel() for param in params),
+            ranks=each.ranks,
+            cost=unit_cost(
+                each.plan,
+                each.ranks,
+                options["strategy"],
+                reshard_after_forward=_frees(tree, each),
+                use_orig_params=options["use_orig_params"],
+            ),
+            options=unit.options,
+            num_modules=len(modules),
+        )
+        units.append(planned)
+    peak = _peak_gathered_nbytes(tree, checked, units)
+    return ShardingPlan(type(tree.root).__name__, tuple(units), peak)
+
+
+def _frees(tree: ModuleTree, each: _CheckedUnit) -> bool | int:
+    """Return `reshard_after_forward`; None keeps the unit that leads the call: the model."""
+    return each.unit.module is not tree.root if each.policy is None else each.policy
+
+
+def _peak_gathered_nbytes(
+    tree: ModuleTree, checked: Sequence[_CheckedUnit], planned: Sequence[PlannedUnit]
+) -> int:
+    """Return the most full parameters at once in a forward, see `ShardingPlan`."""
+    unit_of = {module: index for index, each in enumerate(checked) for module in each.unit.modules}
+    calls = [
+        Call(tree.fqn(module), unit_of[module])
+        for module in tree.root.modules()
+        if module in unit_of
+    ]
+    sizes = [unit.cost.gathered_nbytes for unit in planned]
+    frees = [_frees(tree, each) is not False for each in checked]
+    limits = [each.plan.prefetch_nbytes for each in checked]
+    return most_held(calls, sizes, frees, limits)

@@ -1,0 +1,341 @@
+"""What a unit costs a rank: bytes that it holds, bytes that it sends in a step.
+
+[Note: Costs]
+All of it follows from the layout, the mesh, the strategy and the dtypes. A *payload* is the
+full-size buffer of a collective. Of a gather or reduce-scatter over n ranks each rank sends
+`(n - 1) / n` of the payload, of an all-reduce twice that, as a ring does it. Not counted: memory
+that is freed again within a pass, save for `gathered_nbytes`, scratch memory for the terms of a
+reduction on the CPU, a unit's gathers of parameters that another unit manages, the byte with which
+a backward with buckets begins, and those of early hooks. `num_collectives` leaves out the
+all-reduce of flags, one for each backward and mesh, whatever the units are.
+
+Shards may differ in size: bytes held are those of the first rank. They are those of the device and
+the host together; `host_nbytes` says how much of them is on the host. There, the further backward
+passes of a step need one more gradient shard.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
+
+import torch
+
+from composable_shard.comm import QUANTISED, ShardGroup, wire_nbytes
+from composable_shard.construct import Plan, group_params, lay_out
+from composable_shard.flat_param import Precision
+from composable_shard.layout import FlatLayout
+from composable_shard.options import OffloadPolicy, ShardingStrategy
+
+__all__ = ["Cost", "FlatParamCost", "RankCounts", "sent_nbytes", "unit_cost"]
+
+
+_NUM_MOMENTS = 2  # AdamW's states of the size of a parameter
+_KEEPS_GRADIENTS = (ShardingStrategy.SHARD_OPTIM, ShardingStrategy.NO_SHARD)
+
+Payloads = Mapping[tuple[str, int], int]  # by kind of collective and number of ranks
+_Calls = tuple[tuple[str, int], int, int]  # these two, bytes of one collective, how many
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """What costs depend on of a `ShardGroup`, which needs process groups.
+
+    Attributes:
+        shard: Ranks that share a flat parameter.
+        replicate: Sizes of the groups that hold copies of a shard.
+        joint: Sizes of the groups that all data-parallel ranks are reached through.
+    """
+
+    shard: int
+    replicate: tuple[int, ...] = ()
+    joint: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, group: ShardGroup) -> RankCounts:
+        """Return the sizes of the groups."""
+        replicate, joint = (
+            tuple(each.size() for each in groups)
+            for groups in (group.replicate_groups, group.joint_groups)
+        )
+        return cls(group.size, replicate, joint)
+
+    @classmethod
+    def of_all(cls, world_size: int, strategy: ShardingStrategy) -> RankCounts:
+        """Return the counts where there is no mesh, only so many ranks."""
+        everyone = (world_size,) if world_size > 1 else ()
+        is_replicated = strategy is ShardingStrategy.NO_SHARD
+        return cls(1, everyone, everyone) if is_replicated else cls(world_size, (), everyone)
+
+    def __str__(self) -> str:
+        """Return the ranks that share, after those that hold copies: "4" or "2x4"."""
+        return "x".join(map(str, (*self.replicate, self.shard)))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of the first rank; costs of parts of a model add up.
+
+    Attributes:
+        param_nbytes: Parameters at rest, padding included.
+        grad_nbytes: Gradients after a backward, padding included.
+        optimizer_nbytes: AdamW's two moments.
+        host_nbytes: Of these three, what is offloaded to host memory.
+        payloads: Full-size bytes of the collectives of a step, by kind and number of ranks.
+        num_collectives: Gathers and reductions of a step.
+        gathered_nbytes: Full parameters beyond those at rest, while they are gathered.
+    """
+
+    param_nbytes: int = 0
+    grad_nbytes: int = 0
+    optimizer_nbytes: int = 0
+    host_nbytes: int = 0
+    payloads: Payloads = field(default_factory=dict)
+    num_collectives: int = 0
+    gathered_nbytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        payloads = Counter(self.payloads)
+        payloads.update(other.payloads)
+        return Cost(
+            self.param_nbytes + other.param_nbytes,
+            self.grad_nbytes + other.grad_nbytes,
+            self.optimizer_nbytes + other.optimizer_nbytes,
+            self.host_nbytes + other.host_nbytes,
+            payloads,
+            self.num_collectives + other.num_collectives,
+            self.gathered_nbytes + other.gathered_nbytes,
+        )
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that a rank sends in a step of one forward and backward."""
+        return sent_nbytes(self.payloads)
+
+
+def sent_nbytes(payloads: Payloads) -> int:
+    """Return what each rank sends for collectives of these payloads, see [Note: Costs].
+
+    Example: an all-reduce and a gather of 100 bytes among 4 ranks are 150 and 75 bytes.
+    """
+    sent = Fraction(0)
+    for (kind, num_ranks), nbytes in payloads.items():
+        rounds = 2 if kind == "all_reduce" else 1
+        sent += Fraction(rounds * (num_ranks - 1) * nbytes, num_ranks)
+    return ceil(sent)
+
+
+@dataclass(frozen=True)
+class FlatParamCost:
+    """The cost of one flat parameter.
+
+    Attributes:
+        layout: Where its parameters lie.
+        ranks: Who takes part.
+        strategy: What each rank keeps.
+        main_dtype: Of the shard.
+        precision: The dtypes that differ from it.
+        requires_grad: Whether its parameters are trainable.
+        reshard_after_forward: True, False, or the size of a small group; for `FULL_SHARD`.
+        shows_flat: Whether optimizers see one parameter in place of the originals.
+        offload: What lives on the host.
+    """
+
+    layout: FlatLayout
+    ranks: RankCounts
+    strategy: ShardingStrategy
+    main_dtype: torch.dtype
+    precision: Precision
+    requires_grad: bool = True
+    reshard_after_forward: bool | int = True
+    shows_flat: bool = False
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+
+    @property
+    def param_nbytes(self) -> int:
+        """Parameters at rest: the shard, and where it is kept the unsharded buffer around it.
+
+        An offloaded shard is beside that buffer, or beside a copy that the device keeps.
+        """
+        shard = self._shard_nbytes
+        if not self._is_kept:
+            is_copied = self.offload.is_active and not self.offload.params
+            return shard + (self._device_copy_nbytes if is_copied else 0)
+        full = self.layout.padded_numel * self._param_dtype.itemsize
+        is_cast = {self._param_dtype, self._wire_dtype} != {self.main_dtype}
+        return full + shard if is_cast or self.offload.is_active else full
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Gradients after a backward: shards, or the buffer that all of them stay in.
+
+        Offloaded shards are beside that buffer.
+        """
+        shard, is_offloaded = self._shard_nbytes, self.offload.is_active
+        if not self.requires_grad:
+            return 0
+        if not (self.ranks.joint or self.shows_flat or is_offloaded):
+            return self.layout.unpadded_numel * self.main_dtype.itemsize
+        if not self._keeps_gradients:
+            return shard
+        full = self.layout.padded_numel * self._reduce_dtype.itemsize
+        num_shards = int(self._reduce_dtype != self.main_dtype) + int(is_offloaded)
+        return full + num_shards * shard
+
+    @property
+    def optimizer_nbytes(self) -> int:
+        """Two moments of what the rank owns, without padding."""
+        if not self.requires_grad:
+            return 0
+        owned = sum(self.layout.piece_numels(0)[1::2])
+        if self.shows_flat:
+            owned = min(self.layout.cut(1), self.layout.end)
+        return _NUM_MOMENTS * owned * self.main_dtype.itemsize
+
+    @property
+    def host_nbytes(self) -> int:
+        """What is in host memory: shards of parameters and gradients, and moments."""
+        if not self.offload.is_active:
+            return 0
+        return self._shard_nbytes * (1 + self.requires_grad) + self.optimizer_nbytes
+
+    def payloads(self, num_passes: int = 1, num_reductions: int = 1) -> Payloads:
+        """Return the full-size bytes of a step's collectives, by kind and number of ranks.
+
+        Args:
+            num_passes: Forwards with backwards in the step.
+            num_reductions: How many of the backwards reduce gradients.
+        """
+        payloads: Counter[tuple[str, int]] = Counter()
+        calls = [*self._gathers(num_passes), *self._reductions(num_reductions)]
+        for size in self.ranks.joint if self.requires_grad else ():
+            # A flag for each parameter tells which ranks used it.
+            calls.append((("all_reduce", size), len(self.layout.numels), num_reductions))
+        for key, nbytes, number in calls:
+            payloads[key] += nbytes * number
+        return {key: nbytes for key, nbytes in payloads.items() if nbytes}
+
+    @property
+    def num_collectives(self) -> int:
+        """Gathers and reductions of a step with one forward and backward."""
+        calls = [*self._gathers(1), *self._reductions(1)]
+        return sum(number for _, nbytes, number in calls if nbytes)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """The full parameters, where they are not held at rest."""
+        return 0 if self._is_kept else self.layout.padded_numel * self._param_dtype.itemsize
+
+    def _gathers(self, num_passes: int) -> Iterator[_Calls]:
+        shard, each = self.ranks.shard, self.layout.uneven_numels
+        if each is None:
+            wire = shard * wire_nbytes(self._wire_dtype, self.layout.shard_numel)
+        else:
+            wire = sum(wire_nbytes(self._wire_dtype, numel) for numel in each)
+        if shard > 1 and self._is_kept:
+            # Else never written; but a step counts as a write to whole parameters of any kind.
+            is_written = self.requires_grad or (self.layout.owners and not self.shows_flat)
+            yield ("all_gather", shard), wire, int(bool(is_written))
+        elif shard > 1:
+            small = self.reshard_after_forward
+            yield ("all_gather", shard), wire, num_passes * (2 if small is True else 1)
+            if not isinstance(small, bool):
+                yield ("all_gather", small), self.gathered_nbytes, num_passes
+
+    def _reductions(self, num_reductions: int) -> Iterator[_Calls]:
+        if not self.requires_grad:
+            return
+        itemsize, each = self._reduce_dtype.itemsize, self.layout.uneven_numels
+        if self.ranks.shard > 1:
+            numel = self.layout.padded_numel if each is None else sum(each)
+            yield ("reduce_scatter", self.ranks.shard), numel * itemsize, num_reductions
+        for size in self.ranks.replicate:
+            yield ("all_reduce", size), self._shard_numel * itemsize, num_reductions
+
+    @property
+    def cost(self) -> Cost:
+        """All of it, with one forward and backward in a step."""
+        return Cost(
+            self.param_nbytes,
+            self.grad_nbytes,
+            self.optimizer_nbytes,
+            self.host_nbytes,
+            self.payloads(),
+            self.num_collectives,
+            self.gathered_nbytes,
+        )
+
+    @property
+    def _shard_numel(self) -> int:
+        return self.layout.cut(1)
+
+    @property
+    def _shard_nbytes(self) -> int:
+        return self._shard_numel * self.main_dtype.itemsize
+
+    @property
+    def _device_copy_nbytes(self) -> int:
+        wire_dtype = self._wire_dtype
+        held_dtype = self.main_dtype if wire_dtype in QUANTISED else wire_dtype
+        return self._shard_numel * held_dtype.itemsize
+
+    @property
+    def _is_kept(self) -> bool:
+        return self.ranks.shard == 1 or self.strategy is not ShardingStrategy.FULL_SHARD
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        keeps = self.strategy in _KEEPS_GRADIENTS or self.ranks.shard == 1
+        return keeps and bool(self.ranks.joint)
+
+    @property
+    def _param_dtype(self) -> torch.dtype:
+        return self.precision.computes_in(self.main_dtype)
+
+    @property
+    def _wire_dtype(self) -> torch.dtype:
+        is_sharded = self.ranks.shard > 1
+        return self.precision.travels_in(self.main_dtype) if is_sharded else self._param_dtype
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        return self.precision.reduces_in(self.main_dtype)
+
+
+def unit_cost(
+    plan: Plan,
+    ranks: RankCounts,
+    strategy: ShardingStrategy,
+    *,
+    reshard_after_forward: bool | int,
+    use_orig_params: bool,
+) -> Cost:
+    """Return the cost of a unit that `fully_shard` is going to form.
+
+    Args:
+        plan: The unit's parameters and precision.
+        ranks: Who takes part.
+        strategy: What each rank keeps.
+        reshard_after_forward: True, False, or the size of a small group.
+        use_orig_params: Whether optimizers see the original parameters.
+    """
+    total = Cost()
+    groups = group_params(plan, use_orig_params, shard_size=ranks.shard, is_alone=not ranks.joint)
+    for precision, members in groups:
+        dense = [original.dense for original in members]
+        handle = FlatParamCost(
+            layout=lay_out(members, ranks.shard, precision),
+            ranks=ranks,
+            strategy=strategy,
+            main_dtype=precision.main_dtype or dense[0].dtype,
+            precision=precision,
+            requires_grad=members[0].param.requires_grad,
+            reshard_after_forward=reshard_after_forward,
+            shows_flat=not use_orig_params,
+            offload=plan.offload,
+        )
+        total += handle.cost
+    return total

@@ -1,0 +1,470 @@
+"""Rules that select modules and give them options, and the ready-made ones."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, cast
+
+from torch import nn
+from torch.distributed.fsdp.wrap import _Policy, always_wrap_policy
+
+from composable_shard.runtime import ModuleTree, has_forward
+
+__all__ = [
+    "Match",
+    "Rule",
+    "Rules",
+    "Scope",
+    "Selector",
+    "SizeSelector",
+    "by_class",
+    "by_size",
+    "compile_glob",
+    "parse_rules",
+    "transformer_blocks",
+]
+
+
+# What a user may pass: pairs, or one policy. The keys are checked by parse_rules.
+Rules: TypeAlias = (
+    Mapping[Any, Mapping[str, Any] | None] | Sequence[Any] | Callable[..., bool] | _Policy
+)
+
+_EXPECTED_RULES = (
+    "expected rules to be a mapping or a sequence of pairs (module class, tuple of classes, FQN "
+    "glob or predicate) -> options or None, or an auto-wrap policy of FSDP1"
+)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a rule looks at.
+
+    Attributes:
+        tree: The modules.
+        ignored: Parameters that the rule's units would not manage.
+        taken: Modules that earlier rules took, and whether they become units (options) or stay in
+            their parent's (None).
+    """
+
+    tree: ModuleTree
+    ignored: frozenset[nn.Parameter]
+    taken: Mapping[nn.Module, bool]
+
+    def numel(self, params: Collection[nn.Parameter]) -> int:
+        """Return the elements of those parameters that are not ignored."""
+        return sum(param.numel() for param in params if param not in self.ignored)
+
+
+Match = tuple[nn.Module, Mapping[str, Any]]  # a module, and options beyond those of the rule
+
+
+class Selector(Protocol):
+    """The left side of a rule."""
+
+    def find(self, scope: Scope) -> Iterator[Match]:
+        """Yield the modules that the rule is about, whether other rules took them or not."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: what it is about, and the options of the units or None for no units."""
+
+    label: str
+    selector: Selector
+    options: Mapping[str, Any] | None
+
+
+def parse_rules(rules: object) -> list[Rule]:
+    """Turn what the user passed into rules with labels for messages.
+
+    Raises:
+        ValueError: If something in it can't be a rule, naming it.
+    """
+    pairs = list(_pairs(rules))
+    parsed = []
+    for number, (key, options) in enumerate(pairs, 1):
+        label = f"rule {number}"
+        if not isinstance(options, (Mapping, type(None))):
+            raise ValueError(
+                f"{label}: expected a dict of options for fully_shard, or None for no unit of its "
+                f"own, got {type(options).__name__}"
+            )
+        selector, text = _selector(key, label)
+        parsed.append(Rule(f"{label} ({text})", selector, options))
+    return parsed
+
+
+def _pairs(rules: object) -> Iterator[tuple[object, object]]:
+    if isinstance(rules, Mapping):
+        yield from rules.items()
+    elif _is_policy(rules):
+        yield rules, {}
+    elif isinstance(rules, Sequence) and not isinstance(rules, str):
+        for number, item in enumerate(rules, 1):
+            if _is_policy(item):
+                yield item, {}
+            elif isinstance(item, (tuple, list)) and len(item) == 2:
+                yield item[0], item[1]
+            else:
+                raise ValueError(
+                    f"rule {number}: expected a pair of what it is about and options or None, "
+                    f"got {type(item).__name__}. Unpack ready-made rules among others: "
+                    "[*by_class(Block), ('head', None)]."
+                )
+    else:
+        got = repr(rules) if isinstance(rules, str) else _name(rules)
+        raise ValueError(f"{_EXPECTED_RULES}; got {got}")
+
+
+def _selector(key: object, label: str) -> tuple[Selector, str]:
+    """Return how a rule finds modules, and its name."""
+    if isinstance(key, SizeSelector):
+        return key, f"by_size({key.min_numel})"
+    if isinstance(key, str):
+        return _Glob(compile_glob(key)), repr(key)
+    if _is_policy(key):
+        return _policy_selector(key, label), _name(key)
+    classes = key if isinstance(key, tuple) else (key,)
+    if classes and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
+        names = ", ".join(each.__name__ for each in classes)
+        return _Classes(classes), f"({names})" if isinstance(key, tuple) else names
+    if isinstance(key, (type, nn.Module)) or not callable(key):
+        kind = f"the class {key.__name__}" if isinstance(key, type) else type(key).__name__
+        raise ValueError(
+            f"{label}: expected a module class, a tuple of them, an FQN glob, a predicate or an "
+            f"auto-wrap policy of FSDP1, got {kind}"
+        )
+    if not _accepts(key, "fqn", nn.Identity()):
+        raise ValueError(
+            f"{label}: expected a predicate that is called with an FQN and a module, "
+            f"got {_name(key)}{_signature(key)}"
+        )
+    return _Predicate(cast("Callable[[str, nn.Module], bool]", key)), f"predicate {_name(key)}"
+
+
+def _name(key: object) -> str:
+    """Return a name that is the same on all ranks, so without an address."""
+    while isinstance(key, functools.partial):
+        key = key.func
+    return str(getattr(key, "__name__", type(key).__name__))
+
+
+def _signature(key: Callable[..., object]) -> str:
+    return str(inspect.signature(key))
+
+
+def _accepts(key: Callable[..., object], *args: object, **kwargs: object) -> bool:
+    try:
+        signature = inspect.signature(key)
+    except ValueError:  # a builtin without one
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+# --- by class, FQN, predicate ---
+
+
+@dataclass(frozen=True)
+class _Classes:
+    classes: tuple[type[nn.Module], ...]
+
+    def find(self, scope: Scope) -> Iterator[Match]:
+        return ((module, {}) for module in scope.tree.fqns if isinstance(module, self.classes))
+
+
+@dataclass(frozen=True)
+class _Glob:
+    pattern: re.Pattern[str]
+
+    def find(self, scope: Scope) -> Iterator[Match]:
+        for module, fqns in scope.tree.fqns.items():
+            # The root has no FQN: "**" is about everything in the model.
+            if any(fqn and self.pattern.fullmatch(fqn) for fqn in fqns):
+                yield module, {}
+
+
+@dataclass(frozen=True)
+class _Predicate:
+    predicate: Callable[[str, nn.Module], bool]
+
+    def find(self, scope: Scope) -> Iterator[Match]:
+        for module, fqns in scope.tree.fqns.items():
+            if any(self.predicate(fqn, module) for fqn in fqns):
+                yield module, {}
+
+
+_GLOB_TOKEN = re.compile(r"(?P<gap>(?:^|(?<=\.))\*\*\.)|\*\*|\*|\?|\[!?[^\].]+\]|.", re.DOTALL)
+
+
+def compile_glob(glob: str) -> re.Pattern[str]:
+    """Return the pattern that fully matches the FQNs that `glob` is about.
+
+    `*` stands for any characters of one component, `?` for one, `[ab]` and `[!ab]` for one of a
+    set; `**` for any characters across components. As a component before others it may also stand
+    for nothing.
+
+    Example: "layers.*" is about layers.0 and not about layers.0.up; "layers.**" about both;
+    "**.up" about up and layers.0.up.
+    """
+    return re.compile("".join(_translate(token) for token in _GLOB_TOKEN.finditer(glob)))
+
+
+def _translate(token: re.Match[str]) -> str:
+    text = token.group()
+    if token["gap"]:
+        return r"(?:[^.]+\.)*"
+    if len(text) > 2 and text[0] == "[":
+        members = text[1:-1].replace("\\", "\\\\").replace("^", "\\^")
+        return f"[^.{members[1:]}]" if members[0] == "!" else f"[{members}]"
+    return {"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(text, re.escape(text))
+
+
+# --- by size, and FSDP1's policies ---
+
+
+@dataclass(frozen=True)
+class SizeSelector:
+    """Modules whose parameters, less those of units inside them, have at least `min_numel`."""
+
+    min_numel: int
+
+    def find(self, scope: Scope) -> Iterator[Match]:
+        """Yield modules bottom-up; what one of them has no longer counts for those around it."""
+        inaccessible = _inside_attention(scope.tree)
+        counted: set[nn.Parameter] = set()
+        pending: dict[nn.Module, dict[nn.Parameter, None]] = {}
+        for module in scope.tree.fqns:
+            held = [pending.get(child, {}) for child in module.children()]
+            own = (param for param in module._parameters.values() if param is not None)
+            params = dict.fromkeys([*own, *(param for each in held for param in each)])
+            params = {param: None for param in params if param not in counted}
+            if module is scope.tree.root:
+                return
+            is_unit = scope.taken.get(module)
+            if is_unit is None and module not in inaccessible and has_forward(module):
+                is_unit = scope.numel(params) >= self.min_numel
+                if is_unit:
+                    yield module, {}
+            if is_unit:
+                counted.update(params)
+            pending[module] = params if not is_unit else {}
+
+
+def _inside_attention(tree: ModuleTree) -> set[nn.Module]:
+    """Return modules whose parameters are used without calling them."""
+    return {
+        inner
+        for module in tree.fqns
+        if isinstance(module, nn.MultiheadAttention)
+        for inner in module.modules()
+        if inner is not module
+    }
+
+
+def _is_policy(key: object) -> bool:
+    """Return whether `key` is an auto-wrap policy of FSDP1 rather than a predicate."""
+    if isinstance(key, _Policy):
+        return True
+    if not callable(key) or isinstance(key, (type, nn.Module)):
+        return False
+    if isinstance(key, functools.partial) and _is_policy(key.func):
+        return True
+    if key is always_wrap_policy:
+        return True
+    try:
+        return "recurse" in inspect.signature(key).parameters
+    except ValueError:
+        return False
+
+
+def _policy_selector(key: object, label: str) -> Selector:
+    if isinstance(key, _Policy):
+        return _PolicyObject(key)
+    assert callable(key)
+    if not _accepts(key, module=nn.Identity(), recurse=True, nonwrapped_numel=0):
+        raise ValueError(
+            f"{label}: expected a policy that can be called as policy(module=, recurse=, "
+            f"nonwrapped_numel=), got {_name(key)}{_signature(key)}. Give the other arguments "
+            "with functools.partial."
+        )
+    return _PolicyFunction(key)
+
+
+@dataclass(frozen=True)
+class _PolicyObject:
+    """`ModuleWrapPolicy`, `CustomPolicy`."""
+
+    policy: _Policy
+
+    def find(self, scope: Scope) -> Iterator[Match]:
+        wrapped = self.policy._run_policy(scope.tree.root, set(), {})
+        for module, options in wrapped.items():
+            # FSDP1 leaves the root to the caller, and wraps containers although nothing calls them.
+            if module is not scope.tree.root and has_forward(module):
+                yield module, options
+
+
+@dataclass(frozen=True)
+class _PolicyFunction:
+    """`size_based_auto_wrap_policy` and the like: asked on the way down and on the way up.
+
+    Containers that it wants to wrap count as wrapped, so that the other units are FSDP1's; they
+    form no unit, because nothing calls them.
+    """
+
+    policy: Callable[..., bool]
+
+    def find(self, scope: Scope) -> Iterator[Match]:
+        selected: list[nn.Module] = []
+        self._visit(scope.tree.root, scope, selected, is_reached=True)
+        return ((module, {}) for module in selected)
+
+    def _visit(
+        self, module: nn.Module, scope: Scope, selected: list[nn.Module], *, is_reached: bool
+    ) -> int:
+        """Return the elements in `module` that units hold; the arithmetic is FSDP1's."""
+        numel = scope.numel(list(module.parameters()))
+        goes_in = is_reached and self.policy(module=module, recurse=True, nonwrapped_numel=numel)
+        inner = sum(
+            self._visit(child, scope, selected, is_reached=goes_in) for child in module.children()
+        )
+        is_unit = scope.taken.get(module)
+        if is_unit is None and goes_in and module is not scope.tree.root:
+            is_unit = self.policy(module=module, recurse=False, nonwrapped_numel=numel - inner)
+            if is_unit and has_forward(module):
+                selected.append(module)
+        return numel if is_unit else inner
+
+
+# A list of blocks this much smaller than the largest one's is part of a stem or a head.
+_MIN_BLOCK_SHARE = 0.01
+
+
+def by_class(*classes: type[nn.Module], **options: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Return rules for `shard_model`: every instance of `classes` is a unit.
+
+    Args:
+        classes: Module classes; instances of subclasses count.
+        options: Options of `fully_shard` for these units.
+
+    Returns:
+        Pairs for `shard_model`, alone or unpacked among other rules.
+
+    Raises:
+        ValueError: If no class or something other than module classes is given.
+    """
+    wrong = [cls for cls in classes if not (isinstance(cls, type) and issubclass(cls, nn.Module))]
+    if wrong or not classes:
+        got = f"an instance of {type(wrong[0]).__name__}" if wrong else "nothing"
+        if wrong and isinstance(wrong[0], type):
+            got = f"the class {wrong[0].__name__}"
+        raise ValueError(f"expected by_class to be given module classes, got {got}")
+    return [(classes if len(classes) > 1 else classes[0], options)]
+
+
+def by_size(min_numel: int, **options: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Return rules for `shard_model`: modules become units from the inside out, by size.
+
+    A module becomes a unit when the parameters in it that no unit has yet have `min_numel`
+    elements or more. A parameter counts once, ignored ones not at all. Containers without forward
+    and what is inside `nn.MultiheadAttention`, which never calls it, stay in the unit around them.
+    `size_based_auto_wrap_policy` of FSDP1, which can be passed too, differs from this in that it
+    leaves `nn.MultiheadAttention` itself in the unit around it, and counts a tied parameter in
+    every module that has it.
+
+    Args:
+        min_numel: Elements from which on a module is worth a unit.
+        options: Options of `fully_shard` for these units.
+
+    Returns:
+        Pairs for `shard_model`, alone or unpacked among other rules.
+
+    Raises:
+        ValueError: If `min_numel` is not a positive integer.
+    """
+    if not isinstance(min_numel, int) or isinstance(min_numel, bool) or min_numel < 1:
+        raise ValueError(f"expected min_numel to be a positive integer, got {min_numel!r}")
+    return [(SizeSelector(min_numel), options)]
+
+
+def transformer_blocks(model: nn.Module, **options: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Return rules for `shard_model`: the blocks of the model's repeated lists are units.
+
+    Such a list is a `ModuleList` or `Sequential` of two or more modules, all of one class. Lists
+    inside the blocks of another list don't count, and where there are lists of modules that
+    consist of modules, lists of single layers don't either. Of the rest, the list with the most
+    parameters is taken, and all those beside it (a decoder's beside an encoder's) whose blocks
+    have at least a hundredth of the parameters of its blocks.
+
+    Args:
+        model: The model.
+        options: Options of `fully_shard` for these units.
+
+    Returns:
+        One pair for each list, alone or unpacked among other rules.
+
+    Raises:
+        ValueError: If there is no such list.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected model to be an nn.Module, got {type(model).__name__}")
+    lists = {name: module for name, module in model.named_modules() if _is_block_list(module)}
+    composite = {name: module for name, module in lists.items() if _has_composite_children(module)}
+    outermost = _outermost(composite or lists)
+    sizes = {name: _block_numel(module) for name, module in outermost.items()}
+    if not any(sizes.values()):
+        raise ValueError(
+            f"no ModuleList or Sequential in {type(model).__name__} holds two or more modules that "
+            "have parameters and are all of one class. Say which modules are the blocks: "
+            "by_class(Block), or an FQN glob as in [('layers.*', {})], or by_size(min_numel)."
+        )
+    largest = _block_numel(max(outermost.values(), key=_numel))
+    return [
+        (f"{escape_glob(name)}.*".lstrip("."), dict(options))
+        for name, size in sizes.items()
+        if size >= _MIN_BLOCK_SHARE * largest
+    ]
+
+
+def escape_glob(fqn: str) -> str:
+    """Return a glob that is about `fqn` alone."""
+    return re.sub(r"([*?\[])", r"[\1]", fqn)
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    children = list(module.children())
+    return (
+        isinstance(module, (nn.ModuleList, nn.Sequential))
+        and len(children) >= 2
+        and len({type(child) for child in children}) == 1
+        and has_forward(children[0])
+    )
+
+
+def _has_composite_children(module: nn.Module) -> bool:
+    return any(next(child.children(), None) is not None for child in module.children())
+
+
+def _outermost(lists: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    inner = {
+        below for module in lists.values() for below in module.modules() if below is not module
+    }
+    return {name: module for name, module in lists.items() if module not in inner}
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _block_numel(module: nn.Module) -> float:
+    return _numel(module) / len(list(module.children()))

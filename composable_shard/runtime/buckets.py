@@ -1,0 +1,125 @@
+"""Which flat parameters of a unit are reduced before the unit's end.
+
+[Note: Buckets]
+With a cap on the size of a reduction, a unit's parameters are cut into buckets, the last ones
+first, each a handle of its own. A bucket is full when autograd has accumulated all its gradients.
+That may be at another time on another rank, or never, but all ranks must issue the same collectives
+in the same order. So a bucket is reduced early only
+
+- after those before it in the order in which the unit's end reduces what is left, and
+- while no other collective can come before that end: the backward has reached the first call of
+  the unit, no other unit ran inside that call, and no other sharded tree waits for a backward. In
+  a region of non-reentrant checkpointing the recomputation might gather other units; and
+- if no hook waits for its gradients, see [Note: Early gradients].
+
+These are facts of the forward, alike on all ranks. Where they do not hold, buckets wait for the
+unit's end. A rank that reduces early waits for the others in the midst of its backward; they must
+do their part though they may have no gradient at all. So each backward begins with an exchange of
+whether any rank accumulates gradients, for which only those wait that do not, and at its end what
+is left is reduced before anyone waits for anything else.
+
+Where a backward fails at the same point on all ranks, some may have reduced more buckets than
+others. What the unit's end would have reduced is then reduced before the next call, and dropped.
+
+A nested backward, as reentrant checkpointing runs it, may accumulate a gradient again when its
+bucket has gone. It then stays where autograd put it, and the exchange at the end of the backward
+tells all ranks to reduce that bucket once more; afterwards the unit's buckets wait for its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from composable_shard.flat_param import FlatParamHandle
+
+__all__ = ["LATE", "Buckets", "is_recomputed"]
+
+
+LATE = 2  # some rank has gradients of a bucket that are not reduced yet
+
+
+def is_recomputed() -> bool:
+    """Return whether the running forward may be in a region of non-reentrant checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+class Buckets:
+    """How far the running backward has come with the buckets of a unit, see [Note: Buckets]."""
+
+    def __init__(self) -> None:
+        self._position: int | None = None
+        self._is_under_way = False
+        self._full: set[FlatParamHandle] = set()
+        self._issued: set[FlatParamHandle] = set()
+        self._is_late = False  # a gradient came after its bucket had gone, in some backward
+
+    def reach(self, position: int | None) -> None:
+        """Note that the backward has reached a call of the unit.
+
+        Args:
+            position: Of that call; None where buckets may not be reduced early.
+        """
+        self._position = position
+        self._is_under_way = position is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some rank may have reduced buckets early, and the unit's end is still to come."""
+        return self._is_under_way and not self._is_late
+
+    def may_go_early(self, handle: FlatParamHandle) -> bool:
+        """Return whether a bucket that is full may be reduced before its unit's end."""
+        return (
+            handle.end_position == self._position
+            and not self._is_late
+            and not handle.has_early_hooks
+        )
+
+    def fills(self, handle: FlatParamHandle, index: int) -> bool:
+        """Count the gradient of parameter `index` of a bucket; return whether that made it full."""
+        if not handle.grad.awaited.count(index):
+            return False
+        self._full.add(handle)
+        return True
+
+    def take_full(self, queue: Iterable[FlatParamHandle]) -> Iterator[FlatParamHandle]:
+        """Yield the full buckets whose turn it is.
+
+        Args:
+            queue: The unit's buckets in the order in which its end reduces them.
+        """
+        for bucket in queue:
+            if not bucket.requires_grad or bucket in self._issued:
+                continue
+            if bucket not in self._full:
+                return
+            yield bucket
+
+    def note_issued(self, handle: FlatParamHandle) -> None:
+        """Note that a bucket is reduced early."""
+        self._issued.add(handle)
+
+    def is_issued(self, handle: FlatParamHandle) -> bool:
+        """Return whether a bucket of a unit that has not ended was reduced early."""
+        return handle in self._issued
+
+    def end(self, handle: FlatParamHandle) -> bool:
+        """Note the end of the unit; return whether the bucket was reduced early."""
+        self._is_under_way = False
+        was_issued = handle in self._issued
+        self._issued.discard(handle)
+        self._full.discard(handle)
+        handle.grad.awaited.reset()
+        return was_issued
+
+    def note_late(self) -> None:
+        """Note that some rank had a gradient that came after its bucket had gone."""
+        self._is_late = True
+
+    def reset(self) -> None:
+        """Forget the backward, which is over."""
+        self._position, self._is_under_way = None, False
+        self._full.clear()
+        self._issued.clear()

@@ -1,0 +1,181 @@
+"""Buffers of a unit: their dtype, and their broadcast before a forward.
+
+[Note: When buffers are broadcast]
+Ranks see different data, so their batch statistics drift apart between two broadcasts. A forward
+broadcasts if the one before it was trained on and synchronised its gradients, so that what
+microbatches without synchronisation add to each rank's buffers stays until the step, and an
+evaluation sees the same values everywhere at the cost of one broadcast. A unit that a call runs
+several times broadcasts once; what a backward recomputes does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard.comm import ShardGroup, collectives
+
+__all__ = [
+    "BufferBroadcast",
+    "check_can_broadcast",
+    "is_never_written",
+    "place_buffers",
+    "watch_meta_buffers",
+]
+
+
+_MARK = "_composable_shard_empty_version"
+
+
+class _MetaBuffer(Tensor):
+    """A meta tensor that marks what `empty_like` makes of it, which is how `to_empty()` works."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; fill and mark the result of `torch.empty_like`."""
+        if func is not torch.empty_like:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call, unused-ignore]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if not result.is_meta:
+                _fill(result)
+                setattr(result, _MARK, result._version)
+        return result
+
+
+def _fill(tensor: Tensor) -> None:
+    """Fill with a value that a real buffer hardly holds everywhere, and that shows when used."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def watch_meta_buffers(module: nn.Module) -> None:
+    """Replace the meta-device buffers that `module` itself holds by ones that are noticed."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
+            module._buffers[name] = buffer.as_subclass(_MetaBuffer)
+
+
+def place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Bring the buffers that `module` itself holds to a device; those on meta stay."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not buffer.is_meta and buffer.device != device:
+            module._buffers[name] = buffer.to(device)
+
+
+def is_never_written(buffer: Tensor) -> bool:
+    """Return whether a buffer came out of `to_empty()` and still holds what was there.
+
+    The version counter tells of in-place writes, and the values of writes through `.data`.
+    """
+    if getattr(buffer, _MARK, None) != buffer._version or buffer.numel() == 0:
+        return False
+    expected = torch.empty_like(buffer)
+    _fill(expected)
+    return (
+        torch.equal(buffer.isnan(), expected.isnan())
+        if (buffer.is_floating_point() or buffer.is_complex())
+        else torch.equal(buffer, expected)
+    )
+
+
+class BufferBroadcast:
+    """The buffers of one unit, those that its modules hold when it runs.
+
+    Refers to the modules' dicts of buffers, never to modules, which would refer back to it.
+
+    Attributes:
+        shard_group: The ranks that take part.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], shard_group: ShardGroup) -> None:
+        self.shard_group = shard_group
+        self._slots = [module._buffers for module in modules]
+        self._is_due = True
+        self._last_call: object = None
+
+    def describe(self) -> list[str]:
+        """Return a line for each buffer with all that the ranks must agree on."""
+        return [
+            f"buffer '{name}' shape {tuple(buffer.shape)} {buffer.dtype}"
+            for slots in self._slots
+            for name, buffer in slots.items()
+            if buffer is not None
+        ]
+
+    def broadcast_if_due(self, call: object, *, is_followed: bool) -> None:
+        """Broadcast, unless the rule says no: [Note: When buffers are broadcast].
+
+        All buffers of the unit travel together, as bytes: one broadcast, on a 2-D mesh without a
+        group of all its ranks one along each axis. None for a unit without buffers.
+
+        Args:
+            call: What is one object for all units that a call of the tree runs.
+            is_followed: Whether the next forward broadcasts too, after this one.
+        """
+        if self._last_call is call:
+            return
+        if self._is_due:
+            self._broadcast()
+        self._last_call, self._is_due = call, is_followed
+
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        buffers = self._collect()
+        if not buffers or not self.shard_group.joint_groups:
+            return
+        flat = torch.cat([buffer.flatten().view(torch.uint8) for buffer in buffers])
+        for group in self.shard_group.joint_groups:
+            collectives.broadcast(flat, 0, group).wait()
+        if self.shard_group.is_first:
+            return
+        parts = flat.split([buffer.nbytes for buffer in buffers])
+        received = [
+            part.view(buffer.dtype).view(buffer.shape)
+            for part, buffer in zip(parts, buffers, strict=True)
+        ]
+        torch._foreach_copy_(buffers, received)
+
+    def _collect(self) -> list[Tensor]:
+        """Return the buffers, each once, widest dtype first: their bytes are aligned then.
+
+        As aliases with version counters of their own. A graph that waits for its backward may have
+        saved a buffer, batch norm's running mean for example, which it does not read again.
+        """
+        found: dict[int, Tensor] = {}
+        for slots in self._slots:
+            for buffer in slots.values():
+                if buffer is not None and buffer.numel():
+                    local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+                    found.setdefault(id(buffer), local.data)
+        return sorted(found.values(), key=lambda buffer: -buffer.dtype.itemsize)
+
+
+def check_can_broadcast(modules: Sequence[nn.Module]) -> None:
+    """Check that the buffers of a unit can be broadcast.
+
+    Raises:
+        ValueError: For a sparse buffer, naming it.
+    """
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.layout is not torch.strided:
+                raise ValueError(
+                    f"broadcast_buffers=True can't send buffer '{name}' of "
+                    f"{type(module).__name__}, which has layout {buffer.layout}. Make it dense, or "
+                    "leave broadcast_buffers out for its unit."
+                )

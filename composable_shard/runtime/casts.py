@@ -1,0 +1,181 @@
+"""Casts of the inputs and outputs of a unit, at any depth of containers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Boundary",
+    "cast_arguments",
+    "cast_buffers",
+    "cast_output",
+    "iter_tensors",
+    "map_tensors",
+]
+
+
+def iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in `value`, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (str, bytes, int, float, type(None))):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from iter_tensors(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from iter_tensors(item)
+    else:
+        for name in _attributes(value):
+            yield from iter_tensors(getattr(value, name))
+
+
+def _attributes(value: Any) -> list[str]:
+    """Return the attributes of a dataclass or plain result object that may hold tensors."""
+    if isinstance(value, type):
+        return []
+    if dataclasses.is_dataclass(value):
+        names = [entry.name for entry in dataclasses.fields(value)]
+        return [name for name in names if hasattr(value, name)]
+    # One level of attributes is what users write.
+    kinds = (Tensor, Mapping, list, tuple)
+    return [
+        name for name, item in getattr(value, "__dict__", {}).items() if isinstance(item, kinds)
+    ]
+
+
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with `fn` applied to every tensor in it.
+
+    Tuples, sets and read-only mappings are rebuilt; other containers and objects are changed in
+    place, so their type and whatever else they hold stay.
+    """
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(item, fn) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, (set, frozenset)):
+        return type(value)(map_tensors(item, fn) for item in value)
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        mapped = {key: map_tensors(item, fn) for key, item in value.items()}
+        return type(value)(mapped)  # type: ignore[call-arg]
+    if isinstance(value, list):
+        value[:] = [map_tensors(item, fn) for item in value]
+    elif isinstance(value, MutableMapping):
+        for key in list(value):
+            value[key] = map_tensors(value[key], fn)
+    else:
+        for name in _attributes(value):
+            # Past a frozen dataclass's own __setattr__.
+            object.__setattr__(value, name, map_tensors(getattr(value, name), fn))
+    return value
+
+
+def cast_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments with all floating-point tensors in them cast; None if all are as they are.
+
+    The caller keeps its containers: one in which something changes is copied. Objects that are no
+    container (a cache that the forward writes to) are left alone.
+    """
+    new_args, new_kwargs = _rebuild(args, dtype), _rebuild(kwargs, dtype)
+    if new_args is args and new_kwargs is kwargs:
+        return None
+    return new_args, new_kwargs
+
+
+def cast_output(output: Any, dtype: torch.dtype) -> Any:
+    """Return the output with all floating-point tensors in it cast, as `map_tensors` does it."""
+    return map_tensors(output, lambda tensor: _cast(tensor, dtype))
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+
+def _rebuild(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return _cast(value, dtype)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _rebuild_sequence(value, dtype)
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [entry.name for entry in dataclasses.fields(value)]
+        items = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    else:
+        return value
+    changed = {key: new for key, old in items if (new := _rebuild(old, dtype)) is not old}
+    if not changed:
+        return value
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)({**value, **changed})  # type: ignore[call-arg]
+    twin = copy.copy(value)
+    for key, new in changed.items():
+        if isinstance(twin, MutableMapping):
+            twin[key] = new
+        else:
+            # Past a frozen dataclass's own __setattr__.
+            object.__setattr__(twin, key, new)
+    return twin
+
+
+def _rebuild_sequence(value: Any, dtype: torch.dtype) -> Any:
+    items = [_rebuild(item, dtype) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if isinstance(value, list):
+        twin = copy.copy(value)
+        twin[:] = items
+        return twin
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def cast_buffers(modules: list[nn.Module], kept: list[nn.Module], dtype: torch.dtype) -> None:
+    """Cast the floating-point buffers that `modules` themselves hold, those inside `kept` not."""
+    left_alone = {id(module) for root in kept for module in root.modules()}
+    done: dict[int, Tensor] = {}  # modules may share one
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is None or id(module) in left_alone:
+                continue
+            done.setdefault(id(buffer), _cast(buffer, dtype))
+            module._buffers[name] = done[id(buffer)]
+
+
+class Boundary:
+    """Around a module inside a unit that computes in its own, main, dtype.
+
+    Its hooks cast arguments to the dtype of what the module holds, and the output to what the
+    arguments were.
+    """
+
+    def __init__(self) -> None:
+        self._incoming: torch.dtype | None = None
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Cast the arguments."""
+        dtypes = _floating(iter_tensors((args, kwargs)))
+        self._incoming = next(dtypes, None)
+        own = next(_floating(chain(module.parameters(), module.buffers())), torch.float32)
+        return cast_arguments(args, kwargs, own)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Cast the output."""
+        return output if self._incoming is None else cast_output(output, self._incoming)
+
+
+def _floating(tensors: Any) -> Iterator[torch.dtype]:
+    return (tensor.dtype for tensor in tensors if tensor.is_floating_point())

@@ -1,0 +1,46 @@
+"""Save and load by FQN: model and optimizer state, full or sharded.
+
+Read `api`, `model_state` and `optimizer_state` first.
+"""
+
+from composable_shard.state_dict.api import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from composable_shard.state_dict.full_values import Shares, gather_full
+from composable_shard.state_dict.model_state import (
+    adopt_new_data,
+    load_values,
+    materialize,
+    show_shards,
+    show_whole_values,
+)
+from composable_shard.state_dict.model_tensors import ModelTensors, OtherTensor, ShardedTensor
+from composable_shard.state_dict.names import Ranks, handles_of, mesh_groups
+from composable_shard.state_dict.optimizer_load import prepare_load
+from composable_shard.state_dict.optimizer_view import params_by_fqn, view_optimizers
+
+__all__ = [
+    "ModelTensors",
+    "OtherTensor",
+    "Ranks",
+    "ShardedTensor",
+    "Shares",
+    "adopt_new_data",
+    "gather_full",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "handles_of",
+    "load_values",
+    "materialize",
+    "mesh_groups",
+    "params_by_fqn",
+    "prepare_load",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "show_shards",
+    "show_whole_values",
+    "view_optimizers",
+]

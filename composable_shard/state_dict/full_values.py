@@ -1,0 +1,332 @@
+"""Full values of shards on the ranks that want them, tensor by tensor."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from composable_shard.comm import Waitable, collectives, is_exchange
+from composable_shard.flat_param import FlatParamHandle
+from composable_shard.layout import FlatLayout, intersect
+from composable_shard.state_dict.names import tensor_meshes
+from composable_shard.tensor import FlatShard, ShardSpec
+
+__all__ = ["Shares", "decode", "describe", "encode", "gather_full", "scatter_full"]
+
+
+_MAX_NUMEL = 16  # of tensors that are told by value
+
+
+def describe(value: Any) -> dict[str, Any]:
+    """Return what a state value is; `decode` makes it again where it `holds` the value itself."""
+    if isinstance(value, FlatShard):
+        return {"kind": "shard", "dtype": _name(value.dtype)}
+    return encode(value)
+
+
+def encode(value: Any) -> dict[str, Any]:
+    """Return a number, a list of them, or a tensor as JSON; a large tensor without its elements.
+
+    Raises:
+        TypeError: For anything else.
+    """
+    if isinstance(value, Tensor):
+        told: dict[str, Any] = {
+            "kind": "tensor",
+            "dtype": _name(value.dtype),
+            "shape": list(value.shape),
+        }
+        if value.numel() <= _MAX_NUMEL:
+            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            told["bytes"] = bytes(data.tolist()).hex()
+        return told
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {"kind": kind, "items": [encode(item) for item in value]}
+    if isinstance(value, bool | int | float | str | None):
+        return {"kind": "plain", "value": value}
+    raise TypeError(f"expected a tensor, a number, a string or a list, got {type(value).__name__}")
+
+
+def decode(told: dict[str, Any]) -> Any:
+    """Return the value; of a large tensor an empty one of its shape and dtype, on the CPU."""
+    if told["kind"] in ("tuple", "list"):
+        items = [decode(item) for item in told["items"]]
+        return tuple(items) if told["kind"] == "tuple" else items
+    if told["kind"] == "plain":
+        return told["value"]
+    dtype: torch.dtype = getattr(torch, told["dtype"])
+    if "bytes" not in told:
+        return torch.empty(told["shape"], dtype=dtype)
+    data = bytearray.fromhex(told["bytes"])
+    if not data:
+        return torch.empty(told["shape"], dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).clone().view(told["shape"])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_MIN_ALONE_NBYTES = 1 << 16  # a message costs about as much as a copy of 40 kB
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shards of tensors, laid out as a handle's.
+
+    Attributes:
+        handle: Whose layout it is.
+        shard: Shape `(layout.shard_numel,)`, of any dtype, this rank's; None for the main values
+            of the handle's parameters.
+        indices: Of the parameters that are wanted, the same on all ranks; None for all.
+        kind: What they are, for the one who asks.
+    """
+
+    handle: FlatParamHandle
+    shard: Tensor | None = None
+    indices: Sequence[int] | None = None
+    kind: str = ""
+
+
+def gather_full(
+    shares: Iterable[Shares],
+    *,
+    to_first: bool,
+    device: torch.device | None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[Shares, dict[int, Tensor]]]:
+    """Yield full tensors of which the ranks hold shards, one handle's after another.
+
+    One gather each, or without `to_first` one all-gather. Nothing is gathered where the unsharded
+    buffer holds main values.
+
+    [Note: Straight to its place]
+    Where ranks send each other messages, each large parameter is received straight into the memory
+    that is returned, while this rank copies its own part; small ones, which lie side by side, are
+    received together and copied out. The next handle's messages are under way meanwhile, unless
+    what they bring takes more memory than what is returned for it: no rank ever has more full
+    values than one handle's besides what is returned in the end.
+
+    Args:
+        shares: What to gather, in the same order on all ranks.
+        to_first: Only the first rank gets them.
+        device: Where to; None: where the unit computes.
+        dtype: Of floating-point tensors; None: as they are.
+
+    Returns:
+        With what they are made of, tensors of the parameters' shapes by index, each in memory of
+        its own; none on the other ranks.
+    """
+    pending: deque[_Arrival] = deque()
+    for each in shares:
+        arrival = _start(each, to_first=to_first)
+        pending.append(arrival)
+        while len(pending) > int(arrival.leaves_room(dtype)):
+            yield pending[0].shares, pending.popleft().finish(device, dtype, to_first=to_first)
+    while pending:
+        yield pending[0].shares, pending.popleft().finish(device, dtype, to_first=to_first)
+
+
+@dataclass
+class _Arrival:
+    """Full values that are on their way.
+
+    Attributes:
+        shares: What they are made of.
+        parts: Memory, where it begins in the layout, and the parameters in it; none on a rank that
+            does not receive.
+        work: What to wait for.
+        is_own: Whether nobody else has the memory.
+    """
+
+    shares: Shares
+    parts: list[tuple[Tensor, int, Sequence[int]]]
+    work: Waitable | None = None
+    is_own: bool = False
+
+    def leaves_room(self, dtype: torch.dtype | None) -> bool:
+        """Return whether the memory, if there is any, is no more than what is returned for it."""
+        if not self.parts:
+            return True
+        received = self.parts[0][0].dtype
+        return self.is_own and (dtype is None or received.itemsize <= dtype.itemsize)
+
+    def finish(
+        self, device: torch.device | None, dtype: torch.dtype | None, *, to_first: bool
+    ) -> dict[int, Tensor]:
+        """Wait, and return the tensors by index."""
+        handle = self.shares.handle
+        if self.work is not None:
+            self.work.wait()
+        keeps = bool(self.parts) and (_is_first(handle) or not to_first)
+        found: dict[int, Tensor] = {}
+        while self.parts:
+            memory, start, indices = self.parts.pop(0)
+            may_keep = self.is_own and len(indices) == 1
+            for index in indices:
+                first = handle.layout.offsets[index] - start
+                part = memory[first : first + handle.layout.numels[index]]
+                value = handle.entries[index].spec.unflatten(part)
+                if isinstance(value, DTensor):
+                    value = value.full_tensor()  # of all ranks that hold parts of it and came here
+                if keeps:
+                    found[index] = value.to(
+                        device or handle.device,
+                        dtype if dtype and value.is_floating_point() else value.dtype,
+                        copy=not may_keep,
+                    )
+        return found
+
+
+def _is_first(handle: FlatParamHandle) -> bool:
+    """Return whether this rank is the first of the handle's ranks, tensor-parallel ones too."""
+    is_first_part = all(not any(mesh.get_coordinate() or ()) for mesh in tensor_meshes([handle]))
+    return handle.shard_group.is_first and is_first_part
+
+
+def _indices(shares: Shares) -> Sequence[int]:
+    return range(len(shares.handle.entries)) if shares.indices is None else shares.indices
+
+
+def _start(shares: Shares, *, to_first: bool) -> _Arrival:
+    handle, shard, indices = shares.handle, shares.shard, _indices(shares)
+    group = handle.shard_group
+    is_receiver = group.is_first or not to_first
+    if shard is None:
+        handle.adopt_changes()
+        shard = handle.local_shard
+        if handle.is_sharded and handle.is_current and not handle.is_cast:
+            handle.wait_unshard()
+            return _Arrival(shares, [(handle.unsharded, 0, indices)] if is_receiver else [])
+    if not handle.is_sharded:
+        return _Arrival(shares, [(shard, 0, indices)] if is_receiver else [])
+    if is_exchange(group.group, handle.device):
+        return _start_straight(shares, shard, to_first=to_first)
+    output = None
+    if is_receiver:
+        numel = handle.layout.padded_numel
+        output = torch.empty(numel, dtype=shard.dtype, device=handle.device)
+    work = handle.gather_into(output, shard, to_first=to_first)
+    return _Arrival(shares, [] if output is None else [(output, 0, indices)], work)
+
+
+def _start_straight(shares: Shares, shard: Tensor, *, to_first: bool) -> _Arrival:
+    """Start receiving large parameters each in memory of its own."""
+    layout, group = shares.handle.layout, shares.handle.shard_group
+    if to_first and not group.is_first_replica:
+        return _Arrival(shares, [])
+    shard = shares.handle.to_device(shard)
+    runs = _runs(layout, _indices(shares), shard.itemsize)
+    ranges = [
+        (layout.offsets[run[0]], layout.offsets[run[-1]] + layout.numels[run[-1]]) for run in runs
+    ]
+    outputs: list[list[Tensor]] = []
+    parts: list[tuple[Tensor, int, Sequence[int]]] = []
+    if group.is_first or not to_first:
+        memory = [shard.new_empty(end - start) for start, end in ranges]
+        starts = [start for start, _ in ranges]
+        parts = list(zip(memory, starts, runs, strict=True))
+        for rank in range(group.size):
+            owned = layout.shard_range(rank)
+            outputs.append(_pieces(memory, starts, ranges, owned))
+    owned = layout.shard_range(group.rank)
+    pieces = _pieces([shard] * len(ranges), [owned[0]] * len(ranges), ranges, owned)
+    nbytes = sum(end - start for start, end in ranges) * shard.itemsize
+    work = collectives.gather_pieces(outputs, pieces, nbytes, group.group, to_first=to_first)
+    return _Arrival(shares, parts, work, is_own=True)
+
+
+def _runs(layout: FlatLayout, indices: Sequence[int], itemsize: int) -> list[list[int]]:
+    """Return the parameters that are wanted, large ones alone, neighbours that are small together.
+
+    Example: numels `(4, 4, 10**6, 4)` give `[[0, 1], [2], [3]]`.
+    """
+    wanted = set(indices)
+
+    def key(index: int) -> int:
+        return index if layout.numels[index] * itemsize >= _MIN_ALONE_NBYTES else -1
+
+    runs = [
+        [index for index in run if index in wanted]
+        for _, run in itertools.groupby(range(len(layout.numels)), key)
+    ]
+    return [run for run in runs if run]
+
+
+def _pieces(
+    tensors: Sequence[Tensor],
+    starts: Sequence[int],
+    ranges: Sequence[tuple[int, int]],
+    owned: tuple[int, int],
+) -> list[Tensor]:
+    """Return what is owned of each range, if anything, as a view of its tensor."""
+    found = []
+    for tensor, start, each in zip(tensors, starts, ranges, strict=True):
+        low, high = intersect(each, owned)
+        if low < high:
+            found.append(tensor[low - start : high - start])
+    return found
+
+
+def scatter_full(
+    handle: FlatParamHandle,
+    given: Mapping[int, Tensor],
+    indices: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    meshes: Sequence[DeviceMesh] = (),
+) -> Tensor:
+    """Give each rank its shard of full tensors that the first rank has.
+
+    One scatter of `layout.padded_numel` elements, and a broadcast for each axis of copies; where
+    there are tensor-parallel meshes, one more for each parameter and axis of those.
+
+    Args:
+        handle: Whose layout the shard gets.
+        given: By index, each of the parameter's shape; empty on the other ranks.
+        indices: What the first rank has; the same on all ranks. The rest of the shard is zero.
+        dtype: Of the shard.
+        meshes: The tensor-parallel ones of the model.
+
+    Returns:
+        Shape `(layout.shard_numel,)`.
+    """
+    shard = torch.zeros_like(handle.local_shard, dtype=dtype)
+    full = None
+    if handle.shard_group.is_first:
+        full = torch.zeros(handle.layout.padded_numel, dtype=dtype, device=handle.device)
+        for index in indices:
+            spec, start = handle.entries[index].spec, handle.layout.offsets[index]
+            dense = _dense_part(given.get(index), spec, full, meshes)
+            full[start : start + spec.numel].copy_(spec.flatten(dense))
+    handle.write_slice(shard, full, from_first=True)
+    return shard
+
+
+def _dense_part(
+    value: Tensor | None, spec: ShardSpec, like: Tensor, meshes: Sequence[DeviceMesh]
+) -> Tensor:
+    """Return what this rank's data-parallel group shares of a tensor that the first rank has."""
+    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    if not groups:
+        assert value is not None
+        return value.reshape(spec.shape)
+    whole = torch.empty(spec.shape, dtype=like.dtype, device=like.device)
+    if value is not None:
+        whole.copy_(value.reshape(spec.shape))
+    for group in groups:
+        collectives.broadcast(whole, 0, group).wait()
+    if spec.tensor_parallel is None:
+        return whole
+    mesh, placements = spec.tensor_parallel
+    # src_data_rank=None: cut locally, as every rank has the same values.
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()

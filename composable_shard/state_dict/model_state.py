@@ -1,0 +1,486 @@
+"""The model's state dict, and what may be wrong with one that is loaded.
+
+[Note: State dicts]
+At rest a state dict holds a FlatShard for every managed parameter, under its own name and in its
+own place, also where a flat parameter, or full values by hand, are shown instead; inside
+`unshard_params` it holds what the scope shows. The values share memory with the parameters.
+A load is checked as a whole, with the ranks, before the first value is written; then the hook of
+the outermost unit writes every managed parameter and puts the registered objects in place of what
+was given, so that what torch does after it, assignments included, changes nothing more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard.comm import HOST, all_messages, raise_together
+from composable_shard.flat_param import FlatParamHandle, take_place
+from composable_shard.runtime import ShardState, get_states
+from composable_shard.state_dict.names import (
+    ManagedParam,
+    find_params,
+    flat_names,
+    handles_of,
+    mesh_groups,
+    unwrapped,
+)
+from composable_shard.tensor import (
+    FlatShard,
+    FlatShardOfDTensor,
+    has_fitting_shape,
+    needs_gather,
+    slice_given,
+)
+
+__all__ = [
+    "adopt_new_data",
+    "agree_on_values",
+    "find_problems",
+    "keys_by_name",
+    "load_values",
+    "make_whole",
+    "materialize",
+    "show_shards",
+    "show_whole_values",
+]
+
+
+def keys_by_name(state_dict: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    """Return the keys of a state dict below `prefix`, by names without checkpoint wrappers.
+
+    While torch loads what is in a wrapper, the keys have the wrapper's name in them, and elsewhere
+    they do not.
+    """
+    return {unwrapped(key): key for key in state_dict if key.startswith(prefix)}
+
+
+def find_problems(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str = "",
+    *,
+    around: ShardState | None = None,
+    is_strict: bool,
+    is_assigned: bool = False,
+) -> list[str]:
+    """Return all that is wrong with a state dict for `module`, in torch's words; changes nothing.
+
+    Names and shapes in modules that translate state dicts as they load (by a method or hook of
+    their own) are left to them.
+
+    Args:
+        module: What is loaded into.
+        state_dict: What is given for it, and more.
+        prefix: What the keys for `module` begin with.
+        around: The unit that `module` is a part of, if it is none itself.
+        is_strict: Whether names count.
+        is_assigned: Whether values are to take the place of tensors on the meta device.
+    """
+    if not isinstance(state_dict, Mapping):
+        return [f"expected a state dict, got {type(state_dict).__name__}."]
+    params = {
+        unwrapped(prefix + name): param for name, param in find_params(module, around).items()
+    }
+    expected = {
+        unwrapped(key): value.shape if isinstance(value, Tensor) else None
+        for key, value in module.state_dict(prefix=prefix).items()
+    }
+    # torch's own functions put the model's parameters, flat ones too, beside what was given.
+    flats = {id(h.flat.sharded) for h in handles_of(module, around) if h.flat is not None}
+    given = {
+        name: state_dict[key]
+        for name, key in keys_by_name(state_dict, prefix).items()
+        if id(state_dict[key]) not in flats
+    }
+    translated = tuple(
+        unwrapped(f"{prefix}{path}." if path else prefix)
+        for path, child in module.named_modules(remove_duplicate=False)
+        if _translates(child)
+    )
+    names = dict.fromkeys((*expected, *given))
+    checked = {name for name in names if not (translated and name.startswith(translated))}
+    problems = _find_name_problems(expected, given, checked) if is_strict else []
+    for name, shape in expected.items():
+        if name in checked and name in given and shape is not None:
+            problems += _find_value_problem(name, given[name], shape, params.get(name))
+    by_handle: dict[FlatParamHandle, set[int]] = {}
+    for name, param in params.items():
+        if name in given:
+            by_handle.setdefault(param.handle, set()).add(param.index)
+    for handle, indices in by_handle.items():
+        problems += _find_handle_problem(handle, indices, is_assigned)
+    return problems
+
+
+def _find_name_problems(
+    expected: Mapping[str, Any], given: Mapping[str, Any], checked: set[str]
+) -> list[str]:
+    # Batch norm counts from zero where an old state dict has no count.
+    needed = [name for name in expected if not name.endswith("num_batches_tracked")]
+    missing = [name for name in needed if name in checked and name not in given]
+    extra = [name for name in given if name in checked and name not in expected]
+    problems = []
+    if missing:
+        problems.append(f"Missing key(s) in state_dict: {_quoted(missing)}.")
+    if extra:
+        problems.append(f"Unexpected key(s) in state_dict: {_quoted(extra)}.")
+    return problems
+
+
+def _translates(module: nn.Module) -> bool:
+    method = type(module)._load_from_state_dict
+    if not method.__module__.startswith("torch.nn.modules."):
+        return True
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return not all(_is_known(hook) for hook in hooks)
+
+
+def _is_known(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)
+    is_ours = str(getattr(function, "__module__", "")).startswith("composable_shard.")
+    # torch's checkpoint wrapper, see `keys_by_name`.
+    wrapper_hook = "ActivationWrapper._pre_load_state_dict_hook"
+    return is_ours or getattr(function, "__qualname__", "") == wrapper_hook
+
+
+def _find_value_problem(
+    name: str, value: Any, shape: torch.Size, param: ManagedParam | None
+) -> list[str]:
+    if not isinstance(value, Tensor):
+        return [f"expected a tensor for {name}, got {type(value).__name__}."]
+    if param is None:
+        is_fitting = value.shape == shape or (not shape and value.shape == (1,))
+    else:
+        is_fitting = has_fitting_shape(value, param.entry.spec)
+    if is_fitting:
+        return []
+    return [
+        f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, the "
+        f"shape in current model is {shape}."
+    ]
+
+
+def _find_handle_problem(handle: FlatParamHandle, given: set[int], is_assigned: bool) -> list[str]:
+    if handle.is_registered_unsharded:
+        return [
+            f"unit '{handle.name}' shows its full parameters, which would not get the values. Call "
+            "reshard(module) first, or load inside unshard_params(module)."
+        ]
+    if handle.local_shard.is_meta and not is_assigned:
+        return [
+            f"parameters of unit '{handle.name}' are on the meta device. Call "
+            "model.to_empty(device=...) first, or pass assign=True."
+        ]
+    if handle.local_shard.is_meta and len(given) < len(handle.entries):
+        lacking = [str(e.label) for i, e in enumerate(handle.entries) if i not in given]
+        return [f"assign=True needs the values of {_quoted(lacking)} too: they share one shard."]
+    return []
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def adopt_new_data(state: ShardState, *_: Any) -> None:
+    """Take over what `to_empty` and the like gave the parameters, so that a state dict shares it.
+
+    A state-dict pre-hook of a unit's own modules, which runs before anything in them is saved.
+    """
+    with torch.no_grad():
+        for handle in state.needed:
+            is_new = any(e.sharded._local is not e.shard_view for e in handle.shown_at_rest)
+            if is_new and not handle.is_in_scope:
+                handle.adopt_changes()
+
+
+def show_shards(
+    state: ShardState, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Put FlatShards of the originals where anything else is shown of them at rest.
+
+    A state-dict hook of each module of a unit, which runs after everything in it has been saved.
+    """
+    if not any(h.shows_flat or h.is_registered_unsharded or h.is_in_scope for h in state.needed):
+        return
+    with torch.no_grad():
+        for name in flat_names(module):
+            state_dict.pop(prefix + name, None)
+        for name, param in find_params(module, state).items():
+            value = _value_of(param)
+            if value is not None:
+                state_dict[prefix + unwrapped(name)] = value
+    _restore_order(module, state_dict, prefix)
+
+
+def _value_of(param: ManagedParam) -> Tensor | None:
+    handle, entry = param.handle, param.entry
+    if handle.is_in_scope:
+        return handle.scope_params[param.index].detach() if handle._hides_scope_params else None
+    if not (handle.shows_flat or handle.is_registered_unsharded):
+        return None
+    handle.adopt_changes()
+    # Not detach(): a hidden parameter's class would come along.
+    kind = FlatShard if entry.spec.tensor_parallel is None else FlatShardOfDTensor
+    return kind(entry.sharded._local, entry.spec, guard=handle.guard)
+
+
+def _restore_order(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Put the module's part of a state dict in the order of names."""
+    expected = {prefix + unwrapped(name): i for i, name in enumerate(_local_names(module))}
+    # It is the end of the dict, unless that held something before.
+    mine = list(takewhile(lambda key: key.startswith(prefix), reversed(state_dict)))[::-1]
+    places: dict[str, tuple[int, int]] = {}
+    last = -1
+    for number, key in enumerate(mine):
+        # What has no place of its own (extra state) stays behind what it came after.
+        last = expected.get(key, last)
+        places[key] = (last, number)
+    for key in sorted(mine, key=places.__getitem__):
+        state_dict[key] = state_dict.pop(key)
+
+
+def _local_names(module: nn.Module) -> Iterator[str]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name in (*child._parameters, *child._buffers):
+            yield f"{prefix}.{name}".lstrip(".")
+
+
+def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Gather what torch's own `get_model_state_dict` is to return as whole tensors.
+
+    A state-dict hook of units, after `show_shards`. Torch gathers DTensors only, and would return
+    FlatShards as if they were whole. One all-gather for each parameter; for all ranks.
+    """
+    if not _is_full_wanted():
+        return
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        if isinstance(state_dict[key], FlatShard):
+            state_dict[key] = state_dict[key].full_tensor()
+
+
+def _is_full_wanted() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        is_getter = frame.f_code.co_name == "_get_model_state_dict"
+        if is_getter and frame.f_globals.get("__name__") == _TORCHS_FUNCTIONS:
+            return bool(getattr(frame.f_locals.get("info"), "full_state_dict", False))
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_TORCHS_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
+
+
+# Load
+
+
+def load_values(  # noqa: PLR0913 -- torch's hook
+    state: ShardState,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    *_: Any,
+) -> None:
+    """Write the values given for managed parameters, of all units in `module`.
+
+    A load-state-dict hook of each module of a unit, which runs before anything in it is loaded.
+
+    Raises:
+        RuntimeError: On all ranks alike, if keys are missing or unexpected, or values are wrong;
+            nothing in the module has been changed then.
+    """
+    if _is_done(state, module, missing_keys):
+        _add_flat_params(state, module, state_dict, prefix)
+        return
+    params = find_params(module, state)
+    handles = list(dict.fromkeys(param.handle for param in params.values()))
+    if not handles or any(handle.is_in_scope for handle in handles):
+        return  # the scope's own parameters are shown
+    for handle in handles:
+        handle.adopt_changes()
+    problems = find_problems(
+        module,
+        state_dict,
+        prefix,
+        around=state,
+        is_strict=_is_strict(),
+        is_assigned=bool(metadata.get("assign_to_params_buffers", False)),
+    )
+    given = _given_params(params, state_dict, prefix)
+    agree_on_values(module, state_dict, prefix, problems, around=state)
+    make_whole(module, state_dict, prefix)
+    _write_values(given, state_dict)
+    by_name = keys_by_name(state_dict, prefix)
+    missing_keys += [
+        name
+        for name, param in ((unwrapped(prefix + n), p) for n, p in params.items())
+        if param.handle.shows_flat and name not in by_name
+    ]
+    for key, param in given.items():
+        if param.handle.shows_flat:
+            del state_dict[key]
+        elif has_fitting_shape(state_dict[key], param.entry.spec):
+            state_dict[key] = param.entry.sharded
+    _add_flat_params(state, module, state_dict, prefix)
+
+
+def _add_flat_params(
+    state: ShardState, module: nn.Module, state_dict: dict[str, Any], prefix: str
+) -> None:
+    """Let torch find what it would miss: the flat parameters that `module` itself shows.
+
+    Not for a whole tree at once: a checkpoint wrapper would take them for those of its module.
+    """
+    flats = {id(handle.flat.sharded) for handle in state.needed if handle.flat is not None}
+    for name, param in module._parameters.items():
+        if id(param) in flats:
+            state_dict[prefix + name] = param
+
+
+def _is_done(state: ShardState, module: nn.Module, missing_keys: list[str]) -> bool:
+    """Return whether a hook around this one has loaded `module`; if not, note that this one does.
+
+    Torch makes one list of missing keys for each call of `load_state_dict`, which all hooks get.
+    """
+    if state.load_call is not None:
+        known, done = state.load_call
+        if known is missing_keys and id(module) in done:
+            return True
+    covered = frozenset(map(id, module.modules()))
+    for each in (state, *get_states(module)):
+        each.load_call = (missing_keys, covered)
+    return False
+
+
+def _given_params(
+    params: dict[str, ManagedParam], state_dict: dict[str, Any], prefix: str
+) -> dict[str, ManagedParam]:
+    """Return the parameters that a state dict has values of, by its keys."""
+    keys = keys_by_name(state_dict, prefix)
+    named = {unwrapped(prefix + name): param for name, param in params.items()}
+    return {keys[name]: param for name, param in named.items() if name in keys}
+
+
+def _is_strict() -> bool:
+    """Return the argument of the running `load_state_dict`.
+
+    Torch tells every hook True, and raises for names only when all else has been loaded.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _LOAD_CODE:
+            return bool(frame.f_locals["strict"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_LOAD_CODE = nn.Module.load_state_dict.__code__
+
+
+def agree_on_values(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    problems: list[str],
+    *,
+    around: ShardState | None = None,
+) -> None:
+    """See that no rank has found a problem, and that all give values that lie alike.
+
+    Two all-gathers of 31 bytes for each process group.
+
+    Raises:
+        RuntimeError: On all ranks alike.
+    """
+    handles = handles_of(module, around)
+    device = handles[0].shard_group.device
+    groups = mesh_groups(handles)
+    text = "\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *problems])
+    raise_together(groups, device, RuntimeError(text) if problems else None)
+    given = _given_params(find_params(module, around), state_dict, prefix)
+    gathered = [
+        unwrapped(key.removeprefix(prefix))
+        for key, param in given.items()
+        if isinstance(value := state_dict[key], Tensor) and needs_gather(value, param.entry.spec)
+    ]
+    gathered += _to_make_whole(module, state_dict, prefix)
+    told = all_messages(groups, device, gathered)
+    if len(told) > 1:
+        odd = sorted({name for names in told for name in names})
+        quoted = ", ".join(f'"{name}"' for name in odd)
+        raise RuntimeError(
+            f"the ranks gave values that lie on them in different ways for {quoted}. Load "
+            "the same kind of state dict on every rank."
+        )
+
+
+def make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str = "") -> None:
+    """Replace sharded values of what is plain in `module` by whole ones, in the dict."""
+    for key in _to_make_whole(module, state_dict, prefix):
+        state_dict[key] = state_dict[key].full_tensor()
+
+
+def _to_make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> list[str]:
+    keys = keys_by_name(state_dict, prefix)
+    own = {unwrapped(key): value for key, value in module.state_dict(prefix=prefix).items()}
+    return [
+        keys[name]
+        for name, value in own.items()
+        if name in keys
+        and isinstance(state_dict[keys[name]], FlatShard | DTensor)
+        and not isinstance(value, FlatShard | DTensor)
+    ]
+
+
+def _write_values(given: dict[str, ManagedParam], state_dict: dict[str, Any]) -> None:
+    """Write the values that a state dict has of managed parameters into the shards."""
+    with torch.inference_mode(False), torch.no_grad():
+        by_handle: dict[FlatParamHandle, dict[int, Tensor]] = {}
+        for key, param in given.items():
+            by_handle.setdefault(param.handle, {})[param.index] = state_dict[key]
+        for handle, values in by_handle.items():
+            if handle.local_shard.is_meta:
+                materialize(handle)
+            _write_handle(handle, values)
+
+
+def _write_handle(handle: FlatParamHandle, given: dict[int, Tensor]) -> None:
+    handle.adopt_changes()
+    for index, value in given.items():
+        entry = handle.entries[index]
+        if not has_fitting_shape(value, entry.spec):
+            continue  # what a module is going to translate
+        piece = slice_given(value, entry.spec)
+        handle.guard.note_write(entry.label.fqn)
+        handle.slice_of(entry, handle.local_shard).copy_(piece)
+
+
+def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None) -> None:
+    """Give a handle on the meta device memory; its parameters hold zeros then.
+
+    Args:
+        handle: Of a unit at rest.
+        given: This rank's part of the originals, by index, in place of zeros; used up, so that
+            nothing is there twice. Not where a flat parameter is shown.
+    """
+    device = HOST if handle.offload.is_active else handle.shard_group.device
+    for index, shown in enumerate(handle.shown_at_rest):
+        param, flag = shown.sharded, shown.sharded.requires_grad
+        if given:
+            memory = given.pop(index).to(device)
+        else:
+            memory = torch.zeros_like(param._local, device=device)
+        kind = FlatShardOfDTensor if isinstance(param, FlatShardOfDTensor) else FlatShard
+        shard = kind(memory, shown.spec, guard=handle.guard)
+        take_place(cast(nn.Parameter, param), nn.Parameter(shard, flag))
+    handle.adopt_changes()

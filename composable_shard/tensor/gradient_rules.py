@@ -1,0 +1,353 @@
+"""Rules for lists of gradients: global norms, scaling, finite checks.
+
+[Note: Writes by owners]
+An optimizer steps a parameter of granularity "param" on its owner alone, and the other ranks, which
+have no gradient of it, see nothing. All ranks must decide alike whether full values that were
+gathered before are still valid, so every step of an optimizer counts as a write to all owned
+parameters in its groups, on every rank; and full values that outlive a backward that reduced
+gradients are gathered anew, for who steps by hand. A write by hand at any other time must happen on
+all ranks: an in-place op on the empty slice counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from operator import is_
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from composable_shard.comm import all_reduce, resolve_group
+from composable_shard.tensor.flat_shard import CutTensor, FlatShard, Rule, join_adjacent
+from composable_shard.tensor.operands import describe_operands, note_write
+from composable_shard.tensor.reduction_rules import (
+    is_inexact,
+    max_over,
+    option,
+    reduction_groups,
+    shaped,
+    shard_of,
+    sum_over,
+)
+
+__all__ = [
+    "RULES",
+    "JoinedShards",
+    "Slices",
+    "join_shards",
+    "norms_of",
+    "note_owned",
+    "total_norms",
+    "trainable_owned",
+]
+
+
+class _Entry(Protocol):
+    sharded: FlatShard
+
+
+class _Handle(Protocol):
+    requires_grad: bool
+    shows_flat: bool
+
+    @property
+    def entries(self) -> Iterable[_Entry]: ...
+
+
+# Of a process, not of a model: gradients and optimizers don't refer to models.
+_HANDLES: WeakSet[_Handle] = WeakSet()
+_HOOKS: list[Any] = []
+
+
+def note_owned(handle: _Handle) -> None:
+    """Remember a flat parameter, as long as it lives, whose parameters other ranks hold whole."""
+    _HANDLES.add(handle)
+    if not _HOOKS:
+        _HOOKS.append(register_optimizer_step_pre_hook(_note_step))
+        _HOOKS.append(register_optimizer_step_post_hook(_note_step))
+
+
+def trainable_owned() -> Iterator[FlatShard]:
+    """Yield all trainable parameters, shown as such, that are whole on one of several ranks.
+
+    The same ones on all ranks, whatever gradients those have.
+    """
+    for handle in list(_HANDLES):
+        if handle.requires_grad and not handle.shows_flat:
+            yield from (entry.sharded for entry in handle.entries)
+
+
+def _note_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count a step as a write, [Note: Writes by owners]; before it, and after its closure ran."""
+    noted = None
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not isinstance(param, FlatShard) or param._guard is noted:
+                continue
+            spec = param._shard_spec
+            if spec.owner is not None and spec.world_size > 1:
+                note_write(param)
+                noted = param._guard
+
+
+aten = torch.ops.aten
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def _exact(device: torch.device) -> torch.dtype:
+    """Return the dtype in which the ranks' norms are combined."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
+    name = "ord" if func is aten.linalg_vector_norm.default else "p"
+    order = option(func, args, kwargs, name)
+    norm = norms_of([shard], 2.0 if order is None else float(order), kwargs.get("dtype"))[0]
+    return shaped(shard, norm, option(func, args, kwargs, "keepdim"))
+
+
+def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    order = float(option(func, args, kwargs, "ord"))
+    dtype = option(func, args, kwargs, "dtype")
+    shards = [item for item in args[0] if isinstance(item, FlatShard)]
+    _check_all_ranks_have_them()
+    norms = iter(norms_of(shards, order, dtype))
+    return [
+        next(norms)
+        if isinstance(item, FlatShard)
+        else torch.linalg.vector_norm(item, order, dtype=dtype)
+        for item in args[0]
+    ]
+
+
+def _check_all_ranks_have_them() -> None:
+    """Check that a list of gradients can be the same one on every rank.
+
+    Raises:
+        RuntimeError: On all ranks that have gradients alike, where some are on their owner alone.
+    """
+    names = sorted(param._shard_spec.label.fqn for param in trainable_owned())
+    if names:
+        raise RuntimeError(
+            "the norms of a list of tensors are taken by all ranks together, and the gradient of "
+            f"parameter '{names[0]}' (granularity=\"param\") is on its owner alone. Clip gradients "
+            "with composable_shard.clip_grad_norm_ in place of torch.nn.utils'; take norms of "
+            "other tensors one by one, x.norm(), or of x.to_local()."
+        )
+
+
+def norms_of(
+    shards: Sequence[FlatShard], order: float, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Return each shard's norm; one collective for all that have the same groups.
+
+    Collective also for what one rank holds whole: the others pass empty shards of it.
+    """
+    norms: list[Tensor | None] = [None] * len(shards)
+    _check_inexact(shards, {shard.dtype for shard in shards})
+    by_groups: dict[tuple[tuple[str, ...], torch.device], list[int]] = defaultdict(list)
+    for index, shard in enumerate(shards):
+        if shard.numel() == 0:  # torch knows which orders an empty tensor has
+            empty = torch.empty(shard.shape, dtype=shard.dtype, device=shard._local.device)
+            norms[index] = torch.linalg.vector_norm(empty, order, dtype=dtype)
+        else:
+            key = reduction_groups(shard._shard_spec), shard._local.device
+            by_groups[key].append(index)
+    for (groups, _), indices in by_groups.items():
+        found = _combined_norms([shards[i]._local for i in indices], order, groups)
+        for index, norm in zip(indices, found, strict=True):
+            norms[index] = norm.to(dtype or shards[index].dtype.to_real())
+    return [norm for norm in norms if norm is not None]
+
+
+Slices = dict[tuple[tuple[str, ...], torch.device], list[Tensor]]
+
+
+class JoinedShards(NamedTuple):
+    """Shards by the groups that together hold their tensors, and by device.
+
+    Attributes:
+        slices: Those that follow one another in memory are one tensor, and empty ones are left out.
+        others: The shards that were not found to be all that one tensor was cut into.
+        dtypes: Those of shards that all ranks share, also of empty ones.
+    """
+
+    slices: Slices
+    others: list[FlatShard]
+    dtypes: set[torch.dtype]
+
+
+def join_shards(shards: Sequence[FlatShard]) -> JoinedShards:
+    """Return the shards' slices as few tensors; no element is copied."""
+    slices: Slices = defaultdict(list)
+    waiting: Slices = defaultdict(list)  # slices that come behind these, and may be one
+    others, dtypes = [], set()
+    index = 0
+    while index < len(shards):
+        shard = shards[index]
+        spec, local, cut = shard._shard_spec, shard._local, shard._cut
+        key = reduction_groups(spec), local.device
+        joined = slices[key]  # on all ranks in the same order, wherever slices are not joined
+        if spec.owner is None or spec.world_size == 1:
+            dtypes.add(local.dtype)
+        if cut is not None and spec.tensor_parallel is None and _are_slices(shards, index, cut):
+            joined += join_adjacent(waiting.pop(key, ()))
+            joined += cut.joined()
+            index += len(cut.slices)
+        else:
+            waiting[key].append(local)
+            others.append(shard)
+            index += 1
+    for key, locals_ in waiting.items():
+        slices[key] += join_adjacent(locals_)
+    _check_inexact(shards, dtypes.union(shard._local.dtype for shard in others))
+    return JoinedShards(slices, others, dtypes)
+
+
+def _check_inexact(shards: Sequence[FlatShard], dtypes: Iterable[torch.dtype]) -> None:
+    """Check that shards of these dtypes have norms.
+
+    Raises:
+        RuntimeError: On all ranks; torch would on those whose slice is not empty, and the others
+            would wait.
+    """
+    if not all(map(is_inexact, dtypes)):
+        raise RuntimeError(f"norms need floating-point tensors, got {describe_operands(shards)}")
+
+
+def _are_slices(shards: Sequence[FlatShard], index: int, cut: CutTensor) -> bool:
+    """Return whether the shards from `index` on hold the slices of `cut`."""
+    found = [shard._local for shard in shards[index : index + len(cut.slices)]]
+    return len(found) == len(cut.slices) and all(map(is_, found, cut.slices))
+
+
+def total_norms(slices: Slices, order: float) -> list[Tensor]:
+    """Return norms whose norm is that of all slices of all ranks; one for each choice of groups.
+
+    One collective of one element for each choice of groups, in float64.
+
+    Args:
+        slices: On every rank of the same parameters; of what one rank holds whole, the others pass
+            empty shards to `join_shards`.
+        order: More than 0; of other orders not every norm is one of partial norms.
+    """
+    found = []
+    for (groups, device), locals_ in slices.items():
+        norms = _local_norms(locals_, order)
+        values = torch.stack(norms) if norms else torch.zeros(1, device=device)
+        values = values.to(_exact(device))
+        if math.isinf(order):
+            found.append(max_over(values.max(), groups))
+        else:
+            found.append(sum_over((values**order).sum(), groups) ** (1.0 / order))
+    return found
+
+
+def _combined_norms(locals_: list[Tensor], order: float, groups: tuple[str, ...]) -> list[Tensor]:
+    device = locals_[0].device
+    norms = _local_norms(locals_, order)
+    if math.isinf(order):
+        sign = 1 if order > 0 else -1
+        values = _stack(locals_, norms, 0.0 if order > 0 else math.inf)
+        return list((sign * max_over(sign * values, groups)).unbind())
+    exponent = order if order != 0 else 1.0
+    powers = [norm.to(_exact(device)) ** exponent for norm in norms]
+    total = sum_over(_stack(locals_, powers, 0.0), groups)
+    return list((total ** (1.0 / exponent)).unbind())
+
+
+def _local_norms(locals_: list[Tensor], order: float) -> list[Tensor]:
+    """Return the norms of the slices that are not empty, in order."""
+    filled = [local for local in locals_ if local.numel()]
+    if not filled:
+        return []
+    if order == 0 or order < 0 or any(local.dtype in _HALF for local in filled):
+        return [
+            torch.linalg.vector_norm(local, order, dtype=_accumulate(local)) for local in filled
+        ]
+    return list(torch._foreach_norm(filled, order))
+
+
+def _accumulate(local: Tensor) -> torch.dtype | None:
+    return torch.float32 if local.dtype in _HALF else None
+
+
+def _stack(locals_: list[Tensor], values: list[Tensor], identity: float) -> Tensor:
+    """Return a value for each slice, in order: the values, and the identity for empty slices.
+
+    Args:
+        locals_: The slices.
+        values: 0-d, of the slices that are not empty.
+        identity: What does not count. Filled in by the device: the host must not wait.
+    """
+    device = locals_[0].device
+    dtype, filled = _exact(device), iter(values)
+    nothing = torch.full((), identity, dtype=dtype, device=device)
+    return torch.stack([next(filled).to(dtype) if x.numel() else nothing for x in locals_])
+
+
+def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale gradients for GradScaler, and tell every rank if any of them found an inf or NaN."""
+    grads, found_inf, inverse_scale = args
+    shards = [grad for grad in grads if isinstance(grad, FlatShard)]
+    _check_all_ranks_check(shards)
+    for shard in shards:
+        note_write(shard)
+    locals_ = [grad._local if isinstance(grad, FlatShard) else grad for grad in grads]
+    func(locals_, found_inf, inverse_scale)
+    names = {
+        name: None
+        for shard in shards
+        if shard._shard_spec.owner is None
+        for name in reduction_groups(shard._shard_spec)
+    }
+    for name in names:
+        all_reduce(found_inf, resolve_group(name), dist.ReduceOp.MAX).wait()
+
+
+def _check_all_ranks_check(shards: Sequence[FlatShard]) -> None:
+    """Check that all ranks call this with a list that tells of their owned gradients too.
+
+    Raises:
+        RuntimeError: Where gradients that one rank holds whole may be in a list that is on some
+            ranks only.
+    """
+    reached = {
+        (reduction_groups(shard._shard_spec), shard.dtype)
+        for shard in shards
+        if shard._shard_spec.owner is None
+    }
+    missing = sorted(
+        param._shard_spec.label.fqn
+        for param in trainable_owned()
+        if (reduction_groups(param._shard_spec), param.dtype) not in reached
+    )
+    if missing:
+        raise RuntimeError(
+            f"the gradient of parameter '{missing[0]}' (granularity=\"param\") is on its owner "
+            "alone, and torch's GradScaler would look for infs and NaNs on some ranks only. Use "
+            "composable_shard.ShardedGradScaler in its place."
+        )
+
+
+RULES: dict[OpOverload, Rule] = {
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dtype: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten.norm.ScalarOpt_dim_dtype: _norm,
+    aten.linalg_vector_norm.default: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

@@ -1,0 +1,58 @@
+"""Which rule runs each op on FlatShards; the one place that fills the table."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch._ops import OpOverload
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
+
+from composable_shard.tensor import gradient_rules, pointwise_rules, reduction_rules, view_rules
+from composable_shard.tensor.flat_shard import (
+    OP_RULES,
+    FlatShard,
+    FlatShardOfDTensor,
+    Rule,
+    allow_loading,
+)
+from composable_shard.tensor.operands import unsupported
+from composable_shard.tensor.view_rules import on_whole
+
+__all__ = ["register_op_rules"]
+
+
+def register_op_rules() -> None:
+    """Fill the rule table, join torch's lists of foreach-capable types, allow safe loading.
+
+    No-op the second time.
+    """
+    if OP_RULES.families:
+        return
+    for module in (
+        pointwise_rules,
+        pointwise_rules,
+        view_rules,
+        reduction_rules,
+        gradient_rules,
+        reduction_rules,
+    ):
+        OP_RULES.update(module.RULES)
+    OP_RULES.families += [
+        pointwise_rules.pointwise_family,
+        pointwise_rules.list_family,
+        _refuse_family,
+    ]
+    OP_RULES.on_whole = on_whole
+    foreach_types: tuple[list[Any], ...] = (_optimizer_types, _clipping_types)
+    for types in foreach_types:
+        types += [FlatShard, FlatShardOfDTensor]
+    allow_loading()
+
+
+def _refuse_family(func: OpOverload) -> Rule:
+    return _refuse
+
+
+def _refuse(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    raise unsupported(func, (*args, *kwargs.values()))

@@ -1,0 +1,245 @@
+"""What rules ask of their operands, and values that users give for a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from composable_shard.tensor.flat_shard import FlatShard, NeedsWhole
+from composable_shard.tensor.shard_spec import ShardSpec
+
+__all__ = [
+    "SchemaArgument",
+    "binding",
+    "check_same_spec",
+    "describe_operands",
+    "elsewhere",
+    "has_fitting_shape",
+    "needs_gather",
+    "note_write",
+    "plain_scalar",
+    "schema_arguments",
+    "slice_given",
+    "unsupported",
+    "write_to_plain",
+]
+
+
+class SchemaArgument(Protocol):
+    """The part of an op's schema argument that the rules read."""
+
+    name: str
+    type: Any
+    kwarg_only: bool
+    is_write: bool
+
+
+def schema_arguments(func: OpOverload) -> list[SchemaArgument]:
+    """Return the op's arguments in order."""
+    return cast("list[SchemaArgument]", func._schema.arguments)
+
+
+def binding(func: OpOverload) -> Callable[..., Any]:
+    """Return the C function of `torch` behind an op, or the op itself where there is none.
+
+    It takes the same arguments, for two thirds of the host time of a call through `torch.ops`.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    namespace = torch._C.TensorBase if _is_method(name) else torch._C._VariableFunctions
+    found: Callable[..., Any] = getattr(namespace, name, func)
+    return found
+
+
+def _is_method(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("_")
+
+
+def note_write(shard: FlatShard) -> None:
+    """Tell the shard's guard, if it has one, that the shard is about to be written."""
+    if shard._guard is not None:
+        shard._guard.note_write(shard._shard_spec.label.fqn)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _describe(tensor: Tensor) -> str:
+    if isinstance(tensor, FlatShard):
+        return f"'{tensor._shard_spec.label.fqn}' {tuple(tensor.shape)}"
+    return f"{type(tensor).__name__} {tuple(tensor.shape)}"
+
+
+def describe_operands(args: Iterable[Any], limit: int = 4) -> str:
+    """Return names and shapes of the tensors among an op's arguments, the first few of them.
+
+    Holds nothing that differs between ranks, as every rank must raise the same error.
+    """
+    tensors = [tensor for arg in args for tensor in _tensors(arg)]
+    named = [_describe(tensor) for tensor in tensors[:limit]]
+    return ", ".join(named) + (", ..." if len(tensors) > limit else "")
+
+
+def _specs(args: Iterable[Any]) -> list[ShardSpec]:
+    return [item._shard_spec for item in _tensors(list(args)) if isinstance(item, FlatShard)]
+
+
+def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
+    """Return the error for an op that has no meaning on one rank's slice."""
+    args = list(args)
+    return elsewhere(func, _specs(args)) or NeedsWhole(
+        f"{func.overloadpacket} can't run on a sharded parameter, of which each rank holds only a "
+        f"flat range: got {describe_operands(args)}. Read and edit the module's full "
+        "parameters inside unshard_params(module), or use p.full_tensor() for one whole tensor. "
+        "For optimizers of whole matrices (Muon, Adafactor, Shampoo) pass "
+        'granularity="param" to fully_shard for this parameter: one rank then holds all of it.'
+    )
+
+
+def elsewhere(func: OpOverload, specs: Iterable[ShardSpec]) -> NeedsWhole | None:
+    """Return the error for an op that needs values which another rank holds whole, if it does."""
+    for spec in specs:
+        if spec.is_elsewhere:
+            return NeedsWhole(
+                f"{func.overloadpacket} needs the values of parameter '{spec.label.fqn}' "
+                f'{tuple(spec.shape)} (granularity="param"), which rank {spec.owner} of its shard '
+                "group holds whole, and this rank not at all. Run it on that rank alone, or call "
+                "p.full_tensor() on all ranks."
+            )
+    return None
+
+
+def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> None:
+    """Raise if two operands are shards of different ranges; compares by identity first."""
+    if other is not first and other != first:
+        is_moved = first.owner is not None and first.label.fqn == other.label.fqn
+        remedy = "Use p.full_tensor() to combine different parameters."
+        if is_moved:
+            remedy = (
+                "The parameter was given to another rank after the other was made from it: build "
+                "an optimizer that makes its state at once (Adagrad) after the outermost "
+                "fully_shard."
+            )
+        raise (None if is_moved else elsewhere(func, (first, other))) or NeedsWhole(
+            f"{func.overloadpacket} needs shards of one and the same range, got "
+            f"{_describe_spec(first)} and {_describe_spec(other)}. {remedy}"
+        )
+
+
+def _describe_spec(spec: ShardSpec) -> str:
+    return (
+        f"'{spec.label.fqn}' {tuple(spec.shape)}, elements per rank {_shorten(spec.numels)}, group "
+        f"'{spec.group_name}'"
+    )
+
+
+def _shorten(numels: Sequence[int], limit: int = 8) -> str:
+    more = ", ..." if len(numels) > limit else ""
+    return ", ".join(map(str, numels[:limit])) + more
+
+
+def plain_scalar(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int) -> Tensor:
+    """Return a plain operand in a form that fits a slice of `numel` elements.
+
+    Only tensors that are the same everywhere fit: 0-dim ones, and expanded ones (all strides
+    zero), as the gradient of a sum is.
+
+    Raises:
+        RuntimeError: For any other tensor, such as a full-size gradient or optimizer state.
+    """
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()  # what DTensor's reductions return
+    if not is_traceable_wrapper_subclass(tensor):
+        shape = tensor.shape
+        if not shape:
+            # A slice is 1-dim where the parameter is 0-dim: without this, type promotion would
+            # rank the two differently.
+            return tensor if spec.shape else tensor.expand(numel)
+        if not any(tensor.stride()) and _broadcasts(shape, spec.shape):
+            return tensor.as_strided((numel,), (0,))
+    raise elsewhere(func, (spec,)) or NeedsWhole(
+        f"{func.overloadpacket} combines the sharded parameter '{spec.label.fqn}' "
+        f"{tuple(spec.shape)} with a {type(tensor).__name__} of shape {tuple(tensor.shape)}, of "
+        "which each rank would need its own part. Optimizer state made before sharding: call "
+        "shard_optimizer_state(optimizer). Otherwise use p.full_tensor()."
+    )
+
+
+def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    if len(shape) > len(target):
+        return False
+    trailing = target[len(target) - len(shape) :]
+    return all(size in (1, wanted) for size, wanted in zip(shape, trailing, strict=True))
+
+
+def write_to_plain(func: OpOverload, tensor: Any, args: Iterable[Any]) -> RuntimeError:
+    """Return the error for an op that would write a slice's result into a plain tensor."""
+    args = list(args)
+    shards = [item for item in _tensors(args) if isinstance(item, FlatShard)]
+    shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
+    return elsewhere(func, _specs(args)) or NeedsWhole(
+        f"{func.overloadpacket} would write a slice of the sharded parameter "
+        f"{describe_operands(shards[:1])} into a {type(tensor).__name__} of shape {shape}. "
+        "Optimizer state made before sharding: call shard_optimizer_state(optimizer). Otherwise "
+        "use p.full_tensor()."
+    )
+
+
+def has_fitting_shape(value: Tensor, spec: ShardSpec) -> bool:
+    """Return whether a value has the parameter's shape.
+
+    For a parameter of a tensor-parallel mesh a plain tensor may be its dense local part too; and a
+    0-d parameter takes a tensor of one element, as torch's own `load_state_dict` does.
+    """
+    if value.shape == spec.shape or (not spec.shape and value.numel() == 1):
+        return True
+    is_plain = not isinstance(value, FlatShard | DTensor)
+    return is_plain and spec.tensor_parallel is not None and value.shape == spec.dense_shape
+
+
+def needs_gather(value: Tensor, spec: ShardSpec) -> bool:
+    """Return whether `slice_given` communicates: the value lies on the ranks in another way."""
+    if isinstance(value, FlatShard):
+        return value._shard_spec != spec
+    return isinstance(value, DTensor) and not _lies_alike(value, spec)
+
+
+def _lies_alike(value: DTensor, spec: ShardSpec) -> bool:
+    return spec.tensor_parallel == (value.device_mesh, tuple(value.placements))
+
+
+def slice_given(value: Tensor, spec: ShardSpec) -> Tensor:
+    """Return this rank's part of a value, shape `(end - start,)`; it may share memory.
+
+    One all-gather of the value, over the ranks that it lies on, where `needs_gather`.
+
+    Args:
+        value: A plain tensor, the same on all ranks; a DTensor; or a FlatShard of any layout.
+        spec: What the part is for.
+    """
+    if isinstance(value, FlatShard) and value._shard_spec == spec:
+        return value._local
+    if needs_gather(value, spec):
+        value = value.full_tensor()  # type: ignore[attr-defined] # of both classes
+    value = value.detach()
+    if isinstance(value, DTensor):
+        return spec.slice(value.to_local())
+    if value.shape != spec.dense_shape or spec.shape == spec.dense_shape:
+        value = value.reshape(spec.shape)
+        if spec.tensor_parallel is not None:
+            mesh, placements = spec.tensor_parallel
+            # src_data_rank=None: cut locally, as every rank has the same values.
+            whole = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            value = whole.to_local()
+    return spec.slice(value)

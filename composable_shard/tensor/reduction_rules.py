@@ -1,0 +1,363 @@
+"""Rules that need all ranks: reductions, norms, random fills.
+
+All ranks of the shard group must call them, and get the same plain 0-dim tensor. Over the axes of
+a tensor-parallel mesh that a parameter is sharded on, the parts are reduced too; where it is
+replicated it counts once. Half-precision values accumulate in float32 and are rounded once.
+
+They compute the dense tensor, in its own memory layout and with the given generator, and keep this
+rank's slice, so that the values are those of the unsharded tensor for any world size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+
+from composable_shard.comm import all_reduce, resolve_group
+from composable_shard.tensor.flat_shard import FlatShard, Rule, wrap
+from composable_shard.tensor.operands import (
+    check_same_spec,
+    describe_operands,
+    note_write,
+    unsupported,
+    write_to_plain,
+)
+from composable_shard.tensor.shard_spec import ShardSpec
+
+__all__ = [
+    "RULES",
+    "is_inexact",
+    "max_over",
+    "option",
+    "reduction_groups",
+    "shaped",
+    "shard_of",
+    "sum_over",
+]
+
+
+aten = torch.ops.aten
+_SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def reduction_groups(spec: ShardSpec) -> tuple[str, ...]:
+    """Return the names of the groups that together hold the whole tensor, one after another."""
+    names = (spec.group_name,) if spec.layout.world_size > 1 else ()
+    if spec.tensor_parallel is None:
+        return names
+    mesh, placements = spec.tensor_parallel
+    if any(placement.is_partial() for placement in placements):
+        raise RuntimeError(
+            f"expected '{spec.label.fqn}' to be sharded or replicated on its mesh, "
+            f"got {placements}: a reduction of partial sums is not defined"
+        )
+    return names + tuple(
+        mesh.get_group(axis).group_name
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate() and mesh.size(axis) > 1
+    )
+
+
+def sum_over(values: Tensor, groups: tuple[str, ...]) -> Tensor:
+    """Sum `values` over the ranks, in place if the groups can carry the dtype."""
+    payload = torch.view_as_real(values) if values.is_complex() else values
+    for name in groups:
+        all_reduce(payload, resolve_group(name), _SUM).wait()
+    return values
+
+
+def max_over(values: Tensor, groups: tuple[str, ...]) -> Tensor:
+    """Return the maximum over the ranks; NaN on any rank gives NaN, as `torch.max` does."""
+    if not groups:
+        return values
+    if not values.is_floating_point():
+        for name in groups:
+            all_reduce(values, resolve_group(name), _MAX).wait()
+        return values
+    # Backends compare with std::max or the like, which may lose a NaN: it travels as a flag.
+    is_nan = values.isnan()
+    payload = torch.stack([values.masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)])
+    for name in groups:
+        all_reduce(payload, resolve_group(name), _MAX).wait()
+    return payload[0].masked_fill(payload[1] > 0, math.nan)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to accumulate in."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def shard_of(func: OpOverload, args: tuple[Any, ...], dims: Any = None) -> FlatShard:
+    """Return the operand of a reduction over all dims; raise if `dims` leaves some out."""
+    shard = args[0]
+    if not isinstance(shard, FlatShard) or _is_local(shard._shard_spec):
+        raise unsupported(func, args)
+    if dims is not None and shard.dim():
+        listed = [dims] if isinstance(dims, int) else list(dims)
+        if listed and {dim % shard.dim() for dim in listed} != set(range(shard.dim())):
+            raise unsupported(func, args)
+    return shard
+
+
+def _is_local(spec: ShardSpec) -> bool:
+    """Whether nothing but the whole tensor on one rank will do, [Note: Whole shards]."""
+    return spec.owner is not None or (spec.world_size == 1 and spec.tensor_parallel is None)
+
+
+def option(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Return an argument by name, given or default."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            if not argument.kwarg_only and position < len(args):
+                return args[position]
+            return kwargs.get(name, argument.default_value)
+    return None
+
+
+def shaped(shard: FlatShard, value: Tensor, keepdim: Any) -> Tensor:
+    """Return a result as an op with `keepdim` does."""
+    return value.reshape((1,) * shard.dim()) if keepdim else value.reshape(())
+
+
+def _sum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
+    dtype = kwargs.get("dtype") or (shard.dtype if is_inexact(shard.dtype) else torch.int64)
+    total = sum_over(shard._local.sum(dtype=_wide(dtype)), reduction_groups(shard._shard_spec))
+    return shaped(shard, total.to(dtype), option(func, args, kwargs, "keepdim"))
+
+
+def _mean(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
+    dtype = kwargs.get("dtype") or shard.dtype
+    if not is_inexact(dtype):
+        raise RuntimeError(
+            f"{func.overloadpacket} needs a floating-point or complex dtype, got {dtype}"
+        )
+    total = sum_over(shard._local.sum(dtype=_wide(dtype)), reduction_groups(shard._shard_spec))
+    mean = (total / shard.numel()).to(dtype)
+    return shaped(shard, mean, option(func, args, kwargs, "keepdim"))
+
+
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Return whether numbers of a dtype are rounded."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
+    groups = reduction_groups(shard._shard_spec)
+    local = shard._local.to(_wide(shard.dtype))
+    mean = sum_over(local.sum(), groups) / shard.numel()
+    squares = sum_over((local - mean).abs().square().sum(), groups)
+    correction = kwargs.get("correction")
+    freedom = max(shard.numel() - (1 if correction is None else correction), 0)
+    result = squares / freedom
+    if func is aten.std.correction:
+        result = result.sqrt()
+    real = shard.dtype.to_real()
+    return shaped(shard, result.to(real), option(func, args, kwargs, "keepdim"))
+
+
+def _extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Run max, min, amax or amin."""
+    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
+    if shard.numel() == 0 or shard.is_complex():
+        raise RuntimeError(
+            f"{func.overloadpacket} needs at least one element and real numbers, got "
+            f"{describe_operands(args)} of {shard.dtype}"
+        )
+    is_max = func in (aten.max.default, aten.amax.default)
+    value = _extreme_of(shard._local, is_max)
+    value = max_over(value, reduction_groups(shard._shard_spec))
+    result = _undo_order(value, shard.dtype, is_max)
+    return shaped(shard, result, option(func, args, kwargs, "keepdim"))
+
+
+def _extreme_of(local: Tensor, is_max: bool) -> Tensor:
+    """Return a slice's maximum in a dtype that collectives carry; minima as negated maxima.
+
+    An empty slice gives what no element is below.
+    """
+    if local.dtype.is_floating_point:
+        values = local.to(_wide(local.dtype))
+    else:
+        values = local.to(torch.int64)
+    # For integers the complement, as the most negative one has no negative.
+    ordered = values if is_max else (-values if values.is_floating_point() else ~values)
+    if ordered.numel():
+        return ordered.max()
+    lowest = -math.inf if ordered.is_floating_point() else torch.iinfo(ordered.dtype).min
+    return ordered.new_full((), lowest)
+
+
+def _undo_order(value: Tensor, dtype: torch.dtype, is_max: bool) -> Tensor:
+    result = value if is_max else (-value if value.is_floating_point() else ~value)
+    return result.to(dtype)
+
+
+def _foreach_max(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [
+        _extreme(aten.max.default, (item,), {}) if isinstance(item, FlatShard) else item.max()
+        for item in args[0]
+    ]
+
+
+def _product(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    shard = shard_of(func, args)
+    dtype = kwargs.get("dtype") or (shard.dtype if is_inexact(shard.dtype) else torch.int64)
+    if dtype.is_complex:
+        raise unsupported(func, args)
+    product = shard._local.prod(dtype=_wide(dtype))
+    for name in reduction_groups(shard._shard_spec):
+        all_reduce(product, resolve_group(name), dist.ReduceOp.PRODUCT).wait()
+    return product.to(dtype)
+
+
+def _truth(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Run any or all."""
+    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
+    is_any = func._schema.name == "aten::any"
+    local = shard._local.any() if is_any else shard._local.logical_not().any()
+    found = max_over(local.to(torch.int32), reduction_groups(shard._shard_spec)) > 0
+    result = found if is_any else ~found
+    return shaped(shard, result, option(func, args, kwargs, "keepdim"))
+
+
+def _count_nonzero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
+    return sum_over(shard._local.count_nonzero(), reduction_groups(shard._shard_spec))
+
+
+def _equal(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    first, second = shard_of(func, args), args[1]
+    if not isinstance(second, FlatShard):
+        raise unsupported(func, args)
+    check_same_spec(func, first._shard_spec, second._shard_spec)
+    return _is_true_everywhere(torch.equal(first._local, second._local), first)
+
+
+def _allclose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    first, (second, *options) = shard_of(func, args), args[1:]
+    if not isinstance(second, FlatShard):
+        raise unsupported(func, args)
+    check_same_spec(func, first._shard_spec, second._shard_spec)
+    is_close = torch.isclose(first._local, second._local, *options, **kwargs)
+    return _is_true_everywhere(bool(is_close.all()), first)
+
+
+def _is_true_everywhere(value: bool, shard: FlatShard) -> bool:
+    flag = torch.tensor(int(not value), dtype=torch.int32, device=shard._local.device)
+    return not max_over(flag, reduction_groups(shard._shard_spec)).item()
+
+
+def _item(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shard = shard_of(func, args)
+    if shard.numel() != 1:
+        raise RuntimeError(
+            f"item() needs one element, got '{shard._shard_spec.label.fqn}' {tuple(shard.shape)}"
+        )
+    return shard.full_tensor().item()
+
+
+RULES: dict[OpOverload, Rule] = {
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.var.correction: _variance,
+    aten.std.correction: _variance,
+    aten.max.default: _extreme,
+    aten.min.default: _extreme,
+    aten.amax.default: _extreme,
+    aten.amin.default: _extreme,
+    aten.prod.default: _product,
+    aten.any.default: _truth,
+    aten.any.dim: _truth,
+    aten.any.dims: _truth,
+    aten.all.default: _truth,
+    aten.all.dim: _truth,
+    aten.all.dims: _truth,
+    aten.count_nonzero.dim_IntList: _count_nonzero,
+    aten.count_nonzero.default: _count_nonzero,
+    aten.equal.default: _equal,
+    aten.allclose.default: _allclose,
+    aten._local_scalar_dense.default: _item,
+    aten._foreach_max.default: _foreach_max,
+}
+
+
+def _empty_flat(shard: FlatShard) -> Tensor:
+    return shard._local.new_empty(shard._shard_spec.numel)
+
+
+def _keep_slice(shard: FlatShard, flat: Tensor) -> None:
+    start, end = shard._shard_spec.local_range
+    shard._local.copy_(flat[start:end])
+
+
+def _fill(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    """Run an in-place random fill."""
+    shard = args[0]
+    if not isinstance(shard, FlatShard) or any(isinstance(arg, Tensor) for arg in args[1:]):
+        raise unsupported(func, args)
+    note_write(shard)
+    if not shard._local.is_meta:
+        flat = _empty_flat(shard)
+        func(shard._shard_spec.unflatten(flat), *args[1:], **kwargs)
+        _keep_slice(shard, flat)
+    return shard
+
+
+def _draw_like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    """Run an out-of-place random draw in the shape of its first argument."""
+    shard: FlatShard = args[0]
+    spec = shard._shard_spec
+    if shard._local.is_meta:
+        return wrap(func(shard._local, *args[1:], **kwargs), spec)
+    drawn = func(spec.unflatten(_empty_flat(shard)), *args[1:], **kwargs)
+    dense = drawn.to_local() if isinstance(drawn, DTensor) else drawn
+    return wrap(spec.slice(dense).clone(), spec)  # a view would keep the whole tensor alive
+
+
+def _eye(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    """Run `torch.eye(rows, columns, out=shard)`."""
+    shard = kwargs["out"]
+    if not isinstance(shard, FlatShard):
+        raise write_to_plain(func, shard, args)
+    rows, columns = args[0], args[1] if len(args) > 1 else args[0]
+    spec = shard._shard_spec
+    if (rows, columns) != tuple(spec.shape) or spec.tensor_parallel is not None:
+        raise unsupported(func, (shard,))
+    note_write(shard)
+    if not shard._local.is_meta:
+        flat = _empty_flat(shard)
+        spec.unflatten(flat).copy_(torch.eye(rows, columns, dtype=flat.dtype, device=flat.device))
+        _keep_slice(shard, flat)
+    return shard
+
+
+RULES |= {
+    aten.normal_.default: _fill,
+    aten.uniform_.default: _fill,
+    aten.bernoulli_.float: _fill,
+    aten.exponential_.default: _fill,
+    aten.random_.default: _fill,
+    getattr(aten.random_, "from"): _fill,
+    aten.random_.to: _fill,
+    aten.log_normal_.default: _fill,
+    aten.cauchy_.default: _fill,
+    aten.geometric_.default: _fill,
+    aten.rand_like.default: _draw_like,
+    aten.randn_like.default: _draw_like,
+    aten.randint_like.default: _draw_like,
+    aten.randint_like.low_dtype: _draw_like,
+    aten.eye.out: _eye,
+    aten.eye.m_out: _eye,
+}

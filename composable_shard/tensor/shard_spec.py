@@ -1,0 +1,335 @@
+"""`ShardSpec`: which flat range of a parameter a `FlatShard` holds, and the boxes it covers.
+
+[Note: Checkpoint boxes]
+A flat range of a tensor is a few axis-aligned boxes, and boxes are what torch's distributed
+checkpoints (DCP) write and read. So they hold every tensor in its full shape under its own name,
+and any layout can read them. Ranks that hold copies offer the same boxes; DCP writes each once. The
+boxes of a parameter of a tensor-parallel mesh are in the coordinates of the logical tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from composable_shard.layout import Box, FlatLayout, boxes_of_range, intersect
+
+__all__ = ["Checkpointable", "ParamLabel", "ShardSpec", "WriteGuard"]
+
+
+_MAX_READS = 4  # that are waited for one by one; older ones have long been done
+
+
+class ParamLabel:
+    """The name a parameter goes by in messages.
+
+    Mutable on purpose: an inner unit learns its full name only when an outer one is sharded.
+    """
+
+    __slots__ = ("fqn",)
+
+    def __init__(self, fqn: str) -> None:
+        self.fqn = fqn
+
+    def __repr__(self) -> str:
+        return self.fqn
+
+
+class WriteGuard:
+    """Counts the writes to a handle's sharded parameters.
+
+    Version counters can't serve: fused and foreach optimizer steps bump none.
+    """
+
+    __slots__ = (
+        "_reads",
+        "has_new_attributes",
+        "is_in_backward",
+        "is_in_scope",
+        "num_writes",
+        "owner",
+    )
+
+    def __init__(self, owner: weakref.ref[object] | None = None) -> None:
+        self.num_writes = 0
+        self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
+        self.is_in_backward = False
+        self.is_in_scope = False
+        self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
+        self.owner = owner  # the handle; a unit that shares a parameter finds it here
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Return None: what is copied belongs to no handle."""
+
+    def note_write(self, fqn: str) -> None:
+        """Count a write, before it happens.
+
+        Raises:
+            RuntimeError: If a backward pass that still needs the parameter is running, or inside
+                `unshard_params`, which would overwrite it or not show it.
+        """
+        if self.is_in_scope:
+            raise RuntimeError(
+                f"parameter '{fqn}' was written in its sharded form inside unshard_params, which "
+                "shows its full values. Call optimizer.step() and edit shards outside the scope, "
+                "or edit the module's own parameters in it."
+            )
+        # Both conditions: the flag stays set when a backward is aborted, and a later write
+        # outside of any backward is then legitimate.
+        if self.is_in_backward and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"parameter '{fqn}' was written while a backward pass that still needs it is "
+                "running. Call optimizer.step() and edit parameters after backward() has returned."
+            )
+        self.num_writes += 1
+        if self._reads:
+            self.wait_for_reads()
+
+    def note_read(self, wait: Callable[[], None]) -> None:
+        """Note that a copy of the shard is under way: `wait` returns when it is done."""
+        if len(self._reads) >= _MAX_READS:
+            self._reads.pop(0)()
+        self._reads.append(wait)
+
+    def wait_for_reads(self) -> None:
+        """Wait until no copy reads the shard, which is about to be written."""
+        while self._reads:
+            self._reads.pop()()
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Immutable description of one rank's flat range of one tensor.
+
+    The *dense* tensor is what the ranks of the shard group hold together: the original parameter,
+    or its local part where it is a DTensor of a tensor-parallel mesh. Its elements, in memory
+    order, are those of one parameter of a layout from `start` on, or with `index` None of all its
+    parameters with the padding between them. Compares and hashes by value; `label` is for messages
+    only.
+    """
+
+    shape: torch.Size  # logical shape, what `tensor.shape` says
+    dense_shape: torch.Size  # shape of the dense tensor; differs from `shape` for DTensors only
+    dense_stride: tuple[int, ...]
+    layout: FlatLayout  # who owns what
+    index: int | None  # of the parameter there
+    rank: int
+    group_name: str
+    tensor_parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
+    label: ParamLabel = field(default_factory=lambda: ParamLabel("?"), compare=False)
+    start: int = 0  # other than 0 for some rows of a parameter
+    num_components: int = 1  # elements for each one of the layout: 2 for a complex tensor as real
+
+    def to_plain(self) -> tuple[Any, ...]:
+        """Return what defines the spec as plain data, for a pickle that loads safely."""
+        return (
+            self.shape,
+            self.dense_shape,
+            self.dense_stride,
+            self.layout.as_tuple(),
+            self.index,
+            self.rank,
+            self.group_name,
+            self.tensor_parallel,
+            self.label.fqn,
+            self.start,
+            self.num_components,
+        )
+
+    @classmethod
+    def from_plain(cls, values: tuple[Any, ...]) -> ShardSpec:
+        """Return the spec that `to_plain` was called on."""
+        shape, dense_shape, dense_stride, layout, *rest = values
+        index, rank, group_name, tensor_parallel, fqn, start, num_components = rest
+        return cls(
+            shape,
+            dense_shape,
+            dense_stride,
+            FlatLayout.from_tuple(layout),
+            index,
+            rank,
+            group_name,
+            tensor_parallel,
+            ParamLabel(fqn),
+            start,
+            num_components,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the tensor."""
+        return self.layout.world_size
+
+    def __deepcopy__(self, memo: object) -> ShardSpec:
+        return self
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the dense tensor."""
+        return self.dense_shape.numel()
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """Return the half-open range of the dense tensor's elements that `rank` holds."""
+        if self.index is not None:
+            start, end = self.layout.param_range(self.index, rank)
+        else:
+            start, end = self.layout.shard_range(rank)
+        first, last = start * self.num_components - self.start, end * self.num_components
+        low, high = intersect((0, self.numel), (first, last - self.start))
+        return min(low, self.numel), min(high, self.numel)
+
+    @cached_property
+    def owner(self) -> int | None:
+        """The rank that holds the whole tensor by plan, None where all share it."""
+        owners = self.layout.owners
+        return owners[self.index] if owners and self.index is not None else None
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether this rank holds the whole tensor: by plan, or as the only one."""
+        return self.world_size == 1 or self.owner == self.rank
+
+    @cached_property
+    def is_elsewhere(self) -> bool:
+        """Whether another rank holds the whole tensor, and this one nothing of it."""
+        return self.owner is not None and self.owner != self.rank
+
+    @cached_property
+    def local_range(self) -> tuple[int, int]:
+        """This rank's half-open range of the dense tensor's elements."""
+        return self.range_of(self.rank)
+
+    @cached_property
+    def numels(self) -> list[int]:
+        """Elements that each rank of the shard group holds."""
+        return [end - start for start, end in map(self.range_of, range(self.world_size))]
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Stride of the logical tensor."""
+        if self.tensor_parallel is None:
+            return self.dense_stride
+        return torch.empty(self.shape, device="meta").stride()
+
+    def flatten(self, dense: Tensor) -> Tensor:
+        """Return the dense tensor's elements in memory order, shape `(numel,)`; a view if it can.
+
+        A tensor laid out differently is copied into the recorded layout first.
+        """
+        if dense.stride() != self.dense_stride:
+            laid_out = torch.empty_strided(
+                self.dense_shape, self.dense_stride, dtype=dense.dtype, device=dense.device
+            )
+            dense = laid_out.copy_(dense)
+        return dense.as_strided((self.numel,), (1,))
+
+    def slice(self, dense: Tensor) -> Tensor:
+        """Return this rank's part of a dense tensor, shape `(end - start,)`; a view if it can."""
+        start, end = self.local_range
+        return self.flatten(dense)[start:end]
+
+    def unflatten(self, flat: Tensor) -> Tensor:
+        """View the elements of the dense tensor, shape `(numel,)`, in its shape and stride.
+
+        For a parameter of a tensor-parallel mesh the result is a DTensor.
+        """
+        dense = flat.as_strided(self.dense_shape, self.dense_stride)
+        if self.tensor_parallel is None:
+            return dense
+        mesh, placements = self.tensor_parallel
+        return DTensor.from_local(
+            dense, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+
+class Checkpointable:
+    """The protocol by which torch.distributed.checkpoint saves and loads FlatShards."""
+
+    __slots__ = ()
+
+    _local: Tensor
+    _shard_spec: ShardSpec
+    _guard: WriteGuard | None
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """Return a write item for each box of this rank's slice; no communication."""
+        spec = self._shard_spec
+        properties = TensorProperties(dtype=self._local.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, spec.shape),
+            )
+            for chunk, _ in _chunks(spec)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the boxes to be read into this rank's slice, which counts as a write."""
+        spec = self._shard_spec
+        if self._guard is not None:
+            # DCP writes into the slice without any op that we see.
+            self._guard.note_write(spec.label.fqn)
+        return [chunk for chunk, _ in _chunks(spec)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the box at `index.offset` as a view of this rank's slice."""
+        spec, local = self._shard_spec, self._local
+        for chunk, box in _chunks(spec):
+            if chunk.offsets == index.offset:
+                position = local.storage_offset() + box.start - spec.local_range[0]
+                return local.as_strided(box.sizes, spec.dense_stride, position)
+        raise ValueError(
+            f"expected the offset of a box that this rank holds of '{index.fqn}', "
+            f"got {index.offset}"
+        )
+
+
+def _chunks(spec: ShardSpec) -> list[tuple[ChunkStorageMetadata, Box]]:
+    """Return this rank's boxes, in coordinates of the logical and of the dense tensor."""
+    if not spec.shape.numel():
+        # Without an entry in the checkpoint a load would miss the tensor.
+        nowhere = (0,) * len(spec.shape)
+        boxes = [Box(nowhere, tuple(spec.shape), 0)]
+        return [(ChunkStorageMetadata(torch.Size(nowhere), spec.shape), boxes[0])]
+    corner = _corner(spec)
+    return [
+        (
+            ChunkStorageMetadata(
+                torch.Size([low + inner for low, inner in zip(corner, box.offsets, strict=True)]),
+                torch.Size(box.sizes),
+            ),
+            box,
+        )
+        for box in boxes_of_range(spec.dense_shape, spec.dense_stride, *spec.local_range)
+    ]
+
+
+def _corner(spec: ShardSpec) -> tuple[int, ...]:
+    """Return where the dense tensor begins in the logical one."""
+    if spec.tensor_parallel is None:
+        return (0,) * len(spec.shape)
+    mesh, placements = spec.tensor_parallel
+    if not all(isinstance(placement, Shard | Replicate) for placement in placements):
+        raise NotImplementedError(
+            f"parameter '{spec.label.fqn}' has placements {placements} on its tensor-parallel "
+            "mesh, and only Shard and Replicate can be saved as boxes. Save "
+            "p.full_tensor() instead."
+        )
+    _, offsets = compute_local_shape_and_global_offset(spec.shape, mesh, placements)
+    return tuple(offsets)

@@ -1,0 +1,684 @@
+"""Hooks that replace a unit's reduction, ready-made ones, and sums of low-precision terms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_shard import (
+    MixedPrecisionPolicy,
+    ReductionStage,
+    ShardingStrategy,
+    fully_shard,
+    get_handles,
+    no_sync,
+    register_comm_hook,
+    set_gradient_divide_factor,
+    set_requires_all_reduce,
+)
+from composable_shard.comm import algorithms, collectives
+from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.hooks import (
+    ErrorFeedback,
+    bf16_compress_hook,
+    error_feedback_hook,
+    fp16_compress_hook,
+)
+from composable_shard.comm.wire import encoded_nbytes, round_trip
+from tests.helpers import assert_equal, distributed
+from tests.models import Net, Nothing, assert_at_rest, pickled, rank_input, shard_blocks
+
+FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
+STRATEGIES = list(ShardingStrategy)
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def _loss(model: nn.Module, step: int = 0) -> Tensor:
+    return model(rank_input(4, 5, step=step)).float().square().mean()
+
+
+def _make(**options: Any) -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    shard_blocks(model, **options)
+    return model
+
+
+class _Planned(Exception):
+    """What the tests raise."""
+
+
+class _PlainHook:
+    """Does what the library does by default, by way of torch's own functions.
+
+    Attributes:
+        stages: What it was called with.
+    """
+
+    def __init__(self, *, is_async: bool = False) -> None:
+        self.is_async = is_async
+        self.stages: list[ReductionStage] = []
+
+    def __call__(self, state: Any, stage: ReductionStage) -> Any:
+        assert not torch.is_grad_enabled()
+        self.stages.append(stage)
+        if state is not None:
+            state.append(stage.kind)
+        if stage.kind == "all_reduce":
+            assert stage.output is stage.gradient
+            work = dist.all_reduce(stage.gradient, group=stage.group, async_op=self.is_async)
+            return work if self.is_async else None
+        assert stage.gradient.numel() == stage.output.numel() * stage.group.size()
+        # In rank order, as the library does it, in the output's precision.
+        parts = [torch.empty_like(stage.gradient) for _ in range(stage.group.size())]
+        dist.all_gather(parts, stage.gradient, group=stage.group)
+        own = slice(*(stage.output.numel() * (stage.group.rank() + i) for i in (0, 1)))
+        stage.output.copy_(parts[0][own])
+        for part in parts[1:]:
+            stage.output.add_(part[own])
+        return None
+
+
+def _train(model: nn.Module, num_steps: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+    """Return losses and final parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(num_steps):
+        loss = _loss(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert_at_rest(model)
+    return losses, [param.full_tensor() for param in model.parameters()]
+
+
+def _assert_same(ours: Any, expected: Any, *, is_bitwise: bool = True) -> None:
+    for some, others in zip(ours, expected, strict=True):
+        for one, other in zip(some, others, strict=True):
+            if is_bitwise:
+                assert_equal(one, other)
+            else:
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "reduced in bf16": MixedPrecisionPolicy(reduce_dtype=BF16),
+    "reduced in fp16": MixedPrecisionPolicy(reduce_dtype=F16),
+    "bf16, reduced in fp32": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32),
+}
+
+# --- the hook's contract ---
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(3)
+def test_a_hook_that_sums_trains_as_the_default(strategy: ShardingStrategy, policy: str) -> None:
+    """Also with a divide factor: the library divides."""
+    seen = []
+    for hook in (None, _PlainHook()):
+        model = _make(strategy=strategy, mp_policy=POLICIES[policy])
+        set_gradient_divide_factor(model, 3.5)
+        if hook is not None:
+            register_comm_hook(model, hook)
+        seen.append(_train(model))
+        if hook is None:
+            continue
+        num_handles = len(get_handles(model))
+        assert len(hook.stages) == 3 * num_handles
+        kinds = {stage.kind for stage in hook.stages}
+        assert kinds == {"all_reduce" if strategy is NO_SHARD else "reduce_scatter"}
+        assert len({stage.key for stage in hook.stages}) == num_handles
+        for stage in hook.stages:
+            assert stage.gradient.dtype == (POLICIES[policy].reduce_dtype or F32)
+    _assert_same(*seen)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape", "is_async"),
+    [
+        (FULL_SHARD, (2, 2), True),
+        (FULL_SHARD, (4, 1), False),
+        (SHARD_GRAD_OP, (2, 2), False),
+        (SHARD_OPTIM, (2, 2), True),
+    ],
+)
+@distributed(4)
+def test_a_hook_does_both_stages_of_a_2d_mesh(
+    strategy: ShardingStrategy, shape: tuple[int, int], is_async: bool
+) -> None:
+    """Each with its own group; the second one is put off where the user says so."""
+    mesh = init_device_mesh("cpu", shape)
+    seen = []
+    for hook in (None, _PlainHook(is_async=is_async)):
+        model = _make(strategy=strategy, mesh=mesh)
+        calls: list[str] = []
+        if hook is not None:
+            register_comm_hook(model, hook, calls)
+        num_handles = len(get_handles(model))
+        set_requires_all_reduce(model, False)
+        _loss(model, 5).backward()
+        is_put_off = strategy is SHARD_OPTIM or shape[1] == 1
+        if hook is not None:
+            assert calls == ([] if is_put_off else ["reduce_scatter"] * num_handles)
+        set_requires_all_reduce(model, True)
+        seen.append(_train(model))
+        if hook is not None:
+            sizes = {(stage.kind, stage.group.size()) for stage in hook.stages}
+            both = {("reduce_scatter", shape[1]), ("all_reduce", shape[0])}
+            assert sizes == {each for each in both if each[1] > 1}
+    _assert_same(*seen, is_bitwise=False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_accumulated_gradients_reach_the_hook_once(strategy: ShardingStrategy) -> None:
+    """Under no_sync it is not called; without it, for every microbatch."""
+    seen = []
+    for hook in (None, _PlainHook()):
+        model = _make(strategy=strategy)
+        if hook is not None:
+            register_comm_hook(model, hook)
+        with no_sync(model):
+            _loss(model, 0).backward()
+        assert hook is None or hook.stages == []
+        _loss(model, 1).backward()
+        assert hook is None or len(hook.stages) == len(get_handles(model))
+        _loss(model, 2).backward()
+        seen.append([[param.grad.full_tensor() for param in model.parameters()]])
+    _assert_same(*seen)
+
+
+@distributed(1)
+def test_one_rank_alone_calls_no_hook() -> None:
+    """There is nothing to send; training is as without."""
+    hook, seen = _PlainHook(), []
+    for each in (None, hook):
+        model = _make()
+        register_comm_hook(model, each)
+        seen.append(_train(model))
+    _assert_same(*seen)
+    assert hook.stages == []
+
+
+@distributed(2)
+def test_hooks_differ_between_units_and_can_be_taken_away() -> None:
+    """recurse=False reaches one unit; a copy, pickled or not, has no hook."""
+    first, second = _PlainHook(), _PlainHook()
+    model = _make()
+    register_comm_hook(model.blocks[1], first)
+    register_comm_hook(model, second, recurse=False)
+    for each in (model, pickled(model), copy.deepcopy(model)):
+        _loss(each).backward()
+        assert (len(first.stages), len(second.stages)) == (1, 1)
+    register_comm_hook(model, None)
+    _loss(model).backward()
+    assert (len(first.stages), len(second.stages)) == (1, 1)
+    register_comm_hook(model, first)
+    _loss(model).backward()
+    assert len(first.stages) == 5
+
+
+@distributed(2)
+def test_wrong_registrations_are_refused() -> None:
+    """Each names the remedy and changes nothing."""
+    model = _make()
+    hook = _PlainHook()
+    with pytest.raises(ValueError, match=r"expected hook to be a function hook\(state, stage\)"):
+        register_comm_hook(model, "sum", hook)
+    with pytest.raises(ValueError, match="expected no state where hook is None"):
+        register_comm_hook(model, None, hook)
+    with pytest.raises(ValueError, match="sharded"):
+        register_comm_hook(nn.Linear(2, 2), hook)
+    with pytest.raises(ValueError, match="sharded"):
+        register_comm_hook(model.inp, hook)
+    register_comm_hook(model.blocks[2], hook)
+    with pytest.raises(RuntimeError, match=r"has the comm hook _PlainHook already\. Take it away"):
+        register_comm_hook(model, hook)
+    model.out.register_forward_hook(lambda *_: register_comm_hook(model.blocks[0], hook))
+    with pytest.raises(RuntimeError, match=r"can't be registered or taken away inside the forward"):
+        _loss(model)
+    model.out._forward_hooks.clear()
+    loss = _loss(model)
+    model.blocks[1].up.weight.register_hook(lambda _: register_comm_hook(model, None))
+    with pytest.raises(RuntimeError, match="inside a backward pass"):
+        loss.backward()
+    assert [handle.grad.reduction.hook_name for handle in get_handles(model)] == [
+        *[None] * 3,
+        "_PlainHook",
+    ]
+
+
+@distributed(2)
+def test_ranks_with_different_hooks_are_told() -> None:
+    """At the first forward, on all ranks alike."""
+    model = _make()
+    register_comm_hook(model, fp16_compress_hook if dist.get_rank() else bf16_compress_hook)
+    with pytest.raises(RuntimeError, match=r"comm_hook=bf16_compress_hook.*comm_hook=fp16"):
+        _loss(model)
+
+
+class _FailingHook(_PlainHook):
+    """Fails the k-th time, at once or when it is waited for."""
+
+    def __init__(self, k: int, is_late: bool) -> None:
+        super().__init__()
+        self.k, self.is_late = k, is_late
+
+    def __call__(self, state: Any, stage: ReductionStage) -> Any:
+        super().__call__(state, stage)
+        if len(self.stages) != self.k:
+            return None
+        if self.is_late:
+            return self
+        raise _Planned
+
+    def wait(self) -> None:
+        raise _Planned
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_error_in_a_hook_leaves_the_next_step_right(
+    strategy: ShardingStrategy, is_late: bool
+) -> None:
+    """For every call of a step, in the hook or in what it returned."""
+    expected = _train(_make(strategy=strategy))
+    for k in range(1, 5):
+        model = _make(strategy=strategy)
+        register_comm_hook(model, _FailingHook(k, is_late))
+        with pytest.raises(_Planned):
+            _loss(model, 7).backward()
+        assert all(param.grad is None for param in model.parameters())
+        _assert_same(_train(model), expected)
+
+
+@distributed(2)
+def test_a_hook_that_returns_something_else_is_told() -> None:
+    """A tensor, for example, as in other libraries; the next step is right."""
+    model = _make()
+    register_comm_hook(model, lambda _, stage: stage.output)
+    with pytest.raises(TypeError, match=r"return None or an object with wait\(\), got tensor"):
+        _loss(model).backward()
+    register_comm_hook(model, None)
+    _assert_same(_train(model), _train(_make()))
+
+
+# --- compression ---
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+def _local_gradients(step: int = 0) -> list[Tensor]:
+    """Return this rank's own gradients, unsharded."""
+    torch.manual_seed(0)
+    model = Net()
+    _loss(model, step).backward()
+    return [param.grad for param in model.parameters()]
+
+
+def _sum_of(term: Tensor) -> Tensor:
+    """Add up terms in rank order in fp32."""
+    terms = [torch.empty_like(term) for _ in range(dist.get_world_size())]
+    dist.all_gather(terms, term.contiguous())
+    total = terms[0].float()
+    for other in terms[1:]:
+        total += other
+    return total
+
+
+@pytest.mark.parametrize("hook", [bf16_compress_hook, fp16_compress_hook])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(4)
+def test_compressed_gradients_equal_the_simulation(
+    strategy: ShardingStrategy, hook: Any, world_size: int
+) -> None:
+    """Each term is rounded once, and for sharded gradients no more; wire bytes are halved."""
+    model = _make(strategy=strategy)
+    register_comm_hook(model, hook)
+    loss = _loss(model)
+    with count_collectives() as log:
+        loss.backward()
+    numel = sum(handle.layout.padded_numel for handle in get_handles(model))
+    flags = len(list(model.parameters()))
+    if strategy is NO_SHARD:
+        assert log.nbytes("all_reduce") == 2 * numel + flags
+    else:
+        assert log.nbytes("reduce_scatter") == 2 * numel
+    is_fp16 = hook is fp16_compress_hook
+    # World sizes are powers of two: dividing before or after is the same.
+    factor = 1 / world_size if is_fp16 or strategy is NO_SHARD else 1.0
+    local = dict(zip(dict(model.named_parameters()), _local_gradients(), strict=True))
+    for handle in get_handles(model):
+        term = (_flat(handle, local) * factor).to(F16 if is_fp16 else BF16)
+        if strategy is NO_SHARD:
+            dist.all_reduce(term)
+            total = term.float()
+        else:
+            total = _sum_of(term) / (factor * world_size)
+        _assert_gradients(handle, total)
+
+
+def _assert_gradients(handle: Any, flat: Tensor) -> None:
+    __tracebackhide__ = True
+    for entry, offset in zip(handle.entries, handle.layout.offsets, strict=True):
+        ours = entry.sharded.grad.full_tensor()
+        assert_equal(ours.flatten(), flat[offset : offset + ours.numel()], str(entry.label))
+
+
+@distributed(2)
+def test_fp16_sums_overflow_only_where_the_mean_does() -> None:
+    """Terms of 60000 have a mean of 60000."""
+    for strategy in (FULL_SHARD, NO_SHARD):
+        model = fully_shard(nn.Linear(4, 4, bias=False), strategy=strategy)
+        register_comm_hook(model, fp16_compress_hook)
+        (model(torch.ones(1, 4)) * 60000).sum().backward()
+        assert_equal(model.weight.grad.full_tensor(), torch.full((4, 4), 60000.0))
+
+
+def _flat(handle: Any, gradients: dict[str, Tensor]) -> Tensor:
+    flat = torch.zeros(handle.layout.padded_numel)
+    for entry, offset in zip(handle.entries, handle.layout.offsets, strict=True):
+        gradient = gradients[str(entry.label)].flatten()
+        flat[offset : offset + gradient.numel()] = gradient
+    return flat
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.int8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(3)
+def test_error_feedback_equals_the_simulation(
+    strategy: ShardingStrategy, dtype: torch.dtype, world_size: int
+) -> None:
+    """Three steps: what is applied, residuals, and bytes."""
+    model = _make(strategy=strategy)
+    state = ErrorFeedback(dtype)
+    register_comm_hook(model, error_feedback_hook, state)
+    names = [name for name, _ in model.named_parameters()]
+    residuals: dict[int, Tensor] = {}
+    for step in range(3):
+        loss = _loss(model, step)
+        with count_collectives() as log:
+            loss.backward()
+        local = dict(zip(names, _local_gradients(step), strict=True))
+        for index, handle in enumerate(get_handles(model)):
+            flat = _flat(handle, local)
+            if strategy is NO_SHARD:
+                flat *= 1 / world_size
+            sent = flat + residuals.get(index, torch.zeros_like(flat))
+            parts = sent.split(-(-sent.numel() // world_size))
+            got = torch.cat(
+                [
+                    part.to(dtype).float() if dtype is BF16 else round_trip(part, dtype, F32)
+                    for part in parts
+                ]
+            )
+            residuals[index] = sent - got
+            total = _sum_of(got)
+            if strategy is not NO_SHARD:
+                total *= 1 / world_size
+            _assert_gradients(handle, total)
+        if step == 0:
+            model.zero_grad()
+            _check_bytes(model, log, dtype, is_gathered=strategy is NO_SHARD)
+        model.zero_grad()
+    layouts = [handle.layout for handle in get_handles(model)]
+    assert state.nbytes == 4 * sum(layout.padded_numel for layout in layouts)
+
+
+def _check_bytes(model: nn.Module, log: Any, dtype: torch.dtype, *, is_gathered: bool) -> None:
+    size = dist.get_world_size()
+    parts = [-(-handle.layout.padded_numel // size) for handle in get_handles(model)]
+    nbytes = [2 * part if dtype is BF16 else encoded_nbytes(part) for part in parts]
+    assert log.nbytes("all_to_all") == size * sum(nbytes)
+    assert log.count("reduce_scatter") == 0
+    gathered = [event.nbytes for event in log.events if event.kind == "all_gather"]
+    sums = [4 * size * part for part in parts]
+    assert all(nbytes in gathered for nbytes in sums) or not is_gathered
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.int8])
+@distributed(2)
+def test_error_feedback_loses_nothing_where_rounding_drifts(dtype: torch.dtype) -> None:
+    """Over 100 steps of gradients of which each rounds off the same part."""
+    num_steps, errors = 100, []
+    for has_memory in (True, False):
+        model = fully_shard(nn.Linear(32, 32, bias=False))
+        state = ErrorFeedback(dtype)
+        register_comm_hook(model, error_feedback_hook, state)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        base = torch.randn(32, 32, generator=generator)
+        applied, true = torch.zeros(32, 32).double(), torch.zeros(32, 32).double()
+        history = []
+        for _ in range(num_steps):
+            gradient = base + 1e-3 * torch.randn(32, 32, generator=generator)
+            # The weight's gradient is what the unit matrix's outputs are multiplied with.
+            (model(torch.eye(32)) * gradient.t()).sum().backward()
+            if not has_memory:
+                state.reset()
+            applied += model.weight.grad.full_tensor()
+            total = gradient.double()
+            dist.all_reduce(total)
+            true += total / 2
+            model.zero_grad()
+            history.append(float((applied - true).abs().max()))
+        errors.append(history)
+        step_size = float(base.abs().max()) * (2.0**-8 if dtype is BF16 else 1 / 127)
+        if has_memory:
+            assert max(history) <= step_size
+        assert state.nbytes == (4 * 32 * 32 if has_memory else 0)
+    # Without memory the error grows with the number of steps.
+    assert errors[1][-1] > 20 * errors[0][-1]
+    assert errors[1][-1] > 3 * errors[1][num_steps // 8]
+
+
+@distributed(2)
+def test_residuals_are_freed_with_the_units_and_survive_what_is_not_finite() -> None:
+    """An overflowed step, which a GradScaler skips, leaves no NaN behind."""
+    model = fully_shard(nn.Linear(8, 8, bias=False))
+    state = ErrorFeedback(torch.int8)
+    register_comm_hook(model, error_feedback_hook, state)
+    for factor in (1.0, float("inf"), 1.0):
+        model.zero_grad()
+        (model(torch.ones(1, 8)) * factor).sum().backward()
+    assert bool(model.weight.grad.full_tensor().isfinite().all())
+    assert state.nbytes == 4 * 64
+    assert copy.deepcopy(state).nbytes == 0
+    del model
+    assert state.nbytes == 0
+
+
+@pytest.mark.parametrize("hook", ["bf16", "error feedback"])
+@distributed(4)
+def test_compression_on_a_2d_mesh(hook: str) -> None:
+    """Both stages are compressed; what is accumulated stays near the exact gradients."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    plain, model = _make(mesh=mesh), _make(mesh=mesh)
+    state = None if hook == "bf16" else ErrorFeedback(torch.int8)
+    register_comm_hook(model, bf16_compress_hook if state is None else error_feedback_hook, state)
+    for step in range(20):
+        _loss(plain, step).backward()
+        _loss(model, step).backward()
+    for ours, expected in zip(_gradients(model), _gradients(plain), strict=True):
+        # Without memory int8 alone would be off by up to 20 times half a step of a block.
+        torch.testing.assert_close(ours, expected, rtol=0.01, atol=0.02)
+    if state is not None:
+        layouts = [handle.layout for handle in get_handles(model)]
+        assert state.nbytes == 4 * sum(each.padded_numel + each.shard_numel for each in layouts)
+
+
+@distributed(3)
+def test_error_feedback_is_the_same_over_the_backends_all_to_all() -> None:
+    """And over its all-gather: only the way of the bytes differs."""
+    for strategy in (FULL_SHARD, NO_SHARD):
+        seen = []
+        for path in ("exchange", "backend"):
+            with _sums_by(path):
+                model = _make(strategy=strategy)
+                register_comm_hook(model, error_feedback_hook, ErrorFeedback(torch.int8))
+                seen.append(_train(model))
+        _assert_same(*seen)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, F32])
+@distributed(2)
+def test_compression_of_what_has_the_dtype_already(reduce_dtype: torch.dtype | None) -> None:
+    """A bf16 model: the sum has the terms' dtype, and memory of its own."""
+    for strategy in STRATEGIES:
+        model = fully_shard(
+            nn.Linear(8, 8, bias=False, dtype=BF16),
+            strategy=strategy,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        )
+        register_comm_hook(model, bf16_compress_hook)
+        for step in range(2):
+            model.zero_grad()
+            factor = (step + 1) * (dist.get_rank() + 1)
+            (model(torch.ones(1, 8, dtype=BF16)) * factor).sum().backward()
+            expected = torch.full((8, 8), 1.5 * (step + 1), dtype=BF16)
+            assert_equal(model.weight.grad.full_tensor(), expected, strategy.value)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.int8])
+@distributed(3)
+def test_error_feedback_of_nothing(dtype: torch.dtype) -> None:
+    """A unit whose parameters have no elements."""
+    for strategy in STRATEGIES:
+        model = Nothing()
+        fully_shard(model, strategy=strategy)
+        register_comm_hook(model, error_feedback_hook, ErrorFeedback(dtype))
+        model(torch.ones(2, 0)).sum().backward()
+        assert_equal(model.weight.grad.full_tensor(), torch.empty(0, 3))
+
+
+@distributed(2)
+def test_compression_of_complex_gradients() -> None:
+    """They are pairs of real numbers."""
+    for hook, state in (
+        (bf16_compress_hook, None),
+        (fp16_compress_hook, None),
+        (error_feedback_hook, ErrorFeedback()),
+    ):
+        for strategy in (FULL_SHARD, NO_SHARD):
+            model = fully_shard(nn.Linear(3, 3, dtype=torch.complex64), strategy=strategy)
+            register_comm_hook(model, hook, state)
+            x = torch.full((2, 3), 1 + 2j)
+            model(x).abs().sum().backward()
+            plain = nn.Linear(3, 3, dtype=torch.complex64)
+            plain.load_state_dict(
+                {name: each.full_tensor() for name, each in model.named_parameters()}
+            )
+            plain(x).abs().sum().backward()
+            for ours, expected in zip(_gradients(model), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours, expected.grad, rtol=0.02, atol=0.02)
+
+
+def test_error_feedback_checks_its_arguments() -> None:
+    """A dtype it can compress to, and a state of its own kind."""
+    with pytest.raises(ValueError, match=r"^expected dtype to be one of torch.float16, .* got"):
+        ErrorFeedback(F32)
+    with pytest.raises(TypeError, match=r"expected the state of error_feedback_hook .* got None"):
+        error_feedback_hook(None, None)
+
+
+# --- sums of low-precision terms ---
+
+
+@contextmanager
+def _sums_by(path: str) -> Iterator[None]:
+    """Choose how a group of this size reduces: as small, as larger, and as very large ones do."""
+    limits = {"exchange": (8, 64), "all-to-all": (0, 64), "backend": (0, 0)}[path]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(algorithms, "_MAX_EXCHANGE_SIZE", limits[0])
+        patch.setattr(algorithms, "_MAX_ALL_TO_ALL_SIZE", limits[1])
+        yield
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("path", ["exchange", "all-to-all"])
+@distributed(3)
+def test_low_precision_terms_are_sent_as_they_are_and_added_up_in_fp32(
+    path: str, dtype: torch.dtype
+) -> None:
+    """1 + eps/4 + eps/4 is 1 where each addition is rounded; the output may be wide or narrow."""
+    group = dist.group.WORLD
+    assert group is not None
+    eps = torch.finfo(dtype).eps
+    value = 1.0 if dist.get_rank() == 0 else eps / 4
+    input = torch.full((3 * 16,), value, dtype=dtype)
+    with _sums_by(path), count_collectives() as log:
+        for output_dtype in (F32, dtype):
+            output = torch.empty(16, dtype=output_dtype)
+            reduction = collectives.ReduceScatter(group, dtype, input.device)
+            num_parts = reduction.scratch_parts(in_place=True)
+            assert num_parts == 3
+            scratch = input.new_empty(num_parts * 16)
+            reduction.start(output, input, scratch, 2.0).finish()
+            exact = torch.full((16,), 1 + eps / 2)
+            assert_equal(output, exact.to(output_dtype) * 2)
+    assert log.count("reduce_scatter") == 2
+    assert log.nbytes("reduce_scatter") == 2 * input.nbytes
+
+
+@distributed(3)
+def test_sums_are_not_narrower_than_their_terms() -> None:
+    """A bf16 model that is reduced in fp32 rounds the mean once."""
+    for strategy in STRATEGIES:
+        policy = MixedPrecisionPolicy(reduce_dtype=F32)
+        model = fully_shard(
+            nn.Linear(33, 65, bias=False, dtype=BF16), strategy=strategy, mp_policy=policy
+        )
+        x = rank_input(1, 33, dtype=BF16)
+        model(x).float().sum().backward()
+        mean = _sum_of(x.float().flatten()) / dist.get_world_size()
+        assert_equal(model.weight.grad.full_tensor(), mean.to(BF16).expand(65, 33))
+
+
+@distributed(3)
+def test_a_backend_rounds_every_addition() -> None:
+    """Which is what the other ways are for."""
+    group = dist.group.WORLD
+    assert group is not None
+    value = 1.0 if dist.get_rank() == 0 else 2.0**-9
+    input, output = torch.full((3 * 16,), value, dtype=BF16), torch.empty(16)
+    with _sums_by("backend"):
+        reduction = collectives.ReduceScatter(group, BF16, input.device)
+        assert reduction.scratch_parts(in_place=True) == 0
+        reduction.start(output, input, None).finish()
+    assert bool((output == 1).all())
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM])
+@pytest.mark.parametrize("policy", ["fp16", "reduce only"])
+@distributed(3)
+def test_all_to_all_trains_as_the_exchange_does(strategy: ShardingStrategy, policy: str) -> None:
+    """Bitwise: both add up the same terms in rank order."""
+    mp_policy = {
+        "fp16": MixedPrecisionPolicy(param_dtype=F16, main_dtype=F32),
+        "reduce only": MixedPrecisionPolicy(reduce_dtype=BF16),
+    }[policy]
+    seen = []
+    for path in ("exchange", "all-to-all"):
+        with _sums_by(path):
+            model = _make(strategy=strategy, mp_policy=mp_policy)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            for step in range(3):
+                _loss(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append([param.full_tensor() for param in model.parameters()])
+    for ours, expected in zip(*seen, strict=True):
+        assert_equal(ours, expected)

@@ -1,0 +1,1164 @@
+"""What `fully_shard` promises about the module it is given, and what it says when it refuses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import composable_shard
+from composable_shard import (
+    FlatParamHandle,
+    FlatShard,
+    ShardingStrategy,
+    fully_shard,
+    get_handles,
+    get_root_states,
+    get_states,
+    is_sharded,
+    lazy_init,
+    no_sync,
+    reshard,
+    unshard,
+)
+from composable_shard.comm.collectives import count_collectives
+from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
+from tests.models import (
+    Block,
+    CheckpointsBlocks,
+    Net,
+    Twins,
+    assert_at_rest,
+    fingerprint,
+    rank_input,
+    shard_blocks,
+)
+
+
+class _Net(Net):
+    """With a parameter of the root's own, of no dims, and a buffer."""
+
+    def __init__(self, num_blocks: int = 2) -> None:
+        super().__init__(num_blocks)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("offset", torch.arange(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.offset
+
+
+def _sharded(make: Callable[[], nn.Module] = _Net, **options: Any) -> Any:
+    model = make()
+    shard_blocks(model, **options)
+    return model
+
+
+def _batch(step: int = 0) -> Tensor:
+    return rank_input(4, 5, step=step)
+
+
+def _train(model: nn.Module, num_steps: int = 2) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(num_steps):
+        model(_batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
+    expected = dict(reference.named_parameters())
+    assert [name for name, _ in model.named_parameters()] == list(expected)
+    for name, param in model.named_parameters():
+        full = param.full_tensor() if isinstance(param, FlatShard) else param
+        assert_equal(full.detach(), expected[name].detach(), name)
+
+
+# --- the contract ---
+
+
+def test_public_names_are_pinned() -> None:
+    """Adding or removing a public name is a decision, not an accident."""
+    assert composable_shard.__all__ == [
+        "Block",
+        "CheckpointSave",
+        "FlatLayout",
+        "FlatParamHandle",
+        "FlatShard",
+        "LoadedCheckpoint",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "ReductionStage",
+        "ShardedGradScaler",
+        "ShardingPlan",
+        "ShardingStrategy",
+        "StateDictOptions",
+        "UnshardWork",
+        "by_class",
+        "by_size",
+        "clip_grad_norm_",
+        "count_collectives",
+        "find_checkpoint",
+        "fully_shard",
+        "get_handles",
+        "get_model_state_dict",
+        "get_optimizer_state_dict",
+        "get_root_states",
+        "get_states",
+        "is_sharded",
+        "lazy_init",
+        "load_checkpoint",
+        "load_safetensors",
+        "no_sync",
+        "register_comm_hook",
+        "register_flat_param",
+        "register_orig_params",
+        "reshard",
+        "save_checkpoint",
+        "save_safetensors",
+        "set_backward_prefetch",
+        "set_forward_prefetch",
+        "set_gradient_divide_factor",
+        "set_is_last_backward",
+        "set_model_state_dict",
+        "set_optimizer_state_dict",
+        "set_requires_all_reduce",
+        "set_requires_gradient_sync",
+        "set_reshard_after_backward",
+        "set_reshard_after_forward",
+        "shard_model",
+        "shard_optimizer_state",
+        "transformer_blocks",
+        "unshard",
+        "unshard_params",
+        "writeback",
+    ]
+    assert all(hasattr(composable_shard, name) for name in composable_shard.__all__)
+
+
+@distributed(2)
+def test_the_same_object_comes_back() -> None:
+    """Module or list, its class is unchanged and nothing wraps it."""
+    net, blocks = _Net(), [Block(), Block()]
+    assert fully_shard(net) is net
+    assert fully_shard(blocks) is blocks
+    assert type(net) is _Net
+
+
+@distributed(2)
+def test_names_and_their_order_stay() -> None:
+    """FQNs of parameters, buffers and modules are what they were, before and after a step."""
+    net = _Net()
+    before = [list(dict(names)) for names in _all_names(net)]
+    shard_blocks(net)
+    assert [list(dict(names)) for names in _all_names(net)] == before
+    _train(net)
+    assert [list(dict(names)) for names in _all_names(net)] == before
+
+
+def _all_names(module: nn.Module) -> list[Iterator[tuple[str, Any]]]:
+    return [
+        module.named_parameters(),
+        module.named_buffers(),
+        module.named_modules(),
+        iter(module.state_dict().items()),
+    ]
+
+
+@distributed(2)
+def test_parameters_stay_the_same_objects() -> None:
+    """Identity, shape, stride, dtype, requires_grad and the user's attributes survive."""
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Linear(7, 15), nn.Linear(2, 2))
+    net[0].to(memory_format=torch.channels_last)
+    net[1].weight = nn.Parameter(torch.randn(7, 15).t())
+    net[2].requires_grad_(False).double()
+    for index, param in enumerate(net.parameters()):
+        param.note = index  # type: ignore[attr-defined]
+    before = list(net.parameters())
+    facts = [_facts(param) for param in before]
+    fully_shard(net)
+    after = list(net.parameters())
+    assert all(param is other for param, other in zip(after, before, strict=True))
+    assert [_facts(param) for param in after] == facts
+
+
+def _facts(param: nn.Parameter) -> tuple[Any, ...]:
+    return (
+        param.shape,
+        param.ndim,
+        param.stride(),
+        param.numel(),
+        param.dtype,
+        param.device,
+        param.requires_grad,
+        param.is_leaf,
+        isinstance(param, nn.Parameter),
+        param.note,  # type: ignore[attr-defined]
+    )
+
+
+@distributed(2)
+def test_each_rank_holds_one_slice() -> None:
+    """The slices of all ranks together are the parameter, and none is held twice."""
+    reference = _Net()
+    net = copy.deepcopy(reference)
+    shard_blocks(net)
+    for param, full in zip(net.parameters(), reference.parameters(), strict=True):
+        assert isinstance(param, FlatShard)
+        held = torch.tensor(param.to_local().numel())
+        dist.all_reduce(held)
+        assert held == full.numel()
+    _assert_same_parameters(net, reference)
+
+
+@distributed(2)
+def test_state_is_read_without_writing() -> None:
+    """`fully_shard.state` leaves a module's attributes alone, sharded or not."""
+    plain, sharded = Block(), fully_shard(Block())
+    for module in (plain, sharded):
+        before = dict(vars(module))
+        state = fully_shard.state(module)  # type: ignore[attr-defined]
+        assert vars(module) == before
+        assert (state is not None) is is_sharded(module) is (module is sharded)
+
+
+@distributed(2)
+def test_states_handles_and_roots_are_found() -> None:
+    """Outermost first, each once; a tree has one root, disjoint trees have one each."""
+    net = _sharded()
+    states = get_states(net)
+    assert [state.name for state in states] == ["_Net", "blocks.0", "blocks.1"]
+    assert get_handles(net) == [handle for state in states for handle in state.handles]
+    assert get_root_states(net) == states[:1]
+    pair = nn.ModuleList([fully_shard(Block()), nn.Sequential(fully_shard(Block()))])
+    assert get_root_states(pair) == get_states(pair)
+    assert get_states(Block()) == get_handles(Block()) == get_root_states(Block()) == []
+
+
+@distributed(2)
+def test_one_unit_of_several_modules() -> None:
+    """A list of modules shares one state and one gather; inner ones are not counted twice."""
+    blocks = nn.Sequential(Block(), Block())
+    fully_shard([blocks[0], blocks[1], blocks[0].up])
+    assert len(get_states(blocks)) == len(get_handles(blocks)) == 1
+    assert [is_sharded(module) for module in (*blocks, blocks[0].up)] == [True, True, False]
+    fully_shard(blocks)
+    with count_collectives() as log:
+        lazy_init(blocks)
+        log.log.clear()
+        blocks(torch.ones(2, 15)).sum().backward()
+    assert log.count("reduce_scatter") == 1
+
+
+@distributed(2)
+def test_sharding_a_module_without_parameters_is_allowed() -> None:
+    """A unit may manage nothing: everything below is sharded already, or there is nothing."""
+    empty, outer = nn.Sequential(nn.GELU()), nn.Sequential(fully_shard(Block()))
+    assert get_handles(fully_shard(empty)) == []
+    fully_shard(outer)
+    assert_equal(empty(torch.ones(2)), nn.GELU()(torch.ones(2)))
+    outer(torch.ones(2, 15)).sum().backward()
+    assert all(param.grad is not None for param in outer.parameters())
+
+
+# --- refusals ---
+
+
+class _NoForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+
+class _IntegerWeight(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+
+
+def _sparse() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.eye(2).to_sparse())
+    return module
+
+
+def _in_graph() -> nn.Module:
+    module = Block()
+    module.kept = module(torch.ones(1, 15))  # type: ignore[assignment]
+    return module
+
+
+class _SparseBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("mask", torch.eye(3).to_sparse())
+
+
+def _on_two_devices() -> nn.Module:
+    module = Block()
+    module.down.to("meta")
+    return module
+
+
+def _with_copied_shard() -> nn.Module:
+    module = Block()
+    module.up.weight = copy.deepcopy(fully_shard(Block()).up.weight)
+    return module
+
+
+def _inside_sharded() -> nn.Module:
+    outer = fully_shard(_Net())
+    outer.blocks[0].__dict__["outer"] = outer  # keeps it alive
+    return outer.blocks[0]
+
+
+REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
+    "twice": (
+        lambda: fully_shard(Block()),
+        {},
+        ValueError,
+        "fully_shard was already applied to this Block; it can be applied to a module only once. "
+        "To change its options, build the model anew.",
+    ),
+    "empty list": (list, {}, ValueError, "expected at least one module, got an empty list"),
+    "no module": (lambda: [Block(), 3], {}, ValueError, "expected an nn.Module, got int"),
+    "module list": (
+        lambda: nn.ModuleList([Block()]),
+        {},
+        ValueError,
+        "ModuleList has no forward, so its unit would never be gathered. Pass the modules in it: "
+        "`for child in container: fully_shard(child)`, or `fully_shard(list(container))` to make "
+        "them one unit.",
+    ),
+    "no forward": (
+        _NoForward,
+        {},
+        ValueError,
+        "_NoForward has no forward, so its unit would never be gathered. Pass the modules in it: "
+        "`for child in container: fully_shard(child)`, or `fully_shard(list(container))` to make "
+        "them one unit.",
+    ),
+    "integer parameter": (
+        _IntegerWeight,
+        {},
+        ValueError,
+        "expected floating-point or complex parameters, got 'table' of torch.int64. Register it "
+        "as a buffer, or pass it in ignored_params.",
+    ),
+    "two devices": (
+        _on_two_devices,
+        {},
+        ValueError,
+        "expected all parameters of a unit on one device, got cpu: ['up.weight', 'up.bias']; "
+        "meta: ['down.weight', 'down.bias']. Move the module to one device before fully_shard.",
+    ),
+    "lazy module": (
+        lambda: nn.Sequential(nn.LazyLinear(3)),
+        {},
+        ValueError,
+        "parameter '0.weight' has no shape yet (a lazy module). Run one forward before "
+        "fully_shard.",
+    ),
+    "sparse parameter": (
+        _sparse,
+        {},
+        NotImplementedError,
+        "parameter 'weight' is a Parameter with layout torch.sparse_coo; only dense tensors and "
+        "DTensors can be sharded. Pass it in ignored_params.",
+    ),
+    "live graph": (
+        _in_graph,
+        {},
+        RuntimeError,
+        "parameter 'up.weight' is part of a live autograd graph (an output of an earlier "
+        "forward, an old-style weight_norm). Delete the outputs, or remove the parametrisation, "
+        "before fully_shard.",
+    ),
+    "copied shard": (
+        _with_copied_shard,
+        {},
+        ValueError,
+        "parameter 'up.weight' is a FlatShard that no unit manages, a copy perhaps. Replace it "
+        "by a plain parameter, for example nn.Parameter(param.full_tensor()).",
+    ),
+    "top-down order": (
+        _inside_sharded,
+        {},
+        ValueError,
+        "parameter 'up.weight' is already managed by the unit '_Net' of an outer module. Call "
+        "fully_shard on inner modules first, on outer ones last.",
+    ),
+    "strategy": (
+        Block,
+        {"strategy": "full_shard"},
+        ValueError,
+        "expected strategy to be a ShardingStrategy, got 'full_shard'",
+    ),
+    "freeing what is kept": (
+        Block,
+        {"strategy": ShardingStrategy.SHARD_OPTIM, "reshard_after_forward": True},
+        ValueError,
+        "expected reshard_after_forward to be None or False with ShardingStrategy.SHARD_OPTIM, "
+        "which keeps parameters unsharded, got True. Use FULL_SHARD to free them.",
+    ),
+    "reshard_after_forward": (
+        Block,
+        {"reshard_after_forward": 3},
+        ValueError,
+        "expected reshard_after_forward to be True, False, None or a divisor of the 2 ranks that "
+        "share the unit, got 3",
+    ),
+    "mesh": (
+        Block,
+        {"mesh": (2,)},
+        ValueError,
+        "expected mesh to be a DeviceMesh or None, got (2,)",
+    ),
+    "ignored_params: used up by the first call": (
+        Block,
+        {"ignored_params": iter(())},
+        ValueError,
+        "expected ignored_params to be a set of parameters, got a tuple_iterator",
+    ),
+    "ignored_params: names": (
+        Block,
+        {"ignored_params": ["up.bias"]},
+        ValueError,
+        "expected ignored_params to hold parameters only, got a str",
+    ),
+    "sync_module_states": (
+        Block,
+        {"sync_module_states": None},
+        ValueError,
+        "expected sync_module_states to be a bool, got None",
+    ),
+    "broadcast_buffers": (
+        Block,
+        {"broadcast_buffers": 1},
+        ValueError,
+        "expected broadcast_buffers to be a bool, got 1",
+    ),
+    "broadcast_buffers: sparse": (
+        _SparseBuffer,
+        {"broadcast_buffers": True},
+        ValueError,
+        "broadcast_buffers=True can't send buffer 'mask' of _SparseBuffer, which has layout "
+        "torch.sparse_coo. Make it dense, or leave broadcast_buffers out for its unit.",
+    ),
+    "use_orig_params": (
+        Block,
+        {"use_orig_params": "no"},
+        ValueError,
+        "expected use_orig_params to be True or False, got 'no'",
+    ),
+    "sync on meta": (
+        lambda: Block().to("meta"),
+        {"sync_module_states": True},
+        ValueError,
+        "sync_module_states=True needs real parameters and buffers, got some on the meta device. "
+        "Initialise or load them after fully_shard instead.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+@distributed(2)
+def test_refusal_says_what_to_do_and_changes_nothing(case: str) -> None:
+    """Every rank gets the whole text, and the module is as before the call (S2.18: two devices)."""
+    build, options, error, text = REFUSALS[case]
+    target = build()
+    roots = [target] if isinstance(target, nn.Module) else target[:1]
+    modules = [module for root in roots for module in root.modules()]
+    before = [fingerprint(module) for module in modules]
+    with pytest.raises(error) as caught:
+        fully_shard(target, **options)
+    assert str(caught.value) == text
+    assert [fingerprint(module) for module in modules] == before
+
+
+@distributed(4)
+def test_mesh_with_three_axes_is_refused_by_name() -> None:
+    """The message shows how to pick axes."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("outer", "replicate", "shard"))
+    with pytest.raises(ValueError, match="expected a 1-D mesh") as caught:
+        fully_shard(Block(), mesh=mesh)
+    assert str(caught.value) == (
+        "expected a 1-D mesh, or a 2-D one (replicate, shard), got 3 axes ('outer', 'replicate', "
+        "'shard'). Pass one or two axes of it, for example mesh['dp']."
+    )
+
+
+def test_missing_process_group_is_named() -> None:
+    """Nothing is initialised behind the user's back outside of torchrun."""
+    with pytest.raises(RuntimeError) as caught:
+        fully_shard(Block())
+    assert str(caught.value) == (
+        "torch.distributed is not initialised. Call torch.distributed.init_process_group() first, "
+        "or start the script with torchrun."
+    )
+
+
+@distributed(2)
+def test_corrected_call_succeeds_after_a_failed_one() -> None:
+    """A failed call leaves nothing that a second one trips over."""
+    module = _IntegerWeight()
+    reference = copy.deepcopy(module)
+    for options in ({}, {"use_orig_params": False}, {"reshard_after_forward": "no"}):
+        with pytest.raises((ValueError, NotImplementedError)):
+            fully_shard(module, **options)
+    fully_shard(module, ignored_params={module.table})
+    assert_equal(module(torch.ones(2, 2)), reference(torch.ones(2, 2)))
+    module(torch.ones(2, 2)).sum().backward()
+    assert isinstance(module.weight.grad, FlatShard)
+
+
+@distributed(2)
+def test_call_that_runs_out_of_memory_changes_nothing() -> None:
+    """All buffers are there before the first parameter is touched."""
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3).double())
+    before = [fingerprint(child) for child in module.modules()]
+    facts = [(type(param), param.tolist()) for param in module.parameters()]
+    num_calls = 0
+    make_buffers = FlatParamHandle._make_buffers
+
+    def fail_the_second_time(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise MemoryError("on purpose")
+        return make_buffers(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatParamHandle, "_make_buffers", fail_the_second_time)
+        with pytest.raises(MemoryError, match="on purpose"):
+            fully_shard(module)
+    assert [fingerprint(child) for child in module.modules()] == before
+    assert [(type(param), param.tolist()) for param in module.parameters()] == facts
+    assert len(get_handles(fully_shard(module))) == 2
+
+
+@distributed(2)
+def test_old_weight_norm_is_refused_and_the_parametrisation_works() -> None:
+    """The old one keeps a graph on its parameters; the new one computes in each forward."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        old = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 5)))
+    with pytest.raises(RuntimeError, match=r"'0.weight_g' is part of a live autograd graph"):
+        fully_shard(old)
+    new = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 5)))
+    reference = copy.deepcopy(new)
+    fully_shard(new)
+    new(torch.ones(2, 3)).square().sum().backward()
+    reference(torch.ones(2, 3)).square().sum().backward()
+    for param, expected in zip(new.parameters(), reference.parameters(), strict=True):
+        assert isinstance(param.grad, FlatShard)
+        assert_equal(param.grad.full_tensor(), expected.grad)
+
+
+# --- options ---
+
+
+@distributed(2)
+def test_ignored_parameters_are_left_alone() -> None:
+    """They stay plain tensors, keep their local gradient, and are named once in a warning."""
+    net = _Net()
+    kept = net.scale
+    shard_blocks(net, ignored_params={kept})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            net(_batch(step)).sum().backward()
+    assert net.scale is kept
+    assert type(kept) is nn.Parameter
+    assert kept.grad is not None
+    assert type(kept.grad) is Tensor
+    assert [str(warning.message) for warning in caught] == [
+        "no unit manages the trainable parameters ['scale']: their gradients stay local to each "
+        "rank. Shard the module that holds them, freeze them, or reduce them yourself."
+    ]
+
+
+@distributed(2)
+def test_warning_is_about_the_whole_tree_whatever_is_called_first() -> None:
+    """Calling an inner module first neither hides what is outside of it nor warns twice."""
+    net = _Net()
+    fully_shard(net.blocks[0], ignored_params={net.blocks[0].up.bias})
+    fully_shard(net, ignored_params={net.scale})
+    with pytest.warns(UserWarning, match=r"trainable parameters \['blocks.0.up.bias', 'scale'\]"):
+        net.blocks[0](torch.ones(2, 15))
+    net(_batch())  # a second warning would be an error
+
+
+@distributed(2)
+def test_frozen_ignored_parameters_are_not_worth_a_warning() -> None:
+    """Only what trains without being reduced is named."""
+    net = _Net()
+    net.scale.requires_grad_(False)
+    shard_blocks(net, ignored_params={net.scale})
+    net(_batch()).sum().backward()  # a warning would be an error
+    assert type(net.scale) is nn.Parameter
+    assert net.scale.grad is None
+
+
+@distributed(2)
+def test_sync_module_states_gives_every_rank_the_first_ranks_values() -> None:
+    """Parameters of any layout and buffers, although each rank started from another seed."""
+    torch.manual_seed(dist.get_rank())
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5))
+    net[0].to(memory_format=torch.channels_last)
+    net[1].running_mean.normal_()
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5))
+    first[1].running_mean.normal_()
+    fully_shard(net, sync_module_states=True)
+    _assert_same_parameters(net, first)
+    for buffer, expected in zip(net.buffers(), first.buffers(), strict=True):
+        assert_equal(buffer, expected)
+
+
+@distributed(2)
+def test_without_sync_each_rank_contributes_its_own_slice() -> None:
+    """Nothing is sent that was not asked for."""
+    torch.manual_seed(dist.get_rank())
+    net = nn.Linear(8, 8, bias=False)
+    mine = net.weight.detach().clone()
+    with count_collectives() as log:
+        fully_shard(net)
+    assert log.events == []
+    start, end = net.weight._shard_spec.local_range
+    assert_equal(net.weight.to_local(), mine.flatten()[start:end])
+
+
+# --- what existed before ---
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@distributed(2)
+def test_optimizer_built_before_sharding_trains(kind: Any) -> None:
+    """Its parameter groups hold the same objects, which are the shards now."""
+    early = []
+
+    def shard(model: nn.Module) -> None:
+        early.append(kind(model.parameters(), lr=0.05))
+        shard_blocks(model)
+
+    twins = Twins(_Net, shard)
+    optimizers = [kind(twins.plain.parameters(), lr=0.05), *early]
+    for step in range(3):
+        x = _batch(step)
+        twins.step(lambda model, x=x: model(x).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    twins.assert_equal_parameters()
+
+
+@distributed(2)
+def test_existing_gradients_are_carried_over() -> None:
+    """A gradient made before sharding is sharded too, and accumulates."""
+
+    def shard(model: nn.Module) -> None:
+        _fill_gradients(model)
+        shard_blocks(model)
+
+    twins = Twins(_Net, shard)
+    _fill_gradients(twins.plain)
+    twins.assert_equal_gradients()
+    twins.step(lambda model: model(_batch()).square().mean())
+
+
+def _fill_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.5)
+
+
+# --- memory ---
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList([nn.LSTM(5, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(self.inp(x))[0]
+        return x
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, 15)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+        self.last = nn.Linear(15, 7)
+        self.last.weight = self.blocks[0].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class _Checkpointed(CheckpointsBlocks, _Net):
+    """Its blocks are recomputed."""
+
+
+class _Failing(_Net):
+    is_failing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.is_failing:
+            raise KeyError("on purpose")
+        return x
+
+
+def _fail(model: nn.Module) -> None:
+    model.is_failing = True  # type: ignore[assignment]
+    with pytest.raises(KeyError, match="on purpose"):
+        model(_batch())
+
+
+def _leave_unsharded(model: nn.Module) -> None:
+    unshard(model, recurse=True)
+    model(_batch()).sum().backward()
+
+
+def _leave_unsynced(model: nn.Module) -> None:
+    with no_sync(model):
+        model(_batch()).sum().backward()
+
+
+def _leave_graph(model: nn.Module) -> None:
+    output = model(_batch())
+    del output
+
+
+def _evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(_batch())
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise KeyError("on purpose")
+
+
+class _FailingBackward(_Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(_FailsInBackward.apply(x) if block is self.blocks[0] else x)
+        return self.out(x)
+
+
+def _fail_backward(model: nn.Module) -> None:
+    loss = model(_batch()).sum()
+    with pytest.raises(KeyError, match="on purpose"):
+        loss.backward()
+
+
+LIVES: dict[str, tuple[type[nn.Module], Callable[[nn.Module], None]]] = {
+    "never used": (_Net, lambda model: None),
+    "prepared": (_Net, lazy_init),
+    "evaluated": (_Net, _evaluate),
+    "trained": (_Net, _train),
+    "forward only": (_Net, _leave_graph),
+    "failed forward": (_Failing, _fail),
+    "failed backward": (_FailingBackward, _fail_backward),
+    "held unsharded": (_Net, _leave_unsharded),
+    "unsynced gradients": (_Net, _leave_unsynced),
+    "LSTM": (_Recurrent, _train),
+    "tied": (_Tied, _train),
+    "checkpointed": (_Checkpointed, _train),
+}
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    # What the first step of a process imports leaves cycles behind that hold its callers' frames.
+    param = nn.Parameter(torch.ones(1))
+    param.grad = torch.ones(1)
+    torch.optim.AdamW([param]).step()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("life", LIVES)
+@distributed(2)
+def test_deleted_model_is_freed_without_the_garbage_collector(life: str) -> None:
+    """Reference counts alone free parameters, handles and every byte they held."""
+    build, live = LIVES[life]
+    with _no_collector():
+        model = _sharded(build)
+        live(model)
+        references = [weakref.ref(thing) for thing in _things(model)]
+        storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(model)]
+        del model
+        _wait_for_threads()
+        alive = [type(thing()).__name__ for thing in references if thing() is not None]
+    assert alive == []
+    assert all(storage.expired() for storage in storages)
+
+
+def _wait_for_threads() -> None:
+    """Let gloo's threads drop the tensors of finished collectives."""
+    dist.barrier()
+    time.sleep(0.05)
+
+
+def _things(model: nn.Module) -> list[Any]:
+    states = get_states(model)
+    assert states
+    contexts = [state.context for state in states]
+    return [*model.modules(), *model.parameters(), *states, *contexts, *get_handles(model)]
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [
+        tensor for handle in get_handles(model) for tensor in (handle.local_shard, handle.unsharded)
+    ] + [param.grad.to_local() for param in model.parameters() if isinstance(param.grad, FlatShard)]
+
+
+@distributed(2)
+def test_backward_works_after_the_model_was_deleted() -> None:
+    """The graph keeps what it needs, and no more once it is gone."""
+    with _no_collector():
+        model = _sharded()
+        lazy_init(model)
+        params = list(model.parameters())
+        handles = [weakref.ref(handle) for handle in get_handles(model)]
+        loss = model(_batch()).square().mean()
+        del model
+        loss.backward()
+        assert all(isinstance(param.grad, FlatShard) for param in params)
+        del loss
+        assert all(handle() is None for handle in handles)
+
+
+@pytest.mark.parametrize("build", [_Net, _Recurrent, _Tied, _Checkpointed])
+@distributed(2)
+def test_forwards_without_gradients_grow_nothing(build: type[nn.Module]) -> None:
+    """Neither bytes nor entries of any list of the engine, over 50 forwards."""
+    model = _sharded(build)
+    _train(model, 1)
+    model.eval()
+    with torch.no_grad():
+        for step in range(3):
+            model(_batch(step))
+        before = _count_items(model)
+        with peak_bytes() as memory:
+            for step in range(50):
+                model(_batch(step))
+    assert memory.current == 0
+    assert _count_items(model) == before
+
+
+@distributed(2)
+def test_forwards_whose_outputs_are_dropped_grow_nothing() -> None:
+    """An evaluation that forgets `no_grad` costs its graph, and only while that lives."""
+    model = _sharded()
+    _train(model, 1)
+    for step in range(3):
+        model(_batch(step))
+    before = _count_items(model)
+    for step in range(20):
+        model(_batch(step))
+    assert _count_items(model) == before
+    _train(model, 1)
+    assert_at_rest(model)
+
+
+def _count_items(model: nn.Module) -> dict[str, int]:
+    """Return the length of every container of states, contexts, handles, entries and hooks."""
+    things: list[Any] = [*get_states(model), *get_handles(model), *model.modules()]
+    things += [state.context for state in get_states(model)]
+    things += [state.forward_order for state in get_states(model)]
+    things += [handle.grad for handle in get_handles(model)]
+    things += [entry for handle in get_handles(model) for entry in handle.entries]
+    return {
+        f"{index} {type(thing).__name__}.{name}": len(value)
+        for index, thing in enumerate(things)
+        for name, value in vars(thing).items()
+        if isinstance(value, list | dict | set)
+    }
+
+
+# --- lazy_init ---
+
+
+@distributed(2)
+def test_lazy_init_is_idempotent() -> None:
+    """S0.3: a second call touches no tensor and issues no collective; a forward neither."""
+    net = _sharded()
+    lazy_init(net)
+    before = [_addresses(handle) for handle in get_handles(net)]
+    unsharded = [id(e.unsharded) for handle in get_handles(net) for e in handle.entries]
+    with count_collectives() as log, peak_bytes() as memory:
+        lazy_init(net)
+        lazy_init(net.blocks[0])
+    assert (log.events, memory.allocated) == ([], 0)
+    assert [_addresses(handle) for handle in get_handles(net)] == before
+    assert unsharded == [id(e.unsharded) for handle in get_handles(net) for e in handle.entries]
+
+
+def _addresses(handle: FlatParamHandle) -> list[int]:
+    tensors = [handle.local_shard, *(entry.sharded.to_local() for entry in handle.entries)]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+@distributed(2)
+def test_lazy_init_takes_one_small_collective() -> None:
+    """The ranks compare a digest, not their parameters."""
+    net = _sharded()
+    with count_collectives() as log:
+        lazy_init(net)
+    assert [(event.kind, event.nbytes) for event in log.events] == [("all_gather", 64)]
+
+
+@distributed(2)
+def test_lazy_init_refuses_what_was_never_sharded() -> None:
+    """S0.3: the text names the class."""
+    with pytest.raises(ValueError, match="expected a module with sharded units") as caught:
+        lazy_init(_Net())
+    assert str(caught.value) == (
+        "expected a module with sharded units, got _Net: call fully_shard on it or on modules "
+        "inside it first"
+    )
+
+
+# --- unshard and reshard by hand ---
+
+
+def _is_full(param: Tensor) -> bool:
+    return isinstance(param, nn.Parameter) and not isinstance(param, FlatShard)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@distributed(2)
+def test_unshard_shows_full_plain_parameters(is_async: bool) -> None:
+    """Between unshard and reshard the unit is as it was before sharding; then nothing is left."""
+    reference = _Net()
+    net = copy.deepcopy(reference)
+    shard_blocks(net)
+    before = list(net.parameters())
+    work = unshard(net, recurse=True, async_op=is_async)
+    assert (work is not None) is is_async
+    if work is not None:
+        work.wait()
+    assert all(_is_full(param) for param in net.parameters())
+    _assert_same_parameters(net, reference)
+    reshard(net, recurse=True)
+    assert all(param is other for param, other in zip(net.parameters(), before, strict=True))
+    assert_at_rest(net)
+
+
+@distributed(2)
+def test_unshard_without_recurse_is_for_one_unit() -> None:
+    """The units below stay sharded."""
+    net = _sharded()
+    unshard(net)
+    assert _is_full(net.scale)
+    assert _is_full(net.inp.weight)
+    assert all(isinstance(param, FlatShard) for param in net.blocks.parameters())
+    reshard(net)
+    assert all(isinstance(param, FlatShard) for param in net.parameters())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@distributed(2)
+def test_forward_and_backward_of_an_unsharded_unit_gather_nothing(is_async: bool) -> None:
+    """The parameters stay until reshard; a forward waits for the gather if nobody else did."""
+    twins = Twins(_Net, shard_blocks)
+    unshard(twins.sharded, recurse=True, async_op=is_async)
+    losses = [model(_batch()).square().mean() for model in twins]
+    with count_collectives() as log:
+        for model, loss in zip(twins, losses, strict=True):
+            twins.backward(model, loss)
+    assert log.count("all_gather") == 0
+    assert all(_is_full(param) for param in twins.sharded.parameters())
+    reshard(twins.sharded, recurse=True)
+    assert_equal(losses[1].detach(), losses[0].detach())
+    twins.assert_equal_gradients()
+    assert_at_rest(twins.sharded)
+
+
+@distributed(2)
+def test_unshard_and_reshard_are_idempotent() -> None:
+    """A second unshard gathers nothing; one reshard undoes both, a second does nothing."""
+    net = _sharded()
+    unshard(net, recurse=True)
+    pointers = [handle.unsharded.data_ptr() for handle in get_handles(net)]
+    with count_collectives() as log:
+        unshard(net, recurse=True)
+        unshard(net.blocks[0])
+        reshard(net.blocks[0])
+        unshard(net.blocks[0])
+    assert log.count("all_gather") == 1
+    assert get_handles(net)[0].unsharded.data_ptr() == pointers[0]
+    for _ in range(2):
+        reshard(net, recurse=True)
+        assert not any(handle.is_unsharded for handle in get_handles(net))
+
+
+@distributed(2)
+def test_unshard_of_an_outer_plain_module_reaches_the_units_below() -> None:
+    """With recurse the module itself need not be sharded; without it that is an error."""
+    outer = nn.Sequential(fully_shard(Block()), nn.Sequential(fully_shard(Block())))
+    unshard(outer, recurse=True)
+    assert all(_is_full(param) for param in outer.parameters())
+    reshard(outer, recurse=True)
+    assert all(isinstance(param, FlatShard) for param in outer.parameters())
+    for call in (unshard, reshard):
+        with pytest.raises(ValueError, match="expected a sharded module, got Sequential") as caught:
+            call(outer)
+        assert str(caught.value) == (
+            "expected a sharded module, got Sequential. Call fully_shard on it first, or pass "
+            "recurse=True for the units inside it."
+        )
+
+
+@distributed(2)
+def test_unshard_after_an_optimizer_step_shows_the_new_values() -> None:
+    """Gathered values are never older than the shards, kept units included."""
+    net = _sharded(reshard_after_forward=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, foreach=True)
+    net(_batch()).square().mean().backward()
+    optimizer.step()
+    expected = [param.full_tensor() for param in net.parameters()]
+    unshard(net, recurse=True)
+    for param, full in zip(net.parameters(), expected, strict=True):
+        assert_equal(param.detach(), full)
+    reshard(net, recurse=True)
+
+
+# --- handles ---
+
+
+@distributed(2, 3)
+def test_handle_has_what_debugging_needs(world_size: int) -> None:
+    """S0.1: is_sharded, original shapes, local shard, padded unsharded buffer, gradient record."""
+    net = fully_shard(_Net())
+    (handle,) = get_handles(net)
+    assert handle.is_sharded
+    assert [entry.spec.shape for entry in handle.entries] == [p.shape for p in net.parameters()]
+    assert handle.local_shard.shape == (handle.layout.shard_numel,)
+    assert handle.unsharded.shape == (handle.layout.padded_numel,)
+    assert handle.grad.num_arrived == 0
+    assert handle.requires_grad
+
+
+@distributed(1)
+def test_one_rank_alone_holds_nothing_twice() -> None:
+    """S0.2: at world size 1 the unsharded buffer is the local shard, and nothing is sent."""
+    reference = _Net()
+    net = copy.deepcopy(reference)
+    shard_blocks(net)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (net, reference)]
+    with count_collectives() as log:
+        for step in range(3):
+            for model, optimizer in zip((net, reference), optimizers, strict=True):
+                model(_batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert log.events == []
+    for handle in get_handles(net):
+        assert not handle.is_sharded
+        assert handle.unsharded.data_ptr() == handle.local_shard.data_ptr()
+    _assert_same_parameters(net, reference)
+
+
+@distributed(1)
+def test_forward_on_one_rank_allocates_no_parameters() -> None:
+    """S0.2: gathering and freeing cost no byte at world size 1."""
+    net = fully_shard(nn.Linear(64, 64))
+    lazy_init(net)
+    x = torch.ones(1, 64)
+    with torch.no_grad(), peak_bytes() as memory:
+        net(x)
+    assert memory.peak == 64 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@distributed(2, 3)
+def test_unsharded_buffer_is_resized_in_place(world_size: int, dtype: torch.dtype) -> None:
+    """S0.4: world_size times the shard, freed at rest, the same storage when it comes back."""
+    net = fully_shard(nn.Linear(5, 3, dtype=dtype))
+    (handle,) = get_handles(net)
+    buffer = handle.unsharded
+    assert buffer.untyped_storage().size() == 0
+    lazy_init(net)
+    assert buffer.numel() == handle.local_shard.numel() * world_size
+    assert (buffer.dtype, buffer.device.type) == (dtype, "cpu")
+    assert buffer.untyped_storage().size() == 0
+    unshard(net)
+    assert handle.unsharded is buffer
+    assert buffer.untyped_storage().size() == buffer.numel() * buffer.element_size()
+    params = list(net.parameters())
+    reshard(net)
+    assert buffer.untyped_storage().size() == 0
+    assert [param.numel() for param in params] == [15, 3]  # no view reaches into padding
+
+
+@distributed(2)
+def test_unit_has_one_handle_for_each_kind_of_parameter() -> None:
+    """Frozen parameters and other dtypes get flat parameters of their own."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3))
+    net[2].requires_grad_(False)
+    fully_shard(net)
+    kinds = [(handle.local_shard.dtype, handle.requires_grad) for handle in get_handles(net)]
+    assert kinds == [(torch.float32, True), (torch.float64, True), (torch.float32, False)]
+
+
+def test_strategies_are_pinned() -> None:
+    """ZeRO-3, ZeRO-2, ZeRO-1 and plain data parallelism."""
+    names = [strategy.name for strategy in ShardingStrategy]
+    assert names == ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM", "NO_SHARD"]
+
+
+def test_ranks_that_build_different_models_all_get_the_same_error() -> None:
+    """The first difference is named on every rank before anything can hang."""
+    texts = run_ranks(3, _different_models)
+    assert len(set(texts)) == 1
+    assert texts[0] == (
+        "the ranks of one mesh must shard the same model in the same way; the first "
+        "difference is at parameter 2: ranks [0, 1]: 'down.weight' shape (15, 7) torch.float32 "
+        "requires_grad=True in unit 'Block' strategy=FULL_SHARD reshard_after_forward=None; "
+        "ranks [2]: 'down.weight' shape (15, 8) torch.float32 requires_grad=True in unit 'Block' "
+        "strategy=FULL_SHARD reshard_after_forward=None. Build the model and call fully_shard "
+        "alike on every rank."
+    )
+
+
+def _different_models() -> str:
+    block = Block()
+    if dist.get_rank() == 2:
+        block.down = nn.Linear(8, 15)
+    fully_shard(block)
+    with pytest.raises(RuntimeError) as caught:
+        block(torch.ones(1, 15))
+    return str(caught.value)

@@ -1,0 +1,856 @@
+"""Offload: parameters, gradients and optimizer state in host memory, by numbers and bytes.
+
+The device is the CPU here; copies to and from the host are run late, when they are waited for.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable_shard import (
+    FlatParamHandle,
+    FlatShard,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    clip_grad_norm_,
+    fully_shard,
+    get_handles,
+    lazy_init,
+    no_sync,
+    register_flat_param,
+    register_orig_params,
+    reshard,
+    set_is_last_backward,
+    shard_model,
+    shard_optimizer_state,
+    unshard,
+    unshard_params,
+    writeback,
+)
+from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.devices import HostCopies
+from composable_shard.comm.groups import ShardGroup
+from composable_shard.flat_param import flat_storage
+from composable_shard.flat_param.host_gradient import HostGradient
+from composable_shard.tensor.shard_spec import WriteGuard
+from tests.helpers import assert_equal, distributed, peak_bytes
+from tests.models import Net, assert_at_rest, pickled, rank_input, saved, shard_blocks
+
+FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
+STRATEGIES = list(ShardingStrategy)
+PARAMS, STATE = OffloadPolicy(params=True), OffloadPolicy(optim_state=True)
+POLICIES = {"params": PARAMS, "state": STATE}
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+class LateCopies(HostCopies):
+    """Runs a copy, and all earlier ones, when somebody waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._queue: list[tuple[Tensor, Tensor]] = []
+        self._num_done = 0
+
+    def _start(self, target: Tensor, source: Tensor) -> int:
+        self._queue.append((target, source))
+        return self._num_done + len(self._queue)
+
+    def _finish(self, event: int) -> None:
+        while self._num_done < event:
+            target, source = self._queue.pop(0)
+            target.copy_(source)
+            self._num_done += 1
+
+    def is_done(self, event: int) -> bool:
+        return event <= self._num_done
+
+    copy_to_device = copy_to_host = _start  # type: ignore[assignment]
+    wait_on_device = wait_on_host = _finish
+
+
+@contextmanager
+def _late_copies(**patches: Any) -> Iterator[None]:
+    """Delay copies; patch `HostGradient` too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat_storage, "copies_for", LateCopies)
+        for name, value in patches.items():
+            patch.setattr(HostGradient, name, value)
+        yield
+
+
+def _loss(model: nn.Module, step: int = 0) -> Tensor:
+    return model(rank_input(4, 5, step=step)).float().square().mean()
+
+
+def _make(policy: OffloadPolicy = OffloadPolicy(), **options: Any) -> Net:  # noqa: B008 -- frozen
+    torch.manual_seed(0)
+    model = Net(2)
+    shard_blocks(model, offload_policy=policy, **options)
+    return model
+
+
+def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
+    loss = _loss(model, step)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def _accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
+    for part in range(3):
+        _loss(model, 10 * step + part).backward()
+    optimizer.step()
+
+
+def _unsynchronised(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
+    _loss(model, 10 * step).backward()
+    with no_sync(model):
+        _loss(model, 10 * step + 1).backward()
+    _loss(model, 10 * step + 2).backward()
+    optimizer.step()
+
+
+def _deferred(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
+    set_is_last_backward(model, False)
+    _loss(model, 10 * step).backward()
+    set_is_last_backward(model, True)
+    _loss(model, 10 * step + 1).backward()
+    optimizer.step()
+
+
+def _clipped(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
+    for part in range(2):
+        _loss(model, 10 * step + part).backward()
+    norm = clip_grad_norm_(model, 0.1)
+    optimizer.step()
+    return norm
+
+
+def _partly_frozen(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
+    model.blocks.requires_grad_(step % 2 == 0)
+    return _plain_step(model, optimizer, step)
+
+
+def _with_scope(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
+    _loss(model, step).backward()
+    with unshard_params(model, with_grads=True), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+            param.grad.mul_(2)
+    optimizer.step()
+    with unshard_params(model, rank0_only=True, with_grads=True), torch.no_grad():
+        for param in model.parameters() if dist.get_rank() == 0 else ():
+            param.add_(0.25)
+    with unshard_params(model, writeback=False, offload_to_cpu=True, rank0_only=True):
+        pass
+    return torch.cat([p.full_tensor().flatten() for p in model.parameters()])
+
+
+def _by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
+    unshard(model, recurse=True)
+    with torch.no_grad():
+        model.inp.weight.mul_(0.5)
+        model.blocks[0].up.weight.add_(1)
+    writeback(model, recurse=True)
+    reshard(model, recurse=True)
+    return _plain_step(model, optimizer, step)
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "plain": _plain_step,
+    "accumulation": _accumulating,
+    "no_sync": _unsynchronised,
+    "clip": _clipped,
+    "frozen": _partly_frozen,
+    "scope": _with_scope,
+    "by hand": _by_hand,
+}
+
+
+def _train(model: Net, step: Callable[..., Any], num_steps: int = 2) -> list[Tensor]:
+    """Return all that can be compared: what each step returns, gradients, parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    seen = []
+    for number in range(num_steps):
+        optimizer.zero_grad(set_to_none=number != 1)
+        result = step(model, optimizer, number)
+        seen += [] if result is None else [result.detach()]
+        for param in model.parameters():
+            seen += [] if param.grad is None else [param.grad.full_tensor()]
+    return seen + [param.full_tensor() for param in model.parameters()]
+
+
+def _assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    __tracebackhide__ = True
+    assert len(actual) == len(expected)
+    for number, pair in enumerate(zip(actual, expected, strict=True)):
+        assert_equal(*pair, f"tensor {number}")
+
+
+def _storages(handle: FlatParamHandle) -> set[int]:
+    """Return the addresses of device storages of a handle."""
+    buffers = handle._buffers
+    found = [buffers.unsharded, handle.grad._own, handle.grad._result]
+    found += [] if buffers.device_shard is None else [buffers.device_shard]
+    return {tensor.untyped_storage().data_ptr() for tensor in found} - {0}
+
+
+def _assert_on_host(model: nn.Module) -> None:
+    """Assert that shards and gradients are not in the memory that stands for the device's."""
+    device = set().union(*map(_storages, get_handles(model)))
+    for param in model.parameters():
+        assert param.to_local().untyped_storage().data_ptr() not in device
+        if param.grad is not None:
+            assert param.grad.to_local().untyped_storage().data_ptr() not in device
+
+
+# --- numbers ---
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_every_kind_of_step_equals_the_one_without_offload(strategy: ShardingStrategy) -> None:
+    """Bitwise, though no copy runs before somebody waits for it."""
+    for step in STEPS.values():
+        expected = _train(_make(strategy=strategy), step)
+        for policy in POLICIES.values():
+            with _late_copies():
+                model = _make(policy, strategy=strategy)
+                _assert_same(_train(model, step), expected)
+            _assert_on_host(model)
+            assert_at_rest(model)
+
+
+MIXED = {
+    "compute": MixedPrecisionPolicy(param_dtype=BF16),
+    "reduce": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32),
+    "wire": MixedPrecisionPolicy(gather_dtype=BF16),
+    "main": MixedPrecisionPolicy(main_dtype=torch.float64, param_dtype=F32, reduce_dtype=BF16),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"mp_policy": policy} for name, policy in MIXED.items()},
+    "flat": {"use_orig_params": False},
+    "flat compute": {"use_orig_params": False, "mp_policy": MIXED["compute"]},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@distributed(2)
+def test_other_options_keep_their_meaning(options: str) -> None:
+    """Dtypes, and one flat parameter instead of many, under every strategy."""
+    for strategy in STRATEGIES:
+        given = {"strategy": strategy, **OPTIONS[options]}
+        expected = _train(_make(**given), _clipped)
+        for policy in POLICIES.values():
+            with _late_copies():
+                model = _make(policy, **given)
+                _assert_same(_train(model, _clipped), expected)
+            _assert_on_host(model)
+
+
+def _mesh(num_replicas: int, num_shards: int) -> DeviceMesh:
+    return init_device_mesh(
+        "cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard")
+    )
+
+
+@distributed(4)
+def test_meshes_with_copies_and_small_groups() -> None:
+    """An all-reduce of the shard, at once or put off, comes before the copy to the host."""
+    mesh = _mesh(2, 2)
+    cases: list[dict[str, Any]] = [{"strategy": s, "mesh": mesh} for s in STRATEGIES]
+    cases += [{"reshard_after_forward": 2}, {"mesh": _mesh(4, 1)}]
+    for options in cases:
+        for step in (_deferred, _with_scope)[: 1 + ("mesh" in options)]:
+            expected = _train(_make(**options), step)
+            for policy in POLICIES.values():
+                with _late_copies():
+                    _assert_same(_train(_make(policy, **options), step), expected)
+
+
+@distributed(1)
+def test_one_rank_alone_offloads_too() -> None:
+    """Where nothing is gathered or reduced, autograd's own gradients are copied."""
+    for options in ({}, OPTIONS["compute"], OPTIONS["flat"]):
+        for step in (_accumulating, _with_scope, _by_hand)[: 1 if "mp_policy" in options else 3]:
+            expected = _train(_make(**options), step)
+            for policy in POLICIES.values():
+                with _late_copies():
+                    model = _make(policy, **options)
+                    _assert_same(_train(model, step), expected)
+                _assert_on_host(model)
+
+
+@distributed(2)
+def test_gradients_that_were_dropped_in_part_do_not_share_memory_with_what_comes() -> None:
+    """`.grad = None` for some parameters between the backward passes of one step."""
+
+    def run(model: Net) -> list[Tensor]:
+        for number in range(4):
+            _loss(model, number).backward()
+            if number == 0:
+                model.inp.weight.grad = None
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    with _late_copies():
+        _assert_same(run(_make(PARAMS)), run(_make()))
+
+
+@distributed(2)
+def test_units_with_and_without_offload_mix() -> None:
+    """One clip and one optimizer for shards that lie here and there."""
+
+    def mixed() -> Net:
+        torch.manual_seed(0)
+        model = Net(2)
+        for block, policy in zip(model.blocks, (PARAMS, STATE), strict=True):
+            fully_shard(block, offload_policy=policy)
+        return fully_shard(model)
+
+    with _late_copies():
+        _assert_same(_train(mixed(), _clipped), _train(_make(), _clipped))
+
+
+# --- who waits for what ---
+
+
+def _never(*_: Any) -> None:
+    """Stand in for a wait that was forgotten."""
+
+
+@distributed(2)
+def test_without_the_wait_that_guards_the_optimizer_the_numbers_are_wrong() -> None:
+    """The race of pytorch#180666, seen by the numbers: the test above can fail."""
+    for strategy in STRATEGIES:
+        expected = _train(_make(strategy=strategy), _plain_step)
+        with _late_copies(wait=_never):
+            actual = _train(_make(PARAMS, strategy=strategy), _plain_step)
+        assert any(not torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
+@distributed(2)
+def test_gradients_are_complete_for_an_optimizer_in_the_backward() -> None:
+    """A post-accumulate hook steps on what `.grad` holds, unit by unit."""
+
+    def run(model: Net) -> list[Tensor]:
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+        def step(param: Tensor) -> None:
+            optimizers[param].step()
+            param.grad = None
+
+        for param in optimizers:
+            param.register_post_accumulate_grad_hook(step)
+        for number in range(3):
+            _loss(model, number).backward()
+        return [param.full_tensor() for param in model.parameters()]
+
+    for strategy in (FULL_SHARD, SHARD_OPTIM):
+        with _late_copies():
+            actual = run(_make(PARAMS, strategy=strategy))
+        _assert_same(actual, run(_make(strategy=strategy)))
+
+
+class _Log(HostCopies):
+    """Notes which copies are waited for on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.waited: list[str] = []
+
+    def copy_to_device(self, target: Tensor, host: Tensor) -> Any:
+        target.copy_(host)
+        return "to device"
+
+    def copy_to_host(self, host: Tensor, source: Tensor) -> Any:
+        host.copy_(source)
+        return "to host"
+
+    def wait_on_host(self, event: Any) -> None:
+        self.waited.append(event)
+
+
+@distributed(2)
+def test_a_write_to_a_shard_waits_for_the_copies_that_read_it() -> None:
+    """A forward without backward leaves copies to the device under way when Python goes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat_storage, "copies_for", _Log)
+        model = _make(PARAMS)
+        with torch.no_grad():
+            model(rank_input(4, 5))
+            waited = [handle._buffers.copies.waited for handle in get_handles(model)]
+            assert not any(waited)
+            model.blocks[0].up.weight.mul_(2)
+            assert [len(each) for each in waited].count(1) == 1
+            with unshard_params(model):
+                pass
+            assert all(waited)
+
+
+def test_a_guard_waits_for_each_copy_once() -> None:
+    """Copies that nobody waited for do not pile up."""
+    guard, waited = WriteGuard(), []
+    for number in range(9):
+        guard.note_read(partial(waited.append, number))
+    assert waited == list(range(5))
+    guard.note_write("p")
+    guard.note_write("p")
+    assert sorted(waited) == list(range(9))
+
+
+@distributed(2)
+def test_memory_of_a_reduction_waits_for_its_copy_before_it_is_written_again() -> None:
+    """Under SHARD_OPTIM a second round of a backward packs into what is being copied."""
+    _assert_rounds_agree(expect_equal=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostGradient, "reuse_sources", _never)
+        _assert_rounds_agree(expect_equal=False)
+
+
+def _assert_rounds_agree(*, expect_equal: bool) -> None:
+    results = []
+    for policy in (OffloadPolicy(), PARAMS):
+        with _late_copies():
+            model = _make(policy, strategy=SHARD_OPTIM)
+            (handle,) = [h for h in get_handles(model.blocks[0])]
+            lazy_init(model)
+            for value in (1.0, 2.0):
+                # What a late gradient does: pack, reduce, and pack again before publishing.
+                handle._begin_round()
+                for index, entry in enumerate(handle.entries):
+                    handle.grad.pack(index, torch.full(entry.spec.shape, value), in_place=False)
+                context = fully_shard.state(model.blocks[0]).context
+                handle.issue_reduction(
+                    None, context.scratch, keep_unsharded=False, is_deferred=False
+                )
+                handle.finish_reduction()
+            handle.publish_gradients([True] * len(handle.entries))
+            results.append([entry.sharded.grad.full_tensor() for entry in handle.entries])
+    is_equal = all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert is_equal is expect_equal
+
+
+# --- memory ---
+
+
+def _shard_nbytes(model: nn.Module) -> int:
+    return sum(handle.local_shard.nbytes for handle in get_handles(model))
+
+
+def _device_nbytes(model: nn.Module) -> int:
+    buffers = [handle._buffers for handle in get_handles(model)]
+    held = [b.unsharded for b in buffers] + [
+        b.device_shard for b in buffers if b.device_shard is not None
+    ]
+    held += [t for h in get_handles(model) for t in (h.grad._own, h.grad._result)]
+    return sum(tensor.untyped_storage().size() for tensor in held)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@distributed(2)
+def test_at_rest_the_device_holds_nothing_or_a_copy_of_the_shard(policy: str) -> None:
+    """FULL_SHARD: parameters, gradients and state are on the host, each once."""
+    model = _make(POLICIES[policy])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        _plain_step(model, optimizer, step)
+    shard_nbytes = _shard_nbytes(model)
+    assert _device_nbytes(model) == (0 if policy == "params" else shard_nbytes)
+    assert sum(h.host_grad.nbytes for h in get_handles(model)) == shard_nbytes
+    assert all(h.grad.reduced is None and not h.host_grad._in_flight for h in get_handles(model))
+
+
+@distributed(2)
+def test_host_memory_is_allocated_once() -> None:
+    """The first backward allocates gradients, the first that adds to some a second buffer."""
+    model = _make(PARAMS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nbytes, growth = _shard_nbytes(model), []
+    hosts = [handle.host_grad for handle in get_handles(model)]
+    addresses = set()
+    for step in range(3):
+        _accumulating(model, optimizer, step)
+        addresses.add(tuple(b.data_ptr() for host in hosts for b in host._memory))
+        growth.append(sum(host.nbytes for host in hosts))
+        optimizer.zero_grad()
+    assert growth == [2 * nbytes] * 3
+    assert len(addresses) == 1
+
+
+class _Wide(nn.Module):
+    """Two equal units, larger than all else a step needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 256, bias=False) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x).sum() + self.layers[1](x).sum()
+
+
+@distributed(2)
+def test_a_step_keeps_no_memory() -> None:
+    """Counted bytes: a step frees what it allocates, which is no more than without offload."""
+    peaks = []
+    for policy in (OffloadPolicy(), PARAMS):
+        model = _Wide()
+        for layer in model.layers:
+            fully_shard(layer, offload_policy=policy)
+        optimizer = torch.optim.SGD(fully_shard(model).parameters(), lr=0.1)
+        _wide_step(model, optimizer)
+        with peak_bytes() as memory:
+            _wide_step(model, optimizer)
+        assert memory.current <= 2  # the last flags that ranks exchanged, on their way
+        peaks.append(memory.peak)
+        with count_collectives() as log:
+            _wide_step(model, optimizer)
+        assert (log.count("all_gather"), log.count("reduce_scatter")) == (4, 2)
+    assert peaks[1] <= peaks[0]
+
+
+def _wide_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 64)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@distributed(2)
+def test_a_device_copy_of_the_shard_is_renewed_once_for_each_step() -> None:
+    """What the second policy is for: forward and backward gather from device memory."""
+    counts = {}
+    for name, policy in POLICIES.items():
+        copied: list[int] = []
+
+        class Counting(HostCopies):
+            def copy_to_device(
+                self, target: Tensor, host: Tensor, copied: list[int] = copied
+            ) -> Any:
+                copied.append(host.numel())
+                return super().copy_to_device(target, host)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flat_storage, "copies_for", lambda _, kind=Counting: kind())
+            model = _make(policy, reshard_after_forward=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            _accumulating(model, optimizer, 0)
+            counts[name] = len(copied)
+    assert counts == {"params": 3 * 2 * 3, "state": 3}
+
+
+# --- life of a module ---
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@distributed(2)
+def test_copies_pickles_and_conversions_stay_offloaded(policy: str) -> None:
+    """deepcopy, torch.save, `.to(dtype)` and back, with equal training afterwards."""
+    changes: list[Callable[[nn.Module], nn.Module]] = [
+        copy.deepcopy,
+        saved,
+        pickled,
+        lambda model: model.double().float(),
+    ]
+    for change in changes:
+        models = [_make(), _make(POLICIES[policy])]
+        for model in models:
+            _train(model, _plain_step, 1)
+        models = [change(model) for model in models]
+        assert all(h.offload == POLICIES[policy] for h in get_handles(models[1]))
+        assert all(h._buffers.is_offloaded for h in get_handles(models[1]))
+        expected, actual = (_train(model, _accumulating, 1) for model in models)
+        _assert_same(actual, expected)
+        _assert_on_host(models[1])
+
+
+@distributed(2)
+def test_a_model_from_the_meta_device() -> None:
+    """`to_empty(device="cpu")` gives the shards host memory; without it the error says so."""
+
+    def make(policy: OffloadPolicy) -> Net:
+        with torch.device("meta"):
+            model = Net()
+        shard_blocks(model, offload_policy=policy)
+        return model
+
+    models = [make(OffloadPolicy()), make(PARAMS)]
+    with pytest.raises(RuntimeError, match=r"meta device. Call model.to_empty\(device='cpu'\) and"):
+        lazy_init(models[1])
+    for model in models:
+        model.to_empty(device="cpu")
+        torch.manual_seed(3)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+    expected, actual = (_train(model, _accumulating) for model in models)
+    _assert_same(actual, expected)
+    _assert_on_host(models[1])
+
+
+@distributed(2)
+def test_gradients_move_between_both_forms_on_the_host() -> None:
+    """register_flat_param and back between backward passes."""
+
+    def run(model: Net) -> list[Tensor]:
+        _loss(model, 0).backward()
+        register_flat_param(model)
+        _loss(model, 1).backward()
+        register_orig_params(model)
+        _loss(model, 2).backward()
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    with _late_copies():
+        model = _make(PARAMS)
+        _assert_same(run(model), run(_make()))
+    _assert_on_host(model)
+
+
+class _Planned(RuntimeError):
+    pass
+
+
+def _raise(_: Tensor) -> None:
+    raise _Planned
+
+
+def _fail_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(_raise)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_after_an_aborted_backward_training_goes_on(strategy: ShardingStrategy) -> None:
+    """Copies that were under way are dropped as a whole, published gradients stay."""
+
+    def run(model: Net) -> list[Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        seen = []
+        for number in range(3):
+            _loss(model, number).backward()
+            hook = model.blocks[0].register_forward_hook(_fail_in_backward)
+            with pytest.raises(_Planned):
+                _loss(model, 7).backward()
+            hook.remove()
+            _loss(model, 10 + number).backward()
+            seen += [param.grad.full_tensor() for param in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    expected = run(_make(strategy=strategy))
+    for policy in POLICIES.values():
+        with _late_copies():
+            model = _make(policy, strategy=strategy)
+            _assert_same(run(model), expected)
+        assert_at_rest(model)
+
+
+@distributed(2)
+def test_a_copy_that_fails_leaves_the_unit_as_it_was() -> None:
+    """The next step works, and equals one without the failure."""
+    for name in ("copy_to_device", "copy_to_host"):
+        with _late_copies():
+            model = _make(PARAMS)
+            expected = _train(_make(PARAMS), _plain_step)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(LateCopies, name, lambda *_: _raise(_[1]))
+                with pytest.raises(_Planned):
+                    _loss(model).backward()
+            _assert_same(_train(model, _plain_step), expected)
+
+
+# --- errors ---
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gradients alone": (
+        {"grads": True},
+        "an optimizer reads gradients and its state on one device. Leave grads out, and pass "
+        "optim_state=True.",
+    ),
+    "no gradients": (
+        {"optim_state": True, "grads": False},
+        "Leave grads out, and pass optim_state=False and params=False.",
+    ),
+    "parameters without state": (
+        {"params": True, "optim_state": False},
+        "an optimizer makes its state where the parameters are. Leave optim_state out, or pass "
+        "params=False.",
+    ),
+    "no flag": ({"params": "cpu"}, "expected params to be True or False, got 'cpu'"),
+    "no flag or None": ({"grads": 1}, "expected grads to be True, False or None, got 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_policy_that_no_optimizer_could_step_with_is_refused(case: str) -> None:
+    """The text names the remedy."""
+    given, text = REFUSED[case]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        OffloadPolicy(**given)
+
+
+def test_fields_that_are_left_out_follow_the_others() -> None:
+    """None stands for what an optimizer needs."""
+    assert OffloadPolicy() == OffloadPolicy(False, False, False)
+    assert OffloadPolicy(params=True) == OffloadPolicy(True, True, True)
+    assert OffloadPolicy(optim_state=True) == OffloadPolicy(False, True, True)
+    assert not OffloadPolicy().is_active
+    assert PARAMS.is_active
+    assert STATE.is_active
+
+
+@distributed(2)
+def test_a_wrong_value_changes_nothing() -> None:
+    """Checked up front by both functions."""
+    model = Net()
+    for shard in (fully_shard, partial(shard_model, rules=[])):
+        with pytest.raises(ValueError, match="expected offload_policy to be an OffloadPolicy"):
+            shard(model, offload_policy=True)
+    assert not any(isinstance(param, FlatShard) for param in model.parameters())
+    shard_model(model, [("blocks.*", {"offload_policy": STATE})], offload_policy=PARAMS)
+    assert {handle.offload for handle in get_handles(model)} == {PARAMS, STATE}
+
+
+@distributed(2)
+def test_ranks_that_disagree_raise() -> None:
+    """The policy is part of what the ranks compare."""
+    model = _make(PARAMS if dist.get_rank() else STATE)
+    with pytest.raises(RuntimeError, match=r"offload_policy=OffloadPolicy\(params=False"):
+        lazy_init(model)
+
+
+@distributed(2)
+def test_a_shard_on_another_device_is_named() -> None:
+    """As after `model.cuda()`; the remedy works."""
+    model = _make(PARAMS)
+    expected = _train(_make(), _plain_step)
+    kept = {param: param._local for param in model.parameters()}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for param, local in kept.items():
+            param._local = torch.empty(local.shape, device="cuda")
+    with pytest.raises(
+        RuntimeError,
+        match=r"'inp\.weight' of unit 'Net' on the CPU.*got cuda:0.*Call model.cpu\(\)",
+    ):
+        _loss(model)
+    for param, local in kept.items():
+        param._local = local.clone()
+    _assert_same(_train(model, _plain_step), expected)
+
+
+@distributed(2)
+def test_optimizer_state_on_another_device_is_named() -> None:
+    """And loading the state again is the remedy."""
+    model = _make(PARAMS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    _plain_step(model, optimizer, 0)
+    buffer = optimizer.state[model.inp.weight]["momentum_buffer"]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        buffer._local = torch.empty(buffer._local.shape, device="cuda")
+    with pytest.raises(RuntimeError, match=r"'inp\.weight' on cuda:0.*optimizer\.load_state_dict"):
+        _plain_step(model, optimizer, 1)
+
+
+@distributed(2)
+def test_state_made_before_sharding_goes_to_the_host() -> None:
+    """shard_optimizer_state puts it where the parameter is."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    shard_blocks(model, offload_policy=PARAMS)
+    shard_optimizer_state(optimizer)
+    for param in model.parameters():
+        assert optimizer.state[param]["sum"].device == param.device
+
+
+def test_groups_for_an_accelerator_only_are_refused() -> None:
+    """Norms of gradients on the host need a backend for the CPU."""
+
+    class Group:
+        group_name = "dp"
+
+        def _get_backend(self, device: torch.device) -> None:
+            raise RuntimeError(f"no backend for {device}")
+
+    group: Any = ShardGroup(Group(), 0, 2, torch.device("cuda:0"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'dp' is for cuda only. Call init_process_group\('cpu:g"):
+        group.check_host_collectives()
+
+
+# --- on a GPU ---
+
+
+def _init_single(tmp_path: Any) -> None:
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_on_a_gpu_shards_and_gradients_are_pinned(policy: str, tmp_path: Any) -> None:
+    """Shards, gradients and state on the host; the unit computes on the GPU."""
+    _init_single(tmp_path)
+    try:
+        model = _make(POLICIES[policy])
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss = model(rank_input(4, 5).cuda()).square().mean()
+        loss.backward()
+        optimizer.step()
+        assert loss.is_cuda
+        for handle in get_handles(model):
+            assert handle.local_shard.is_pinned()
+            assert handle.host_grad.memory.is_pinned()
+            assert handle.unsharded.is_cuda
+        for param in model.parameters():
+            assert {param.device.type, param.grad.device.type} == {"cpu"}
+            assert optimizer.state[param]["exp_avg"].device.type == "cpu"
+        model.cuda()
+        with pytest.raises(RuntimeError, match=r"got cuda:0.*Call model.cpu\(\)"):
+            model(rank_input(4, 5).cuda())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_on_a_gpu_the_optimizer_reads_complete_gradients(policy: str, tmp_path: Any) -> None:
+    """Large units, steps at once after backward, and forwards without one: equal to no overlap."""
+    _init_single(tmp_path)
+    try:
+        results = []
+        for is_blocking in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+            for layer in model:
+                fully_shard(layer, offload_policy=POLICIES[policy])
+            optimizer = torch.optim.SGD(fully_shard(model).parameters(), lr=0.1, momentum=0.9)
+            for step in range(5):
+                torch.manual_seed(step)
+                x = torch.randn(512, 2048, device="cuda")
+                model(x).square().mean().backward()
+                if is_blocking:
+                    torch.cuda.synchronize()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model(x)
+                    if is_blocking:
+                        torch.cuda.synchronize()
+                    for param in model.parameters():
+                        param.mul_(0.99)
+            results.append([param.detach().to_local().clone() for param in model.parameters()])
+        _assert_same(*results)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,55 @@
+"""Flat ranges as boxes, against every element counted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from composable_shard.layout.ranges import Box, boxes_of_range
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_cover_exactly_the_range_in_order(seed: int) -> None:
+    """Each box is its elements' consecutive numbers, for any shape, order of dims and range."""
+    choose = random.Random(seed)
+    for _ in range(50):
+        num_dims = choose.randrange(5)
+        shape = [choose.randrange(1, 5) for _ in range(num_dims)]
+        order = choose.sample(range(num_dims), num_dims)
+        laid_out = torch.empty([shape[dim] for dim in order])
+        stride = [laid_out.stride(order.index(dim)) for dim in range(num_dims)]
+        numel = laid_out.numel()
+        start, end = sorted((choose.randrange(numel + 1), choose.randrange(numel + 1)))
+        numbers = torch.arange(numel).as_strided(shape, stride)
+        boxes = boxes_of_range(shape, stride, start, end)
+        assert len(boxes) <= max(1, 2 * num_dims - 1)
+        found: list[int] = []
+        for box in boxes:
+            block = numbers
+            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                assert size > 0
+                block = block.narrow(dim, offset, size)
+            inside = block.flatten().sort().values.tolist()
+            assert inside == list(range(box.start, box.start + len(inside)))
+            assert block.stride() == tuple(stride)
+            found += inside
+        assert found == list(range(start, end))
+
+
+def test_example_of_the_documentation() -> None:
+    """A partial row, whole rows, a partial row."""
+    assert boxes_of_range((4, 3), (3, 1), 2, 11) == [
+        Box((0, 2), (1, 1), 2),
+        Box((1, 0), (2, 3), 3),
+        Box((3, 0), (1, 2), 9),
+    ]
+
+
+def test_empty_ranges_and_scalars() -> None:
+    """No box for nothing, one box without dims for the element of a 0-d tensor."""
+    assert boxes_of_range((4, 3), (3, 1), 5, 5) == []
+    assert boxes_of_range((0, 3), (3, 1), 0, 0) == []
+    assert boxes_of_range((), (), 0, 0) == []
+    assert boxes_of_range((), (), 0, 1) == [Box((), (), 0)]

@@ -1,0 +1,289 @@
+"""Settings that change between steps: what is freed when, what is gathered ahead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_shard import (
+    ShardingStrategy,
+    fully_shard,
+    get_handles,
+    set_backward_prefetch,
+    set_forward_prefetch,
+    set_gradient_divide_factor,
+    set_is_last_backward,
+    set_requires_all_reduce,
+    set_reshard_after_backward,
+    set_reshard_after_forward,
+)
+from composable_shard.comm.collectives import CollectiveLog, count_collectives
+from composable_shard.comm.trace import trace_events
+from tests.helpers import assert_equal, distributed
+from tests.models import Net, Twins, assert_at_rest, rank_input, shard_blocks
+
+NUM_UNITS = 4  # of a Net: three blocks and the root
+
+
+def _loss(model: nn.Module, step: int = 0) -> Tensor:
+    return model(rank_input(4, 5, step=step)).square().mean()
+
+
+def _make(**options: Any) -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    shard_blocks(model, **options)
+    return model
+
+
+def _count(run: Callable[[], object]) -> CollectiveLog:
+    with count_collectives() as log:
+        run()
+    return log
+
+
+def _train(twins: Twins, num_steps: int = 3) -> None:
+    optimizers = twins.optimizers()
+    for step in range(num_steps):
+        twins.step(partial(_loss, step=step))
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    twins.assert_equal_parameters()
+
+
+# --- resharding to a smaller group ---
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@distributed(4)
+def test_training_equals_the_unsharded_model_with_any_small_group(size: int) -> None:
+    """1 keeps everything between forward and backward, 4 frees it, 2 keeps a half."""
+    twins = Twins(Net, shard_blocks, reshard_after_forward=size)
+    _train(twins)
+    assert_at_rest(twins.sharded, kept=(twins.sharded,) if size == 1 else ())
+
+
+@distributed(4)
+def test_backward_gathers_over_the_small_group() -> None:
+    """After the forward a rank holds half of the parameters; the backward sends halves."""
+    model = _make(reshard_after_forward=2)
+    _loss(model).backward()
+    with count_collectives() as forward:
+        loss = _loss(model)
+    handles = get_handles(model)
+    for handle in handles:
+        assert handle.unsharded.untyped_storage().size() == 0
+        assert handle._small_part is not None
+        assert handle._small_part.numel() == handle.layout.padded_numel // 2
+    backward = _count(loss.backward)
+    names = [
+        {event.name for event in log.events if event.kind == "all_gather"}
+        for log in (forward, backward)
+    ]
+    assert names[0] == {handles[0].shard_group.name}
+    assert names[1] == {handles[0].small_group.group.group_name}
+    assert backward.count("all_gather") == forward.count("all_gather") == NUM_UNITS
+    assert_at_rest(model)
+    assert not any(handle.is_small for handle in handles)
+
+
+@distributed(4)
+def test_no_part_is_kept_where_no_backward_follows() -> None:
+    """Nor is a part used after a write."""
+    model = _make(reshard_after_forward=2)
+    with torch.no_grad():
+        before = _loss(model)
+    assert not any(handle.is_small for handle in get_handles(model))
+    loss = _loss(model)
+    assert all(handle.is_small for handle in get_handles(model))
+    del loss
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+        after = _loss(model)
+    assert not torch.equal(before, after)
+    twin = _make()
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.mul_(1.5)
+        assert_equal(after, _loss(twin))
+
+
+@distributed(4)
+def test_copy_of_a_model_with_small_groups_trains_alike() -> None:
+    """The copy refers to the same process groups."""
+    model = _make(reshard_after_forward=2)
+    twin = copy.deepcopy(model)
+    set_gradient_divide_factor(model, 2.0)
+    other = copy.deepcopy(model)
+    for each in (model, twin, other):
+        _loss(each).backward()
+    for triple in zip(*(each.parameters() for each in (model, twin, other)), strict=True):
+        total, mean, copied = [param.grad.full_tensor() for param in triple]
+        assert_equal(total, copied)
+        torch.testing.assert_close(total, 2 * mean)
+
+
+# --- what is freed when ---
+
+
+@distributed(2)
+def test_reshard_after_forward_may_change_between_steps() -> None:
+    """True gathers each unit twice, False once; units that are kept anyway are left alone."""
+    twins = Twins(Net, shard_blocks)
+    for flag, num_gathers in [(True, 2 * NUM_UNITS), (False, NUM_UNITS), (None, 2 * NUM_UNITS - 1)]:
+        set_reshard_after_forward(twins.sharded, flag)
+        _step(twins)
+        log = _count(lambda: _loss(twins.sharded).backward())
+        assert log.count("all_gather") == num_gathers
+        twins.sharded.zero_grad()
+    model = _make(strategy=ShardingStrategy.SHARD_OPTIM)
+    set_reshard_after_forward(model, True)
+    _loss(model)
+    assert _count(lambda: _loss(model)).events == []
+
+
+def _step(twins: Twins) -> None:
+    twins.step(_loss)
+    for model in twins:
+        model.zero_grad()
+
+
+@distributed(2)
+def test_reshard_after_backward_keeps_what_the_next_forward_needs() -> None:
+    """No gather in it, nor a stale value after a write; True frees everything again."""
+    twins = Twins(Net, shard_blocks)
+    model = twins.sharded
+    set_reshard_after_backward(model, False)
+    _step(twins)
+    assert all(handle.is_unsharded for handle in get_handles(model))
+    with torch.no_grad():
+        assert _count(lambda: _loss(model)).events == []
+    _train(twins)
+    set_reshard_after_backward(model, True)
+    _step(twins)
+    assert_at_rest(model)
+
+
+@distributed(2)
+def test_setter_without_recurse_is_for_one_unit() -> None:
+    """The units below keep their setting."""
+    model = _make()
+    set_reshard_after_forward(model, False, recurse=False)
+    flags = [fully_shard.state(each).reshard_after_forward for each in (model, model.blocks[0])]
+    assert flags == [False, None]
+
+
+# --- what is gathered ahead ---
+
+
+def _gathers_before(model: nn.Module, unit: str, kind: str) -> list[str]:
+    """Return the units whose gathers were issued when `unit` began to compute."""
+    with trace_events() as events:
+        _loss(model).backward()
+    begin = next(i for i, e in enumerate(events) if e.kind == kind and e.name == unit)
+    start = 0 if kind == "compute" else _last(events, "compute")
+    return [event.name for event in events[start:begin] if event.kind == "issue_gather"]
+
+
+def _last(events: list[Any], kind: str) -> int:
+    return max(i for i, event in enumerate(events) if event.kind == kind)
+
+
+@distributed(2)
+def test_forward_prefetch_is_what_the_user_chose() -> None:
+    """Several units, none, or the default again; values are right all the time."""
+    twins = Twins(Net, partial(shard_blocks, prefetch_nbytes=0))
+    model = twins.sharded
+    blocks = list(model.blocks)
+    _step(twins)
+    assert _gathers_before(model, "Net", "compute") == ["Net", "blocks.0"]
+    set_forward_prefetch(model, blocks[:2])
+    assert _gathers_before(model, "Net", "compute") == ["Net", "blocks.0", "blocks.1"]
+    set_forward_prefetch(model, [])
+    assert _gathers_before(model, "Net", "compute") == ["Net"]
+    set_forward_prefetch(model, None)
+    assert _gathers_before(model, "Net", "compute") == ["Net", "blocks.0"]
+    for model in twins:
+        model.zero_grad()
+    set_forward_prefetch(twins.sharded, blocks)
+    _train(twins)
+    assert_at_rest(twins.sharded)
+
+
+@distributed(2)
+def test_backward_prefetch_is_what_the_user_chose() -> None:
+    """The last block's backward gathers two more, or none."""
+    twins = Twins(Net, shard_blocks)
+    model = twins.sharded
+    blocks = list(model.blocks)
+    set_backward_prefetch(model, [blocks[2], blocks[1], blocks[0]])
+    _step(twins)
+    order = ["blocks.2", "blocks.1", "blocks.0"]
+    assert _gathers_before(model, "Net", "compute_backward") == order
+    set_backward_prefetch(model, [])
+    assert _gathers_before(model, "Net", "compute_backward") == []
+    model.zero_grad()
+    _train(twins)
+    assert_at_rest(model)
+
+
+@distributed(2)
+def test_units_that_were_chosen_and_do_not_run_are_freed() -> None:
+    """At the end of the call; a copy of the model forgets what was chosen."""
+    model = _make()
+    set_forward_prefetch(model.blocks[0], [model])  # gathered already: nothing to do
+    set_forward_prefetch(model.blocks[1], [model.blocks[2]])
+    _loss(model).backward()
+    with torch.no_grad():
+        model.blocks[1](rank_input(4, 15))
+    assert_at_rest(model)
+    twin = copy.deepcopy(model)
+    assert fully_shard.state(twin.blocks[1]).forward_prefetch is None
+
+
+# --- errors ---
+
+SETTERS: list[Callable[..., None]] = [
+    partial(set_requires_all_reduce, flag=True),
+    partial(set_is_last_backward, flag=True),
+    partial(set_gradient_divide_factor, factor=None),
+    partial(set_reshard_after_forward, flag=True),
+    partial(set_reshard_after_backward, flag=True),
+    partial(set_forward_prefetch, modules=[]),
+    partial(set_backward_prefetch, modules=[]),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SETTERS)))
+def test_setter_refuses_what_was_never_sharded(number: int) -> None:
+    """The message says what to do."""
+    with pytest.raises(ValueError, match=r"got Linear\. Call fully_shard on it first"):
+        SETTERS[number](nn.Linear(2, 2))
+
+
+@distributed(4)
+def test_refused_values_change_nothing() -> None:
+    """Numbers must divide the shard group, factors be positive, prefetched modules sharded."""
+    model = _make()
+    with pytest.raises(ValueError, match="expected") as caught:
+        set_reshard_after_forward(model, 3)
+    assert str(caught.value) == (
+        "expected reshard_after_forward to be True, False, None or a divisor of the 4 ranks that "
+        "share the unit, got 3"
+    )
+    with pytest.raises(ValueError, match="expected") as caught:
+        set_gradient_divide_factor(model, 0.0)
+    assert str(caught.value) == "expected a positive, finite gradient divide factor, got 0.0"
+    with pytest.raises(ValueError, match="expected a sharded module, got Linear"):
+        set_forward_prefetch(model, [model.blocks[0], model.out])
+    state = fully_shard.state(model)
+    assert state.reshard_after_forward is None
+    assert state.forward_prefetch is None

@@ -1,0 +1,1237 @@
+"""Which units `shard_model` forms, that they train, and that it does all of its call or nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import random
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._wrap_utils import _auto_wrap
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+from composable_shard import (
+    FlatShard,
+    ShardingPlan,
+    ShardingStrategy,
+    by_class,
+    by_size,
+    fully_shard,
+    get_handles,
+    get_states,
+    is_sharded,
+    shard_model,
+    transformer_blocks,
+)
+from composable_shard.planning.rules import Scope, compile_glob, parse_rules
+from composable_shard.planning.units import choose_units
+from composable_shard.runtime.traversal import ModuleTree, has_forward
+from tests.helpers import distributed, run_ranks
+from tests.models import Block, Net, Twins, assert_at_rest, fingerprint, rank_input
+
+_OPTIONS = "mesh, strategy, reshard_after_forward, shard_over_replicas, mp_policy, " + (
+    "offload_policy, ignored_params, use_orig_params, sync_module_states, "
+    "broadcast_buffers, bucket_cap_mb, granularity, buffer_pool, prefetch_nbytes"
+)
+
+
+class _Attention(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        return self.out(torch.softmax(query @ key.transpose(-1, -2), -1) @ value)
+
+
+class _Layer(nn.Module):
+    """A block with units in it, if one wants: a list of experts of one class, too."""
+
+    def __init__(self, dim: int = 6, num_experts: int = 2) -> None:
+        super().__init__()
+        self.attention = _Attention(dim)
+        self.experts = nn.ModuleList(Block(dim, 2 * dim) for _ in range(num_experts))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        for expert in self.experts:
+            x = expert(x)
+        return x
+
+
+class _Stack(nn.Module):
+    """An encoder or decoder as Hugging Face builds it: its own name for the shared embedding."""
+
+    def __init__(self, embed_tokens: nn.Embedding, num_layers: int) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.block = nn.ModuleList(_Layer() for _ in range(num_layers))
+        self.final_layer_norm = nn.LayerNorm(6)
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> Tensor:
+        x = self.embed_tokens(tokens)
+        if state is not None:
+            x = x + state.mean(1, keepdim=True)
+        for block in self.block:
+            x = block(x)
+        return self.final_layer_norm(x)
+
+
+class _EncoderDecoder(nn.Module):
+    """Like T5: one embedding module at three places, its weight tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(11, 6)
+        self.encoder = _Stack(self.shared, 2)
+        self.decoder = _Stack(self.shared, 3)
+        self.lm_head = nn.Linear(6, 11, bias=False)
+        self.lm_head.weight = self.shared.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.decoder(tokens, self.encoder(tokens)))
+
+
+class _Causal(nn.Module):
+    """Like BERT or GPT: the layers lie two modules down; a stem and a head have lists as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))
+        self.bert = nn.Module()
+        self.bert.encoder = nn.Module()
+        self.bert.encoder.layer = nn.ModuleList(_Layer(24) for _ in range(2))
+        self.head = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.bert.encoder.layer:
+            x = layer(x)
+        return self.head(x) + self.stem(x[..., :2]).sum()
+
+
+class _Shared(nn.Module):
+    """One Linear at two places inside others, beside a tie of a single parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        self.right = nn.Sequential(self.left[0], nn.Linear(3, 3))
+        self.right[1].weight = self.left[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.right(self.left(x))
+
+
+def _torch_transformer() -> nn.Module:
+    return nn.Transformer(4, 2, 2, 2, 8, batch_first=True)
+
+
+def _plan(model: nn.Module, rules: Any, **options: Any) -> ShardingPlan:
+    return shard_model(model, rules, dry_run=True, **options)
+
+
+def _fqns(model: nn.Module, rules: Any, **options: Any) -> list[str]:
+    """Return the FQNs of the units besides the root."""
+    fqns = [unit.fqn for unit in _plan(model, rules, **options).units]
+    assert fqns.pop() == ""
+    return fqns
+
+
+def _sharded_fqns(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if is_sharded(module)]
+
+
+def _is_up(fqn: str, module: nn.Module) -> bool:
+    return fqn.endswith(".up")
+
+
+# --- what a rule is about ---
+
+UP = ["blocks.0.up", "blocks.1.up", "blocks.2.up"]
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+LAYERS = ["inp", *UP, "blocks.0.down", "blocks.1.down", "blocks.2.down", "out"]
+LAYERS_IN_ORDER = [f"blocks.{index}.{name}" for index in range(3) for name in ("up", "down")]
+CASES: dict[str, tuple[Any, list[str]]] = {
+    "class": ({Block: {}}, BLOCKS),
+    "base class": ({nn.Linear: {}}, LAYERS),
+    "tuple of classes": ({(Block, nn.Linear): {}}, BLOCKS + LAYERS),
+    "glob": ({"blocks.*": {}}, BLOCKS),
+    "glob with a set": ([("blocks.[02]", {})], ["blocks.0", "blocks.2"]),
+    "exact name": ([("blocks.1", {})], ["blocks.1"]),
+    "glob across": ({"blocks.**": {}}, BLOCKS + [name for name in LAYERS if "." in name]),
+    "glob from anywhere": ([("**.up", {})], UP),
+    "predicate": ([(_is_up, {})], UP),
+    "predicate on the module": ([(lambda fqn, module: module.__class__ is Block, {})], BLOCKS),
+    "pairs as lists": ([["out", {}]], ["out"]),
+    "no rules": ({}, []),
+    "nested": ({Block: {}, "**.up": {}}, BLOCKS + UP),
+    "None first": ([("blocks.1", None), (Block, {})], ["blocks.0", "blocks.2"]),
+    "None for what is inside": ([("blocks.**.up", None), ("blocks.*.*", {})], LAYERS[4:7]),
+    "two rules": ([("out", {}), *by_class(Block)], [*BLOCKS, "out"]),
+    "by_class": (by_class(Block), BLOCKS),
+    "by_class of several": (by_class(Block, nn.Linear), BLOCKS + LAYERS),
+    "by_size": (by_size(120), ["blocks.0.down", "blocks.1.down", "blocks.2.down"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rules_form_the_units_they_are_about(case: str) -> None:
+    """Beside them there is the root; inner units come before outer ones."""
+    rules, expected = CASES[case]
+    fqns = _fqns(Net(), rules)
+    assert sorted(fqns) == sorted(expected)
+    positions = {fqn: position for position, fqn in enumerate(fqns)}
+    assert all(
+        positions[inner] < positions[outer]
+        for inner in fqns
+        for outer in fqns
+        if inner.startswith(f"{outer}.")
+    )
+
+
+GLOBS = {
+    "layers.*": (["layers.0", "layers.x"], ["layers", "layers.0.up", "layers2.0", "a.layers.0"]),
+    "layers.**": (["layers.0", "layers.0.up"], ["layers", "layers2.0"]),
+    "**.up": (["up", "a.up", "a.b.up"], ["cup", "a.cup", "up.a"]),
+    "a.**.up": (["a.up", "a.b.up", "a.b.c.up"], ["up", "ab.up", "aup"]),
+    "**": (["a", "a.b.c"], []),
+    "*": (["a", "_a1"], ["a.b"]),
+    "*.*": (["a.b"], ["a", "a.b.c"]),
+    "h?.*_proj": (["h1.q_proj"], ["h.q_proj", "h12.q_proj", "h..q_proj", "h1.a.q_proj"]),
+    "l[0-2].x": (["l0.x", "l2.x"], ["l3.x", "l-.x"]),
+    "l[!0].x": (["l1.x"], ["l0.x", "l..x"]),
+    "a**z": (["az", "a.b.z", "abz"], ["b.z"]),
+    "a+b": (["a+b"], ["aab", "ab"]),
+    "a[": (["a["], ["a"]),
+    "a.b": (["a.b"], ["aXb"]),
+}
+
+
+@pytest.mark.parametrize("glob", GLOBS)
+def test_one_star_stays_within_a_component_and_two_go_across(glob: str) -> None:
+    """Everything else is literal."""
+    pattern = compile_glob(glob)
+    matching, others = GLOBS[glob]
+    assert [fqn for fqn in matching + others if pattern.fullmatch(fqn)] == matching
+
+
+def test_first_match_wins() -> None:
+    """The options are those of the first rule about a module; later ones take the rest."""
+    rules = [("blocks.1", {"reshard_after_forward": True}), (Block, {})]
+    plan = _plan(Net(), rules, reshard_after_forward=False)
+    found = {unit.fqn: (unit.rule, unit.options["reshard_after_forward"]) for unit in plan.units}
+    assert found == {
+        "blocks.0": ("rule 2 (Block)", False),
+        "blocks.1": ("rule 1 ('blocks.1')", True),
+        "blocks.2": ("rule 2 (Block)", False),
+        "": ("defaults", False),
+    }
+
+
+def test_a_rule_about_the_model_gives_the_root_its_options() -> None:
+    """By class or predicate; None does not apply to it, and globs are about what is inside."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    plan = _plan(model, {nn.Sequential: {"reshard_after_forward": True}})
+    assert [(unit.fqn, len(unit.options)) for unit in plan.units] == [("0", 1), ("", 1)]
+    assert _fqns(model, [(nn.Sequential, None), ("**", {})]) == ["0.0"]
+    assert _plan(model, [("**", {"reshard_after_forward": True})]).units[-1].options == {}
+    with pytest.raises(ValueError, match="takes no module of Linear"):
+        _plan(nn.Linear(2, 2), {nn.Linear: None})
+
+
+def test_a_shared_module_is_one_unit_under_any_of_its_names() -> None:
+    """A rule about one name is about all of them; a second one comes too late."""
+    for rules in ({"left.0": {}}, {"right.0": {}}, [(lambda fqn, _: fqn == "right.0", {})]):
+        plan = _plan(_Shared(), rules)
+        assert [unit.fqns for unit in plan.units] == [("left.0", "right.0"), ("",)]
+    with pytest.raises(ValueError, match=r"rule 2 \('right.0'\) takes no module: all it is about"):
+        _plan(_Shared(), {"left.0": {}, "right.0": {}})
+
+
+def test_a_cycle_of_modules_ends() -> None:
+    """A child that refers to its parent has no endless list of names."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].parent = model
+    assert ModuleTree(model).fqns == {model[0]: ["0"], model: [""]}
+    assert _fqns(model, {"*": {}}) == ["0"]
+
+
+# --- ready-made rules ---
+
+
+def test_by_size_counts_what_no_unit_has_yet() -> None:
+    """What is left of a module after its inner units must reach the size again."""
+    layer = _Layer(6)  # attention 108 + 42, experts 2 x (84 + 78), norm 12
+    model = nn.Sequential(layer, nn.Linear(1, 1))
+    assert _fqns(model, by_size(109)) == ["0.attention", "0.experts.0", "0.experts.1"]
+    assert _fqns(model, by_size(54)) == [
+        "0.attention.qkv",
+        *(f"0.experts.{index}.{name}" for index in range(2) for name in ("up", "down")),
+        "0",
+    ]
+    assert _fqns(model, by_size(486)) == ["0"]
+    assert _fqns(model, by_size(150)) == ["0.attention", "0.experts.0", "0.experts.1"]
+
+
+def test_by_size_counts_ties_once_and_ignored_parameters_never() -> None:
+    """Neither makes a module seem larger than its unit would be."""
+    model = _Shared()  # left 12; right: the same Linear, and a bias of 3 of its own
+    assert _fqns(model, by_size(12)) == ["left.0"]
+    assert _fqns(model, by_size(3)) == ["left.0", "right.1"]
+    bias = model.right[1].bias
+    assert _fqns(model, by_size(3), ignored_params={bias}) == ["left.0"]
+    assert _fqns(model, by_size(3, ignored_params=[bias])) == ["left.0"]
+
+
+def test_by_size_counts_after_earlier_rules() -> None:
+    """Units of earlier rules are taken; modules that they leave in their parent's unit are not."""
+    model = Net()
+    assert _fqns(model, [("blocks.*.*", None), (Block, {}), *by_size(48)]) == [
+        "inp",
+        *BLOCKS,
+        "out",
+    ]
+    rules = [("**.up", None), ("**.down", None), *by_size(232)]
+    assert _fqns(model, rules) == BLOCKS
+    assert _fqns(model, [("blocks.0.up", {}), *by_size(232)]) == ["blocks.0.up", *BLOCKS[1:]]
+
+
+def test_by_size_keeps_attention_together() -> None:
+    """MultiheadAttention reads its projection without calling it; it may be a unit itself."""
+    model = nn.TransformerEncoderLayer(4, 2, 4, bias=False)
+    assert _fqns(nn.Sequential(model), by_size(16)) == ["0.self_attn", "0.linear1", "0.linear2"]
+
+
+def test_transformer_blocks_finds_the_layers() -> None:
+    """Neither experts inside of them, nor a stem or head that is a list as well."""
+    model = _Causal()
+    assert transformer_blocks(model) == [("bert.encoder.layer.*", {})]
+    assert _fqns(model, transformer_blocks(model)) == [f"bert.encoder.layer.{i}" for i in range(2)]
+
+
+def test_transformer_blocks_finds_encoder_and_decoder() -> None:
+    """All lists of the kind, with the options given."""
+    rules = transformer_blocks(_EncoderDecoder(), reshard_after_forward=True)
+    options = {"reshard_after_forward": True}
+    assert rules == [("encoder.block.*", options), ("decoder.block.*", options)]
+    assert rules[0][1] is not rules[1][1]
+    torch_model = _torch_transformer()
+    assert [glob for glob, _ in transformer_blocks(torch_model)] == [
+        "encoder.layers.*",
+        "decoder.layers.*",
+    ]
+
+
+def test_transformer_blocks_takes_what_there_is() -> None:
+    """The model may be the list; layers without modules in them are better than nothing."""
+    assert _fqns(nn.Sequential(Block(), Block()), [("*", {})]) == ["0", "1"]
+    assert transformer_blocks(nn.Sequential(Block(), Block())) == [("*", {})]
+    towers = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2))
+    assert [glob for glob, _ in transformer_blocks(towers)] == ["0.*", "1.*"]
+    linears = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert transformer_blocks(nn.ModuleDict({"a*": linears})) == [("a[*].*", {})]
+    assert _fqns(nn.Sequential(linears), transformer_blocks(nn.Sequential(linears))) == [
+        "0.0",
+        "0.1",
+    ]
+
+
+def test_transformer_blocks_says_what_to_pass_where_there_is_no_list() -> None:
+    """Different classes, a single block, blocks without parameters: none is a list of blocks."""
+    mixed = nn.Sequential(nn.Linear(2, 2), Block(2, 2))
+    for model in (mixed, nn.ModuleList([Block()]), nn.Sequential(nn.GELU(), nn.GELU())):
+        with pytest.raises(ValueError, match="no ModuleList or Sequential") as caught:
+            transformer_blocks(model)
+        assert str(caught.value) == (
+            f"no ModuleList or Sequential in {type(model).__name__} holds two or more modules that "
+            "have parameters and are all of one class. Say which modules are the blocks: "
+            "by_class(Block), or an FQN glob as in [('layers.*', {})], or by_size(min_numel)."
+        )
+
+
+READY_REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no class": (by_class, "expected by_class to be given module classes, got nothing"),
+    "instance": (
+        lambda: by_class(Block()),  # type: ignore[arg-type]
+        "expected by_class to be given module classes, got an instance of Block",
+    ),
+    "other class": (
+        lambda: by_class(Block, dict),  # type: ignore[arg-type]
+        "expected by_class to be given module classes, got the class dict",
+    ),
+    "size 0": (lambda: by_size(0), "expected min_numel to be a positive integer, got 0"),
+    "size 1e8": (
+        lambda: by_size(1e8),  # type: ignore[arg-type]
+        "expected min_numel to be a positive integer, got 100000000.0",
+    ),
+    "no model": (
+        lambda: transformer_blocks([Block()]),  # type: ignore[arg-type]
+        "expected model to be an nn.Module, got list",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", READY_REFUSALS)
+def test_ready_made_rules_refuse_wrong_arguments(case: str) -> None:
+    """With the value."""
+    build, text = READY_REFUSALS[case]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        build()
+
+
+# --- FSDP1's policies ---
+
+
+def _lambda(module: nn.Module) -> bool:
+    return isinstance(module, (Block, nn.LayerNorm))
+
+
+POLICIES: dict[str, Any] = {
+    "always": always_wrap_policy,
+    "transformer": functools.partial(
+        transformer_auto_wrap_policy, transformer_layer_cls={_Layer, nn.Embedding}
+    ),
+    "lambda": functools.partial(lambda_auto_wrap_policy, lambda_fn=_lambda),
+    "ModuleWrapPolicy": ModuleWrapPolicy({_Layer, Block}),
+    "CustomPolicy": CustomPolicy(_lambda),
+    **{
+        f"size {numel}": functools.partial(size_based_auto_wrap_policy, min_num_params=numel)
+        for numel in (1, 12, 42, 54, 78, 90, 109, 150, 200, 400, 486, 500, 1000)
+    },
+    "size without leaves": functools.partial(
+        size_based_auto_wrap_policy,
+        min_num_params=60,
+        force_leaf_modules={_Attention},
+        exclude_wrap_modules={nn.ModuleList, Block},
+    ),
+}
+
+
+def _fsdp1_units(model: nn.Module, policy: Any) -> set[str]:
+    """Return what FSDP1 would wrap, containers without forward left out."""
+    names = {module: name for name, module in model.named_modules()}
+    wrapped: set[str] = set()
+
+    def wrap(module: nn.Module, **options: Any) -> nn.Module:
+        if has_forward(module):
+            wrapped.add(names[module])
+        return module
+
+    options = {"mixed_precision": None, "use_orig_params": True}
+    _auto_wrap(model, policy, set(), set(), options, wrap)
+    return wrapped
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("make", [_EncoderDecoder, _Causal, _torch_transformer, _Shared])
+def test_fsdp1_policies_give_the_units_of_fsdp1(name: str, make: Callable[[], nn.Module]) -> None:
+    """As the rules, as a rule among others, and with options."""
+    policy = POLICIES[name]
+    tree = ModuleTree(nn.Sequential(make()))
+    expected = _fsdp1_units(tree.root, policy)
+    options = {"reshard_after_forward": True}
+    for rules in (policy, [policy], {policy: options}):
+        if not expected:
+            with pytest.raises(ValueError, match=r"^rule 1 \(\w+\) takes no module of Sequential"):
+                choose_units(tree, parse_rules(rules), {})
+            continue
+        units = choose_units(tree, parse_rules(rules), {})
+        assert {tree.fqn(unit.module) for unit in units} == {*expected, ""}
+        assert all(unit.options == options for unit in units[:-1]) is isinstance(rules, dict)
+
+
+def test_fsdp1_policies_leave_the_root_and_containers_alone() -> None:
+    """The root keeps the defaults, and what nothing calls does not become a unit."""
+    policy = ModuleWrapPolicy({Net, Block, nn.ModuleList})
+    plan = _plan(Net(), {policy: {"reshard_after_forward": True}})
+    assert [unit.fqn for unit in plan.units] == [*BLOCKS, ""]
+    assert plan.units[-1].options == {}
+
+
+def test_a_policy_reaches_a_shared_module_by_any_of_its_names() -> None:
+    """It may not go into the module that has it first."""
+    policy = functools.partial(
+        size_based_auto_wrap_policy, min_num_params=12, force_leaf_modules={nn.Sequential}
+    )
+    model = nn.ModuleDict({"a": _Shared().left, "b": nn.Module()})
+    model["b"].inner = model["a"][0]
+    tree = ModuleTree(model)
+    expected = _fsdp1_units(model, policy)
+    assert expected == {"a.0"}
+    assert {fqn for module in _taken_by(tree, policy) for fqn in tree.fqns[module]} == {
+        "a.0",
+        "b.inner",
+    }
+
+
+def _taken_by(tree: ModuleTree, policy: Any) -> list[nn.Module]:
+    (rule,) = parse_rules(policy)
+    return [module for module, _ in rule.selector.find(Scope(tree, frozenset(), {}))]
+
+
+def test_custom_policy_overrides_options() -> None:
+    """What its function returns goes before the options of the rule."""
+    policy = CustomPolicy(
+        lambda module: {"reshard_after_forward": True} if isinstance(module, Block) else False
+    )
+    plan = _plan(Net(), {policy: {"reshard_after_forward": False, "sync_module_states": True}})
+    assert [unit.options for unit in plan.units[:-1]] == 3 * [
+        {"reshard_after_forward": True, "sync_module_states": True}
+    ]
+    wrong = CustomPolicy(
+        lambda module: {"sharding_strategy": 1} if isinstance(module, Block) else False
+    )
+    with pytest.raises(ValueError, match="fully_shard has no option") as caught:
+        _plan(Net(), wrong)
+    assert str(caught.value) == (
+        "rule 1 (CustomPolicy), 'blocks.0' (Block): fully_shard has no option "
+        "'sharding_strategy'. Did you mean 'strategy'?"
+    )
+
+
+def test_policies_count_what_earlier_rules_took() -> None:
+    """A module of an earlier rule is wrapped, for the arithmetic; None takes it out."""
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=200)
+    assert _fqns(Net(), policy) == BLOCKS
+    assert _fqns(Net(), [("blocks.0.up", {}), policy]) == ["blocks.0.up", *BLOCKS[1:]]
+    assert _fqns(Net(), [("blocks.1", None), policy]) == ["blocks.0", "blocks.2"]
+    assert _fqns(Net(), [(policy, None), ("blocks.**", {})]) == LAYERS_IN_ORDER
+
+
+# --- refusals ---
+
+
+def _needs_two(policy: Any) -> Any:
+    return policy
+
+
+def _with_integers() -> nn.Module:
+    model = Net()
+    model.blocks[1].table = nn.Parameter(torch.arange(4), requires_grad=False)
+    return model
+
+
+def _with_graph() -> nn.Module:
+    model = Net()
+    model.out.__dict__["kept"] = model.out(torch.ones(15))
+    return model
+
+
+def _on_two_devices() -> nn.Module:
+    model = Net()
+    model.blocks[2].down.to("meta")
+    return model
+
+
+def _with_container() -> nn.Module:
+    model = Net()
+    model.blocks = nn.ModuleList([Block(), nn.ModuleList([Block()])])
+    return model
+
+
+def _sharded_in_part() -> nn.Module:
+    model = Net()
+    fully_shard(model.blocks[1])
+    return model
+
+
+def _part_of_sharded() -> nn.Module:
+    model = fully_shard(nn.Sequential(Net(), nn.Linear(3, 3)))
+    model[0].__dict__["outer"] = model  # keeps it alive
+    return model[0]
+
+
+EXPECTED_RULES = (
+    "expected rules to be a mapping or a sequence of pairs (module class, tuple of classes, FQN "
+    "glob or predicate) -> options or None, or an auto-wrap policy of FSDP1; got "
+)
+EXPECTED_KEY = (
+    "rule 1: expected a module class, a tuple of them, an FQN glob, a predicate or an auto-wrap "
+    "policy of FSDP1, got "
+)
+EXPECTED_PAIR = (
+    "rule 2: expected a pair of what it is about and options or None, got {}. Unpack ready-made "
+    "rules among others: [*by_class(Block), ('head', None)]."
+)
+NET = (
+    "takes no module of Net, which holds 'inp', 'blocks', 'out' and has the classes 'Net', "
+    "'Linear', 'ModuleList', 'Block'. Correct or remove it."
+)
+ALL = {"blocks.*": {}}
+# model, rules, options, error, text
+REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception], str]] = {
+    "no model": (
+        lambda: [Block()],
+        ALL,
+        {},
+        ValueError,
+        "expected model to be an nn.Module, got list",
+    ),
+    "rules: a glob": (Net, "blocks.*", {}, ValueError, EXPECTED_RULES + "'blocks.*'"),
+    "rules: a class": (Net, Block, {}, ValueError, EXPECTED_RULES + "Block"),
+    "rules: None": (Net, None, {}, ValueError, EXPECTED_RULES + "NoneType"),
+    "rules: a predicate": (Net, _is_up, {}, ValueError, EXPECTED_RULES + "_is_up"),
+    "not a pair": (Net, [(Block, {}), Block], {}, ValueError, EXPECTED_PAIR.format("type")),
+    "not unpacked": (
+        Net,
+        [("out", {}), by_class(Block)],
+        {},
+        ValueError,
+        EXPECTED_PAIR.format("list"),
+    ),
+    "key: a number": (Net, {3: {}}, {}, ValueError, EXPECTED_KEY + "int"),
+    "key: another class": (Net, {dict: {}}, {}, ValueError, EXPECTED_KEY + "the class dict"),
+    "key: a module": (Net, [(Block(), {})], {}, ValueError, EXPECTED_KEY + "Block"),
+    "key: a tuple of names": (Net, {("out", "inp"): {}}, {}, ValueError, EXPECTED_KEY + "tuple"),
+    "key: a function of one argument": (
+        Net,
+        [(_needs_two, {})],
+        {},
+        ValueError,
+        "rule 1: expected a predicate that is called with an FQN and a module, got "
+        "_needs_two(policy: 'Any') -> 'Any'",
+    ),
+    "key: an unfinished policy": (
+        Net,
+        [transformer_auto_wrap_policy],
+        {},
+        ValueError,
+        "rule 1: expected a policy that can be called as policy(module=, recurse=, "
+        "nonwrapped_numel=), got transformer_auto_wrap_policy"
+        f"{inspect.signature(transformer_auto_wrap_policy)}. Give the other arguments with "
+        "functools.partial.",
+    ),
+    "options: True": (
+        Net,
+        {Block: True},
+        {},
+        ValueError,
+        "rule 1: expected a dict of options for fully_shard, or None for no unit of its own, "
+        "got bool",
+    ),
+    "unknown option in a rule": (
+        Net,
+        {"out": {}, Block: {"reshard_after_foward": True}},
+        {},
+        ValueError,
+        "rule 2 (Block): fully_shard has no option 'reshard_after_foward'. Did you mean "
+        "'reshard_after_forward'?",
+    ),
+    "unknown default": (
+        Net,
+        ALL,
+        {"cpu_offload": True},
+        ValueError,
+        f"the defaults: fully_shard has no option 'cpu_offload'. It has {_OPTIONS}.",
+    ),
+    "value in a rule": (
+        Net,
+        {Block: {"strategy": "full"}},
+        {},
+        ValueError,
+        "rule 1 (Block): expected strategy to be a ShardingStrategy, got 'full'",
+    ),
+    "value of a default": (
+        Net,
+        ALL,
+        {"use_orig_params": "no"},
+        ValueError,
+        "the defaults: expected use_orig_params to be True or False, got 'no'",
+    ),
+    "mesh": (
+        Net,
+        ALL,
+        {"mesh": 2},
+        ValueError,
+        "the defaults: expected mesh to be a DeviceMesh or None, got 2",
+    ),
+    "ignored_params: an iterator": (
+        Net,
+        ALL,
+        {"ignored_params": iter([])},
+        ValueError,
+        "the defaults: expected ignored_params to be a set of parameters, got a list_iterator",
+    ),
+    "ignored_params: names": (
+        Net,
+        {Block: {"ignored_params": {"up.bias"}}},
+        {},
+        ValueError,
+        "rule 1 (Block): expected ignored_params to hold parameters only, got a str",
+    ),
+    "sync_module_states": (
+        Net,
+        ALL,
+        {"sync_module_states": "yes"},
+        ValueError,
+        "the defaults: expected sync_module_states to be a bool, got 'yes'",
+    ),
+    "min_unit_nbytes": (
+        Net,
+        ALL,
+        {"min_unit_nbytes": 0},
+        ValueError,
+        "expected min_unit_nbytes to be None or a positive integer of bytes, got 0",
+    ),
+    "world_size": (
+        Net,
+        ALL,
+        {"world_size": 2},
+        ValueError,
+        "world_size is for dry_run=True; without it, units are shared by the ranks of `mesh`",
+    ),
+    "glob about nothing": (Net, {"block.*": {}}, {}, ValueError, "rule 1 ('block.*') " + NET),
+    "class about nothing": (
+        Net,
+        {Block: {}, (nn.Conv2d, nn.GELU): None},
+        {},
+        ValueError,
+        "rule 2 ((Conv2d, GELU)) " + NET,
+    ),
+    "predicate about nothing": (
+        Net,
+        [(lambda fqn, module: False, {})],
+        {},
+        ValueError,
+        "rule 1 (predicate <lambda>) " + NET,
+    ),
+    "size that nothing has": (
+        Net,
+        by_size(10**6),
+        {},
+        ValueError,
+        "rule 1 (by_size(1000000)) " + NET,
+    ),
+    "policy about nothing": (
+        Net,
+        ModuleWrapPolicy({nn.Conv2d}),
+        {},
+        ValueError,
+        "rule 1 (ModuleWrapPolicy) " + NET,
+    ),
+    "shadowed rule": (
+        Net,
+        [("blocks.0", {}), (Block, {}), ("blocks.[01]", {})],
+        {},
+        ValueError,
+        "rule 3 ('blocks.[01]') takes no module: all it is about, 'blocks.0', 'blocks.1', was "
+        "taken by rule 1 ('blocks.0') and rule 2 (Block) before it. Remove it, or move it to the "
+        "front.",
+    ),
+    "shadowed by None": (
+        Net,
+        [(Block, None), ("blocks.*", {})],
+        {},
+        ValueError,
+        "rule 2 ('blocks.*') takes no module: all it is about, 'blocks.0', 'blocks.1', "
+        "'blocks.2', was taken by rule 1 (Block) before it. Remove it, or move it to the front.",
+    ),
+    "too little left": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))),
+        [("0.0", {}), *by_size(12)],
+        {},
+        ValueError,
+        "rule 2 (by_size(12)) takes no module: the rules before it left too few parameters for "
+        "it. Remove it, or move it to the front.",
+    ),
+    "container": (
+        _with_container,
+        {"blocks.*": {}},
+        {},
+        ValueError,
+        "rule 1 ('blocks.*') takes 'blocks.1', a ModuleList, which has no forward, so its unit "
+        "would never be gathered. Take the modules in it ('blocks.1.*'), or leave it out by a "
+        "rule before this one (('blocks.1', None)).",
+    ),
+    "model without forward": (
+        lambda: nn.ModuleList([Block()]),
+        {"*": {}},
+        {},
+        ValueError,
+        "the model is a ModuleList, which has no forward, so its unit would never be gathered. "
+        "Call shard_model on each of the modules in it that has one.",
+    ),
+    "sharded in part": (
+        _sharded_in_part,
+        ALL,
+        {},
+        ValueError,
+        "'blocks.1' (Block) was already sharded by fully_shard or shard_model. Give shard_model a "
+        "model of which nothing is sharded, and options of single modules as rules.",
+    ),
+    "sharded": (
+        lambda: shard_model(Net(), ALL),
+        ALL,
+        {},
+        ValueError,
+        "'blocks.0' (Block) was already sharded by fully_shard or shard_model. Give shard_model a "
+        "model of which nothing is sharded, and options of single modules as rules.",
+    ),
+    "part of a sharded model": (
+        _part_of_sharded,
+        ALL,
+        {},
+        ValueError,
+        "'blocks.0' (Block), rule 1 ('blocks.*'): parameter 'up.weight' is already managed by the "
+        "unit 'Sequential' of an outer module. Call fully_shard on inner modules first, on outer "
+        "ones last.",
+    ),
+    "one unit refused": (
+        _with_integers,
+        ALL,
+        {},
+        ValueError,
+        "'blocks.1' (Block), rule 1 ('blocks.*'): expected floating-point or complex parameters, "
+        "got 'table' of torch.int64. Register it as a buffer, or pass it in ignored_params.",
+    ),
+    "the root refused": (
+        _with_graph,
+        ALL,
+        {},
+        RuntimeError,
+        "the model (Net), defaults: parameter 'out.weight' is part of a live autograd graph (an "
+        "output of an earlier forward, an old-style weight_norm). Delete the outputs, or remove "
+        "the parametrisation, before fully_shard.",
+    ),
+    "the last unit refused": (
+        _on_two_devices,
+        ALL,
+        {},
+        ValueError,
+        "'blocks.2' (Block), rule 1 ('blocks.*'): expected all parameters of a unit on one device, "
+        "got cpu: ['up.weight', 'up.bias']; meta: ['down.weight', 'down.bias']. Move the module "
+        "to one device before fully_shard.",
+    ),
+    "sync on meta": (
+        lambda: Net().to("meta"),
+        {Block: {}, "out": {"sync_module_states": True}},
+        {},
+        ValueError,
+        "'out' (Linear), rule 2 ('out'): sync_module_states=True needs real parameters and "
+        "buffers, got some on the meta device. Initialise or load them after fully_shard instead.",
+    ),
+    "a module in two units": (
+        _Shared,
+        {"left": {}, "right": {}},
+        {},
+        ValueError,
+        "'left.0' (Linear), known as 'left.0', 'right.0', is in two units, 'left' (Sequential) "
+        "and 'right' (Sequential), and only one can manage its parameters. Make it a unit of its "
+        "own, for example by a first rule ('left.0', {}).",
+    ),
+    "a module in a unit and in the root": (
+        _Shared,
+        {"left": {}},
+        {},
+        ValueError,
+        "'left.0' (Linear), known as 'left.0', 'right.0', is in two units, 'left' (Sequential) "
+        "and the model (_Shared), and only one can manage its parameters. Make it a unit of its "
+        "own, for example by a first rule ('left.0', {}).",
+    ),
+}
+
+
+def _refuse(case: str) -> str:
+    build, rules, options, error, _ = REFUSALS[case]
+    model = build()
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    before = [fingerprint(module) for module in modules]
+    with pytest.raises(error) as caught:
+        shard_model(model, rules, **options)
+    assert caught.type is error
+    assert [fingerprint(module) for module in modules] == before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusal_changes_nothing_and_is_the_same_on_all_ranks(case: str) -> None:
+    """The text names the rule or the unit; no module, hook or parameter is another than before."""
+    assert run_ranks(2, _refuse, case) == 2 * [REFUSALS[case][-1]]
+
+
+def test_world_size_of_a_dry_run_is_checked() -> None:
+    """With the value."""
+    with pytest.raises(ValueError, match="expected world_size to be a positive integer, got 0"):
+        _plan(Net(), ALL, world_size=0)
+
+
+def test_missing_process_group_is_named() -> None:
+    """A real run needs one; nothing is changed before it is found missing."""
+    model = Net()
+    with pytest.raises(RuntimeError, match=r"^torch.distributed is not initialised"):
+        shard_model(model, ALL)
+    assert _sharded_fqns(model) == []
+
+
+@distributed(2)
+def test_corrected_call_succeeds_after_a_refused_one() -> None:
+    """A refused call leaves nothing that a second one trips over."""
+    model = _with_integers()
+    with pytest.raises(ValueError, match=r"got 'table' of torch\.int64"):
+        shard_model(model, ALL)
+    shard_model(model, ALL, ignored_params={model.blocks[1].table})
+    assert _sharded_fqns(model) == ["", *BLOCKS]
+    model(rank_input(4, 5)).sum().backward()
+
+
+@distributed(2)
+def test_what_is_refused_by_hand_in_the_middle_is_refused_here_at_the_start() -> None:
+    """The checks of later units see what earlier ones will have changed."""
+    model = _Shared()
+    fully_shard(model.left)
+    with pytest.raises(ValueError, match="is already managed by the unit"):
+        fully_shard(model.right)
+    model = _Shared()
+    with pytest.raises(ValueError, match="is in two units"):
+        shard_model(model, {"left": {}, "right": {}})
+    assert _sharded_fqns(model) == []
+    model.requires_grad_(True)
+    # Not managed by any unit, so by no two.
+    shard_model(model, {"left": {}, "right": {}}, ignored_params=set(model.left.parameters()))
+    assert _sharded_fqns(model) == ["", "left", "right"]
+
+
+class _Node(nn.Module):
+    """A module of a random tree: children, of which some lie elsewhere in the tree as well."""
+
+    def __init__(self, rng: random.Random, made: list[nn.Module], depth: int = 3) -> None:
+        super().__init__()
+        for index in range(rng.randint(1, 3)):
+            if made and rng.random() < 0.15:
+                child = rng.choice(made)
+            elif depth and rng.random() < 0.6:
+                child = _Node(rng, made, depth - 1)
+            else:
+                child = nn.Linear(2, 2)
+                if made and rng.random() < 0.1:
+                    tied = next((m for m in made if isinstance(m, nn.Linear)), child)
+                    child.weight = tied.weight
+                if rng.random() < 0.02:
+                    child.table = nn.Parameter(torch.ones(2, dtype=torch.int64), False)
+                if rng.random() < 0.02:
+                    child.to("meta")
+            made.append(child)
+            self.add_module(f"m{index}", child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def _random_case(seed: int) -> tuple[nn.Module, list[tuple[str, Any]], dict[str, Any]]:
+    rng = random.Random(seed)
+    model = _Node(rng, [])
+    names = [fqns[0] for fqns in ModuleTree(model).fqns.values() if fqns[0]]
+    rules = [(name, rng.choice([{}, {}, None])) for name in names if rng.random() < 0.4]
+    ignored = {param for param in model.parameters() if rng.random() < 0.1}
+    return model, rules, {"ignored_params": ignored}
+
+
+@distributed(2)
+def test_a_call_is_refused_if_and_only_if_a_unit_would_be() -> None:
+    """Random trees with shared modules, ties and faults: refused at the start, or not at all."""
+    refused = []
+    for seed in range(150):
+        by_hand, rules, options = _random_case(seed)
+        units = choose_units(ModuleTree(by_hand), parse_rules(rules), options)
+        reason = _reason(
+            lambda units=units: [fully_shard(unit.module, **unit.options) for unit in units]
+        )
+        model, rules, options = _random_case(seed)
+        before = [fingerprint(module) for module in model.modules()]
+        ours = _reason(lambda m=model, r=rules, o=options: shard_model(m, r, **o))
+        assert (ours is None) is (reason is None), (seed, reason, ours)
+        if ours is None:
+            assert _sharded_fqns(model) == _sharded_fqns(by_hand), seed
+        else:
+            assert [fingerprint(module) for module in model.modules()] == before, seed
+            refused.append(seed)
+    assert 30 < len(refused) < 120
+
+
+def _reason(call: Callable[[], object]) -> str | None:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# --- what is formed ---
+
+
+@distributed(2)
+def test_same_units_as_by_hand_train_the_same() -> None:
+    """Units, their options and names, and bitwise what they compute."""
+    torch.manual_seed(0)
+    ours = _EncoderDecoder()
+    by_hand = copy.deepcopy(ours)
+    rules = {
+        "encoder.block.1": None,
+        _Layer: {"reshard_after_forward": False},
+        "**.experts.*": {},
+    }
+    assert shard_model(ours, rules, reshard_after_forward=True) is ours
+    for stack in (by_hand.encoder, by_hand.decoder):
+        for block in stack.block:
+            for expert in block.experts:
+                fully_shard(expert, reshard_after_forward=True)
+            if block is not by_hand.encoder.block[1]:
+                fully_shard(block, reshard_after_forward=False)
+    fully_shard(by_hand, reshard_after_forward=True)
+    models = (ours, by_hand)
+    assert _sharded_fqns(ours) == _sharded_fqns(by_hand)
+    assert [state.name for state in get_states(ours)] == [
+        state.name for state in get_states(by_hand)
+    ]
+    assert [state.describe_options() for state in get_states(ours)] == [
+        state.describe_options() for state in get_states(by_hand)
+    ]
+    losses = [_train(model) for model in models]
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 4
+    for param, expected in zip(ours.parameters(), by_hand.parameters(), strict=True):
+        assert isinstance(param, FlatShard)
+        assert torch.equal(param.to_local(), expected.to_local())
+    assert_at_rest(ours)
+
+
+def _train(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(4):
+        tokens = rank_input(3, 5, step=step).mul(3).long() % 11
+        loss = model(tokens).logsumexp(-1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ALL,
+        by_size(120),
+        {Block: {}, nn.Linear: {"reshard_after_forward": True}},
+        [("blocks.1", None), ("blocks.**.up", {}), ("out", {})],
+        always_wrap_policy,
+        {},
+    ],
+)
+@distributed(2)
+def test_training_equals_the_unsharded_model(rules: Any) -> None:
+    """Whatever the units are."""
+    twins = Twins(Net, lambda model: shard_model(model, rules))
+    optimizers = twins.optimizers()
+    for step in range(3):
+        twins.step(lambda model, step=step: model(rank_input(4, 5, step=step)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.assert_equal_parameters()
+
+
+@distributed(2)
+def test_shared_modules_train_as_one_unit() -> None:
+    """A unit at two FQNs is one state with one handle for its parameters, tied ones borrowed."""
+    twins = Twins(_Shared, lambda model: shard_model(model, {"left.0": {}, "right": {}}))
+    assert _sharded_fqns(twins.sharded) == ["", "left.0", "right"]
+    sizes = [[str(e.label) for e in h.entries] for h in get_handles(twins.sharded)]
+    assert sizes == [["left.0.weight", "left.0.bias"], ["right.1.bias"]]
+    for step in range(2):
+        twins.step(lambda model, step=step: model(rank_input(4, 3, step=step)).square().mean())
+
+
+@distributed(2)
+def test_transformer_blocks_shards_an_encoder_and_decoder() -> None:
+    """The embedding at three places and the head tied to it form the root unit with the norms."""
+    twins = Twins(_EncoderDecoder, lambda model: shard_model(model, transformer_blocks(model)))
+    assert _sharded_fqns(twins.sharded) == [
+        "",
+        *(f"encoder.block.{index}" for index in range(2)),
+        *(f"decoder.block.{index}" for index in range(3)),
+    ]
+    tokens = rank_input(3, 5).mul(3).long() % 11
+    twins.step(lambda model: model(tokens).logsumexp(-1).mean())
+
+
+@distributed(2)
+def test_options_of_a_rule_reach_its_units_and_defaults_all_others() -> None:
+    """A rule's option goes before the default of the same name; meshes may differ."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = Net()
+    kept = model.blocks[0].up.bias
+    by_block = {"mesh": mesh, "ignored_params": {kept}}
+    rules = {Block: by_block, "out": {"reshard_after_forward": True}}
+    defaults = {"reshard_after_forward": False, "strategy": ShardingStrategy.FULL_SHARD}
+    shard_model(model, rules, **defaults)
+    options = [state.describe_options().split()[-1] for state in get_states(model)]
+    assert options == [f"reshard_after_forward={flag}" for flag in (*[False] * 4, True)]
+    assert type(kept) is nn.Parameter
+    groups = [handle.shard_group.name for handle in get_handles(model.blocks)]
+    assert set(groups) == {mesh.get_group().group_name}
+
+
+@distributed(2)
+def test_sync_module_states_reaches_every_unit() -> None:
+    """All ranks start from the first rank's values."""
+    torch.manual_seed(dist.get_rank())
+    model = shard_model(Net(), ALL, sync_module_states=True)
+    torch.manual_seed(0)
+    for param, expected in zip(model.parameters(), Net().parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), expected)
+
+
+@distributed(2)
+def test_meta_models_can_be_sharded() -> None:
+    """Shard on the meta device, then allocate and initialise only the shards."""
+    with torch.device("meta"):
+        model = Net()
+    shard_model(model, ALL)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    model(rank_input(4, 5)).sum().backward()
+    assert_at_rest(model)
+
+
+@distributed(2)
+def test_options_are_those_of_fully_shard_whatever_they_are() -> None:
+    """An option that `fully_shard` gets later is taken and passed on, with no change here."""
+    seen = []
+
+    def later(module: nn.Module, *, new_option: int = 3, **rest: Any) -> nn.Module:
+        raise NotImplementedError
+
+    signature = inspect.signature(fully_shard)
+    extra = inspect.signature(later).parameters["new_option"]
+    parameters = [*signature.parameters.values(), extra]
+
+    def extended(module: nn.Module, **options: Any) -> nn.Module:
+        raise NotImplementedError
+
+    def form(modules: list[nn.Module], options: dict[str, Any], owners: object) -> None:
+        seen.append((type(modules[0]).__name__, options["new_option"]))
+        form_unit(modules, options, owners)
+
+    extended.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    form_unit = sys.modules["composable_shard.construct.api"].form_unit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["composable_shard.planning.units"], "fully_shard", extended)
+        patch.setattr(sys.modules["composable_shard.planning.api"], "form_unit", form)
+        shard_model(Net(1), {Block: {"new_option": 4}})
+    assert seen == [("Block", 4), ("Net", 3)]
+
+
+# --- the dry run ---
+
+
+def test_dry_run_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Units, who took them, what they hold, and bytes per rank; no memory, no process group."""
+    with torch.device("meta"):
+        model = Net()
+        model.blocks[1].double()
+    before = [fingerprint(module) for module in model.modules()]
+    rules = {Block: {"reshard_after_forward": True}, "out": {"ignored_params": {model.out.bias}}}
+    plan = shard_model(model, rules, dry_run=True, world_size=3, sync_module_states=True)
+    lines = [
+        "Net: 5 units; bytes of the first rank: parameters at rest, gradients after a backward, "
+        "AdamW's state; how much of that is offloaded to the host; full parameters while gathered, "
+        "in total the most at once in a forward; gathers and reductions per step, and bytes sent",
+        "unit      class   rule            parameters  numel  ranks  params  grads  AdamW  on host"
+        "  gathered  calls   sent  options",
+        "blocks.0  Block   rule 1 (Block)           4    232      3     320    320    640"
+        "        0       960      3  1,926  sync_module_states=True, reshard_after_forward=True",
+        "blocks.1  Block   rule 1 (Block)           4    232      3     640    640  1,280"
+        "        0     1,920      3  3,846  sync_module_states=True, reshard_after_forward=True",
+        "blocks.2  Block   rule 1 (Block)           4    232      3     320    320    640"
+        "        0       960      3  1,926  sync_module_states=True, reshard_after_forward=True",
+        "out       Linear  rule 2 ('out')           1     45      3      64     64    128"
+        "        0       192      3    386  sync_module_states=True, ignored_params=<1>",
+        "(root)    Net     defaults                 2     90      3     128    128    256"
+        "        0       384      2    515  sync_module_states=True",
+        "total                                     15    831          1,472  1,472  2,944"
+        "        0     4,416     14  8,596",
+    ]
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if not line.startswith("---")] == lines
+    assert printed == f"{plan}\n"
+    assert [fingerprint(module) for module in model.modules()] == before
+
+
+def test_dry_run_describes_options_in_words() -> None:
+    """Enums by name, sets by size, long values shortened: no addresses, the same on all ranks."""
+    plan = _plan(Net(), {}, strategy=ShardingStrategy.FULL_SHARD, ignored_params=set())
+    assert "strategy=FULL_SHARD, ignored_params=<0>" in str(plan)
+    assert plan.units[0].world_size == 1
+
+
+@distributed(2)
+def test_dry_run_says_what_a_run_does() -> None:
+    """The same units in the same order; the bytes are those that a rank then holds."""
+    torch.manual_seed(0)
+    model = _EncoderDecoder()
+    model.encoder.block[0].half().requires_grad_(False)
+    mesh = init_device_mesh("cpu", (2,))
+    rules = [*transformer_blocks(model), ("**.experts.*", {"mesh": mesh})]
+    plan = _plan(model, rules)
+    shard_model(model, rules)
+    assert {unit.fqn for unit in plan.units} == set(_sharded_fqns(model))
+    modules = dict(model.named_modules())
+    for unit in plan.units:
+        state = fully_shard.state(modules[unit.fqn])  # type: ignore[attr-defined]
+        shards = [handle.local_shard for handle in state.handles]
+        entries = [entry for handle in state.handles for entry in handle.entries]
+        assert unit.world_size == 2
+        assert unit.num_params == len(entries), unit.fqn
+        assert unit.numel == sum(entry.sharded.numel() for entry in entries), unit.fqn
+        assert unit.cost.param_nbytes == sum(shard.nbytes for shard in shards), unit.fqn
+    assert "mesh(2,)" in str(plan)
+
+
+def test_dry_run_counts_a_tied_parameter_in_its_first_unit() -> None:
+    """As `fully_shard` does: units after it borrow the parameter, whatever else they hold."""
+    with torch.device("meta"):
+        model = _Shared()
+        model.right[1].bias = nn.Parameter(torch.zeros(3, device="cpu"))
+    plan = _plan(model, {"left.0": {}, "right": {}})
+    counts = {unit.fqn: (unit.num_params, unit.numel) for unit in plan.units}
+    assert counts == {"left.0": (2, 12), "right": (1, 3), "": (0, 0)}
+
+
+def test_dry_run_prints_once() -> None:
+    """On rank 0 only; every rank gets the plan."""
+    outputs = run_ranks(2, _print_plan)
+    assert [bool(printed) for printed, _ in outputs] == [True, False]
+    assert outputs[0][1] == outputs[1][1] == outputs[0][0].rstrip("\n")
+
+
+def _print_plan() -> tuple[str, str]:
+    written: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.stdout, "write", written.append)
+        plan = _plan(Net(), ALL)
+    return "".join(written), str(plan)

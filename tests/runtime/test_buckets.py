@@ -1,0 +1,617 @@
+"""`bucket_cap_mb`: what a bucket holds, when it is reduced, and that training stays the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from composable_shard import (
+    FlatLayout,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    get_handles,
+    no_sync,
+    shard_model,
+)
+from composable_shard.comm.collectives import CollectiveLog, count_collectives
+from composable_shard.comm.trace import trace_events
+from composable_shard.layout.flat_layout import cut_buckets
+from tests.helpers import assert_equal, distributed, peak_bytes
+from tests.models import Net, Optional, Twins, assert_at_rest, pickled, rank_input, shard_root
+
+FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
+STRATEGIES = list(ShardingStrategy)
+MIB = 1 << 20
+CAP = 600 / MIB  # about a third of a block of a Net
+
+
+def _loss(model: nn.Module, step: int = 0) -> Tensor:
+    return model(rank_input(4, 5, step=step)).square().mean()
+
+
+def _count(run: Callable[[], object]) -> CollectiveLog:
+    with count_collectives() as log:
+        run()
+    return log
+
+
+def _sharded(model: nn.Module, cap: float | None = CAP, **options: Any) -> nn.Module:
+    return fully_shard(model, bucket_cap_mb=cap, **options)
+
+
+# --- what a bucket holds ---
+
+
+@given(
+    numels=st.lists(st.integers(0, 300), max_size=30),
+    cap=st.integers(1, 1000),
+    world_size=st.integers(1, 9),
+    alignment=st.sampled_from([1, 2, 4, 8]),
+)
+def test_buckets_stay_below_the_cap(
+    numels: list[int], cap: int, world_size: int, alignment: int
+) -> None:
+    """But for a single larger parameter; all parameters are there once, from the last on."""
+    buckets = cut_buckets(numels, cap, world_size, alignment)
+    assert [index for bucket in reversed(buckets) for index in bucket] == list(range(len(numels)))
+    for bucket in buckets:
+        members = [numels[index] for index in bucket]
+        padded = FlatLayout.plan(members, world_size, alignment).padded_numel
+        assert padded <= cap or sum(numel > 0 for numel in members) == 1
+    for later, earlier in pairwise(buckets):
+        # One parameter more would have been too much.
+        members = [numels[index] for index in [earlier[-1], *later]]
+        blocks = sum(-(-numel // alignment) for numel in members)
+        assert -(-blocks // world_size) * world_size * alignment > cap
+
+
+class _Mixed(nn.Module):
+    """Parameters of two dtypes in turn, one of them tied, one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.half = nn.Linear(5, 5, dtype=torch.float64)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.middle = nn.Linear(5, 5, dtype=torch.float64)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x @ self.embedding.weight[:5])
+        x = self.middle(self.half(x.double())).float()
+        return self.head(torch.tanh(x))
+
+
+@distributed(2)
+def test_buckets_of_a_unit_are_in_the_order_of_the_backward() -> None:
+    """Across dtypes; what is tied is one parameter, at its first place, and frozen ones are one."""
+    model = _sharded(_Mixed(), 256 / MIB)
+    names = [[str(entry.label) for entry in handle.entries] for handle in get_handles(model)]
+    assert names == [
+        ["middle.weight", "middle.bias"],
+        ["frozen.weight", "frozen.bias"],
+        ["half.weight", "half.bias"],
+        ["embedding.weight"],
+    ]
+
+
+@distributed(2)
+def test_the_cap_is_about_the_dtype_that_is_reduced() -> None:
+    """Twice as much fits where gradients travel in half of the bytes."""
+    half = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    for cap, policy in ((8192, MixedPrecisionPolicy()), (4096, half)):
+        layers = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+        model = _sharded(layers, cap / MIB, mp_policy=policy)
+        assert [len(handle.entries) for handle in get_handles(model)] == [2, 2, 2]
+
+
+@distributed(1)
+def test_one_rank_has_no_buckets() -> None:
+    """It reduces nothing."""
+    assert len(get_handles(_sharded(Net()))) == 1
+
+
+@distributed(2)
+def test_flat_parameters_of_buckets() -> None:
+    """The first of them has the last parameters."""
+    model = _sharded(Net(), use_orig_params=False)
+    num_buckets = len(get_handles(model))
+    names = [name for name, _ in model.named_parameters()]
+    assert names == ["_flat_param", *(f"_flat_param_{i}" for i in range(1, num_buckets))]
+    assert "out.weight" in [str(entry.label) for entry in get_handles(model)[0].entries]
+
+
+# --- the option ---
+
+
+@pytest.mark.parametrize("cap", [0, -1.0, float("inf"), float("nan"), True, "25"])
+@distributed(1)
+def test_a_cap_that_is_none(cap: object) -> None:
+    """A clear error before anything is changed."""
+    model = Net()
+    with pytest.raises(ValueError, match="bucket_cap_mb to be None or a positive, finite number"):
+        fully_shard(model, bucket_cap_mb=cap)  # type: ignore[arg-type]
+    fully_shard(model, bucket_cap_mb=25)
+
+
+@distributed(2)
+def test_ranks_with_different_caps() -> None:
+    """They would reduce different buckets."""
+    model = _sharded(nn.Linear(2, 2), 25 + dist.get_rank())
+    with pytest.raises(RuntimeError, match="bucket_cap_mb=25"):
+        model(torch.ones(2, 2))
+
+
+@distributed(2)
+def test_a_default_of_shard_model() -> None:
+    """It reaches every unit; a dry run counts the padding of buckets."""
+    plan = shard_model(Net(), {nn.Linear: None}, dry_run=True, bucket_cap_mb=CAP)
+    model = shard_model(Net(), {nn.Linear: None}, bucket_cap_mb=CAP)
+    handles = get_handles(model)
+    assert len(handles) > 4
+    assert plan.units[0].cost.param_nbytes == sum(handle.local_shard.nbytes for handle in handles)
+
+
+# --- when it is reduced ---
+
+
+class _Chain(nn.Module):
+    """Layers of equal size; each notes when the backward reaches it."""
+
+    def __init__(self, num_layers: int = 6, dim: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(num_layers))
+        self.reached: list[Callable[[], object]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            for note in self.reached:
+                x.register_hook(lambda _, note=note: note())
+        return x
+
+
+def _num_issued(model: _Chain, x: Tensor) -> list[int]:
+    """Return how many reductions were issued when the backward reached each layer."""
+    counts: list[int] = []
+    with trace_events() as events:
+        model.reached = [
+            lambda: counts.append(sum(event.kind == "issue_reduce" for event in events))
+        ]
+        model(x).square().mean().backward()
+    return counts[::-1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_a_bucket_is_reduced_as_soon_as_it_is_full(strategy: ShardingStrategy) -> None:
+    """Of one layer each: when the backward reaches layer k, those above it are on their way."""
+    model = _sharded(_Chain(), 1024 / MIB, strategy=strategy)
+    for step in range(2):
+        assert _num_issued(model, rank_input(3, 16, step=step)) == [5, 4, 3, 2, 1, 0]
+    assert _num_issued(fully_shard(_Chain(), strategy=strategy), rank_input(3, 16)) == [0] * 6
+
+
+@distributed(2)
+def test_sibling_units_reduce_their_buckets() -> None:
+    """Each unit in its own window of the backward; the one around them at its end."""
+    model = nn.Sequential(_Chain(3), _Chain(3), nn.Linear(16, 16))
+    for child in model[:2]:
+        _sharded(child, 1024 / MIB)
+    _sharded(model, 64 / MIB)
+    counts: list[int] = []
+    with trace_events() as events:
+        for child in model[:2]:
+            child.reached = [
+                lambda: counts.append(sum(event.kind == "issue_reduce" for event in events))
+            ]
+        model(rank_input(3, 16)).square().mean().backward()
+    # The second chain has ended when the first is reached.
+    assert counts == [0, 1, 2, 3, 4, 5]
+
+
+@distributed(2)
+def test_a_step_issues_one_collective_for_each_bucket_and_pass() -> None:
+    """Two all-reduces of bytes tell which parameters are used; inside no_sync nothing is sent."""
+    model = _sharded(Net())
+    _loss(model).backward()
+    num_buckets = len(get_handles(model))
+    log = _count(lambda: _loss(model).backward())
+    assert log.count("all_gather") == log.count("reduce_scatter") == num_buckets
+    assert log.count("all_reduce") == 2
+    with no_sync(model):
+        log = _count(lambda: _loss(model).backward())
+    assert log.count("reduce_scatter") == log.count("all_reduce") == 0
+
+
+# --- parity ---
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2, 3)
+def test_training_is_that_without_buckets(strategy: ShardingStrategy, world_size: int) -> None:
+    """Bitwise, but where gloo's all-reduce of three terms rounds by their place in the buffer."""
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, cap in zip(models, (None, CAP), strict=True):
+        _sharded(model, cap, strategy=strategy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True) for m in models]
+    tolerance = 1e-5 if strategy is NO_SHARD and world_size == 3 else 0
+    for step in range(4):
+        losses = [_loss(model, step) for model in models]
+        torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, expected in zip(*(model.parameters() for model in models), strict=True):
+        values = ours.full_tensor(), expected.full_tensor()
+        torch.testing.assert_close(*values, rtol=tolerance, atol=tolerance)
+    assert_at_rest(models[1])
+
+
+@distributed(2)
+def test_one_call_equals_ddp() -> None:
+    """Losses and parameters of NO_SHARD with buckets are those of DistributedDataParallel."""
+    torch.manual_seed(0)
+    plain = Net()
+    model = _sharded(copy.deepcopy(plain), strategy=NO_SHARD)
+    ddp = DistributedDataParallel(plain, bucket_cap_mb=CAP)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, ddp)]
+    for step in range(5):
+        losses = [_loss(each, step) for each in (model, ddp)]
+        assert_equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_equal(ours.full_tensor(), expected.detach())
+
+
+def _hsdp(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    shard_root(model, mesh=mesh, bucket_cap_mb=CAP)
+
+
+SHARDINGS: dict[str, Callable[[nn.Module], object]] = {
+    **{strategy.name: partial(_sharded, strategy=strategy) for strategy in STRATEGIES},
+    "mesh": _hsdp,
+    "kept": partial(_sharded, reshard_after_forward=False),
+    "flat": partial(_sharded, use_orig_params=False),
+    "in fp64": partial(_sharded, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64)),
+}
+
+
+def _calls(model: nn.Module, step: int) -> list[Tensor]:
+    return [_loss(model, 2 * step + i) for i in range(2)]
+
+
+@pytest.mark.parametrize("sharding", sorted(SHARDINGS.keys() - {"flat"}))
+@distributed(2)
+def test_patterns_of_calls_and_backwards(sharding: str) -> None:
+    """Two calls in one backward, backwards in any order, twice over one graph, inside no_sync."""
+    twins = Twins(Net, SHARDINGS[sharding])
+    for model in twins:
+        twins.backward(model, torch.stack(_calls(model, 0)).sum())
+        twins.backward(model, torch.stack(_calls(model, 1)).sum())
+        for loss in _calls(model, 2):
+            twins.backward(model, loss, retain_graph=True)
+            twins.backward(model, loss)
+        for loss in reversed(_calls(model, 3)):
+            twins.backward(model, loss)
+    twins.assert_equal_gradients()
+    assert_at_rest(twins.sharded, kept=twins.sharded_units(False if sharding == "kept" else None))
+
+
+@distributed(2)
+def test_copies_train_alike() -> None:
+    """A deep copy, and a pickle of it."""
+    twins = Twins(Net, shard_root)
+    twins.sharded = pickled(copy.deepcopy(_sharded(copy.deepcopy(twins.plain))))
+    twins.step(_loss)
+    assert _count(lambda: _loss(twins.sharded).backward()).count("reduce_scatter") > 4
+
+
+@distributed(2)
+def test_create_graph() -> None:
+    """The graph of the gradients reads the full parameters, which stay until the next forward."""
+    twins = Twins(Net, _sharded)
+    for model in twins:
+        x = rank_input(4, 5).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+        twins.backward(model, slope.square().sum())
+    twins.assert_equal_gradients()
+
+
+@distributed(2)
+def test_gradients_of_inputs_alone_reduce_nothing() -> None:
+    """One byte tells all ranks so, and one for each parameter that none was used."""
+    model = _sharded(Net())
+    x = rank_input(4, 5).requires_grad_()
+    loss = model(x).square().mean()
+    log = _count(lambda: torch.autograd.grad(loss, x))
+    assert log.count("reduce_scatter") == 0
+    assert all(param.grad is None for param in model.parameters())
+
+
+class _Planned(Exception):
+    """What the test raises."""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_an_error_after_buckets_have_gone(strategy: ShardingStrategy) -> None:
+    """Drops the gradients as a whole; the next step is right without any reset."""
+    twins = Twins(_Chain, partial(_sharded, cap=1024 / MIB, strategy=strategy))
+    model = twins.sharded
+
+    def fail() -> None:
+        counts.append(1)
+        if len(counts) == 4:
+            raise _Planned
+
+    for _ in range(2):
+        counts: list[int] = []
+        model.reached = [fail]
+        with pytest.raises(_Planned):
+            model(rank_input(3, 16)).square().mean().backward()
+        assert all(param.grad is None for param in model.parameters())
+        model.reached = []
+        twins.step(lambda net: net(rank_input(3, 16)).square().mean())
+        for net in twins:
+            net.zero_grad()
+    assert_at_rest(model)
+
+
+# --- ranks that differ ---
+
+
+class _Picky(nn.Module):
+    """Every layer may be left out, also on one rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.optional = Optional()
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        return self.last(self.optional(self.first(x), used))
+
+
+def _shard_nested(model: nn.Module, **options: Any) -> None:
+    """Make the first layer a unit inside that of the others."""
+    _sharded(model.first, **options)
+    _sharded(model, **options)
+
+
+@pytest.mark.parametrize("shard", [_sharded, _shard_nested])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2, 3)
+def test_parameters_that_some_ranks_use(
+    shard: Callable[..., None], strategy: ShardingStrategy
+) -> None:
+    """In alternation: gradients are right, and nobody hangs."""
+    twins = Twins(_Picky, partial(shard, cap=64 / MIB, strategy=strategy))
+    rank = dist.get_rank()
+    patterns = [[0, 1, 2], [0, 2] if rank else [1], [rank % 3], [] if rank else [2, 0], [1, 2]]
+    for step, used in enumerate(patterns):
+        x = rank_input(4, 5, step=step)
+        twins.step(lambda model, x=x, used=used: model(x, used).square().mean())
+        for model in twins:
+            model.zero_grad()
+    for model in twins:
+        # The second backward meets units of which no forward came just before.
+        losses = [model(x, [2] if rank == i else [0]).square().mean() for i in range(2)]
+        for loss in losses:
+            twins.backward(model, loss)
+    twins.assert_equal_gradients()
+    assert_at_rest(twins.sharded)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_a_backward_fails_when_ranks_have_reduced_different_buckets(
+    strategy: ShardingStrategy,
+) -> None:
+    """All ranks have issued the same collectives when the next step begins."""
+    twins = Twins(_Picky, partial(_sharded, cap=64 / MIB, strategy=strategy))
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("planned")
+
+    for step in range(2):
+        x = torch.ones(4, 5, requires_grad=True)
+        x.register_hook(fail)
+        used = [0] if dist.get_rank() == step else [0, 1, 2]
+        with pytest.raises(ValueError, match="planned"):
+            twins.sharded(x, used).sum().backward()
+        y = rank_input(4, 5, step=step)
+        twins.step(lambda model, y=y, used=used: model(y, used).square().mean())
+        twins.assert_equal_gradients()
+        for model in twins:
+            model.zero_grad()
+    assert_at_rest(twins.sharded)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_a_rank_without_any_gradient(strategy: ShardingStrategy) -> None:
+    """It does its part of the reductions that the others have begun."""
+    twins = Twins(Optional, partial(_sharded, cap=64 / MIB, strategy=strategy))
+    for step in range(3):
+        x = rank_input(4, 5, step=step).requires_grad_()
+        used = [0, 1, 2] if dist.get_rank() == step % 2 else []
+        twins.step(lambda model, x=x, used=used: model(x, used).square().mean())
+    assert_at_rest(twins.sharded)
+
+
+@distributed(2)
+def test_two_trees_in_one_backward() -> None:
+    """One tree's gathers and the other's buckets keep one order on all ranks."""
+    twins = Twins(
+        lambda: nn.ModuleList([_Picky(), _Picky()]),
+        lambda pair: [_sharded(model, 64 / MIB) for model in pair],
+    )
+    for step in range(3):
+        used = [[0, 1, 2], [step] if dist.get_rank() else []]
+        x = rank_input(4, 5, step=step)
+        twins.step(lambda pair, x=x, used=used: pair[1](pair[0](x, used[0]), used[1]).mean())
+    assert_at_rest(twins.sharded)
+
+
+class _Shifted(nn.Module):
+    """The gradient of its last parameter needs nothing that a checkpoint must recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.shift = nn.ParameterList([torch.ones(5)])
+
+    def forward(self, x: Tensor, is_used: bool) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return x + self.shift[0] if is_used else x + 1
+
+
+class _Checkpointed(nn.Module):
+    """Several units in one region of checkpointing, whose recomputation gathers them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(_Shifted() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def _all(self, x: Tensor, used: list[bool]) -> Tensor:
+        for part, is_used in zip(self.parts, used, strict=True):
+            x = part(x, is_used)
+        return x
+
+    def forward(self, x: Tensor, used: list[bool]) -> Tensor:
+        return checkpoint(self._all, x * self.scale, used, use_reentrant=False)
+
+
+def _shard_parts(model: nn.Module) -> None:
+    # Gradients that are not packed in place: the recomputation finds the values.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    for part in model.parts:
+        _sharded(part, 16 / MIB, reshard_after_forward=True, mp_policy=policy)
+    _sharded(model)
+
+
+@distributed(2)
+def test_units_that_are_recomputed_together() -> None:
+    """Their buckets wait for their end, so the gathers keep their place."""
+    twins = Twins(_Checkpointed, _shard_parts)
+    for step in range(3):
+        used = [dist.get_rank() == step % 2] * 4
+        x = rank_input(4, 5, step=step)
+        twins.step(lambda model, x=x, used=used: model(x, used).square().mean())
+    assert_at_rest(twins.sharded)
+
+
+# --- reentrant checkpointing ---
+
+
+class _Repeated(nn.Module):
+    """Uses a layer in several regions of reentrant checkpointing, on the ranks that are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = (nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: Tensor, num_uses: int) -> Tensor:
+        x = self.first(x)
+        for _ in range(num_uses):
+            x = checkpoint(self._region, x, use_reentrant=True)
+        return self.last(x)
+
+    def _region(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.shared(x))
+
+
+@pytest.mark.parametrize("strategy", [SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD])
+@distributed(2)
+def test_a_gradient_that_comes_after_its_bucket_has_gone(strategy: ShardingStrategy) -> None:
+    """On one rank: all reduce that bucket once more, and wait for the unit's end from then on."""
+    torch.manual_seed(0)
+    plain = _Repeated()
+    models = [_sharded(copy.deepcopy(plain), cap, strategy=strategy) for cap in (None, 64 / MIB)]
+    num_extra = []
+    for step in range(3):
+        x = rank_input(4, 5, step=step)
+        counts = []
+        for model in models:
+            loss = model(x, 3 if dist.get_rank() else 1).square().mean()
+            log = _count(loss.backward)
+            counts.append(len(log.events) - len(get_handles(model)))
+        num_extra.append(counts[1] - counts[0])
+    # One tells all ranks that there are gradients; a weight and a bias are two buckets.
+    assert num_extra == [3, 1, 1]
+    for ours, expected in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), expected.grad.full_tensor())
+    assert_at_rest(models[1])
+
+
+class _InsideAndOutside(_Repeated):
+    """Uses the shared layer after the regions too."""
+
+    def forward(self, x: Tensor, num_uses: int) -> Tensor:
+        return self.shared(super().forward(x, num_uses))
+
+
+@distributed(2)
+def test_a_value_that_is_wanted_after_its_bucket_has_gone() -> None:
+    """It is an error that names the parameter, never a read of freed memory."""
+    model = _sharded(_InsideAndOutside(), 64 / MIB)
+    x = rank_input(4, 5)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shared"):
+            model(x, 1).sum().backward()
+        model.zero_grad()
+    twins = Twins(_Repeated, partial(_sharded, cap=64 / MIB))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+        twins.step(lambda net: net(x, 1).square().mean())
+    assert_at_rest(twins.sharded)
+
+
+# --- memory ---
+
+
+def _peak_of_backward(cap: float | None) -> int:
+    # The gather is a part of the backward then, so what is freed of it counts.
+    model = _sharded(_Chain(8, 64), cap, reshard_after_forward=True)
+    peaks = []
+    for _ in range(4):
+        loss = model(torch.ones(2, 64)).sum()
+        with peak_bytes() as memory:
+            loss.backward()
+        model.zero_grad()
+        peaks.append(memory.peak)
+    return min(peaks[1:])
+
+
+@distributed(2)
+def test_the_backward_of_a_whole_model_needs_less_memory() -> None:
+    """All parameters and little more: buckets are freed as the gradient shards grow."""
+    layer = 64 * 64 * 4
+    with_buckets, without = _peak_of_backward(layer / MIB), _peak_of_backward(None)
+    assert with_buckets <= 8 * layer + 2 * layer
+    assert with_buckets <= without - 2 * layer + 1024

@@ -1,0 +1,717 @@
+"""Model state dicts: sharded and full, out and in, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as torch_state_dict
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+from composable_shard import (
+    FlatShard,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictOptions,
+    count_collectives,
+    fully_shard,
+    get_handles,
+    get_model_state_dict,
+    register_flat_param,
+    reshard,
+    set_model_state_dict,
+    unshard,
+    unshard_params,
+)
+from composable_shard.comm import algorithms
+from composable_shard.state_dict import full_values
+from tests.helpers import assert_equal, distributed, peak_bytes
+from tests.models import (
+    EVERYWHERE,
+    FROM_RANK0,
+    FULL,
+    Block,
+    Net,
+    Tied,
+    every_granularity,
+    net_without_first_rank,
+    rank_input,
+    shard_blocks,
+)
+
+
+class Buffered(Tied):
+    """With a buffer, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.arange(3.0))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+
+def make(kind: Callable[[], nn.Module] = Buffered, seed: int = 0) -> nn.Module:
+    """Return a model that is the same on all ranks."""
+    torch.manual_seed(seed)
+    return kind()
+
+
+def assert_holds(state_dict: dict[str, Any], model: nn.Module) -> None:
+    """Assert that a state dict has the names and values of a plain model."""
+    expected = model.state_dict()
+    assert list(state_dict) == list(expected)
+    for name, value in state_dict.items():
+        whole = value.full_tensor() if isinstance(value, FlatShard) else value
+        assert_equal(whole, expected[name], name)
+
+
+def _some_flat(model: nn.Module) -> None:
+    shard_blocks(model)
+    register_flat_param(model.blocks[1])
+
+
+_LAYOUTS: dict[str, Callable[[nn.Module], object]] = {
+    "blocks": shard_blocks,
+    "flat": lambda model: shard_blocks(model, use_orig_params=False),
+    "some flat": _some_flat,
+    "flat root": lambda model: fully_shard(model, use_orig_params=False),
+    "kept": lambda model: shard_blocks(model, strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "mixed": lambda model: shard_blocks(model, granularity=every_granularity),
+    "zero1": lambda model: fully_shard(model, strategy=ShardingStrategy.SHARD_OPTIM),
+    "replicated": lambda model: fully_shard(model, strategy=ShardingStrategy.NO_SHARD),
+    "bf16": lambda model: shard_blocks(
+        model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    ),
+    "offloaded": lambda model: shard_blocks(model, offload_policy=OffloadPolicy(params=True)),
+    # Frozen: for trainable parameters outside of units there is a warning.
+    "inner only": lambda model: fully_shard(model.requires_grad_(False).blocks[2]),
+}
+
+
+# --- what a model gives ---
+
+
+@pytest.mark.parametrize("layout", list(_LAYOUTS))
+@distributed(2)
+def test_state_dict_has_shards_under_the_original_names_in_order(layout: str) -> None:
+    """And inside a scope, plain full tensors."""
+    model = make()
+    _LAYOUTS[layout](model)
+    num_places = sum(len(entry.slots) for h in get_handles(model) for entry in h.entries)
+    found = model.state_dict()
+    assert_holds(found, make())
+    assert sum(type(value) is FlatShard for value in found.values()) >= num_places
+    with unshard_params(model):
+        scope = model.state_dict()
+        assert all(type(value) is Tensor for value in scope.values())
+        assert_holds(scope, make())
+
+
+@distributed(2)
+def test_state_dict_of_unsharded_units_has_shards() -> None:
+    """What unshard shows is freed by reshard; a state dict must outlive it."""
+    model = make()
+    shard_blocks(model)
+    unshard(model, recurse=True)
+    found = model.state_dict()
+    reshard(model, recurse=True)
+    assert_holds(found, make())
+
+
+@pytest.mark.parametrize("layout", ["blocks", "flat", "zero1", "replicated", "bf16"])
+@distributed(2)
+def test_full_state_dict_takes_one_gather_per_flat_parameter(layout: str) -> None:
+    """On the first rank alone, or with all-gathers on all."""
+    model = make()
+    _LAYOUTS[layout](model)
+    num_handles = len([handle for handle in get_handles(model) if handle.is_sharded])
+    with count_collectives() as log:
+        found = get_model_state_dict(model, options=FULL)
+    assert [event.kind for event in log.events] == ["gather"] * num_handles
+    if dist.get_rank() == 0:
+        assert_holds(found, make())
+        assert all(type(value) is Tensor for value in found.values())
+    else:
+        assert found == {}
+    with count_collectives() as log:
+        assert_holds(get_model_state_dict(model, options=EVERYWHERE), make())
+    assert [event.kind for event in log.events] == ["all_gather"] * num_handles
+
+
+@distributed(2)
+def test_full_state_dict_of_kept_parameters_is_free() -> None:
+    """They are there, until a step writes the shards."""
+    model = make(Net)
+    shard_blocks(model, strategy=ShardingStrategy.SHARD_GRAD_OP)
+    with torch.no_grad():
+        model(rank_input(4, 5))
+    with count_collectives() as log:
+        found = get_model_state_dict(model, options=FULL)
+    assert log.events == []
+    assert dist.get_rank() or list(found) == list(make(Net).state_dict())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    found = get_model_state_dict(model, options=EVERYWHERE)
+    expected = {name: value + 1 for name, value in make(Net).state_dict().items()}
+    for name, value in found.items():
+        assert_equal(value, expected[name], name)
+
+
+# From how many bytes on a parameter is received by itself, and in what size of group.
+_WAYS = {
+    "alone": (1, 8),
+    "some together": (250, 8),
+    "together": (1 << 30, 8),
+    "by the backend": (1, 0),
+}
+
+
+@contextmanager
+def _received(way: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_values, "_MIN_ALONE_NBYTES", _WAYS[way][0])
+        patch.setattr(algorithms, "_MAX_EXCHANGE_SIZE", _WAYS[way][1])
+        yield
+
+
+class _Odd(Buffered):
+    """With parameters that lie in memory in other ways, or have other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        odd = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
+        odd += [torch.randn(7, 5).t(), torch.randn(4, 3, dtype=torch.complex64), torch.ones(())]
+        odd += [torch.ones(0, 3), torch.arange(70.0).half()]
+        self.odd = nn.ParameterList(nn.Parameter(each, requires_grad=False) for each in odd)
+
+
+@pytest.mark.parametrize("way", _WAYS)
+@distributed(2, 3)
+def test_full_values_are_in_memory_of_their_own(way: str) -> None:
+    """Whether they were received there or copied: of their size, and nobody else's."""
+    for layout in ("flat", "kept", "mixed", "bf16", "offloaded"):
+        model = make(_Odd)
+        _LAYOUTS[layout](model)
+        if layout == "kept":
+            unshard(model, recurse=True)
+            reshard(model, recurse=True)
+        with _received(way):
+            found = get_model_state_dict(model, options=FULL)
+            everywhere = get_model_state_dict(model, options=EVERYWHERE)
+        if dist.get_rank() == 0:
+            assert_holds(found, make(_Odd))
+        assert_holds(everywhere, make(_Odd))
+        for values in (found, everywhere):
+            storages = {each.data_ptr(): each.untyped_storage() for each in values.values()}
+            # One is empty, and two are tied.
+            assert len(storages) == (len(values) - 1 if values else 0)
+            for value in values.values():
+                assert value.untyped_storage().nbytes() == value.nbytes
+                value.zero_()
+        assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(_Odd))
+
+
+@distributed(3)
+def test_only_what_is_wanted_is_gathered() -> None:
+    """Of two submodules of a unit; messages have no padding."""
+    model = make(Net)
+    fully_shard(model)
+    wanted = {model.blocks[0].up, model.out}
+    with _received("some together"), count_collectives() as log:
+        found = get_model_state_dict(model, submodules=wanted, options=FULL)
+    sizes = {name: value.nbytes for name, value in make(Net).state_dict().items()}
+    names = ["blocks.0.up.weight", "blocks.0.up.bias", "out.weight", "out.bias"]
+    assert log.nbytes("gather") <= sum(sizes[name] for name in names) + 16
+    if dist.get_rank() == 0:
+        assert list(found) == names
+        for name in names:
+            assert_equal(found[name], make(Net).state_dict()[name], name)
+
+
+@distributed(2)
+def test_gathers_that_nobody_waits_for_do_not_disturb_the_next_ones() -> None:
+    """The messages of the next unit are under way when something fails."""
+    model = make(Net)
+    shard_blocks(model)
+    with _received("alone"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_values._Arrival, "finish", _fail)
+        with pytest.raises(MemoryError):
+            get_model_state_dict(model, options=EVERYWHERE)
+    assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(Net))
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype", "num_units"),
+    [("alone", None, 12), ("alone", torch.bfloat16, 7), ("together", None, 13)],
+)
+@distributed(2)
+def test_full_state_dict_holds_one_unit_besides_what_it_returns(
+    way: str, dtype: torch.dtype | None, num_units: int
+) -> None:
+    """Of twelve equal units the first rank holds the result and one more; the others nothing."""
+    model = make(lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))))
+    for layer in model:
+        fully_shard(layer)
+    unit_nbytes = 64 * 64 * 4
+    options = StateDictOptions(full_state_dict=True, dtype=dtype)
+    with _received(way), peak_bytes() as memory:
+        found = get_model_state_dict(model, options=options)
+    assert memory.peak <= (num_units * unit_nbytes if dist.get_rank() == 0 else 0) + 4096
+    assert len(found) == (12 if dist.get_rank() == 0 else 0)
+
+
+@distributed(2)
+def test_options_cast_move_and_choose_submodules() -> None:
+    """`dtype` leaves integers; names begin at the model, or at the submodule."""
+    model = make()
+    model.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+    shard_blocks(model)
+    options = StateDictOptions(full_state_dict=True, rank0_only=False, dtype=torch.bfloat16)
+    found = get_model_state_dict(model, options=options)
+    assert {key for key, value in found.items() if value.dtype != torch.bfloat16} == {"steps"}
+    cast = get_model_state_dict(model, options=StateDictOptions(dtype=torch.float64))
+    assert_equal(cast["inp.weight"].full_tensor(), make().inp.weight.detach().double())
+    chosen = get_model_state_dict(model, submodules={model.blocks[2]})
+    assert list(chosen) == [f"blocks.2.{name}" for name in Block().state_dict()]
+    options = StateDictOptions(keep_submodule_prefixes=False, cpu_offload=True)
+    chosen = get_model_state_dict(model, submodules={model.blocks[2]}, options=options)
+    assert list(chosen) == list(Block().state_dict())
+    with pytest.raises(ValueError, match="expected submodules of the model"):
+        get_model_state_dict(model, submodules={nn.Linear(1, 1)})
+
+
+# --- what a model takes ---
+
+
+def _full(model: nn.Module) -> dict[str, Any]:
+    return model.state_dict()
+
+
+def _sharded(model: nn.Module) -> dict[str, Any]:
+    shard_blocks(model)
+    return model.state_dict()
+
+
+def _sharded_as_one(model: nn.Module) -> dict[str, Any]:
+    fully_shard(model)
+    return model.state_dict()
+
+
+def _of_fsdp2(model: nn.Module) -> dict[str, Any]:
+    return fsdp2(model).state_dict()
+
+
+@pytest.mark.parametrize("layout", ["blocks", "flat", "kept"])
+@distributed(2)
+def test_load_state_dict_of_the_module_itself_works(layout: str) -> None:
+    """Sharded and whole, with the next forward after it; nothing of the given dict changes."""
+    model, values = make(seed=1), make().state_dict()
+    _LAYOUTS[layout](model)
+    other = make()
+    fully_shard(other)
+    for given in (values, other.state_dict()):
+        before = dict(given)
+        assert str(model.load_state_dict(given)) == "<All keys matched successfully>"
+        assert all(given[name] is before[name] for name in before)
+        assert_holds(model.state_dict(), make())
+        with torch.no_grad():
+            assert_equal(model(rank_input(4, 5)), make()(rank_input(4, 5)))
+            for param in model.parameters():
+                param.zero_()
+
+
+_GIVEN = {"full": _full, "same": _sharded, "other": _sharded_as_one, "fsdp2": _of_fsdp2}
+
+
+_FORMS = [("full", layout) for layout in _LAYOUTS]
+_FORMS += [(given, layout) for given in _GIVEN for layout in ("some flat", "zero1")]
+
+
+@pytest.mark.parametrize(("given", "layout"), list(dict.fromkeys(_FORMS)))
+@distributed(2)
+def test_load_takes_values_of_any_form(layout: str, given: str) -> None:
+    """Whole, of the same layout, of another, DTensors; the next forward computes with them."""
+    if given == "fsdp2":
+        values = _GIVEN[given](make(Net))
+        model, plain = make(Net, seed=1), make(Net)
+    else:
+        values = _GIVEN[given](make())
+        model, plain = make(seed=1), make()
+    _LAYOUTS[layout](model)
+    x = rank_input(4, 5)
+    with torch.no_grad():
+        model(x)
+    # Only this function knows of what is outside of units.
+    set_model_state_dict(model, values)
+    assert_holds(model.state_dict(), plain)
+    if layout != "bf16":
+        with torch.no_grad():
+            assert_equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("is_meta", [False, True])
+@pytest.mark.parametrize("layout", ["blocks", "flat", "offloaded"])
+@distributed(2)
+def test_assign_takes_the_values_over(layout: str, is_meta: bool) -> None:
+    """The parameters stay the objects that the optimizer holds; from the meta device too."""
+    model = make(Net, seed=1)
+    if is_meta:
+        model = model.to("meta")
+    _LAYOUTS[layout](model)
+    params = list(model.parameters())
+    model.load_state_dict(make(Net).state_dict(), assign=True)
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert_holds(model.state_dict(), make(Net))
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    model(rank_input(4, 5)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["out.bias"].full_tensor(), make(Net).out.bias)
+
+
+@distributed(2)
+def test_assigned_values_are_gathered_anew() -> None:
+    """Where full parameters are kept, too: no op tells of an assignment."""
+    model, plain, x = make(Net, seed=1), make(Net), rank_input(4, 5)
+    shard_blocks(model, strategy=ShardingStrategy.SHARD_GRAD_OP)
+    with torch.no_grad():
+        model(x)
+        model.load_state_dict(plain.state_dict(), assign=True)
+        assert_equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("layout", list(_LAYOUTS))
+@distributed(2)
+def test_first_rank_alone_has_the_dict(layout: str) -> None:
+    """Others pass none; one scatter for each flat parameter that is shared."""
+    model = make(seed=1)
+    _LAYOUTS[layout](model)
+    given = make().state_dict() if dist.get_rank() == 0 else {}
+    with count_collectives() as log:
+        set_model_state_dict(model, given, options=FROM_RANK0)
+    handles = get_handles(model)
+    assert log.count("scatter") == len([handle for handle in handles if handle.is_sharded])
+    assert_holds(model.state_dict(), make())
+
+
+@distributed(4)
+def test_full_values_cross_a_mesh_with_copies() -> None:
+    """(replicate, shard): out of the first copy, into both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    source, target = make(), make(seed=1)
+    fully_shard(source, mesh=mesh)
+    shard_blocks(target, mesh=mesh)
+    found = get_model_state_dict(source, options=FULL)
+    assert bool(found) == (dist.get_rank() == 0)
+    set_model_state_dict(target, found, options=FROM_RANK0)
+    assert_holds(target.state_dict(), make())
+
+
+# --- what is refused ---
+
+
+def _missing(values: dict[str, Any]) -> None:
+    del values["blocks.1.down.bias"]
+
+
+def _unexpected(values: dict[str, Any]) -> None:
+    values["head.weight"] = torch.zeros(1)
+
+
+def _wrongly_shaped(values: dict[str, Any]) -> None:
+    values["inp.weight"] = torch.zeros(5, 15)
+
+
+def _empty(values: dict[str, Any]) -> None:
+    values.clear()
+
+
+_WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "missing": (_missing, r"blocks\.1\.down\.bias"),
+    "unexpected": (_unexpected, r"head\.weight"),
+    "shape": (_wrongly_shaped, r"inp\.weight"),
+    # As on the ranks that a full state dict is not gathered on.
+    "empty": (_empty, r"inp\.weight"),
+}
+
+
+_PLACES = [("blocks", "all ranks"), ("blocks", "rank 1"), ("flat", "rank 1")]
+_PLACES += [("inner only", "rank 1")]
+
+
+@pytest.mark.parametrize("wrong", list(_WRONG))
+@pytest.mark.parametrize(("layout", "where"), _PLACES)
+@distributed(2)
+def test_wrong_dict_raises_on_all_ranks_before_anything_changes(
+    layout: str, wrong: str, where: str
+) -> None:
+    """The same text on all of them, naming the key; a right one works afterwards."""
+    model = make(Net)
+    _LAYOUTS[layout](model)
+    change, key = _WRONG[wrong]
+    values = make(Net, seed=1).state_dict()
+    if where == "all ranks" or dist.get_rank() == 1:
+        change(values)
+    load: Any = model.load_state_dict
+    if layout == "inner only":
+        load = functools.partial(set_model_state_dict, model)
+    with pytest.raises(RuntimeError, match=key) as caught:
+        load(values)
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, str(caught.value))
+    assert told[0] == told[1]
+    assert_holds(model.state_dict(), make(Net))
+    set_model_state_dict(model, make(Net, seed=1).state_dict())
+    assert_holds(model.state_dict(), make(Net, seed=1))
+
+
+@pytest.mark.parametrize("wrong", list(_WRONG))
+@distributed(2)
+def test_wrong_dict_of_the_first_rank_raises_on_all(wrong: str) -> None:
+    """Only rank 0 can know."""
+    model = make(Net)
+    shard_blocks(model)
+    change, key = _WRONG[wrong]
+    values = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
+    if dist.get_rank() == 0:
+        change(values)
+    with pytest.raises(RuntimeError, match=key):
+        set_model_state_dict(model, values, options=FROM_RANK0)
+    assert_holds(model.state_dict(), make(Net))
+
+
+@pytest.mark.parametrize("layout", ["blocks", "flat"])
+@distributed(2)
+def test_without_strict_the_rest_is_loaded(layout: str) -> None:
+    """And the names are returned."""
+    model = make(Net)
+    _LAYOUTS[layout](model)
+    values = make(Net, seed=1).state_dict()
+    _missing(values)
+    _unexpected(values)
+    result = model.load_state_dict(values, strict=False)
+    assert result.missing_keys == ["blocks.1.down.bias"]
+    assert result.unexpected_keys == ["head.weight"]
+    expected = make(Net, seed=1)
+    expected.blocks[1].down.bias = make(Net).blocks[1].down.bias
+    assert_holds(model.state_dict(), expected)
+
+
+@distributed(2)
+def test_values_that_lie_differently_on_the_ranks_are_refused() -> None:
+    """A gather of which one rank knows nothing would hang."""
+    model, other = make(Net), make(Net, seed=1)
+    shard_blocks(model)
+    values = other.state_dict()
+    sharded = copy.deepcopy(other)
+    fully_shard(sharded)
+    if dist.get_rank() == 0:
+        values["inp.weight"] = sharded.state_dict()["inp.weight"]
+    with pytest.raises(RuntimeError, match=r'different ways for "inp\.weight"'):
+        model.load_state_dict(values)
+    assert_holds(model.state_dict(), make(Net))
+
+
+@distributed(2)
+def test_no_load_into_full_values_nor_into_the_meta_device() -> None:
+    """Both would have no effect."""
+    model = make(Net)
+    shard_blocks(model)
+    unshard(model, recurse=True)
+    with pytest.raises(RuntimeError, match=r"shows its full parameters.*Call\s+reshard"):
+        model.load_state_dict(make(Net).state_dict())
+    reshard(model, recurse=True)
+    model.load_state_dict(make(Net, seed=1).state_dict())
+    assert_holds(model.state_dict(), make(Net, seed=1))
+    empty = make(Net).to("meta")
+    shard_blocks(empty)
+    with pytest.raises(RuntimeError, match=r"on the meta device\. Call\s+model\.to_empty"):
+        empty.load_state_dict(make(Net).state_dict())
+
+
+@distributed(2)
+def test_no_state_dict_inside_a_forward() -> None:
+    """The functions are collective; a forward is no place for them."""
+    model = make(Net)
+    shard_blocks(model)
+    model.blocks[0].register_forward_hook(lambda *_: get_model_state_dict(model))
+    with pytest.raises(RuntimeError, match="a state dict can't be made inside the forward"):
+        model(rank_input(4, 5))
+
+
+def _wrapped(model: nn.Module) -> nn.Module:
+    """Return the model with a wrapped block, and a wrapper inside of a block."""
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    model.blocks[2].up = checkpoint_wrapper(model.blocks[2].up)
+    return model
+
+
+@pytest.mark.parametrize("layout", ["blocks", "flat", "flat root", "inside flat"])
+@distributed(2)
+def test_checkpoint_wrappers_leave_no_trace_in_names(layout: str) -> None:
+    """They put a name of their own in front, around a unit, in one, and in state dicts halfway."""
+    model = _wrapped(make(Net))
+    if layout == "inside flat":
+        fully_shard(model.blocks[1]._checkpoint_wrapped_module, use_orig_params=False)
+        fully_shard(model)
+    else:
+        _LAYOUTS[layout](model)
+    assert_holds(model.state_dict(), make(Net))
+    assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(Net))
+    values = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
+    set_model_state_dict(model, values, options=FROM_RANK0)
+    assert_holds(model.state_dict(), make(Net, seed=1))
+    for load in (functools.partial(set_model_state_dict, model), model.load_state_dict):
+        values = make(Net, seed=2).state_dict()
+        if dist.get_rank() == 1:
+            values["blocks.1.up.bias"] = torch.zeros(3)
+        with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.1\.up\.bias"):
+            load(values)
+        assert_holds(model.state_dict(), make(Net, seed=1))
+        load(make(Net, seed=2).state_dict())
+        assert_holds(model.state_dict(), make(Net, seed=2))
+        load(make(Net, seed=1).state_dict())
+        assert_holds(model.state_dict(), make(Net, seed=1))
+
+
+class _Normed(Net):
+    """With a module that has a way of its own to load old state dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+
+@distributed(2)
+def test_batch_norm_is_checked_like_the_rest() -> None:
+    """Before anything changes, on all ranks; but for its count, which old state dicts lack."""
+    model = make(_Normed)
+    shard_blocks(model)
+    values = make(_Normed, seed=1).state_dict()
+    values["norm.bias"] += 1
+    if dist.get_rank() == 1:
+        del values["norm.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "norm\.weight"'):
+        model.load_state_dict(values)
+    assert_holds(model.state_dict(), make(_Normed))
+    old = {k: v for k, v in make(_Normed, seed=1).state_dict().items() if "tracked" not in k}
+    model.load_state_dict(old)
+    assert_holds(model.state_dict(), make(_Normed, seed=1))
+
+
+@pytest.mark.parametrize("layout", ["blocks", "flat", "flat root"])
+@distributed(2)
+def test_parts_of_a_unit_have_state_dicts_of_their_own(layout: str) -> None:
+    """Out and in, where the unit hides their parameters too."""
+    model, values = make(Net), make(Net, seed=1)
+    _LAYOUTS[layout](model)
+    for part in ("blocks.0.up", "blocks", "out"):
+        module, plain = model.get_submodule(part), make(Net).get_submodule(part)
+        assert_holds(module.state_dict(), plain)
+        assert_holds(get_model_state_dict(module, options=EVERYWHERE), plain)
+        given = values.get_submodule(part).state_dict()
+        if dist.get_rank() == 1:
+            given.popitem()
+        with pytest.raises(RuntimeError, match="Missing key"):
+            module.load_state_dict(given)
+        assert_holds(module.state_dict(), plain)
+        module.load_state_dict(values.get_submodule(part).state_dict())
+        assert_holds(module.state_dict(), values.get_submodule(part))
+        module.load_state_dict(plain.state_dict())
+
+
+@distributed(2)
+def test_modules_of_one_unit_load_one_after_another() -> None:
+    """Below a module that is no unit: what the first one's hook has done is not the second's."""
+    model = make(Net).requires_grad_(False)
+    fully_shard([model.inp, model.out])
+    source = make(Net, seed=1)
+    fully_shard(source.inp)
+    fully_shard(source.out)
+    model.load_state_dict(source.state_dict())
+    assert_holds(model.state_dict(), make(Net, seed=1))
+
+
+@distributed(2)
+def test_a_model_without_units_takes_shards() -> None:
+    """They are gathered."""
+    source, target = make(Net, seed=1), make(Net)
+    shard_blocks(source)
+    set_model_state_dict(target, source.state_dict())
+    assert_holds(target.state_dict(), make(Net, seed=1))
+
+
+@distributed(2)
+def test_parameters_from_the_meta_device_are_loaded_before_any_forward() -> None:
+    """After to_empty, by each way in."""
+    for load in (
+        lambda model, values: set_model_state_dict(model, values),
+        lambda model, values: model.load_state_dict(values),
+        lambda model, values: set_model_state_dict(model, values, options=FROM_RANK0),
+    ):
+        model = make(Net).to("meta")
+        shard_blocks(model)
+        model.to_empty(device="cpu")
+        load(model, make(Net, seed=1).state_dict())
+        assert_holds(model.state_dict(), make(Net, seed=1))
+
+
+@pytest.mark.parametrize("layout", ["blocks", "flat", "kept"])
+@distributed(2)
+def test_torchs_own_functions_move_full_values(layout: str) -> None:
+    """Out, which torch does for DTensors alone, and in, from all ranks or the first."""
+    model = make(Net, seed=1)
+    _LAYOUTS[layout](model)
+    options = torch_state_dict.StateDictOptions(full_state_dict=True)
+    torch_state_dict.set_model_state_dict(model, make(Net).state_dict(), options=options)
+    found = torch_state_dict.get_model_state_dict(model, options=options)
+    assert all(type(value) is Tensor for value in found.values())
+    assert_holds(found, make(Net))
+    options = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = torch_state_dict.get_model_state_dict(model, options=options)
+    assert bool(found) == (dist.get_rank() == 0)
+    options = torch_state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    values = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
+    if layout == "flat":  # torch sends what the modules show
+        with pytest.raises(RuntimeError, match=r"on ranks \[1\].*\s+Missing key"):
+            torch_state_dict.set_model_state_dict(model, values, options=options)
+        return
+    torch_state_dict.set_model_state_dict(model, values, options=options)
+    assert_holds(model.state_dict(), make(Net, seed=1))
+
+
+@distributed(2)
+def test_full_values_have_one_first_rank() -> None:
+    """Where units' meshes begin with different ranks, none has, or could give, all values."""
+    model = net_without_first_rank()
+    with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
+        get_model_state_dict(model, options=FULL)
+    with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
+        set_model_state_dict(model, make(Net).state_dict(), options=FROM_RANK0)
+    assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(Net))
+
+
+@distributed(2)
+def test_what_is_no_dict_is_refused_on_all_ranks() -> None:
+    """None on one rank, as if the first rank gave its own."""
+    model = make(Net)
+    shard_blocks(model)
+    values: Any = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else None
+    with pytest.raises(RuntimeError, match="expected a state dict, got NoneType"):
+        set_model_state_dict(model, values)
+    assert_holds(model.state_dict(), make(Net))
+    set_model_state_dict(model, values, options=FROM_RANK0)
+    assert_holds(model.state_dict(), make(Net, seed=1))

@@ -1,0 +1,136 @@
+"""Direct ops do what the op rules do, and leave to them whatever is not plain and simple."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composable_shard.tensor.flat_shard import FlatShard
+from composable_shard.tensor.shard_spec import WriteGuard
+from tests.helpers import assert_equal, distributed
+from tests.tensor.test_flat_shard import OddShapes, guard_of, shard, shard_module
+
+DIRECT: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda x, y: x.add(y, alpha=2),
+    "sqrt": lambda x, y: x.sqrt(),
+    "truediv": lambda x, y: x / 3,
+    "truediv_shard": lambda x, y: x / y,
+    "add_": lambda x, y: x.add_(y, alpha=0.5),
+    "add_number": lambda x, y: x.add_(1),
+    "addcdiv_": lambda x, y: x.addcdiv_(y, y, value=-0.1),
+    "addcmul_": lambda x, y: x.addcmul_(y, y, value=0.1),
+    "div_": lambda x, y: x.div_(y),
+    "lerp_": lambda x, y: x.lerp_(y, 0.3),
+    "mul_": lambda x, y: x.mul_(0.9),
+    "sub_": lambda x, y: x.sub_(y),
+}
+
+
+class _Seen(TorchDispatchMode):
+    """Notes the classes of the tensors that ops are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes: set[type] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.classes |= {type(arg) for arg in args if isinstance(arg, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+class _SeenCalls(TorchFunctionMode):
+    """Notes the classes of the tensors that functions are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes: set[type] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.classes |= {type(arg) for arg in args if isinstance(arg, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def _slices(model: nn.Module) -> list[Tensor]:
+    return [param._local.clone() for param in model.parameters()]
+
+
+@distributed(2)
+def test_direct_op_equals_the_op_on_slices() -> None:
+    """Without dispatch, for empty slices too; in place it returns the very shard it wrote."""
+    model, other = OddShapes(), OddShapes()
+    shard_module(model)
+    shard_module(other)
+    pairs = [(param, param.detach() + 2) for param in model.parameters()]
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatShard, "__torch_dispatch__", None)  # a call raises
+        for name, compute in DIRECT.items():
+            for x, y in pairs:
+                expected = compute(x._local.clone(), y._local)
+                version = x._version
+                result = compute(x, y)
+                assert isinstance(result, FlatShard)
+                assert result._shard_spec is x._shard_spec
+                assert_equal(result._local, expected, name)
+                is_in_place = name == "add_number" or name.endswith("_")
+                assert (result is x) == is_in_place, name
+                assert x._version == version + is_in_place, name
+
+
+@distributed(2)
+def test_direct_write_is_counted_and_can_be_refused() -> None:
+    """Before the first element has changed."""
+    model = OddShapes()
+    shard_module(model)
+    guard = guard_of(model.weight)
+    with torch.no_grad():
+        before = guard.num_writes
+        model.weight.mul_(2).add_(1)
+        assert guard.num_writes == before + 2
+        slices = _slices(model)
+        guard.is_in_scope = True
+        with pytest.raises(RuntimeError, match="'weight' was written in its sharded form"):
+            model.weight.mul_(2)
+    assert_equal(_slices(model), slices, "slices")
+
+
+@distributed(2)
+def test_write_between_forward_and_backward_is_found() -> None:
+    """Autograd saved the shard: a gradient of other values would be wrong."""
+    param = nn.Parameter(shard(torch.ones(7, 15), "fc.weight"))
+    param._guard = WriteGuard()
+    loss = (param * param).sum()
+    with torch.no_grad():
+        param.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@distributed(2)
+def test_other_operands_and_modes_take_the_dispatcher() -> None:
+    """Wrong operands raise as ever and change nothing; a mode sees the shards, not their slices."""
+    model = OddShapes()
+    shard_module(model)
+    weight, slices = model.weight, _slices(model)
+    with torch.no_grad():
+        for wrong in (torch.ones(7, 15), model.bias.detach(), shard(torch.ones(15), "other")):
+            for call in (weight.add_, weight.div_, weight.add, lambda y: weight.addcmul_(y, y)):
+                with pytest.raises(RuntimeError):
+                    call(wrong)
+        assert_equal(_slices(model), slices, "slices")
+        assert isinstance(weight.add_(torch.tensor(1.0)), FlatShard)
+        with _Seen() as seen:
+            weight.mul_(2)
+        with _SeenCalls() as calls:
+            weight.mul_(2)
+        assert seen.classes == calls.classes == {FlatShard}
+    with torch.inference_mode():  # whose tensors have no version
+        assert_equal((weight / 2).add_(1)._local, weight._local / 2 + 1, "in inference mode")
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        weight.add_(1)
+    assert weight.sqrt().grad_fn is not None

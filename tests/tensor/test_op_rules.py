@@ -1,0 +1,240 @@
+"""Ops on FlatShards compute what they compute on whole tensors, or raise on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.nn import functional
+
+from composable_shard.comm.collectives import count_collectives
+from composable_shard.tensor.flat_shard import FlatShard
+from tests.helpers import assert_equal, distributed, run_ranks
+from tests.tensor.test_flat_shard import OddShapes, full, shard, shard_module
+
+# Elementwise ops
+
+POINTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda x, y: x + y,
+    "add_scalar": lambda x, y: 1 + x,
+    "rsub": lambda x, y: 3 - x,
+    "alpha": lambda x, y: torch.add(x, y, alpha=2),
+    "zero_dim": lambda x, y: x * torch.tensor(3.0),
+    "zero_dim_first": lambda x, y: torch.tensor(3.0) * x,
+    "expanded": lambda x, y: x + torch.ones(()).expand(x.shape),
+    "comparison": lambda x, y: (x == y).logical_not(),
+    "where": lambda x, y: torch.where(x == y, x, 0.0),
+    "lerp": lambda x, y: x.lerp(y, 0.25),
+    "addcmul": lambda x, y: x.addcmul(y, x, value=2),
+    "addcdiv": lambda x, y: x.addcdiv(y, y + 1, value=2),
+    "in_place": lambda x, y: x.clone().mul_(2).add_(y).sub_(1),
+    "out": lambda x, y: torch.mul(x, y, out=torch.empty_like(x)),
+    "masked_fill": lambda x, y: x.clone().masked_fill_(x == y, 5),
+    "masked_fill_tensor": lambda x, y: x.clone().masked_fill_(x != y, torch.tensor(5.0)),
+    "fill_tensor": lambda x, y: x.clone().fill_(torch.tensor(5.0)),
+    "conj": lambda x, y: x.conj() * y,
+    "double": lambda x, y: x.double() if not x.is_complex() else x.to(torch.complex128),
+    "bool": lambda x, y: x.bool() | y.bool(),
+    "like": lambda x, y: torch.zeros_like(x) + torch.ones_like(x) + torch.full_like(y, 3),
+    "clone": lambda x, y: x.clone(memory_format=torch.preserve_format),
+    "detach": lambda x, y: x.detach().requires_grad_().data,
+    "foreach": lambda x, y: torch._foreach_add(torch._foreach_mul([x, y], 2), [y, x])[0],
+    "foreach_tensor": lambda x, y: torch._foreach_mul([x], torch.tensor(2.0))[0],
+    "foreach_zero_dim": lambda x, y: torch._foreach_mul([x], [torch.tensor(2.0)])[0],
+    "foreach_in_place": lambda x, y: _foreach_in_place(x.clone(), y),
+    "foreach_copy": lambda x, y: _foreach_copy(torch.zeros_like(x), x),
+}
+
+
+def _foreach_in_place(x: Tensor, y: Tensor) -> Tensor:
+    torch._foreach_addcmul_([x], [y], [y], 2)
+    torch._foreach_lerp_([x], [y], 0.5)
+    return x
+
+
+def _foreach_copy(target: Tensor, source: Tensor) -> Tensor:
+    torch._foreach_copy_([target], [source])
+    return target
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("name", POINTWISE)
+def test_elementwise_op_equals_that_of_whole_tensors(name: str) -> None:
+    """With the same dtype and stride, and without communication; exactly, for real numbers."""
+    compute = POINTWISE[name]
+    for dtype in (torch.float32, torch.complex64):
+        plain, sharded = OddShapes(dtype), OddShapes(dtype)
+        shard_module(sharded)
+        for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
+            x, y = one.detach(), other.detach()
+            with count_collectives() as log:
+                result = compute(y, y + 1)
+            assert isinstance(result, FlatShard)
+            assert not log.events
+            expected = compute(x, x + 1)
+            assert result.stride() == expected.stride()
+            # Torch rounds products of complex numbers otherwise at the end of a tensor.
+            tolerance = 1e-6 if dtype.is_complex else 0
+            torch.testing.assert_close(full(result), expected, rtol=tolerance, atol=tolerance)
+
+
+@distributed(2)
+def test_zero_dim_parameters_promote_like_tensors_without_dims() -> None:
+    """A slice has a dim where the parameter has none; the result dtype must not show it."""
+    for dtype in (torch.bfloat16, torch.float32):
+        plain = torch.ones((), dtype=dtype)
+        other = torch.tensor(2.0, dtype=torch.float64)
+        assert (shard(plain) * other).dtype is (plain * other).dtype
+        assert (shard(plain) * 2.0).dtype is (plain * 2.0).dtype
+        vector = torch.ones(5, dtype=dtype)
+        assert (shard(vector) * other).dtype is (vector * other).dtype
+        expanded = other.expand(5)
+        assert (shard(vector) * expanded).dtype is (vector * expanded).dtype
+
+
+@distributed(2)
+def test_new_tensors_of_the_own_size_are_shards() -> None:
+    """An optimizer's `grad.new_zeros(grad.shape)` fits its parameter."""
+    sharded = shard(torch.ones(7, 15))
+    for tensor in (sharded.new_zeros(7, 15), sharded.new_full((7, 15), 0.0)):
+        assert_equal(full(tensor), torch.zeros(7, 15))
+    assert_equal(full(sharded.new_ones(sharded.shape)), torch.ones(7, 15))
+
+
+@distributed(2)
+def test_new_tensors_of_another_size_are_plain() -> None:
+    """They have no elements on the ranks to be slices of; `new_empty` is plain for any size."""
+    sharded = shard(torch.ones(7, 15))
+    assert type(sharded.new_zeros(3)) is Tensor
+    assert type(sharded.new_empty(7, 15)) is Tensor
+
+
+@distributed(2)
+def test_copy_takes_the_slice_of_a_plain_full_tensor() -> None:
+    """Also one that broadcasts, of another layout or dtype, and a single number."""
+    target = shard(torch.zeros(7, 15))
+    whole = torch.randn(15, 7, dtype=torch.float64).t()
+    assert_equal(full(target.copy_(whole)), whole.float())
+    assert_equal(full(target.copy_(torch.arange(15.0))), torch.arange(15.0).expand(7, 15))
+    assert_equal(full(target.copy_(torch.tensor(2.0))), torch.full((7, 15), 2.0))
+    torch._foreach_copy_([target], [whole])
+    assert_equal(full(target), whole.float())
+
+
+@distributed(2)
+def test_memory_format_is_kept_or_the_op_raises() -> None:
+    """The elements' order on the ranks can't be changed by `to` or `clone`."""
+    image = torch.randn(4, 3, 2, 2)
+    sharded = shard(image.to(memory_format=torch.channels_last), "conv.weight")
+    assert_equal(full(sharded.contiguous(memory_format=torch.channels_last)), full(sharded))
+    with pytest.raises(RuntimeError, match=r"'conv.weight' \(4, 3, 2, 2\) to torch.contiguous"):
+        sharded.clone(memory_format=torch.contiguous_format)
+    with pytest.raises(RuntimeError, match="Convert the module before sharding it"):
+        shard(image).to(memory_format=torch.channels_last)
+
+
+# Errors
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "functional.linear(x, p)": lambda p: functional.linear(torch.ones(2, 15), p),
+    "x @ p": lambda p: torch.ones(2, 7) @ p,
+    "p @ x": lambda p: p @ torch.ones(15, 2),
+    "p.t()": lambda p: p.t(),
+    "p.T": lambda p: p.T,
+    "p.mT": lambda p: p.mT,
+    "p.permute(1, 0)": lambda p: p.permute(1, 0),
+    "p[:, 0]": lambda p: p[:, 0],
+    "p[:, 0].sum()": lambda p: p.detach()[:, 0].sum(),
+    "p[::2]": lambda p: p[::2],
+    "p[mask]": lambda p: p[p > 0],
+    "p[[1, 2]]": lambda p: p[torch.tensor([1, 2])],
+    "p.sum(dim=0)": lambda p: p.sum(dim=0),
+    "p.norm(dim=1)": lambda p: p.norm(dim=1),
+    "p.max(dim=0)": lambda p: p.max(dim=0),
+    "p.argmax()": lambda p: p.argmax(),
+    "p.median()": lambda p: p.median(),
+    "p.cumsum(0)": lambda p: p.cumsum(0),
+    "p.softmax(0)": lambda p: p.softmax(0),
+    "torch.stack([p, p])": lambda p: torch.stack([p, p]),
+    "torch.cat([p, p])": lambda p: torch.cat([p, p]),
+    "p.expand(2, 7, 15)": lambda p: p.expand(2, 7, 15),
+    "p.split(3)": lambda p: p.split(3),
+    "list(p)": lambda p: list(p),
+    "functional.embedding(i, p)": lambda p: functional.embedding(torch.tensor([1]), p),
+    "functional.conv1d(x, p)": lambda p: functional.conv1d(torch.ones(1, 5, 9), p.view(7, 5, 3)),
+    "einsum": lambda p: torch.einsum("ab,cb->ac", p, torch.ones(2, 15)),
+    "p + full": lambda p: p + torch.ones(7, 15),
+    "full + p": lambda p: torch.ones(7, 15) + p,
+    "full.add_(p)": lambda p: torch.ones(7, 15).add_(p.detach()),
+    "full.copy_(p)": lambda p: torch.ones(7, 15).copy_(p.detach()),
+    "add(p, p, out=full)": lambda p: torch.add(p.detach(), 1, out=torch.ones(7, 15)),
+    "p + other": lambda p: p + shard(torch.ones(7, 15), "other", offset=9),
+    "p + row": lambda p: p + torch.ones(15),
+    "p.equal(full)": lambda p: p.equal(torch.ones(7, 15)),
+    "p.item()": lambda p: p.item(),
+}
+
+
+def _refusals() -> dict[str, str]:
+    model = nn.Module()
+    model.fc = nn.Linear(15, 7)
+    shard_module(model)
+    messages = {}
+    for text, attempt in REFUSED.items():
+        with pytest.raises(RuntimeError) as caught:
+            attempt(model.fc.weight)
+        messages[text] = str(caught.value)
+    return messages
+
+
+def test_ops_that_would_be_wrong_on_a_slice_raise_alike_on_every_rank() -> None:
+    """Each names the op, the parameter with its shape, and what to do instead."""
+    ranks = run_ranks(3, _refusals)
+    assert ranks[0] == ranks[1] == ranks[2]
+    for text, message in ranks[0].items():
+        if text not in ("p.item()",):  # torch itself refuses before dispatch
+            assert "'fc.weight' (7, " in message, text
+            assert "full_tensor()" in message, text
+
+
+def test_texts_of_the_errors() -> None:
+    """One of each kind, in full."""
+    messages = run_ranks(2, _refusals)[0]
+    kinds = ["p @ x", "p + full", "full.add_(p)", "p + other", "p[:, 0].sum()"]
+    assert_expected_inline(
+        "\n\n".join(_wrapped(messages[kind]) for kind in kinds),
+        """\
+aten.mm can't run on a sharded parameter, of which each rank holds only a flat range: got
+'fc.weight' (7, 15), Tensor (15, 2). Read and edit the module's full parameters inside
+unshard_params(module), or use p.full_tensor() for one whole tensor. For optimizers of
+whole matrices (Muon, Adafactor, Shampoo) pass granularity="param" to fully_shard for this
+parameter: one rank then holds all of it.
+
+aten.add combines the sharded parameter 'fc.weight' (7, 15) with a Tensor of shape (7,
+15), of which each rank would need its own part. Optimizer state made before sharding:
+call shard_optimizer_state(optimizer). Otherwise use p.full_tensor().
+
+aten.add_ would write a slice of the sharded parameter 'fc.weight' (7, 15) into a Tensor
+of shape (7, 15). Optimizer state made before sharding: call
+shard_optimizer_state(optimizer). Otherwise use p.full_tensor().
+
+aten.add needs shards of one and the same range, got 'fc.weight' (7, 15), elements per
+rank 60, 45, group '0' and 'other' (7, 15), elements per rank 48, 57, group '0'. Use
+p.full_tensor() to combine different parameters.
+
+aten.sum reads elements of the sharded parameter 'fc.weight' (7, 15) that were selected by
+index, and other ranks hold some of them. Use p.full_tensor(), or unshard_params(module).""",
+    )
+
+
+def _wrapped(text: str) -> str:
+    lines = [""]
+    for word in text.split():
+        if len(lines[-1]) + len(word) > 90:
+            lines.append("")
+        lines[-1] += f"{word} "
+    return "\n".join(line.strip() for line in lines)

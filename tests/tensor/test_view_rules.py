@@ -1,0 +1,161 @@
+"""Views of FlatShards are exact where a flat range can be one; other selections can be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_shard.tensor.flat_shard import FlatShard
+from tests.helpers import assert_equal, distributed
+from tests.tensor.test_flat_shard import full, shard
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flatten": lambda x: x.flatten(),
+    "view": lambda x: x.view(3, 5, 7),
+    "reshape": lambda x: x.reshape(15, -1),
+    "view_as": lambda x: x.view_as(torch.empty(1, 105)),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "squeeze": lambda x: x.unsqueeze(0).squeeze(0).unsqueeze(2).squeeze(),
+    "row": lambda x: x[3],
+    "last_row": lambda x: x[-1],
+    "rows": lambda x: x[2:5],
+    "no_rows": lambda x: x[2:2],
+    "all": lambda x: x[:],
+    "ellipsis": lambda x: x[...],
+    "row_with_new_dim": lambda x: x[0, :, None],
+    "element": lambda x: x[4, 3],
+    "part_of_a_row": lambda x: x[6, 2:9],
+    "rows_of_a_view": lambda x: x.view(3, 5, 7)[1][2:4],
+    "narrow": lambda x: x.narrow(0, 1, 3),
+}
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("name", VIEWS)
+def test_view_that_is_one_run_of_elements_is_a_shard(name: str) -> None:
+    """It has the elements, shape and stride of the same view of the whole, and shares memory."""
+    view = VIEWS[name]
+    whole = torch.arange(105.0).view(7, 15)
+    sharded = shard(whole)
+    result, expected = view(sharded), view(whole)
+    assert isinstance(result, FlatShard)
+    assert result.stride() == expected.stride()
+    assert_equal(full(result), expected)
+    result.add_(1000)
+    expected.add_(1000)
+    assert_equal(full(sharded), whole)
+
+
+@distributed(2)
+def test_autograd_of_views_gives_sharded_gradients() -> None:
+    """A gradient of a flattened parameter has the parameter's shape again."""
+    param = nn.Parameter(shard(torch.arange(105.0).view(7, 15)))
+    param.flatten().pow(2).sum().backward()
+    assert isinstance(param.grad, FlatShard)
+    assert_equal(full(param.grad), 2 * full(param))
+
+
+@distributed(2, 3)
+def test_complex_views_scale_the_range() -> None:
+    """`view_as_real` and back; they share memory with the parameter."""
+    whole = torch.randn(7, 5, dtype=torch.complex64)
+    sharded = shard(whole)
+    real = torch.view_as_real(sharded)
+    assert_equal(full(real), torch.view_as_real(whole))
+    assert_equal(full(torch.view_as_complex(real)), whole)
+    real.zero_()
+    assert full(sharded).eq(0).all()
+
+
+@distributed(2)
+def test_view_as_complex_of_other_ranges_raises() -> None:
+    """A cut might lie between the two parts of a number."""
+    with pytest.raises(RuntimeError, match="view_as_complex can't run"):
+        torch.view_as_complex(shard(torch.zeros(7, 2), offset=1))
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "column": lambda x: x.__setitem__((slice(None), 3), 5.0),
+    "columns": lambda x: x.__setitem__((slice(None), slice(2, 9)), 5.0),
+    "strided_rows": lambda x: x.__setitem__(slice(None, None, 2), 5.0),
+    "block": lambda x: x.__setitem__((slice(1, 4), slice(2, 5)), torch.ones(3, 3)),
+    "block_broadcast": lambda x: x.__setitem__((slice(1, 4), slice(2, 5)), torch.arange(3.0)),
+    "row": lambda x: x.__setitem__(2, torch.arange(15.0)),
+    "rows": lambda x: x.__setitem__(slice(1, 3), torch.arange(15.0)),
+    "element": lambda x: x.__setitem__((6, 14), torch.tensor(5.0)),
+    "index": lambda x: x.__setitem__(torch.tensor([1, 5]), 5.0),
+    "index_values": lambda x: x.__setitem__(torch.tensor([5, 1]), torch.arange(30.0).view(2, 15)),
+    "index_pair": lambda x: x.__setitem__((torch.tensor([1, 5]), torch.tensor([0, 9])), 5.0),
+    "index_column": lambda x: x.__setitem__((torch.tensor([1, 5]), 9), 5.0),
+    "plain_mask": lambda x: x.__setitem__(torch.arange(105).view(7, 15) % 2 == 0, 5.0),
+    "masked_fill": lambda x: x.masked_fill_(torch.arange(15) % 2 == 0, torch.tensor(5.0)),
+    "mask": lambda x: x.__setitem__(x > 50, 5.0),
+    "none": lambda x: x.__setitem__((None, slice(2, 4)), 5.0),
+    "accumulate": lambda x: x.index_put_((torch.tensor([1, 1]),), torch.ones(15), accumulate=True),
+    "fill_column": lambda x: x[:, 0].fill_(3),
+    "scale_column": lambda x: x[:, 2].mul_(2).add_(torch.tensor(1.0)),
+    "augmented": lambda x: _scale_column(x),
+    "index_fill": lambda x: x.index_fill_(0, torch.tensor([1, 5]), 5.0),
+    "index_fill_last_dim": lambda x: x.index_fill_(-1, torch.tensor([1, 5]), torch.tensor(5.0)),
+    "index_fill_column": lambda x: x[:, 3].index_fill_(0, torch.tensor([1, 5]), 5.0),
+    "int_value": lambda x: x.__setitem__((slice(None), 3), 5),
+}
+
+
+def _scale_column(x: Tensor) -> None:
+    x[:, 4] *= 2
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("name", WRITES)
+def test_assignment_by_index_writes_the_elements_of_the_whole(name: str) -> None:
+    """Each rank writes those that it holds, for contiguous and channels-last layouts."""
+    write = WRITES[name]
+    whole = torch.arange(105.0).view(7, 15)
+    sharded = shard(whole)
+    write(sharded)
+    write(whole)
+    assert_equal(full(sharded), whole)
+
+
+@distributed(2)
+def test_assignment_by_index_respects_the_memory_layout() -> None:
+    """A channels-last weight is written at the same logical places."""
+    whole = torch.arange(48.0).view(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    sharded = shard(whole)
+    for target in (sharded, whole):
+        target[1, 2] = 5
+        target[:, 0, 1] = 7
+        target[3] = torch.arange(12.0).view(3, 2, 2)
+    assert_equal(full(sharded), whole)
+
+
+@distributed(2)
+def test_reading_a_selection_raises() -> None:
+    """A column can be written, but using its values names the parameter and the remedy."""
+    sharded = shard(torch.zeros(7, 15), "fc.weight")
+    message = r"aten.add reads elements of the sharded parameter 'fc.weight' \(7, 15\).*full_tensor"
+    with pytest.raises(RuntimeError, match=message):
+        sharded[:, 0] + 1
+    with pytest.raises(RuntimeError, match=r"aten\.copy_ reads elements"):
+        sharded[:, 0] = sharded[:, 1]
+    assert "FlatRegion of 'fc.weight'" in repr(sharded[:, 0])
+
+
+@distributed(2)
+def test_selection_of_a_trainable_parameter_raises_at_once() -> None:
+    """With autograd on it can only be meant for reading."""
+    param = nn.Parameter(shard(torch.zeros(7, 15), "fc.weight"))
+    with pytest.raises(RuntimeError, match=r"aten.select can't run on a sharded parameter"):
+        param[:, 0]
+
+
+@distributed(2)
+def test_index_out_of_range_raises_like_a_whole_tensor() -> None:
+    """The same error type on every rank."""
+    with pytest.raises(IndexError):
+        shard(torch.zeros(7, 15))[7]
