@@ -1,4 +1,4 @@
-"""The README's formulas for what a rank holds, for a model of equal layers and a root unit.
+"""The formulas of docs/costs.md for what a rank holds, for a model of equal layers and a root unit.
 
 Everything is in the dtype of the parameters, the optimizer has two states, and the peaks are those
 of one step without accumulation; activations are not in them.
