@@ -55,6 +55,9 @@ from composable_shard.state_dict import (
 )
 from composable_shard.tensor import FlatShard, register_op_rules
 
+__version__ = "0.1.0"
+
+
 __all__ = [
     "Block",
     "CheckpointSave",
