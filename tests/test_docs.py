@@ -1,0 +1,240 @@
+"""What the README and the pages in docs/ print can be run, and what they link to is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import composable_shard
+from tests.helpers import run_processes
+from tests.test_tutorials import _run_forked, _run_here, _without_digits
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest brings the same under its old name
+    import tomli as tomllib  # type: ignore[no-redef]
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+INDEX = ROOT / "docs" / "index.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PENDING = {"docs/architecture.md"}  # linked, and to be written
+COMMANDS = ("make", "python", "pytest", "torchrun", "pip")
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One block of code, fenced or indented, as a reader would copy it."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def program(self) -> str | None:
+        """The file name in the first line, where the block is a complete program."""
+        found = re.match(r"# (\w+\.py)\b", self.code)
+        return found[1] if found and self.language == "python" else None
+
+
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"(?<=\n\n)(?:    .*\n)+")
+
+
+@cache
+def _blocks(page: Path) -> list[_Block]:
+    """Return the blocks of the page in order; indented ones are commands."""
+    text = page.read_text() + "\n"
+    found = [(match.start(), match[1], match[2]) for match in _FENCED.finditer(text)]
+    prose = _FENCED.sub(lambda match: re.sub(r"[^\n]", "x", match[0]), text)
+    for match in _INDENTED.finditer(prose):
+        found.append((match.start(), "bash", re.sub(r"(?m)^    ", "", match[0])))
+    return [
+        _Block(page, text.count("\n", 0, start) + 1, language, code)
+        for start, language, code in sorted(found)
+    ]
+
+
+def _all_blocks(language: str) -> list[_Block]:
+    return [block for page in PAGES for block in _blocks(page) if block.language == language]
+
+
+def _commands(page: Path) -> list[list[str]]:
+    """Return the commands in blocks, and those within a sentence."""
+    texts = [block.code for block in _blocks(page) if block.language == "bash"]
+    quoted = re.findall(r"`([^`\n]+)`", _FENCED.sub("", page.read_text()))
+    texts += [code for code in quoted if re.match(rf"({'|'.join(COMMANDS)}) \S", code)]
+    lines = [line for text in texts for line in text.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+PROGRAMS = [block for block in _all_blocks("python") if block.program]
+
+
+def test_every_block_of_the_readme_is_run() -> None:
+    """A block is a program with a name, commands, or the text that the program prints."""
+    for block in _blocks(README):
+        assert block.program or block.language in ("bash", "text"), f"{block} is not run"
+    for name in (block.program for block in _blocks(README) if block.program):
+        assert any(name in words for words in _commands(README)), f"no command runs {name}"
+
+
+def _num_ranks(command: list[str]) -> int:
+    """Return on how many ranks a line starts its program."""
+    if command[0] == "python":
+        return 1
+    return int(command[command.index("--nproc-per-node") + 1])
+
+
+RUNS = [
+    (words, block)
+    for block in PROGRAMS
+    for words in _commands(block.page)
+    if block.program in words
+]
+
+
+@pytest.mark.parametrize(("command", "block"), RUNS, ids=[shlex.join(words) for words, _ in RUNS])
+def test_program_runs_as_printed(command: list[str], block: _Block, tmp_path: Path) -> None:
+    """Each program runs as each command on its page says, and its loss falls."""
+    assert block.program is not None
+    script = tmp_path / block.program
+    script.write_text(block.code)
+    if command[0] == "torchrun":
+        output = _run_forked(script, _num_ranks(command), tmp_path)
+    else:
+        [(code, output)] = run_processes([{}], _run_here, script, [], tmp_path)
+        assert code == 0, output
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
+    assert losses[-1] < losses[0], output
+    if _num_ranks(command) == 2:
+        printed = [other.code for other in _blocks(block.page) if other.language == "text"]
+        assert [_without_digits(text) for text in printed] == [_without_digits(output)]
+        assert _numbers(output) == pytest.approx(_numbers(*printed), abs=1e-3)
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
+
+
+@pytest.mark.parametrize("block", _all_blocks("python"), ids=str)
+def test_python_block_is_valid(block: _Block) -> None:
+    """It compiles, and what it imports from the package exists."""
+    tree = ast.parse(block.code, str(block))
+    compile(tree, str(block), "exec")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("composable_shard"):
+            module = importlib.import_module(node.module or "")
+            missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+            assert not missing, f"{block} imports {missing} from {node.module}"
+
+
+def _make_targets() -> set[str]:
+    return set(re.findall(r"(?m)^(\w+):", (ROOT / "Makefile").read_text()))
+
+
+def _missing_of(words: list[str]) -> str | None:
+    """Return what a command needs and the repository lacks."""
+    if words[0] == "make":
+        target = words[1]
+        return None if target in _make_targets() else f"the target {target}"
+    if words[0] == "pip":
+        return None if words[1] == "install" else f"pip {words[1]}"
+    if "-m" in words and words[0] == "python":
+        path = words[words.index("-m") + 1].replace(".", "/") + ".py"
+    else:
+        path = next(word for word in words if word.endswith(".py"))
+    is_printed = path in [block.program for block in PROGRAMS]
+    return None if is_printed or (ROOT / path).is_file() else path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_name_what_exists(page: Path) -> None:
+    """The targets of `make`, scripts, modules and tests that a page names are there."""
+    for words in _commands(page):
+        assert words[0] in COMMANDS, f"{page.name}: {shlex.join(words)} is checked by nothing"
+        assert (missing := _missing_of(words)) is None, f"{page.name}: {missing} does not exist"
+    for path in re.findall(r"`((?:benchmarks|docs|tests|tutorials)/[\w./]+)", page.read_text()):
+        assert (ROOT / path).exists(), f"{page.name}: {path} does not exist"
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the names that GitHub gives the page's headings."""
+    headings = re.findall(r"(?m)^#+ (.*)", _FENCED.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _links(page: Path) -> list[str]:
+    prose = re.sub(r"`[^`\n]*`", "", _FENCED.sub("", page.read_text()))
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in link]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Files and headings that a page links to exist."""
+    for link in _links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if target in [ROOT / pending for pending in PENDING]:
+            continue
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in _anchors(target), f"{page.name} links to {link}"
+
+
+def test_pages_that_are_written_are_not_pending() -> None:
+    """A page that exists is checked as the others are."""
+    assert not [name for name in PENDING if (ROOT / name).exists()]
+
+
+def test_every_page_is_in_the_index() -> None:
+    """One link to each page, and nothing twice."""
+    pages = sorted(link for link in _links(INDEX) if "/" not in link)
+    found = {page.name for page in PAGES[1:]} - {INDEX.name} | {Path(name).name for name in PENDING}
+    assert pages == sorted(found)
+
+
+def test_the_readme_is_short() -> None:
+    """It is a front page; manuals are in docs/."""
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def test_figures_of_the_readme_are_in_the_files_they_link_to() -> None:
+    """Each figure of "Why" stands in its results file as it is printed."""
+    section = README.read_text().partition("## Why\n")[2].partition("\n## ")[0]
+    claims = re.findall(r"(?ms)^- .*?(?=^- |^\[)", section)
+    assert len(claims) == 3
+    for claim in claims:
+        [link] = re.findall(r"\]\((benchmarks/results/[^)]+)\)", claim)
+        measured = set(re.findall(r"\d+(?:\.\d+)?", (ROOT / link).read_text()))
+        figures = re.findall(r"\d+(?:\.\d+)?", re.sub(r"\]\(.*?\)", "", claim))
+        assert [figure for figure in figures if figure not in measured] == []
+
+
+def test_metadata_is_complete() -> None:
+    """A builder reads the version from the source, and finds the README and every package."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, build = config["project"], config["tool"]["setuptools"]
+    assert project["dynamic"] == ["version"]
+    assert build["dynamic"]["version"] == {"attr": "composable_shard.__version__"}
+    tree = ast.parse((ROOT / "composable_shard" / "__init__.py").read_text())
+    [version] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
+    ]
+    assert version == composable_shard.__version__
+    assert (ROOT / project["readme"]).is_file()
+    assert build["packages"]["find"]["include"] == ["composable_shard*"]
+    assert {"keywords", "classifiers", "authors", "urls"} <= set(project)
+    assert all(url.startswith("https://") for url in project["urls"].values())
