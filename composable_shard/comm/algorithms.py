@@ -31,6 +31,7 @@ from torch import Tensor
 
 from composable_shard.comm import trace
 from composable_shard.comm.trace import INSIDE
+from composable_shard.torch_private import backend_of
 
 __all__ = [
     "PendingReduction",
@@ -208,7 +209,7 @@ def reduce_parts(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
 
 
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return group._get_backend(device).name().lower() == "nccl"
+    return backend_name(group, device) == "nccl"
 
 
 _CHUNK_NUMEL = 1 << 16
@@ -338,6 +339,6 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     Who only keeps a model there, as after `model.cpu()`, needs none; a collective says so itself.
     """
     try:
-        return group._get_backend(device).name().lower()
+        return str(backend_of(group, device).name()).lower()
     except RuntimeError:
         return ""

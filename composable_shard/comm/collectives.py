@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from composable_shard.comm import trace
 from composable_shard.comm.algorithms import (
@@ -30,6 +29,7 @@ from composable_shard.comm.algorithms import (
     way_of_terms,
 )
 from composable_shard.comm.trace import INSIDE, CollectiveLog, count_collectives, is_inside
+from composable_shard.torch_private import resolve_process_group
 
 __all__ = [
     "AllGather",
@@ -55,7 +55,7 @@ __all__ = [
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     """Return the process group of this name; tensors name their group so that they can pickle."""
-    return _resolve_process_group(name)  # type: ignore[arg-type, no-any-return, unused-ignore]
+    return resolve_process_group(name)
 
 
 def _payload(tensor: Tensor, numels: Sequence[int] | None) -> int:

@@ -41,6 +41,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composable_shard.torch_private import backend_of
+
 __all__ = [
     "HOST",
     "BufferPool",
@@ -179,7 +181,7 @@ class BufferPool:
         """
         self._device = device
         self._unregistered = list(groups) if kind == "nccl" else []
-        backends = [group._get_backend(device) for group in self._unregistered]
+        backends = [backend_of(group, device) for group in self._unregistered]
         self._pool = torch.cuda.MemPool(backends[0].mem_allocator if backends else None)
 
     def allocating(self) -> AbstractContextManager[None]:
@@ -190,7 +192,7 @@ class BufferPool:
         """Register the pool with the process groups, once; these have communicated before."""
         while self._unregistered:
             group = self._unregistered.pop()
-            group._get_backend(self._device).register_mem_pool(self._pool)  # type: ignore[attr-defined]
+            backend_of(group, self._device).register_mem_pool(self._pool)
 
 
 _pools: weakref.WeakValueDictionary[tuple[object, ...], BufferPool] = weakref.WeakValueDictionary()
@@ -235,7 +237,7 @@ def check_pool(
             "buffer_pool out there."
         )
     for group in groups if kind == "nccl" and device is not None else ():
-        name = group._get_backend(device).name().lower()  # type: ignore[arg-type]
+        name = backend_of(group, device).name().lower()  # type: ignore[arg-type]
         if group.size() > 1 and name != "nccl":
             raise ValueError(
                 "buffer_pool='nccl' needs process groups of NCCL, and that of group "

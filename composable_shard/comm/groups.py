@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard.comm.collectives import all_reduce, resolve_group
+from composable_shard.torch_private import backend_of, num_known_groups
 
 __all__ = ["HostGroup", "ShardGroup", "SmallGroup", "get_host_group"]
 
@@ -115,7 +116,7 @@ class ShardGroup:
         """
         for group in (self.group, *self.joint_groups):
             try:
-                group._get_backend(torch.device("cpu"))
+                backend_of(group, torch.device("cpu"))
             except RuntimeError:
                 kind = self.device.type
                 raise ValueError(
@@ -253,7 +254,7 @@ def _joint_groups(axes: list[dist.ProcessGroup], mesh: DeviceMesh, device: torch
     if len(groups) < 2 or world is None or mesh.size() != world.size():
         return groups
     try:
-        world._get_backend(device)
+        backend_of(world, device)
     except RuntimeError:  # the world group may have been set up for other devices
         return groups
     return (world,)
@@ -297,7 +298,7 @@ def _make_group(ranks: list[int], asking: _Groups, device: torch.device) -> dist
     Raises:
         RuntimeError: If the numbers differ, on all ranks.
     """
-    num_known = len(dist.distributed_c10d._world.pg_names)
+    num_known = num_known_groups()
     extremes = torch.tensor([num_known, -num_known], device=device)
     for group in asking:
         all_reduce(extremes, group, dist.ReduceOp.MAX).wait()

@@ -17,19 +17,17 @@ import torch
 from torch import Tensor
 
 from composable_shard.tensor.shard_spec import ShardSpec, WriteGuard
+from composable_shard.torch_private import bump_version, num_dispatch_modes, num_function_modes
 
 __all__ = ["DirectOps"]
 
 
 _grad_enabled = torch.is_grad_enabled
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
-_num_function_modes = torch._C._len_torch_function_stack
-_bump_version = torch._C._increment_version
 
 
 def _slices(shard: DirectOps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     """Return the arguments with slices in place of shards; None where the rules must decide."""
-    if _grad_enabled() or _num_dispatch_modes() or _num_function_modes():
+    if _grad_enabled() or num_dispatch_modes() or num_function_modes():
         return None
     spec = shard._shard_spec
     slices = []
@@ -58,7 +56,7 @@ def _in_place(name: str) -> Callable[..., Any]:
             if self._guard is not None:
                 self._guard.note_write(self._shard_spec.label.fqn)
             # Autograd may have saved the shard for a backward. Raises for inference tensors.
-            _bump_version((cast("Tensor", self),))
+            bump_version((cast("Tensor", self),))
             plain(self._local, *slices, **kwargs)
         except RuntimeError:  # the rules say more about it, or can do it
             return plain(self, *args, **kwargs)

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
 from composable_shard.tensor.direct_ops import DirectOps
 from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, WriteGuard
+from composable_shard.torch_private import OpOverload, disabled_torch_function, make_wrapper
 
 __all__ = [
     "OP_RULES",
@@ -189,7 +189,7 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
             guard: Told of every write; only parameters and their aliases have one.
             requires_grad: As for any tensor.
         """
-        self: FlatShard = Tensor._make_wrapper_subclass(
+        self: FlatShard = make_wrapper(
             cls,
             spec.shape,
             spec.stride,
@@ -202,7 +202,7 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
         self._guard = guard
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub lacks `func`
@@ -485,7 +485,7 @@ def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
     return shard
 
 
-_make_wrapper = Tensor._make_wrapper_subclass
+_make_wrapper = make_wrapper
 
 
 def _rebuild_flat_shard(

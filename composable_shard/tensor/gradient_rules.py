@@ -21,7 +21,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -40,6 +39,7 @@ from composable_shard.tensor.reduction_rules import (
     shard_of,
     sum_over,
 )
+from composable_shard.torch_private import OpOverload, foreach_norm
 
 __all__ = [
     "RULES",
@@ -277,7 +277,7 @@ def _local_norms(locals_: list[Tensor], order: float) -> list[Tensor]:
         return [
             torch.linalg.vector_norm(local, order, dtype=_accumulate(local)) for local in filled
         ]
-    return list(torch._foreach_norm(filled, order))
+    return list(foreach_norm(filled, order))
 
 
 def _accumulate(local: Tensor) -> torch.dtype | None:

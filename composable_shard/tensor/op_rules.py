@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from torch._ops import OpOverload
-from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
-from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
-
 from composable_shard.tensor import gradient_rules, pointwise_rules, reduction_rules, view_rules
 from composable_shard.tensor.flat_shard import (
     OP_RULES,
@@ -18,6 +14,7 @@ from composable_shard.tensor.flat_shard import (
 )
 from composable_shard.tensor.operands import unsupported
 from composable_shard.tensor.view_rules import on_whole
+from composable_shard.torch_private import FOREACH_TYPES, OpOverload
 
 __all__ = ["register_op_rules"]
 
@@ -44,8 +41,7 @@ def register_op_rules() -> None:
         _refuse_family,
     ]
     OP_RULES.on_whole = on_whole
-    foreach_types: tuple[list[Any], ...] = (_optimizer_types, _clipping_types)
-    for types in foreach_types:
+    for types in FOREACH_TYPES:
         types += [FlatShard, FlatShardOfDTensor]
     allow_loading()
 

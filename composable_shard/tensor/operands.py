@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_shard.tensor.flat_shard import FlatShard, NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec
+from composable_shard.torch_private import (
+    AsyncCollectiveTensor,
+    OpOverload,
+    TensorBase,
+    VariableFunctions,
+    is_traceable_wrapper_subclass,
+)
 
 __all__ = [
     "SchemaArgument",
@@ -52,7 +55,7 @@ def binding(func: OpOverload) -> Callable[..., Any]:
     It takes the same arguments, for two thirds of the host time of a call through `torch.ops`.
     """
     name = func._schema.name.removeprefix("aten::")
-    namespace = torch._C.TensorBase if _is_method(name) else torch._C._VariableFunctions
+    namespace = TensorBase if _is_method(name) else VariableFunctions
     found: Callable[..., Any] = getattr(namespace, name, func)
     return found
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
 from composable_shard.tensor.flat_shard import FlatShard, NeedsWhole, Rule, wrap
@@ -22,6 +21,7 @@ from composable_shard.tensor.operands import (
     write_to_plain,
 )
 from composable_shard.tensor.shard_spec import ShardSpec
+from composable_shard.torch_private import OpOverload
 
 __all__ = [
     "RULES",

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import all_reduce, resolve_group
@@ -29,6 +28,7 @@ from composable_shard.tensor.operands import (
     write_to_plain,
 )
 from composable_shard.tensor.shard_spec import ShardSpec
+from composable_shard.torch_private import OpOverload
 
 __all__ = [
     "RULES",

@@ -25,9 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from composable_shard.layout import Box, FlatLayout, boxes_of_range, intersect
+from composable_shard.torch_private import (
+    compute_local_shape_and_global_offset,
+    current_backward_id,
+)
 
 __all__ = ["Checkpointable", "ParamLabel", "ShardSpec", "WriteGuard"]
 
@@ -91,7 +94,7 @@ class WriteGuard:
             )
         # Both conditions: the flag stays set when a backward is aborted, and a later write
         # outside of any backward is then legitimate.
-        if self.is_in_backward and torch._C._current_graph_task_id() != -1:
+        if self.is_in_backward and current_backward_id() != -1:
             raise RuntimeError(
                 f"parameter '{fqn}' was written while a backward pass that still needs it is "
                 "running. Call optimizer.step() and edit parameters after backward() has returned."

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from composable_shard.layout import intersect
 from composable_shard.tensor.flat_shard import FlatShard
+from composable_shard.torch_private import compute_local_shape_and_global_offset
 
 __all__ = ["Box", "Overlap", "Region", "find_places", "local_part", "overlap", "region_of"]
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
 from composable_shard.tensor.flat_shard import OP_RULES, FlatShard, NeedsWhole, Rule, wrap
 from composable_shard.tensor.operands import elsewhere, note_write, schema_arguments, unsupported
 from composable_shard.tensor.pointwise_rules import fill_mask
 from composable_shard.tensor.shard_spec import ShardSpec
+from composable_shard.torch_private import OpOverload, disabled_torch_function, make_wrapper
 
 __all__ = ["RULES", "FlatRegion", "on_whole", "view_of"]
 
@@ -75,14 +75,14 @@ class FlatRegion(Tensor):
     @staticmethod
     def __new__(cls: type[FlatRegion], shard: FlatShard, geometry: _Geometry) -> FlatRegion:
         """Select elements of `shard`; communicates nothing and copies nothing."""
-        self: FlatRegion = Tensor._make_wrapper_subclass(
+        self: FlatRegion = make_wrapper(
             cls, geometry.shape, geometry.stride, dtype=shard.dtype, device=shard.device
         )
         self._shard = shard
         self._geometry = geometry
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub lacks `func`

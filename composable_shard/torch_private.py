@@ -1,0 +1,151 @@
+"""Every private name of torch that this library uses; no other module spells one.
+
+Each name was checked on torch 2.13 by the suite. A torch without one of them fails here, at import,
+instead of in the middle of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
+from torch._ops import OpOverload
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "FOREACH_TYPES",
+    "REGISTRY_KEY",
+    "AsyncCollectiveTensor",
+    "BatchNorm",
+    "DisableTorchFunctionSubclass",
+    "OpOverload",
+    "RegistryItem",
+    "TensorBase",
+    "VariableFunctions",
+    "backend_of",
+    "base_of",
+    "buffers_of",
+    "bump_version",
+    "compute_local_shape_and_global_offset",
+    "current_backward_id",
+    "disabled_torch_function",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "has_saved_tensors_hooks",
+    "is_traceable_wrapper_subclass",
+    "make_wrapper",
+    "modules_of",
+    "never_compile",
+    "next_sequence_nr",
+    "non_persistent_buffers_of",
+    "num_dispatch_modes",
+    "num_function_modes",
+    "num_known_groups",
+    "parameters_of",
+    "post_accumulate_hooks_of",
+    "pre_accumulate_hooks_of",
+    "queue_callback",
+    "resolve_process_group",
+    "sequence_nr_of",
+    "set_versions",
+    "swap_tensors",
+    "unscale_",
+    "version_of",
+    "will_run_node",
+]
+
+# Autograd. `current_backward_id()` is -1 outside of a backward pass, on the thread that asks.
+current_backward_id: Callable[[], int] = torch._C._current_graph_task_id
+will_run_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
+next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+sequence_nr_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
+bump_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run `callback` at the end of the running backward pass, if that succeeds."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Return whether saved-tensor hooks are in force, as in a non-reentrant checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+# Tensor subclasses and the dispatcher.
+TensorBase = torch._C.TensorBase
+VariableFunctions = torch._C._VariableFunctions
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
+swap_tensors: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+# Optimizers and clipping take their fast paths for lists of these types.
+FOREACH_TYPES: tuple[list[Any], ...] = (_optimizer_types, _clipping_types)
+
+# Ops on lists of tensors, which torch documents for its optimizers only.
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+# Modules. Their dictionaries are written where `setattr` would check, or register twice.
+BatchNorm = _BatchNorm
+parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
+modules_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
+non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter(
+    "_non_persistent_buffers_set"
+)
+pre_accumulate_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+post_accumulate_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+
+# Process groups.
+resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment, unused-ignore]
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend of a group for a device; raises RuntimeError where it has none."""
+    return group._get_backend(device)
+
+
+def num_known_groups() -> int:
+    """Return how many process groups this rank has made or joined."""
+    return len(_world.pg_names)
+
+
+_NEVER_COMPILE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Keep a function, and what it calls, out of compiled graphs.
+
+    Does what `torch.compiler.disable` does, without importing the compiler.
+    """
+    function.__dict__["_torchdynamo_disable"] = True
+    set_code_exec_strategy(function.__code__, _NEVER_COMPILE)
