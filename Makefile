@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train test check coverage clean
+.PHONY: train test check house coverage clean
 
 train: $(STAMP)
 	@procs=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
@@ -22,6 +22,9 @@ check: $(STAMP)
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+
+house: $(STAMP)
+	@$(BIN)/python -m tests.house $(ARGS)
 
 coverage: $(STAMP)
 	@$(BIN)/coverage erase

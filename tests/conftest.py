@@ -12,7 +12,7 @@ from typing import TextIO
 import pytest
 import torch
 
-from tests import helpers
+from tests import helpers, house
 
 NEEDS_GPU = "needs a CUDA GPU"
 ALLOWED_SKIPS = frozenset({NEEDS_GPU})
@@ -76,6 +76,9 @@ def pytest_terminal_summary(
     if os.environ.get("CI"):
         for skip in _unknown_skips(config):
             terminalreporter.write_line(f"SKIP NOT ALLOWED IN CI: {skip}", red=True)
+        if house.TABLE in config.stash:
+            terminalreporter.section("the house")
+            terminalreporter.write_line(config.stash[house.TABLE])
 
 
 def _unknown_skips(config: pytest.Config) -> list[str]:
