@@ -55,17 +55,6 @@ def _ours(
     return package.fully_shard(model, **options)
 
 
-def _merged(model: nn.Module, *, strategy: str = "FULL_SHARD") -> nn.Module:
-    """Shard by `shard_model`: neighbouring layers share a unit until it has 8 MiB."""
-    package = importlib.import_module("composable_shard")
-    return package.shard_model(
-        model,
-        package.transformer_blocks(model),
-        strategy=package.ShardingStrategy[strategy],
-        min_unit_nbytes=8 << 20,
-    )
-
-
 _BUILDERS: dict[str, Builder] = {
     "bare": lambda model: model,
     "ddp": partial(_ddp, bucket_view=False),
@@ -88,9 +77,9 @@ _BUILDERS: dict[str, Builder] = {
     "ours_optim": partial(_ours, strategy="SHARD_OPTIM"),
     "ours_noshard": partial(_ours, strategy="NO_SHARD"),
     # Small layers, many to a unit: one collective for all of them.
-    "ours_merged": _merged,
-    "ours_gradop_merged": partial(_merged, strategy="SHARD_GRAD_OP"),
-    "ours_optim_merged": partial(_merged, strategy="SHARD_OPTIM"),
+    "ours_merged": partial(_ours, layers_per_unit=12),
+    "ours_gradop_merged": partial(_ours, strategy="SHARD_GRAD_OP", layers_per_unit=12),
+    "ours_optim_merged": partial(_ours, strategy="SHARD_OPTIM", layers_per_unit=12),
     "ours_noshard_merged": partial(_ours, strategy="NO_SHARD", layers_per_unit=8),
     "ours_noshard_one": partial(_ours, strategy="NO_SHARD", layers_per_unit=0),
     "ours_buckets": partial(_ours, strategy="NO_SHARD", layers_per_unit=0, bucket_cap_mb=25),

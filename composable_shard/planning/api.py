@@ -18,7 +18,7 @@ from composable_shard.options import ShardingStrategy
 from composable_shard.planning.costs import RankCounts, unit_cost
 from composable_shard.planning.report import Call, PlannedUnit, ShardingPlan, most_held
 from composable_shard.planning.rules import Rules, parse_rules
-from composable_shard.planning.units import Candidate, Unit, choose_units, listed, merge_units
+from composable_shard.planning.units import Unit, choose_units, listed
 from composable_shard.runtime import ModuleTree, ReshardAfterForward, check_policy, is_sharded
 
 __all__ = ["shard_model"]
@@ -34,7 +34,6 @@ def shard_model(
     *,
     dry_run: Literal[True],
     world_size: int | None = None,
-    min_unit_nbytes: int | None = None,
     **defaults: Any,
 ) -> ShardingPlan: ...
 
@@ -46,7 +45,6 @@ def shard_model(
     *,
     dry_run: Literal[False] = False,
     world_size: None = None,
-    min_unit_nbytes: int | None = None,
     **defaults: Any,
 ) -> _M: ...
 
@@ -57,7 +55,6 @@ def shard_model(
     *,
     dry_run: bool = False,
     world_size: int | None = None,
-    min_unit_nbytes: int | None = None,
     **defaults: Any,
 ) -> _M | ShardingPlan:
     """Apply `fully_shard` to the modules that `rules` name, inner ones first, and to `model`.
@@ -92,13 +89,6 @@ def shard_model(
             the model may be on the meta device.
         world_size: For a dry run, the number of ranks of every unit. Default: that of the mesh
             or of the process group, 1 without either.
-        min_unit_nbytes: Merge units whose full parameters have fewer bytes, in the dtype of their
-            shards, with their neighbours until they have as many: one gather and one reduction for
-            all of them. Neighbours are children of one module with no other parameters between
-            them, and have the same options; they are taken in the order in which they are
-            registered, and a rest that stays too small joins the unit before it. Larger units stay
-            as they are. A merged unit has less than three times as many bytes. It costs memory: it
-            is gathered for the first of its modules and freed after the last. None merges nothing.
         defaults: Options of `fully_shard` for all units.
 
     Returns:
@@ -111,17 +101,11 @@ def shard_model(
         RuntimeError, NotImplementedError: As `fully_shard`.
     """
     _check_call(model, dry_run, world_size)
-    _check_min_unit_nbytes(min_unit_nbytes)
     parsed = parse_rules(rules)
     tree = ModuleTree(model)
     _check_unsharded(tree)
     units = choose_units(tree, parsed, defaults)
-    groups = _ShardGroups(dry_run, world_size)
-    checked = _check_units(tree, units, groups)
-    if min_unit_nbytes is not None:
-        # Checked one by one before, so that what is refused does not depend on it.
-        units = merge_units(tree, [_candidate(each) for each in checked], min_unit_nbytes)
-        checked = _check_units(tree, units, groups)
+    checked = _check_units(tree, units, _ShardGroups(dry_run, world_size))
     owners = _plan_owners(checked)
     if dry_run:
         plan = _summarise(tree, checked)
@@ -131,7 +115,7 @@ def shard_model(
     # They hold the parameters as they are now.
     del checked
     for unit in units:
-        form_unit(list(unit.modules), unit.all_options, owners)
+        form_unit([unit.module], unit.all_options, owners)
     return model
 
 
@@ -189,14 +173,6 @@ def _check_call(model: object, dry_run: bool, world_size: int | None) -> None:
         raise ValueError(f"expected world_size to be a positive integer, got {world_size!r}")
 
 
-def _check_min_unit_nbytes(value: object) -> None:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_number and value > 0):  # type: ignore[operator]
-        raise ValueError(
-            f"expected min_unit_nbytes to be None or a positive integer of bytes, got {value!r}"
-        )
-
-
 def _check_unsharded(tree: ModuleTree) -> None:
     for module in tree.fqns:
         if is_sharded(module):
@@ -227,22 +203,16 @@ def _check_units(
         # A dry run on the meta device is about a model that will be real.
         options["sync_module_states"] &= not groups.is_dry_run
         try:
-            plan = check_unit(list(unit.modules), shard_group, options, inner, managed)
+            plan = check_unit([unit.module], shard_group, options, inner, managed)
             policy = check_policy(choose_policy(options), ranks.shard)
         except (ValueError, RuntimeError) as error:
             # The parameters in the text are named as seen from the unit.
             raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error
         _check_disjoint(tree, unit, plan.unmanaged_modules, owners)
         managed.update(original.param for original in plan.originals)
-        inner.update(unit.modules)
+        inner.add(unit.module)
         checked.append(_CheckedUnit(unit, plan, shard_group, ranks, policy))
     return checked
-
-
-def _candidate(each: _CheckedUnit) -> Candidate:
-    originals = each.plan.originals
-    nbytes = sum(original.nbytes for original in originals)
-    return Candidate(each.unit, nbytes, frozenset(original.param.device for original in originals))
 
 
 def _plan_owners(checked: Sequence[_CheckedUnit]) -> dict[nn.Parameter, int]:
@@ -286,11 +256,10 @@ def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPla
     units = []
     for each in checked:
         params = [original.param for original in each.plan.originals]
-        unit, options, modules = each.unit, each.unit.all_options, each.unit.modules
-        fqns = [tree.fqn(module) for module in modules] if modules[1:] else tree.fqns[unit.module]
+        unit, options = each.unit, each.unit.all_options
         planned = PlannedUnit(
-            fqns=tuple(fqns),
-            class_name=", ".join(dict.fromkeys(type(module).__name__ for module in modules)),
+            fqns=tuple(tree.fqns[unit.module]),
+            class_name=type(unit.module).__name__,
             rule=unit.rule,
             num_params=len(params),
             numel=sum(param.numel() for param in params),
@@ -303,7 +272,6 @@ def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPla
                 use_orig_params=options["use_orig_params"],
             ),
             options=unit.options,
-            num_modules=len(modules),
         )
         units.append(planned)
     peak = _peak_gathered_nbytes(tree, checked, units)
@@ -319,13 +287,13 @@ def _peak_gathered_nbytes(
     tree: ModuleTree, checked: Sequence[_CheckedUnit], planned: Sequence[PlannedUnit]
 ) -> int:
     """Return the most full parameters at once in a forward, see `ShardingPlan`."""
-    unit_of = {module: index for index, each in enumerate(checked) for module in each.unit.modules}
-    calls = [
-        Call(tree.fqn(module), unit_of[module])
-        for module in tree.root.modules()
-        if module in unit_of
-    ]
-    sizes = [unit.cost.gathered_nbytes for unit in planned]
-    frees = [_frees(tree, each) is not False for each in checked]
-    limits = [each.plan.prefetch_nbytes for each in checked]
-    return most_held(calls, sizes, frees, limits)
+    calls = {
+        each.unit.module: Call(
+            unit.fqn,
+            unit.cost.gathered_nbytes,
+            is_freed=_frees(tree, each) is not False,
+            prefetch_nbytes=each.plan.prefetch_nbytes,
+        )
+        for each, unit in zip(checked, planned, strict=True)
+    }
+    return most_held([calls[module] for module in tree.root.modules() if module in calls])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,16 +31,14 @@ class PlannedUnit:
     """One unit that `shard_model` is going to form.
 
     Attributes:
-        fqns: The FQNs of the unit's module, several where it is shared; `("",)` for the root. Where
-            several modules were merged, one FQN of each.
-        class_name: The name of its class; where several were merged, the names of theirs.
+        fqns: The FQNs of the unit's module, several where it is shared; `("",)` for the root.
+        class_name: The name of its class.
         rule: The rule that took it; "defaults" for a root that no rule took.
         num_params: Parameters that the unit will manage: none of units inside it, none ignored.
         numel: Elements of these parameters.
         ranks: How many ranks will share them, and how many will hold copies.
         cost: What the unit costs a rank.
         options: The options of `fully_shard` that the rule and the defaults give.
-        num_modules: How many modules share the unit.
     """
 
     fqns: tuple[str, ...]
@@ -53,7 +49,6 @@ class PlannedUnit:
     ranks: RankCounts
     cost: Cost
     options: Mapping[str, Any]
-    num_modules: int = 1
 
     @property
     def fqn(self) -> str:
@@ -106,67 +101,61 @@ class ShardingPlan:
 
 
 class Call(NamedTuple):
-    """A module of a unit, in the order in which a forward calls them."""
+    """A unit's module as a forward calls it.
+
+    Attributes:
+        fqn: Its name.
+        nbytes: What the unit holds while it is gathered.
+        is_freed: Whether that is freed when the module has returned.
+        prefetch_nbytes: The unit's option.
+    """
 
     fqn: str
-    unit: int  # its position
+    nbytes: int
+    is_freed: bool
+    prefetch_nbytes: int
 
 
-def most_held(
-    calls: Sequence[Call], sizes: Sequence[int], frees: Sequence[bool], limits: Sequence[int]
-) -> int:
-    """Return the most that is held at once of units that are gathered for their modules.
+def most_held(calls: Sequence[Call]) -> int:
+    """Return the most bytes held at once of units that are gathered for their modules.
 
-    Each is gathered when the first of its modules is called, or while one before that runs, and
-    freed when the last one has returned.
+    Each is gathered when its module is called, or while one before that runs.
 
     Args:
-        calls: The modules, outer ones before what is inside them.
-        sizes: Bytes that the units hold while they are gathered.
-        frees: Whether each is freed at all.
-        limits: Of each, `prefetch_nbytes`.
+        calls: In their order, outer modules before what is inside them.
     """
-    to_return = Counter(call.unit for call in calls)
-    order = [unit for unit, _ in groupby(call.unit for call in calls)]
-    begun = 0  # how many of them
-    running: list[Call] = []
+    running: list[int] = []
     held: set[int] = set()
     ahead: set[int] = set()
     total = most = 0
-    for call in calls:
-        while running and not _is_inside(call, running[-1]):
-            unit = running.pop().unit
-            to_return[unit] -= 1
-            if not to_return[unit] and frees[unit]:
-                held.remove(unit)
-                total -= sizes[unit]
-        running.append(call)
-        if begun and order[begun - 1] == call.unit:
-            continue
-        begun += 1
-        ahead.discard(call.unit)
-        batch = _gathered_along(order, begun, ahead, sizes, limits[call.unit])
+    for place, call in enumerate(calls):
+        while running and not _is_inside(call, calls[running[-1]]):
+            returned = running.pop()
+            if calls[returned].is_freed:
+                held.remove(returned)
+                total -= calls[returned].nbytes
+        running.append(place)
+        ahead.discard(place)
+        batch = _gathered_along(calls, place, ahead)
         ahead.update(batch)
-        total += sum(sizes[unit] for unit in {call.unit, *batch} - held)
-        held.update((call.unit, *batch))
+        new = {place, *batch} - held
+        held |= new
+        total += sum(calls[each].nbytes for each in new)
         most = max(most, total)
     return most
 
 
-def _gathered_along(
-    order: Sequence[int], begun: int, ahead: Container[int], sizes: Sequence[int], limit: int
-) -> list[int]:
+def _gathered_along(calls: Sequence[Call], place: int, ahead: Container[int]) -> list[int]:
     """Return the units whose gathers start with a call, see [Note: Gathers of small units]."""
     batch: list[int] = []
     nbytes = 0
-    for place in range(begun, len(order)):
-        unit = order[place]
-        if unit == order[begun - 1] or (not batch and unit in ahead):
+    for following in range(place + 1, len(calls)):
+        if not batch and following in ahead:
             break
-        nbytes += sizes[unit]
-        if batch and nbytes > limit:
+        nbytes += calls[following].nbytes
+        if batch and nbytes > calls[place].prefetch_nbytes:
             break
-        batch.append(unit)
+        batch.append(following)
     return batch
 
 
@@ -177,7 +166,7 @@ def _is_inside(call: Call, outer: Call) -> bool:
 def _row(unit: PlannedUnit) -> tuple[str, ...]:
     options = [f"{name}={_short(value)}" for name, value in unit.options.items()]
     return (
-        _name(unit),
+        ", ".join(unit.fqns) or "(root)",
         unit.class_name,
         unit.rule,
         f"{unit.num_params}",
@@ -186,12 +175,6 @@ def _row(unit: PlannedUnit) -> tuple[str, ...]:
         *_cells(unit.cost),
         ", ".join(options),
     )
-
-
-def _name(unit: PlannedUnit) -> str:
-    if unit.num_modules > 1:
-        return f"{unit.fqns[0]} to {unit.fqns[-1]} ({unit.num_modules} modules)"
-    return ", ".join(unit.fqns) or "(root)"
 
 
 def _cells(cost: Cost) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from composable_shard.comm.algorithms import exchange
 from composable_shard.comm.collectives import CollectiveLog, count_collectives
 from composable_shard.comm.trace import Event, trace_events
 from tests.helpers import distributed
-from tests.models import FailingMode
+from tests.models import FailingMode, Net, rank_input
 
 NUM_BLOCKS = 5
 
@@ -218,6 +218,23 @@ def test_what_is_on_its_way_stays_when_a_unit_that_runs_again_is_gathered(
         with count_collectives() as log:
             model(torch.ones(2, 5))
     assert log.count("all_gather") == 3 * NUM_BLOCKS
+
+
+@distributed(2)
+def test_the_next_unit_is_gathered_while_the_first_module_of_several_runs() -> None:
+    """Its gather overlaps with all of them, and it is gathered once."""
+    model = Net(6)
+    for blocks in (model.blocks[:3], model.blocks[3:]):
+        fully_shard(list(blocks), prefetch_nbytes=0)
+    fully_shard(model, prefetch_nbytes=0)
+    for _ in range(2):
+        with trace_events() as log:
+            model(rank_input(4, 5)).sum().backward()
+    forward = [(event.kind, event.name) for event in log if event.kind == "compute"]
+    assert forward == [("compute", name) for name in ("Net", *["blocks.0"] * 3, *["blocks.3"] * 3)]
+    kinds = [event.kind for event in log if event.kind in ("compute", "all_gather")]
+    # The root and the first unit, which is gathered ahead; the second one behind the first block.
+    assert kinds[:9] == [*["all_gather"] * 2, "compute", "all_gather", *["compute"] * 5]
 
 
 @distributed(2)

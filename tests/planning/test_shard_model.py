@@ -685,13 +685,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ValueError,
         "the defaults: expected sync_module_states to be a bool, got 'yes'",
     ),
-    "min_unit_nbytes": (
-        Net,
-        ALL,
-        {"min_unit_nbytes": 0},
-        ValueError,
-        "expected min_unit_nbytes to be None or a positive integer of bytes, got 0",
-    ),
     "world_size": (
         Net,
         ALL,
@@ -1235,3 +1228,40 @@ def _print_plan() -> tuple[str, str]:
         patch.setattr(sys.stdout, "write", written.append)
         plan = _plan(Net(), ALL)
     return "".join(written), str(plan)
+
+
+FORWARDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "reshard": {"reshard_after_forward": True},
+    "keep": {"reshard_after_forward": False},
+    "zero 2": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+@distributed(2)
+def test_a_forward_gathers_as_much_at_once_as_the_dry_run_says(name: str) -> None:
+    """Storages of full parameters, looked at when any layer runs; also of units inside units."""
+    block = sum(param.nbytes for param in Net().blocks[0].parameters())
+    for rules in (ALL, {Block: {}, "blocks.*.*": {}}):
+        for ahead in (0, 2 * block, 4 * block, 1 << 20):
+            model = Net(5)
+            options = {**FORWARDS[name], "prefetch_nbytes": ahead}
+            plan = _plan(model, rules, **options)
+            shard_model(model, rules, **options)
+            assert _most_gathered(model) == plan.peak_gathered_nbytes, (rules, ahead)
+
+
+def _most_gathered(model: nn.Module) -> int:
+    seen = []
+
+    def look(*_: Any) -> None:
+        storages = [h.unsharded.untyped_storage() for h in get_handles(model) if not h.is_kept]
+        seen.append(sum(storage.nbytes() for storage in storages))
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(look)
+    for _ in range(2):
+        model(rank_input(4, 5)).sum().backward()
+    return max(seen)

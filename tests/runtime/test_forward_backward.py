@@ -31,6 +31,7 @@ from composable_shard.comm.trace import trace_events
 from tests.helpers import assert_equal, distributed
 from tests.models import (
     Block,
+    CheckpointsBlocks,
     Net,
     Optional,
     Twins,
@@ -1530,6 +1531,35 @@ def test_modules_of_a_unit_without_a_root() -> None:
     del model
     _train(twins, lambda step: _run(4, 15, step=step))
     twins.step(lambda model: _square(model(rank_input(4, 15), (2,))))
+    assert_at_rest(twins.sharded)
+
+
+class _Checkpointed(CheckpointsBlocks, Net):
+    pass
+
+
+def _shard_pairs_of_blocks(model: nn.Module) -> None:
+    fully_shard(list(model.blocks[:2]))
+    fully_shard(list(model.blocks[2:]))
+    fully_shard(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@distributed(2)
+def test_modules_of_a_unit_may_be_checkpointed_one_by_one(use_reentrant: bool) -> None:
+    """Each is recomputed on its own, in the unit that is gathered once for all of them."""
+    twins = Twins(lambda: _Checkpointed(4), _shard_pairs_of_blocks)
+    for model in twins:
+        model.use_reentrant = use_reentrant
+    optimizers = twins.optimizers()
+    for step in range(3):
+        with count_collectives() as log:
+            twins.step(_run(4, 5, step=step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.assert_equal_parameters()
+    assert log.count("reduce_scatter") == 3
     assert_at_rest(twins.sharded)
 
 
