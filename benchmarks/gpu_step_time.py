@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="1b", help="out of benchmarks/models.py")
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=5, help="steps per peer and round")
-    parser.add_argument("--peers", default="bare,fsdp2,ours,ours_pool", help="comma-separated")
+    parser.add_argument("--peers", default="bare,fsdp2,ours", help="comma-separated")
     parser.add_argument("--trace", type=Path, metavar="PREFIX", help="export profiles to PREFIX...")
     args = parser.parse_args(argv)
     names = peers.parse_peers(args.peers)

@@ -69,7 +69,6 @@ _BUILDERS: dict[str, Builder] = {
     "ours": partial(_ours, reshard_after_forward=None),
     "ours_raf": partial(_ours, reshard_after_forward=True),  # the root as well
     "ours_keep": partial(_ours, reshard_after_forward=False),
-    "ours_pool": partial(_ours, buffer_pool="private"),  # CUDA only
     "ours_flat": partial(_ours, use_orig_params=False),
     "ours_row": partial(_ours, granularity="row"),
     "ours_param": partial(_ours, granularity="param"),

@@ -26,9 +26,7 @@ from composable_shard import (
     ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
-    get_handles,
 )
-from composable_shard.comm.devices import BufferPool
 from tests.fake_group import fake_group
 
 pytestmark = pytest.mark.gpu
@@ -149,18 +147,16 @@ def test_training_equals_the_bare_model_and_fsdp2(strategy: ShardingStrategy) ->
 
 
 @pytest.mark.usefixtures("eight_ranks")
-@pytest.mark.parametrize("pool", [None, "private"])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BFLOAT16])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_streams_change_no_bit(
     strategy: ShardingStrategy,
     policy: MixedPrecisionPolicy,
-    pool: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Against everything on one stream."""
     options = {"strategy": strategy, "mp_policy": policy}
-    beside = _losses(_Trainer(_sharded(_make(), buffer_pool=pool, **options)), 20)
+    beside = _losses(_Trainer(_sharded(_make(), **options)), 20)
     monkeypatch.setattr("composable_shard.runtime.state.make_streams", lambda _: None)
     assert beside == _losses(_Trainer(_sharded(_make(), **options)), 20)
 
@@ -187,11 +183,10 @@ def _allocator() -> dict[str, int]:
     return {name: stats[name] for name in names}
 
 
-@pytest.mark.parametrize("pool", [None, "private"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_allocator_grows_no_more(group: str, strategy: ShardingStrategy, pool: Any) -> None:
+def test_allocator_grows_no_more(group: str, strategy: ShardingStrategy) -> None:
     """After the second step, and every step has the same peak."""
-    trainer = _Trainer(_sharded(_make(512), strategy=strategy, buffer_pool=pool))
+    trainer = _Trainer(_sharded(_make(512), strategy=strategy))
     trainer.x = torch.randn(64, 512, device="cuda")
     trainer.step()
     trainer.step()
@@ -202,49 +197,6 @@ def test_allocator_grows_no_more(group: str, strategy: ShardingStrategy, pool: A
         peaks.append(torch.cuda.max_memory_allocated())
     assert _allocator() == before
     assert len(set(peaks)) == 1
-
-
-@pytest.mark.usefixtures("eight_ranks")
-def test_units_take_turns_in_a_few_blocks() -> None:
-    """Gathers of eight units get the same few addresses in every step."""
-    model = _sharded(_make(512, num_blocks=8), buffer_pool="private")
-    trainer = _Trainer(model)
-    trainer.x = torch.randn(64, 512, device="cuda")
-    addresses: set[int] = set()
-    blocks = list(model.blocks)  # type: ignore[call-overload]
-    handles = [handle for block in blocks for handle in get_handles(block)]
-
-    def note(module: nn.Module, *_: object) -> None:
-        addresses.update(
-            handle.unsharded.untyped_storage().data_ptr()
-            for handle in handles
-            if handle.is_registered_unsharded
-        )
-
-    for block in blocks:
-        block[0].register_forward_hook(note)
-    trainer.step()
-    trainer.step()
-    known = set(addresses)
-    assert 1 <= len(known) <= 4
-    trainer.step()
-    assert addresses == known
-
-
-@pytest.mark.usefixtures("nccl")
-def test_nccl_takes_memory_of_its_pool() -> None:
-    """Of what is there when it is registered, and of what comes later."""
-    world, device = dist.group.WORLD, torch.device("cuda", 0)
-    assert world is not None
-    pool = BufferPool("nccl", [world], device)
-    with pool.allocating():
-        first = torch.ones(1 << 20, device=device)
-    pool.register()
-    with pool.allocating():
-        second = torch.ones(1 << 24, device=device)
-    for tensor in (first, second):
-        dist.all_reduce(tensor)
-        assert tensor.sum().item() == tensor.numel()
 
 
 # Beside compute
@@ -281,8 +233,8 @@ def test_a_graph_of_a_step_computes_what_steps_compute(
 
 
 @pytest.mark.usefixtures("eight_ranks")
-def test_a_copy_of_a_model_has_streams_and_a_pool_too() -> None:
+def test_a_copy_of_a_model_has_streams_too() -> None:
     """And trains like it."""
-    model = _sharded(_make(), buffer_pool="private")
+    model = _sharded(_make())
     other = copy.deepcopy(model)
     assert _losses(_Trainer(other)) == _losses(_Trainer(model))

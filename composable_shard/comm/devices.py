@@ -20,43 +20,25 @@ A copy between device and pinned host memory runs beside the Python code that st
 waited for, its target must not be read, nor its source written or freed. `HostCopies` is all that
 says when a copy runs and who waits for it. Where the device is the CPU the copies run at once; that
 nothing relies on it is tested with copies that run only when they are waited for.
-
-[Note: Buffer pool]
-Full parameters and gradients come and go with every unit. A pool of CUDA memory keeps what they
-give back for the next one: after the first steps the same few blocks serve all units in turn, at
-the same addresses, whatever else the program allocates and frees. NCCL can allocate such a pool,
-and know its memory: then it needs no buffers of its own in between. It registers what is in the
-pool, and what is added later. All ranks must do alike.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from composable_shard.torch_private import backend_of
 
 __all__ = [
     "HOST",
-    "BufferPool",
     "HostCopies",
-    "PoolKind",
     "StreamCopies",
     "StreamPoint",
     "Streams",
     "alloc_host",
-    "allocating_in",
-    "check_pool",
     "copies_for",
     "make_streams",
-    "pool_for",
 ]
 
 
@@ -160,86 +142,3 @@ class StreamCopies(HostCopies):
 def copies_for(device: torch.device) -> HostCopies:
     """Return what copies between the host and a device."""
     return HostCopies() if device.type in ("cpu", "meta") else StreamCopies(device)
-
-
-PoolKind: TypeAlias = Literal["private", "nccl"]
-_KINDS = ("private", "nccl")
-
-
-class BufferPool:
-    """A pool of CUDA memory, see [Note: Buffer pool]."""
-
-    def __init__(
-        self, kind: PoolKind, groups: Sequence[dist.ProcessGroup], device: torch.device
-    ) -> None:
-        """Make an empty pool.
-
-        Args:
-            kind: `"nccl"` takes NCCL's allocator.
-            groups: Whose collectives use the memory.
-            device: Where it is.
-        """
-        self._device = device
-        self._unregistered = list(groups) if kind == "nccl" else []
-        backends = [backend_of(group, device) for group in self._unregistered]
-        self._pool = torch.cuda.MemPool(backends[0].mem_allocator if backends else None)
-
-    def allocating(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread allocates from the pool."""
-        return torch.cuda.use_mem_pool(self._pool, self._device)
-
-    def register(self) -> None:
-        """Register the pool with the process groups, once; these have communicated before."""
-        while self._unregistered:
-            group = self._unregistered.pop()
-            backend_of(group, self._device).register_mem_pool(self._pool)
-
-
-_pools: weakref.WeakValueDictionary[tuple[object, ...], BufferPool] = weakref.WeakValueDictionary()
-
-
-def pool_for(
-    kind: PoolKind | None, groups: Sequence[dist.ProcessGroup], device: torch.device
-) -> BufferPool | None:
-    """Return the pool of all units with these groups; it lives as long as one of them does."""
-    if kind is None:
-        return None
-    groups = [group for group in groups if group.size() > 1]
-    key = (kind, device, *groups)  # not their names, which come again after they are destroyed
-    pool = _pools.get(key)
-    if pool is None:
-        pool = _pools[key] = BufferPool(kind, groups, device)
-    return pool
-
-
-def allocating_in(pool: BufferPool | None) -> AbstractContextManager[None]:
-    """Return a context in which memory comes from the pool; None changes nothing."""
-    return nullcontext() if pool is None else pool.allocating()
-
-
-def check_pool(
-    kind: object,
-    groups: Sequence[dist.ProcessGroup] = (),
-    device: torch.device | None = None,
-) -> None:
-    """Check the option `buffer_pool`, and that these groups and this device can have such a pool.
-
-    Raises:
-        ValueError: If it is not one, or not on CUDA, or NCCL is to register it elsewhere.
-    """
-    if kind is None:
-        return
-    if kind not in _KINDS:
-        raise ValueError(f"expected buffer_pool to be None, 'private' or 'nccl', got {kind!r}")
-    if device is not None and device.type != "cuda":
-        raise ValueError(
-            f"buffer_pool={kind!r} needs a CUDA device, and the mesh is of {device.type}. Leave "
-            "buffer_pool out there."
-        )
-    for group in groups if kind == "nccl" and device is not None else ():
-        name = backend_of(group, device).name().lower()  # type: ignore[arg-type]
-        if group.size() > 1 and name != "nccl":
-            raise ValueError(
-                "buffer_pool='nccl' needs process groups of NCCL, and that of group "
-                f"'{group.group_name}' is '{name}'. Pass buffer_pool='private'."
-            )

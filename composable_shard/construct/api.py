@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.comm import PoolKind, ShardGroup, check_pool
+from composable_shard.comm import ShardGroup
 from composable_shard.construct.build import (
     build_state,
     register_boundaries,
@@ -71,7 +71,6 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     broadcast_buffers: bool = False,
     bucket_cap_mb: float | None = None,
     granularity: GranularityOption = "element",
-    buffer_pool: PoolKind | None = None,
     prefetch_nbytes: int = PREFETCH_NBYTES,
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
@@ -125,11 +124,6 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             rows, `Block(n)` between blocks of n elements, `"param"` not at all: one rank holds the
             whole parameter. Or a function that returns one of these for a parameter, the same on
             all ranks. Parameters of `"param"` have a handle of their own in their unit.
-        buffer_pool: On CUDA, where what collectives read and write comes from: shards, full
-            parameters, and gradients on their way. `"private"`: a memory pool apart from all other
-            memory, in which the units of one mesh take turns, so that the same few blocks serve
-            them step after step. `"nccl"`: the same, allocated by NCCL and registered with the
-            process groups (user-buffer registration). None: the allocator that all tensors share.
         prefetch_nbytes: While the unit computes the next one is gathered; small ones that come
             after it are gathered along with it while all of them have at most so many bytes, in the
             dtype in which they compute. What is gathered ahead is thus the next unit, or so much.
@@ -157,7 +151,6 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         "broadcast_buffers": broadcast_buffers,
         "bucket_cap_mb": bucket_cap_mb,
         "granularity": granularity,
-        "buffer_pool": buffer_pool,
         "prefetch_nbytes": prefetch_nbytes,
     }
     check_options(options)
@@ -275,7 +268,6 @@ def check_options(options: Mapping[str, Any]) -> None:
     _check_ignored(options["ignored_params"])
     _check_bucket_cap(options["bucket_cap_mb"])
     check_option(options["granularity"])
-    check_pool(options["buffer_pool"])
     _check_prefetch_nbytes(options["prefetch_nbytes"])
     for name in ("sync_module_states", "broadcast_buffers"):
         if not isinstance(options[name], bool):
@@ -358,12 +350,9 @@ def check_unit(
     apply_precision(plan, options["mp_policy"])
     plan.offload = options["offload_policy"]
     plan.bucket_cap_mb = options["bucket_cap_mb"]
-    plan.buffer_pool = options["buffer_pool"]
     plan.prefetch_nbytes = options["prefetch_nbytes"]
     apply_granularity(plan, options["granularity"])
     if shard_group is not None:
-        groups = (shard_group.group, *shard_group.replicate_groups)
-        check_pool(plan.buffer_pool, groups, shard_group.device)
         check_policy(options["reshard_after_forward"], shard_group.size)
         if options["offload_policy"].is_active:
             shard_group.check_host_collectives()

@@ -186,7 +186,6 @@ def build_state(
     state.mp_policy = plan.policy
     state.offload_policy = plan.offload
     state.bucket_cap_mb = plan.bucket_cap_mb
-    state.buffer_pool = plan.buffer_pool
     state.prefetch_nbytes = plan.prefetch_nbytes
     is_alone = shard_group.num_ranks == 1
     state.buckets = None if is_alone or plan.bucket_cap_mb is None else Buckets()
@@ -267,7 +266,6 @@ def _build_handle(
         strategy=strategy,
         precision=precision,
         offload=plan.offload,
-        buffer_pool=plan.buffer_pool,
     )
 
 

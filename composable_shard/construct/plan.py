@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.parameter import UninitializedParameter
 
-from composable_shard.comm import PoolKind, ShardGroup
+from composable_shard.comm import ShardGroup
 from composable_shard.flat_param import (
     FlatParamHandle,
     ParamEntry,
@@ -109,7 +109,6 @@ class Plan:
     unmanaged_modules: list[nn.Module]
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
-    buffer_pool: PoolKind | None = None
     kept_modules: list[nn.Module] = field(default_factory=list)  # compute in the main dtype
     bucket_cap_mb: float | None = None
     prefetch_nbytes: int = PREFETCH_NBYTES

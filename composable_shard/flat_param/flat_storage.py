@@ -39,7 +39,6 @@ from composable_shard.comm import (
     HOST,
     QUANTISED,
     AllGather,
-    BufferPool,
     HostCopies,
     ShardGroup,
     SmallGroup,
@@ -47,7 +46,6 @@ from composable_shard.comm import (
     Streams,
     Waitable,
     alloc_host,
-    allocating_in,
     collectives,
     copies_for,
     gather_in,
@@ -92,7 +90,6 @@ class FlatStorage(Registration):
     is_kept: bool  # the unsharded buffer is never freed, see [Note: Kept buffers]
     precision: Precision
     offload: OffloadPolicy
-    pool: BufferPool | None  # where buffers of collectives come from
     guard: WriteGuard
     grad: FlatGradient
     host_grad: HostGradient | None  # where gradients are offloaded
@@ -116,9 +113,7 @@ class FlatStorage(Registration):
         wire_dtype = self.precision.travels_in(dtype) if self.is_sharded else param_dtype
         is_cast = param_dtype != dtype or wire_dtype != dtype
         start, end = self.layout.shard_range(self.shard_group.rank)
-        pool = self.pool if device == self.shard_group.device else None
-        with allocating_in(pool if self.is_kept else None):
-            unsharded = torch.empty(self.layout.padded_numel, dtype=param_dtype, device=device)
+        unsharded = torch.empty(self.layout.padded_numel, dtype=param_dtype, device=device)
         output = unsharded.data
         own_part, device_shard = output[start:end], None
         if not self.is_kept:
@@ -134,8 +129,7 @@ class FlatStorage(Registration):
             # [Note: Kept buffers]: nothing is stored twice.
             shard = unsharded.zero_()[start:end]
         else:
-            with allocating_in(pool):
-                shard = torch.empty(end - start, dtype=dtype, device=device)
+            shard = torch.empty(end - start, dtype=dtype, device=device)
             self.zero_gaps(shard)  # values follow: all of it would be written twice
         copies = copies_for(device)
         self.host_grad = None
@@ -278,7 +272,7 @@ class FlatStorage(Registration):
         buffers, group = self._buffers, self.shard_group.group
         numels, output = self.layout.uneven_numels, buffers.gather_output
         has_valid_part = self._small_writes == self.guard.num_writes
-        alloc_storage(buffers.unsharded, self.pool)
+        alloc_storage(buffers.unsharded)
         if self.small_group is not None and self._small_part is not None and has_valid_part:
             return collectives.all_gather(output, self._small_part, self.small_group.group)
         # [Note: Main and compute dtype]

@@ -8,7 +8,7 @@ from operator import or_
 import torch
 from torch import Tensor, nn
 
-from composable_shard.comm import ShardGroup, Streams, allocating_in, trace
+from composable_shard.comm import ShardGroup, Streams, trace
 from composable_shard.flat_param.grad_pieces import (
     AwaitedGradients,
     GradPieces,
@@ -233,7 +233,7 @@ class FlatGradient:
         if in_place:
             self._views = self._shared_views
         else:
-            alloc_storage(self._own, self.reduction.pool)
+            alloc_storage(self._own)
             self._views = self._own_views
 
     def move_out(self) -> None:
@@ -295,8 +295,7 @@ class FlatGradient:
     def _main_memory(self) -> Tensor:
         """Return the persistent memory of [Note: Reduce dtype]."""
         if self._result.numel() == 0:
-            with allocating_in(self.reduction.pool):
-                self._result = self._result.new_empty(self.reduction.own_numel)
+            self._result = self._result.new_empty(self.reduction.own_numel)
         return self._result
 
     def _take_scratch(self, pool: ScratchPool, may_share: bool) -> Tensor | None:
@@ -311,7 +310,7 @@ class FlatGradient:
         if not may_share or numel > scratch.numel():  # as with an uneven shard, and a large one
             return self._own.new_empty(numel)
         self.uses_shared = True
-        alloc_storage(scratch, self.reduction.pool)
+        alloc_storage(scratch)
         return scratch[:numel]
 
     def advance(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable_shard.comm import PoolKind, ShardGroup, SmallGroup, Streams, Waitable, pool_for
+from composable_shard.comm import ShardGroup, SmallGroup, Streams, Waitable
 from composable_shard.flat_param.entries import FlatEntry, Precision
 from composable_shard.flat_param.grad_pieces import local_gradient
 from composable_shard.flat_param.gradient import FlatGradient
@@ -166,7 +166,6 @@ class FlatParamHandle(PublishedGradients):
         small_group: The ranks that hold all values once between forward and backward, if any.
         precision: The dtypes that differ from the local shard's.
         offload: What lives on the host.
-        buffer_pool: What kind of pool it has, see [Note: Buffer pool].
         entries: The managed parameters, in order.
         requires_grad: Whether any of the parameters is trainable.
         has_fixed_owners: Whether parameters that are owned whole stay where they are for good.
@@ -184,7 +183,6 @@ class FlatParamHandle(PublishedGradients):
         strategy: ShardingStrategy,
         precision: Precision | None = None,
         offload: OffloadPolicy | None = None,
-        buffer_pool: PoolKind | None = None,
     ) -> None:
         """Allocate the shard and copy this rank's part of `params` into it; changes no module.
 
@@ -200,10 +198,8 @@ class FlatParamHandle(PublishedGradients):
             strategy: What each rank keeps.
             precision: Dtypes, where they are not those of `params`.
             offload: What lives on the host.
-            buffer_pool: What kind of pool to take, if any.
         """
         self.offload = offload or OffloadPolicy()
-        self.buffer_pool = buffer_pool
         self.precision = precision or Precision()
         self.shard_group = shard_group
         self.strategy = strategy
@@ -240,9 +236,6 @@ class FlatParamHandle(PublishedGradients):
         is_full_shard = self.strategy is ShardingStrategy.FULL_SHARD
         self.is_sharded = self.shard_group.size > 1
         self.is_kept = not (self.is_sharded and is_full_shard)
-        group = self.shard_group
-        groups = (group.group, *group.replicate_groups)
-        self.pool = pool_for(self.buffer_pool, groups, group.device)
         self.guard = WriteGuard(weakref.ref(self))
         self.num_holders = 0  # units in forward, and unshard() calls, that need the full values
         self.end_position: int | None = None  # in the running backward, which needs it until then
@@ -265,7 +258,6 @@ class FlatParamHandle(PublishedGradients):
         self.grad = FlatGradient(
             self.layout, self.shard_group, self.name, is_persistent=is_persistent
         )
-        self.grad.reduction.pool = self.pool
         self._held: dict[int, Tensor] = {}  # gradients where no other rank has any
         self._on_gradient: GradientHook | None = None
         self.is_attached = False
@@ -314,7 +306,6 @@ class FlatParamHandle(PublishedGradients):
             "divide_factor": self.grad.reduction.divide_factor,
             "precision": self.precision,
             "offload": self.offload,
-            "buffer_pool": self.buffer_pool,
             "requires_grad": self.requires_grad,
             "has_fixed_owners": self.has_fixed_owners,
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import (
-    BufferPool,
     CommHook,
     HookedReduction,
     PendingReduction,
@@ -26,7 +25,6 @@ from composable_shard.comm import (
     StreamPoint,
     Streams,
     Waitable,
-    allocating_in,
     call_hook,
     collectives,
 )
@@ -58,13 +56,11 @@ class FlatReduction:
         main_dtype: Of `partial`, and of results that need no further reduction.
         output_dtype: In which what ranks sent is added up.
         own_numel: Elements of this rank's shard.
-        pool: Where memory for results comes from.
         output: Shape `(shard_numel,)`: that of the reduction in flight, None where there is none.
         partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage was put off.
     """
 
     def __init__(self, shard_group: ShardGroup, layout: FlatLayout) -> None:
-        self.pool: BufferPool | None = None
         self.main_dtype = self.output_dtype = torch.get_default_dtype()
         self._shard_group = shard_group
         self._layout = layout
@@ -125,8 +121,8 @@ class FlatReduction:
         return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
     def take_options(self, other: FlatReduction) -> None:
-        """Take over the pool of another reduction, and what users set on it."""
-        self.pool, self.divide_factor, self._hook = other.pool, other.divide_factor, other._hook
+        """Take over what users set on another reduction."""
+        self.divide_factor, self._hook = other.divide_factor, other._hook
 
     def set_hook(self, hook: CommHook | None, state: object) -> None:
         """Let a hook do what the collectives do from now on, or no more; [Note: Comm hooks]."""
@@ -182,7 +178,7 @@ class FlatReduction:
             for start, end in self._layout.padding_ranges():
                 buffer[start:end].zero_()
         if output is None:
-            output = self._new_output(buffer)
+            output = buffer.new_empty(self.own_numel, dtype=self.output_dtype)
         if group.size > 1:
             self._scale = 1.0
             self._scatter = self._issue_scatter(output, buffer, scratch, scale)
@@ -190,12 +186,6 @@ class FlatReduction:
             self._scale = scale
             self._issue_all_reduce(output)
         return output
-
-    def _new_output(self, buffer: Tensor) -> Tensor:
-        if self.pool is None and self.output_dtype is buffer.dtype:
-            return buffer.new_empty(self.own_numel)  # the short way, for most
-        with allocating_in(self.pool):
-            return buffer.new_empty(self.own_numel, dtype=self.output_dtype)
 
     def _issue_scatter(
         self, output: Tensor, buffer: Tensor, scratch: Tensor | None, scale: float

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from composable_shard.comm import BufferPool
-
 __all__ = [
     "FlatSlot",
     "Slot",
@@ -26,22 +24,12 @@ __all__ = [
 ]
 
 
-def alloc_storage(tensor: Tensor, pool: BufferPool | None = None) -> None:
-    """Give `tensor`, which spans its whole storage, memory again; no-op if it has some.
-
-    Args:
-        tensor: Whose memory.
-        pool: Where it comes from. Default: from the device's allocator.
-    """
+def alloc_storage(tensor: Tensor) -> None:
+    """Give `tensor`, which spans its whole storage, memory again; no-op if it has some."""
     storage = tensor.untyped_storage()
     nbytes = tensor.numel() * tensor.element_size()
-    if storage.nbytes() == nbytes:
-        return
-    if pool is None:
+    if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
-    else:
-        with pool.allocating():
-            storage.resize_(nbytes)
 
 
 def free_storage(tensor: Tensor) -> None:

@@ -118,9 +118,6 @@ def _check_trees(contexts: list[TreeContext], module: nn.Module) -> None:
     for context in contexts:
         check_agreement(context.live_states())
         copy_to_replicas(context.live_states())
-        for handle in [handle for state in context.live_states() for handle in state.handles]:
-            if handle.pool is not None:
-                handle.pool.register()
     _warn_unmanaged(_outermost(contexts, module), states)
     for context in contexts:
         context.has_agreed = True

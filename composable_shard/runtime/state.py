@@ -166,7 +166,6 @@ class ShardState:
         buffers: Broadcasts its buffers before forwards, on request.
         bucket_cap_mb: What each of its handles reduces at most, None without limit.
         buckets: Decides which of them are reduced before the unit's end, if any may.
-        buffer_pool: Where the buffers of its collectives come from.
         prefetch_nbytes: Up to how many bytes of full values are gathered at once while it runs.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
@@ -201,7 +200,6 @@ class ShardState:
         self.buffers: BufferBroadcast | None = None
         self.bucket_cap_mb: float | None = None
         self.buckets: Buckets | None = None
-        self.buffer_pool: str | None = None
         self.prefetch_nbytes = PREFETCH_NBYTES
         self.num_modules = num_modules
         self.modules_to_run = num_modules
@@ -288,8 +286,6 @@ class ShardState:
             options += f" offload_policy={self.offload_policy}"
         if self.bucket_cap_mb is not None:
             options += f" bucket_cap_mb={self.bucket_cap_mb}"
-        if self.buffer_pool is not None:
-            options += f" buffer_pool={self.buffer_pool}"
         if self.prefetch_nbytes != PREFETCH_NBYTES:
             options += f" prefetch_nbytes={self.prefetch_nbytes}"
         return options if self.use_orig_params else f"{options} use_orig_params=False"

@@ -47,7 +47,7 @@ from tests.models import Block, Net, Twins, assert_at_rest, fingerprint, rank_in
 
 _OPTIONS = "mesh, strategy, reshard_after_forward, shard_over_replicas, mp_policy, " + (
     "offload_policy, ignored_params, use_orig_params, sync_module_states, "
-    "broadcast_buffers, bucket_cap_mb, granularity, buffer_pool, prefetch_nbytes"
+    "broadcast_buffers, bucket_cap_mb, granularity, prefetch_nbytes"
 )
 
 
