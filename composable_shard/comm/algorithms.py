@@ -36,7 +36,6 @@ from composable_shard.torch_private import backend_of
 __all__ = [
     "PendingReduction",
     "Waitable",
-    "WayOfTerms",
     "Works",
     "abandon",
     "add_up",
@@ -280,8 +279,6 @@ class PendingReduction:
         if self._work is not None:
             abandon(self._work)
 
-
-WayOfTerms = Literal["exchange", "all_to_all"] | None  # None: the backend adds terms up
 
 _MAX_EXCHANGE_SIZE = 8
 _MAX_ALL_TO_ALL_SIZE = 64
