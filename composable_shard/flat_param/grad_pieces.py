@@ -11,7 +11,6 @@ units that end with their last gradient, graphs of gradients), none waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import cast
 
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import ShardGroup
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import CutTensor, FlatShard, ShardSpec, runs_of, wrap
+from composable_shard.tensor import FlatShard, ShardSpec, wrap
 
 __all__ = [
     "AwaitedGradients",
@@ -78,9 +77,6 @@ class GradPieces:
         kept = [index for index, size in enumerate(sizes) if index % 2 or size]
         self._sizes = [sizes[index] for index in kept]
         self._indices = [place for place, index in enumerate(kept) if index % 2]
-        ends = list(accumulate(sizes))
-        self._runs = runs_of(list(zip(ends[0::2], ends[1::2], strict=False)))
-        self._has_all = not layout.owners  # and no other rank alone has some
         self._is_kept = is_kept
         self._shard: Tensor | None = None
         self._views: Sequence[Tensor] = []
@@ -102,16 +98,9 @@ class GradPieces:
             None if spec.is_elsewhere else wrap(parts[index], spec)
             for index, spec in zip(self._indices, specs, strict=True)
         ]
-        if not (self._is_kept or self._has_all):
-            return pieces
-        is_gapless = len(parts) == len(self._indices)
-        views = parts if is_gapless else [parts[index] for index in self._indices]
         if self._is_kept:
-            self._shard, self._views, self._pieces = shard, views, pieces
-        first = pieces[0]
-        # Once for all of them: who takes all alike need not look at each one's address.
-        if self._has_all and first is not None and not shard.is_complex():
-            first._cut = CutTensor(shard, views, self._runs)
+            self._shard, self._pieces = shard, pieces
+            self._views = [parts[index] for index in self._indices]
         return pieces
 
     @staticmethod
@@ -188,7 +177,7 @@ def move_out_gradients(params: Sequence[FlatShard], memory: Tensor) -> None:
         if isinstance(grad, FlatShard):
             local = grad._local
             if local.numel() and local.untyped_storage().data_ptr() == start:
-                grad._local, grad._cut = local.clone(), None
+                grad._local = local.clone()
 
 
 def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:

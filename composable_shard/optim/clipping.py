@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.tensor import (
     FlatShard,
-    JoinedShards,
     Slices,
-    join_shards,
+    group_slices,
     norms_of,
     note_write,
     reduction_groups,
@@ -61,10 +60,10 @@ def clip_grad_norm_(
     params = _params_of(model_or_params)
     grads, shards = _gradients(params)
     order = float(norm_type)
-    joined = join_shards(shards)
+    slices = group_slices(shards)
     # An order of 0 counts the parameters that have other values than 0, not their elements.
-    norms = total_norms(joined.slices, order) if order > 0 else norms_of(_filled(shards), order)
-    common = _dtype_of(params, grads, joined)
+    norms = total_norms(slices, order) if order > 0 else norms_of(_filled(shards), order)
+    common = _dtype_of(params, grads, shards)
     norm = _norm_of(norms, _filled(grads), order).to(common.to_real())
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -72,9 +71,9 @@ def clip_grad_norm_(
             "so they can't be clipped. Nothing was changed. Pass error_if_nonfinite=False to scale "
             "them anyway."
         )
-    for shard in joined.others:
+    for shard in shards:
         note_write(shard)
-    _scale(joined.slices, grads, max_norm, norm)
+    _scale(slices, grads, max_norm, norm)
     return norm
 
 
@@ -129,14 +128,15 @@ def _filled(tensors: list[T]) -> list[T]:
     return [tensor for tensor in tensors if tensor.numel()]
 
 
-def _dtype_of(params: list[Tensor], grads: list[Tensor], joined: JoinedShards) -> torch.dtype:
+def _dtype_of(params: list[Tensor], grads: list[Tensor], shards: list[FlatShard]) -> torch.dtype:
     """Return the dtype of the norm, the same on all ranks: what the gradients' promote to.
 
     Which owned parameters have gradients is known to their owners alone. The trainable ones count,
     and frozen ones where there are no others.
     """
-    dtypes = joined.dtypes.union(grad.dtype for grad in grads)
-    if any(map(_is_owned, joined.others)):
+    dtypes = {grad.dtype for grad in grads}
+    dtypes.update(shard._local.dtype for shard in shards if not _is_owned(shard))
+    if any(map(_is_owned, shards)):
         owned = [param for param in params if _is_owned(param)]
         dtypes.update(param.dtype for param in owned if param.requires_grad)
         dtypes = dtypes or {param.dtype for param in owned}

@@ -5,18 +5,15 @@ Read `shard_spec` (which range), `flat_shard` (the tensor) and `pointwise_rules`
 """
 
 from composable_shard.tensor.flat_shard import (
-    CutTensor,
     DTensorSlots,
     FlatShard,
     FlatShardOfDTensor,
     is_elsewhere,
-    runs_of,
     wrap,
 )
 from composable_shard.tensor.gradient_rules import (
-    JoinedShards,
     Slices,
-    join_shards,
+    group_slices,
     norms_of,
     note_owned,
     total_norms,
@@ -43,20 +40,18 @@ from composable_shard.tensor.tensor_region import (
 
 __all__ = [
     "Box",
-    "CutTensor",
     "DTensorSlots",
     "FlatShard",
     "FlatShardOfDTensor",
-    "JoinedShards",
     "ParamLabel",
     "Region",
     "ShardSpec",
     "Slices",
     "WriteGuard",
     "find_places",
+    "group_slices",
     "has_fitting_shape",
     "is_elsewhere",
-    "join_shards",
     "local_part",
     "needs_gather",
     "norms_of",
@@ -66,7 +61,6 @@ __all__ = [
     "reduction_groups",
     "region_of",
     "register_op_rules",
-    "runs_of",
     "slice_given",
     "total_norms",
     "whole",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from composable_shard.torch_private import OpOverload, disabled_torch_function, 
 
 __all__ = [
     "OP_RULES",
-    "CutTensor",
     "DTensorSlots",
     "FlatShard",
     "FlatShardOfDTensor",
@@ -28,8 +27,6 @@ __all__ = [
     "WholeRule",
     "allow_loading",
     "is_elsewhere",
-    "join_adjacent",
-    "runs_of",
     "wrap",
 ]
 
@@ -75,79 +72,7 @@ def _on_none(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 OP_RULES = RuleTable()
 
 
-class CutTensor(NamedTuple):
-    """A tensor of real numbers that was cut, for who finds its slices to take it in their place.
-
-    Attributes:
-        whole: 1-dim and contiguous.
-        slices: All of them, in order.
-        runs: Half-open ranges of `whole` that the slices fill, without gaps: as `runs_of` says.
-    """
-
-    whole: Tensor
-    slices: Sequence[Tensor]
-    runs: Sequence[tuple[int, int]]
-
-    def joined(self) -> list[Tensor]:
-        """Return what `join_adjacent` returns for the slices."""
-        if len(self.runs) == 1 and self.runs[0] == (0, self.whole.numel()):
-            return [self.whole]  # the usual case: a view costs a microsecond
-        return [self.whole[start:end] for start, end in self.runs]
-
-
-def runs_of(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return half-open ranges with those that follow one another joined; leaves empty ones out."""
-    runs: list[tuple[int, int]] = []
-    for start, end in ranges:
-        if start == end:
-            continue
-        if runs and runs[-1][1] == start:
-            start = runs.pop()[0]
-        runs.append((start, end))
-    return runs
-
-
-def join_adjacent(slices: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of shape `(numel,)` over the same elements: one for each run of slices.
-
-    A run are consecutive slices of one storage and dtype without a gap between them, as those of
-    one flat parameter's gradient are. Empty slices are left out. No element is copied.
-
-    Args:
-        slices: 1-dim tensors; those that are complex or not contiguous stay as they are.
-    """
-    runs: list[list[Tensor]] = []
-    end, dtype = -1, None  # an address, and what lies before it; None where nothing may follow
-    for piece in slices:
-        numel = piece.numel()
-        if not numel:
-            continue
-        address = piece.data_ptr()
-        if address == end and piece.dtype is dtype and piece.is_contiguous():
-            runs[-1].append(piece)
-        else:
-            runs.append([piece])
-            # A lazy conjugate has another value than its memory.
-            is_joinable = piece.is_contiguous() and not piece.is_complex()
-            dtype = piece.dtype if is_joinable else None
-        end = address + numel * piece.element_size()
-    return [tensor for run in runs for tensor in _join(run)]
-
-
-def _join(run: list[Tensor]) -> list[Tensor]:
-    """Return one tensor over the run, or its slices where they are in different storages."""
-    first = run[0]
-    if len(run) == 1:
-        return run
-    numel = sum(piece.numel() for piece in run)
-    storage_numel = first.untyped_storage().nbytes() // first.element_size()
-    # What a storage's allocation holds is its own: no other storage's memory begins within it.
-    if first.storage_offset() + numel > storage_numel:
-        return run
-    return [first.as_strided((numel,), (1,))]
-
-
-_OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard", "_cut"})
+_OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
 
 
 class FlatShard(Checkpointable, DirectOps, Tensor):
@@ -169,8 +94,6 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
     _local: Tensor  # (end - start,); a parameter's is a view of its handle's local shard
     _shard_spec: ShardSpec
     _guard: WriteGuard | None
-    # Of which the slice is the first, and other shards' are the rest; only gradients have it.
-    _cut: CutTensor | None = None
 
     @staticmethod
     def __new__(
@@ -306,7 +229,6 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
             self._guard.note_write(spec.label.fqn)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local = value._local
-        self._cut = None
 
     @property
     def requires_grad(self) -> bool:

@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -28,7 +27,7 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard.comm import all_reduce, resolve_group
-from composable_shard.tensor.flat_shard import CutTensor, FlatShard, Rule, join_adjacent
+from composable_shard.tensor.flat_shard import FlatShard, Rule
 from composable_shard.tensor.operands import describe_operands, note_write
 from composable_shard.tensor.reduction_rules import (
     is_inexact,
@@ -43,9 +42,8 @@ from composable_shard.torch_private import OpOverload, foreach_norm
 
 __all__ = [
     "RULES",
-    "JoinedShards",
     "Slices",
-    "join_shards",
+    "group_slices",
     "norms_of",
     "note_owned",
     "total_norms",
@@ -175,45 +173,19 @@ def norms_of(
 Slices = dict[tuple[tuple[str, ...], torch.device], list[Tensor]]
 
 
-class JoinedShards(NamedTuple):
-    """Shards by the groups that together hold their tensors, and by device.
+def group_slices(shards: Sequence[FlatShard]) -> Slices:
+    """Return the slices by the groups that together hold their tensors, and by device.
 
-    Attributes:
-        slices: Those that follow one another in memory are one tensor, and empty ones are left out.
-        others: The shards that were not found to be all that one tensor was cut into.
-        dtypes: Those of shards that all ranks share, also of empty ones.
+    Empty slices are left out, but their groups are not: all ranks return the same ones.
     """
-
-    slices: Slices
-    others: list[FlatShard]
-    dtypes: set[torch.dtype]
-
-
-def join_shards(shards: Sequence[FlatShard]) -> JoinedShards:
-    """Return the shards' slices as few tensors; no element is copied."""
+    _check_inexact(shards, {shard._local.dtype for shard in shards})
     slices: Slices = defaultdict(list)
-    waiting: Slices = defaultdict(list)  # slices that come behind these, and may be one
-    others, dtypes = [], set()
-    index = 0
-    while index < len(shards):
-        shard = shards[index]
-        spec, local, cut = shard._shard_spec, shard._local, shard._cut
-        key = reduction_groups(spec), local.device
-        joined = slices[key]  # on all ranks in the same order, wherever slices are not joined
-        if spec.owner is None or spec.world_size == 1:
-            dtypes.add(local.dtype)
-        if cut is not None and spec.tensor_parallel is None and _are_slices(shards, index, cut):
-            joined += join_adjacent(waiting.pop(key, ()))
-            joined += cut.joined()
-            index += len(cut.slices)
-        else:
-            waiting[key].append(local)
-            others.append(shard)
-            index += 1
-    for key, locals_ in waiting.items():
-        slices[key] += join_adjacent(locals_)
-    _check_inexact(shards, dtypes.union(shard._local.dtype for shard in others))
-    return JoinedShards(slices, others, dtypes)
+    for shard in shards:
+        local = shard._local
+        locals_ = slices[reduction_groups(shard._shard_spec), local.device]
+        if local.numel():
+            locals_.append(local)
+    return slices
 
 
 def _check_inexact(shards: Sequence[FlatShard], dtypes: Iterable[torch.dtype]) -> None:
@@ -227,12 +199,6 @@ def _check_inexact(shards: Sequence[FlatShard], dtypes: Iterable[torch.dtype]) -
         raise RuntimeError(f"norms need floating-point tensors, got {describe_operands(shards)}")
 
 
-def _are_slices(shards: Sequence[FlatShard], index: int, cut: CutTensor) -> bool:
-    """Return whether the shards from `index` on hold the slices of `cut`."""
-    found = [shard._local for shard in shards[index : index + len(cut.slices)]]
-    return len(found) == len(cut.slices) and all(map(is_, found, cut.slices))
-
-
 def total_norms(slices: Slices, order: float) -> list[Tensor]:
     """Return norms whose norm is that of all slices of all ranks; one for each choice of groups.
 
@@ -240,7 +206,7 @@ def total_norms(slices: Slices, order: float) -> list[Tensor]:
 
     Args:
         slices: On every rank of the same parameters; of what one rank holds whole, the others pass
-            empty shards to `join_shards`.
+            empty shards to `group_slices`.
         order: More than 0; of other orders not every norm is one of partial norms.
     """
     found = []
