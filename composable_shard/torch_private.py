@@ -6,7 +6,7 @@ instead of in the middle of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter, methodcaller
 from typing import Any
 
