@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from types import FrameType
 from typing import TextIO
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests import helpers, house
+from tests.fake_group import fake_group
 
 NEEDS_GPU = "needs a CUDA GPU"
 ALLOWED_SKIPS = frozenset({NEEDS_GPU})
@@ -20,6 +21,13 @@ DEADLINE_S = 120.0
 BACKSTOP_S = 30.0  # after the deadline: for a test that is stuck where no signal handler runs
 
 _stderr = pytest.StashKey[TextIO]()
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """A group of four ranks of which only this one exists."""
+    with fake_group(4):
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

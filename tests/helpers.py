@@ -66,6 +66,10 @@ class RankError(AssertionError):
         super().__init__("\n".join([title, *reports]))
 
 
+class Planned(Exception):
+    """What tests raise to see what an error leaves behind."""
+
+
 def run_ranks(
     world_size: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any
 ) -> list[Any]:

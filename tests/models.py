@@ -6,17 +6,29 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import Block as UnitBlock
-from composable_shard import FlatShard, StateDictOptions, fully_shard, get_states
+from composable_shard import (
+    FlatShard,
+    ShardingPlan,
+    ShardingStrategy,
+    StateDictOptions,
+    count_collectives,
+    fully_shard,
+    get_states,
+    shard_model,
+)
+from composable_shard.comm.collectives import CollectiveLog
 from composable_shard.options.policies import Granularity
 from composable_shard.runtime.state import ShardState, TrainingState
 from tests.helpers import assert_equal
@@ -26,6 +38,7 @@ __all__ = [
     "FROM_RANK0",
     "FULL",
     "Block",
+    "EqualBlocks",
     "FailingMode",
     "Net",
     "Nothing",
@@ -33,17 +46,31 @@ __all__ = [
     "Tied",
     "Twins",
     "Wide",
+    "add_one",
     "assert_at_rest",
+    "assert_holds",
     "average_gradient",
+    "collectives_of",
     "every_granularity",
     "fingerprint",
+    "full_tensor_of",
+    "loss_of",
+    "make_net",
     "net_without_first_rank",
+    "on_meta",
     "pickled",
+    "plan_of",
     "rank_input",
+    "replica_mesh",
     "saved",
+    "seeded",
     "shard_blocks",
     "shard_children",
+    "shard_layers",
+    "shard_mixed",
     "shard_root",
+    "square_mean",
+    "train_twins",
 ]
 
 
@@ -101,6 +128,23 @@ class Wide(nn.Module):
         return x
 
 
+class EqualBlocks(nn.Module):
+    """Blocks of equal size, which dominate everything else."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, dim: int = 64) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 4 * dim), nn.Tanh(), nn.Linear(4 * dim, dim))
+            for _ in range(6)
+        )
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class CheckpointsBlocks:
     """For a model with `inp`, `blocks` and `out`: recomputes its blocks in backward."""
 
@@ -144,6 +188,59 @@ def shard_blocks(model: nn.Module, **options: Any) -> None:
     fully_shard(model, **options)
 
 
+def shard_layers(model: nn.Module, **options: Any) -> None:
+    """Make each of `model.layers`, and what is left, a unit."""
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+
+
+def shard_mixed(model: nn.Module, **options: Any) -> None:
+    """Give each of three blocks, and what is left, another strategy."""
+    strategies = (
+        ShardingStrategy.NO_SHARD,
+        ShardingStrategy.FULL_SHARD,
+        ShardingStrategy.SHARD_OPTIM,
+    )
+    for block, strategy in zip(model.blocks, strategies, strict=True):
+        fully_shard(block, strategy=strategy, **options)
+    fully_shard(model, strategy=ShardingStrategy.SHARD_GRAD_OP, **options)
+
+
+def plan_of(model: nn.Module, rules: Any, **options: Any) -> ShardingPlan:
+    """Return the plan of a dry run."""
+    return shard_model(model, rules, dry_run=True, **options)
+
+
+def replica_mesh(num_replicas: int = 2, num_shards: int = 2) -> DeviceMesh:
+    """Return a mesh with an axis of replicas and one of shards."""
+    return init_device_mesh(
+        "cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> Any:
+    """Return a model that is the same on all ranks."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def make_net(num_blocks: int = 3, **options: Any) -> Net:
+    """Return a seeded `Net`, whose blocks and root are units with these options."""
+    torch.manual_seed(0)
+    model = Net(num_blocks)
+    shard_blocks(model, **options)
+    return model
+
+
+def on_meta(make: Callable[[], nn.Module], **options: Any) -> Any:
+    """Return a model without values, whose blocks and root are units with these options."""
+    with torch.device("meta"):
+        model = make()
+    shard_blocks(model, **options)
+    return model
+
+
 def net_without_first_rank() -> Net:
     """Return a model whose units' meshes begin with different ones of two ranks."""
     torch.manual_seed(0)
@@ -158,6 +255,44 @@ def rank_input(*shape: int, step: int = 0, dtype: torch.dtype = torch.float32) -
     """Return random numbers that differ between ranks and steps."""
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
     return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def loss_of(model: nn.Module, step: int = 0) -> Tensor:
+    """Return the loss of this rank's batch, for a model with the inputs of `Net`."""
+    return model(rank_input(4, 5, step=step)).float().square().mean()
+
+
+def square_mean(output: Tensor) -> Tensor:
+    """Return a loss of any output."""
+    return output.square().mean()
+
+
+def collectives_of(run: Callable[[], object]) -> CollectiveLog:
+    """Return the collectives of a call."""
+    with count_collectives() as log:
+        run()
+    return log
+
+
+def full_tensor_of(tensor: Tensor) -> Tensor:
+    """Return the full values of a tensor of any kind."""
+    return tensor.full_tensor() if isinstance(tensor, FlatShard | DTensor) else tensor.detach()
+
+
+def add_one(module: nn.Module) -> None:
+    """Add one to each parameter that is registered."""
+    with torch.no_grad():
+        for param in module.parameters():
+            param.add_(1)
+
+
+def assert_holds(state_dict: dict[str, Any], model: nn.Module) -> None:
+    """Assert that a state dict, sharded or not, has the names and values of a plain model."""
+    expected = model.state_dict()
+    assert list(state_dict) == list(expected)
+    for name, value in state_dict.items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        assert_equal(whole, expected[name], name)
 
 
 def every_granularity(param: nn.Parameter) -> Granularity:
@@ -250,6 +385,20 @@ class Twins:
         ):
             assert isinstance(param, FlatShard), name
             _assert_same(param.full_tensor(), expected.detach(), name)
+
+
+def train_twins(
+    twins: Twins, num_steps: int = 3, kept: tuple[nn.Module, ...] = (), **options: Any
+) -> None:
+    """Train both for a few steps; losses, gradients and parameters must stay equal."""
+    optimizers = twins.optimizers(**options)
+    for step in range(num_steps):
+        twins.step(partial(loss_of, step=step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.assert_equal_parameters()
+    assert_at_rest(twins.sharded, kept=kept)
 
 
 def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:

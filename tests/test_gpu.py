@@ -36,7 +36,7 @@ GROUPS = ["fake", "nccl"]
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class _Net(nn.Module):
+class _AlignedNet(nn.Module):
     """Residual blocks; every parameter takes a multiple of 256 bytes, so that kernels are the same.
 
     Matrix products on an address that is a multiple of less may be rounded differently.
@@ -92,12 +92,12 @@ def eight_ranks(tmp_path: Any) -> Iterator[None]:
         yield
 
 
-def _make(dim: int = 128, num_blocks: int = 4) -> nn.Module:
+def _make_on_gpu(dim: int = 128, num_blocks: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    return _Net(num_blocks, dim).cuda()
+    return _AlignedNet(num_blocks, dim).cuda()
 
 
-def _sharded(model: nn.Module, shard: Any = fully_shard, **options: Any) -> nn.Module:
+def _with_sharded_blocks(model: nn.Module, shard: Any = fully_shard, **options: Any) -> nn.Module:
     for block in model.blocks:  # type: ignore[union-attr]
         shard(block, **options)
     shard(model, **options)
@@ -134,9 +134,9 @@ def _losses(trainer: _Trainer, num_steps: int = 6) -> list[float]:
 def test_training_equals_the_bare_model_and_fsdp2(strategy: ShardingStrategy) -> None:
     """On one rank, bitwise: losses and parameters."""
     bare, fsdp2, ours = (
-        _make(),
-        _sharded(_make(), fsdp.fully_shard),
-        _sharded(_make(), strategy=strategy),
+        _make_on_gpu(),
+        _with_sharded_blocks(_make_on_gpu(), fsdp.fully_shard),
+        _with_sharded_blocks(_make_on_gpu(), strategy=strategy),
     )
     expected = _losses(_Trainer(bare))
     assert _losses(_Trainer(ours)) == expected
@@ -156,9 +156,9 @@ def test_streams_change_no_bit(
 ) -> None:
     """Against everything on one stream."""
     options = {"strategy": strategy, "mp_policy": policy}
-    beside = _losses(_Trainer(_sharded(_make(), **options)), 20)
+    beside = _losses(_Trainer(_with_sharded_blocks(_make_on_gpu(), **options)), 20)
     monkeypatch.setattr("composable_shard.runtime.state.make_streams", lambda _: None)
-    assert beside == _losses(_Trainer(_sharded(_make(), **options)), 20)
+    assert beside == _losses(_Trainer(_with_sharded_blocks(_make_on_gpu(), **options)), 20)
 
 
 # Waits of the host, and memory
@@ -167,7 +167,7 @@ def test_streams_change_no_bit(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_host_waits_for_nothing(group: str, strategy: ShardingStrategy) -> None:
     """In the second to fourth step."""
-    trainer = _Trainer(_sharded(_make(), strategy=strategy))
+    trainer = _Trainer(_with_sharded_blocks(_make_on_gpu(), strategy=strategy))
     trainer.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -186,7 +186,7 @@ def _allocator() -> dict[str, int]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_allocator_grows_no_more(group: str, strategy: ShardingStrategy) -> None:
     """After the second step, and every step has the same peak."""
-    trainer = _Trainer(_sharded(_make(512), strategy=strategy))
+    trainer = _Trainer(_with_sharded_blocks(_make_on_gpu(512), strategy=strategy))
     trainer.x = torch.randn(64, 512, device="cuda")
     trainer.step()
     trainer.step()
@@ -205,7 +205,7 @@ def test_allocator_grows_no_more(group: str, strategy: ShardingStrategy) -> None
 @pytest.mark.usefixtures("eight_ranks")
 def test_side_streams_run_beside_compute() -> None:
     """More than half of the time of gathers and reductions, on units that take long enough."""
-    trainer = _Trainer(_sharded(_make(2048)))
+    trainer = _Trainer(_with_sharded_blocks(_make_on_gpu(2048)))
     trainer.x = torch.randn(8192, 2048, device="cuda")
     for _ in range(3):
         trainer.step()
@@ -222,8 +222,10 @@ def test_a_graph_of_a_step_computes_what_steps_compute(
     group: str, strategy: ShardingStrategy
 ) -> None:
     """Forward, backward, clipping and AdamW captured once; replays go on where warm-up ended."""
-    model = _sharded(_make(), strategy=strategy)
-    eager = _losses(_Trainer(_sharded(_make(), strategy=strategy), capturable=True), 8)
+    model = _with_sharded_blocks(_make_on_gpu(), strategy=strategy)
+    eager = _losses(
+        _Trainer(_with_sharded_blocks(_make_on_gpu(), strategy=strategy), capturable=True), 8
+    )
     trainer = _Trainer(model, capturable=True)
     replay = capture(trainer.step)  # after three steps, which capturing does not add to
     replayed = [replay().item() for _ in range(4)]
@@ -235,6 +237,6 @@ def test_a_graph_of_a_step_computes_what_steps_compute(
 @pytest.mark.usefixtures("eight_ranks")
 def test_a_copy_of_a_model_has_streams_too() -> None:
     """And trains like it."""
-    model = _sharded(_make())
+    model = _with_sharded_blocks(_make_on_gpu())
     other = copy.deepcopy(model)
     assert _losses(_Trainer(other)) == _losses(_Trainer(model))

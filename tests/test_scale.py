@@ -63,7 +63,7 @@ def _count_lines() -> Iterator[Counter[str]]:
         gc.enable()
 
 
-def _train(model: SumChain, way: str, options: dict[str, Any]) -> dict[str, Counter[str]]:
+def _do_everything(model: SumChain, way: str, options: dict[str, Any]) -> dict[str, Counter[str]]:
     """Do everything one does with a model; return the lines that ran, by what was done."""
     lines: dict[str, Counter[str]] = {}
     x = torch.zeros(8)
@@ -120,8 +120,8 @@ def _find_superlinear(
 ) -> dict[str, Any]:
     """Return what grows faster than the size of a model, with the functions that do."""
     with free_world(2):
-        _train(make(2), way, options)  # what is done once for all
-        small, medium, large = (_train(make(size), way, options) for size in (2, 4, 6))
+        _do_everything(make(2), way, options)  # what is done once for all
+        small, medium, large = (_do_everything(make(size), way, options) for size in (2, 4, 6))
     found = {}
     for name in small:
         # Of a + b n the second difference is 0, of c n * n it is 8 c.
@@ -179,7 +179,7 @@ def test_the_number_of_ranks_costs_a_rank_nothing() -> None:
     found = []
     for size in (16, 16, 4096):
         with free_world(size):
-            found.append(_train(SumChain(2, 2), "one by one", {}))
+            found.append(_do_everything(SumChain(2, 2), "one by one", {}))
     _, few, many = found  # without what is done once for all
     del few["read"], many["read"]
     assert few == many

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composable_shard import FlatShard, ShardingStrategy, fully_shard, no_sync
+from composable_shard import ShardingStrategy, fully_shard, no_sync
 from tests.helpers import assert_equal, distributed
+from tests.models import full_tensor_of
 
 NUM_STEPS = 20
 
 
-class Block(nn.Module):
+class LanguageBlock(nn.Module):
     """Residual block with odd shapes, a frozen layer and a vector parameter."""
 
     def __init__(self, dim: int, hidden: int) -> None:
@@ -40,13 +40,13 @@ class Block(nn.Module):
         return x + self.scale * self.down(hidden)
 
 
-class Model(nn.Module):
+class LanguageModel(nn.Module):
     """Language model with tied embedding and head, of odd widths."""
 
     def __init__(self, num_layers: int = 3, dim: int = 15, vocab: int = 37) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleList(Block(dim, 7) for _ in range(num_layers))
+        self.layers = nn.ModuleList(LanguageBlock(dim, 7) for _ in range(num_layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocab, bias=False)
         self.head.weight = self.embedding.weight
@@ -66,18 +66,16 @@ def _batches(step: int, num: int) -> Iterator[Tensor]:
         yield torch.randint(0, 37, (3, 9), generator=generator)
 
 
-def _shard(model: Model, apply: Callable[[nn.Module], object]) -> Model:
+def _shard_language_model(
+    model: LanguageModel, apply: Callable[[nn.Module], object]
+) -> LanguageModel:
     for layer in model.layers:
         apply(layer)
     apply(model)
     return model
 
 
-def _full(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, (FlatShard, DTensor)) else value
-
-
-def _train(
+def _train_microbatches(
     model: nn.Module,
     unsynced: Callable[[nn.Module], object],
     num_microbatches: int,
@@ -111,9 +109,11 @@ def _record(
         if next(numbers) not in steps:
             return
         params = [param for param in model.parameters() if param.requires_grad]
-        values = [_full(param.grad) for param in params] + [_full(p.detach()) for p in params]
+        values = [full_tensor_of(param.grad) for param in params] + [
+            full_tensor_of(p.detach()) for p in params
+        ]
         for param in params:
-            values += [_full(value) for _, value in sorted(optimizer.state[param].items())]
+            values += [full_tensor_of(value) for _, value in sorted(optimizer.state[param].items())]
         history.append([value.clone() for value in values])
 
     return on_step
@@ -122,7 +122,7 @@ def _record(
 STRATEGIES = list(ShardingStrategy)
 
 
-def _ours(
+def _train_ours(
     num_microbatches: int,
     unsynced: Callable[[nn.Module], object] = no_sync,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
@@ -130,29 +130,31 @@ def _ours(
 ) -> tuple:
     torch.manual_seed(0)
     history: list[list[Tensor]] = []
-    model = _shard(Model(), partial(fully_shard, strategy=strategy))
-    return _train(model, unsynced, num_microbatches, _record(history, recorded)), history
+    model = _shard_language_model(LanguageModel(), partial(fully_shard, strategy=strategy))
+    return _train_microbatches(
+        model, unsynced, num_microbatches, _record(history, recorded)
+    ), history
 
 
 @functools.cache  # every strategy has the same references
-def _ddp(num_microbatches: int, recorded: tuple[int, ...] = RECORDED) -> tuple:
+def _train_ddp(num_microbatches: int, recorded: tuple[int, ...] = RECORDED) -> tuple:
     torch.manual_seed(0)
     history: list[list[Tensor]] = []
-    model = DistributedDataParallel(Model(), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(LanguageModel(), gradient_as_bucket_view=True)
     record = _record(history, recorded)
-    return _train(model, lambda ddp: ddp.no_sync(), num_microbatches, record), history
+    return _train_microbatches(model, lambda ddp: ddp.no_sync(), num_microbatches, record), history
 
 
 @functools.cache
-def _fsdp2(num_microbatches: int) -> tuple:
+def _train_fsdp2(num_microbatches: int) -> tuple:
     """Return what training with every microbatch reduced gives."""
     torch.manual_seed(0)
     history: list[list[Tensor]] = []
-    model = _shard(Model(), torch_fully_shard)
-    return _train(model, nullcontext, num_microbatches, _record(history)), history
+    model = _shard_language_model(LanguageModel(), torch_fully_shard)
+    return _train_microbatches(model, nullcontext, num_microbatches, _record(history)), history
 
 
-def _assert_same(ours: tuple, theirs: tuple) -> None:
+def _assert_same_run(ours: tuple, theirs: tuple) -> None:
     for loss, expected in zip(*(run[0] for run in (ours, theirs)), strict=True):
         assert_equal(loss, expected, "loss")
     for values, references in zip(ours[1], theirs[1], strict=True):
@@ -170,28 +172,28 @@ def test_losses_gradients_and_states_are_bitwise_those_of_ddp(
 
     S2.4 and S2.14, for every strategy: only data movement differs.
     """
-    _assert_same(_ours(num_microbatches, strategy=strategy), _ddp(num_microbatches))
+    _assert_same_run(_train_ours(num_microbatches, strategy=strategy), _train_ddp(num_microbatches))
 
 
 @distributed(2)
 def test_losses_gradients_and_states_are_bitwise_those_of_fsdp2() -> None:
     """20 AdamW steps; torch's fully_shard takes the ties since they lie in one unit."""
-    _assert_same(_ours(1), _fsdp2(1))
+    _assert_same_run(_train_ours(1), _train_fsdp2(1))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_accumulating_into_shards_is_the_same_as_fsdp2(strategy: ShardingStrategy) -> None:
     """Every microbatch reduced: gradients add up in the sharded `.grad`, as FSDP2's do."""
-    _assert_same(_ours(3, nullcontext, strategy), _fsdp2(3))
+    _assert_same_run(_train_ours(3, nullcontext, strategy), _train_fsdp2(3))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(3)
 def test_three_ranks_agree_with_ddp_to_rounding(strategy: ShardingStrategy) -> None:
     """The sum over three ranks may be taken in another order: within 1e-6 of DDP."""
-    losses, [values] = _ours(1, strategy=strategy, recorded=(0,))
-    expected_losses, [expected] = _ddp(1, (0,))
+    losses, [values] = _train_ours(1, strategy=strategy, recorded=(0,))
+    expected_losses, [expected] = _train_ddp(1, (0,))
     torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
 
@@ -217,7 +219,7 @@ def test_other_dtypes_are_bitwise_those_of_ddp(dtype: torch.dtype) -> None:
 def test_one_rank_trains_like_the_plain_module(strategy: ShardingStrategy) -> None:
     """With one rank nothing is gathered and the full parameter is the shard."""
     torch.manual_seed(0)
-    plain = Model()
+    plain = LanguageModel()
     history: list[list[Tensor]] = []
-    losses = _train(plain, lambda _: nullcontext(), 2, _record(history))
-    _assert_same(_ours(2, strategy=strategy), (losses, history))
+    losses = _train_microbatches(plain, lambda _: nullcontext(), 2, _record(history))
+    _assert_same_run(_train_ours(2, strategy=strategy), (losses, history))

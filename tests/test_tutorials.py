@@ -31,10 +31,10 @@ TINY = ["--layers", "1", "--dim", "64", "--length", "16", "--steps", "6", "--che
 
 
 def _start(num_ranks: int, *options: str) -> subprocess.Popen[str]:
-    return _run([str(SCRIPT), "--ranks", str(num_ranks), *SMALL, *options])
+    return _start_python([str(SCRIPT), "--ranks", str(num_ranks), *SMALL, *options])
 
 
-def _run(arguments: list[str], folder: Path | None = None) -> subprocess.Popen[str]:
+def _start_python(arguments: list[str], folder: Path | None = None) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TUTORIALS.parent)}
     return subprocess.Popen(
         [sys.executable, *arguments],
@@ -155,7 +155,7 @@ def test_language_model_resumes(tmp_path: Path) -> None:
 def _run_started(script: Path, num_ranks: int, folder: Path) -> str:
     """Run the script as a user starts it, with torchrun if there are several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    process = _run([*(launcher if num_ranks > 1 else []), str(script)], folder)
+    process = _start_python([*(launcher if num_ranks > 1 else []), str(script)], folder)
     output = _finish(process)
     assert process.returncode == 0, output
     return output

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable_shard import (
     FlatShard,
@@ -27,7 +27,7 @@ from composable_shard import (
 )
 from composable_shard.checkpoint.reader import CheckpointReader
 from tests.helpers import assert_equal, run_ranks
-from tests.models import every_granularity
+from tests.models import every_granularity, full_tensor_of
 
 # --- from any layout to any other ---
 
@@ -62,7 +62,7 @@ def _shard_zoo(model: _Zoo, inner: Any = None, **options: Any) -> None:
     fully_shard(model, ignored_params=ignored, **options)
 
 
-def _tensor_parallel(model: _Zoo) -> None:
+def _shard_zoo_tensor_parallel(model: _Zoo) -> None:
     """Two ranks share `up` and `down` along different dims, unevenly; two share those shares."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     del model.tied.weight
@@ -73,13 +73,13 @@ def _tensor_parallel(model: _Zoo) -> None:
     _shard_zoo(model, mesh=mesh["dp"])
 
 
-def _rows(model: _Zoo) -> None:
+def _row_major(model: _Zoo) -> None:
     """Row-major memory where the others have channels_last."""
     model.conv.to(memory_format=torch.contiguous_format)
     _shard_zoo(model)
 
 
-def _hybrid(model: _Zoo) -> None:
+def _shard_zoo_hybrid(model: _Zoo) -> None:
     _shard_zoo(model, mesh=init_device_mesh("cpu", (2, 2)))
 
 
@@ -92,7 +92,7 @@ _, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 _LAYOUTS: dict[str, tuple[int, Callable[[_Zoo], object]]] = {
     "plain": (1, lambda model: None),
     "full 2": (2, _shard_zoo),
-    "rows 3": (3, _rows),
+    "rows 3": (3, _row_major),
     "whole 2": (2, lambda model: _shard_zoo(model, strategy=NO_SHARD)),
     "by rows 2": (2, lambda m: _shard_zoo(m, granularity="row", strategy=SHARD_GRAD_OP)),
     "owned 2": (2, lambda model: _shard_zoo(model, granularity="param")),
@@ -101,9 +101,9 @@ _LAYOUTS: dict[str, tuple[int, Callable[[_Zoo], object]]] = {
         3,
         lambda m: _shard_zoo(m, granularity=every_granularity, strategy=SHARD_OPTIM),
     ),
-    "hybrid": (4, _hybrid),
+    "hybrid": (4, _shard_zoo_hybrid),
     "owned hybrid": (4, _owned_hybrid),
-    "tensor parallel": (4, _tensor_parallel),
+    "tensor parallel": (4, _shard_zoo_tensor_parallel),
 }
 
 
@@ -158,17 +158,15 @@ def _distribute(full: Tensor, param: Tensor) -> Tensor:
     return full
 
 
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, FlatShard | DTensor) else tensor.detach()
-
-
 def _zoo_values(model: _Zoo, optimizers: _Optimizers) -> dict[str, Tensor]:
     """Return everything in full; what one rank alone has is not on the others."""
     state = get_optimizer_state_dict(
         model, optimizers.values(), options=StateDictOptions(full_state_dict=True, rank0_only=False)
     )["state"]
-    values = {name: _full(value) for name, value in model.state_dict().items()}
-    return values | {f"{n} {key}": _full(v) for n, each in state.items() for key, v in each.items()}
+    values = {name: full_tensor_of(value) for name, value in model.state_dict().items()}
+    return values | {
+        f"{n} {key}": full_tensor_of(v) for n, each in state.items() for key, v in each.items()
+    }
 
 
 def _save_zoo(layout: str, folder: Path) -> None:

@@ -31,7 +31,7 @@ from tests.models import Net, rank_input, shard_blocks
 # --- reading ---
 
 
-def _trained(seed: int = 0, num_blocks: int = 3) -> tuple[Net, torch.optim.Optimizer]:
+def _trained_net(seed: int = 0, num_blocks: int = 3) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = Net(num_blocks)
     model.register_buffer("seen", torch.tensor(seed))
@@ -49,13 +49,13 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [(t.to_local() if isinstance(t, FlatShard) else t).detach().clone() for t in tensors]
 
 
-def _save(path: Path, step: int = 1) -> None:
-    save_checkpoint(path, *_trained(), step=step, extra={"note": "x"})
+def _save_trained(path: Path, step: int = 1) -> None:
+    save_checkpoint(path, *_trained_net(), step=step, extra={"note": "x"})
 
 
-def _refuse(path: Path, **options: Any) -> str:
+def _refused_load(path: Path, **options: Any) -> str:
     """Return the error of loading, after which everything is as before."""
-    model, optimizer = _trained(seed=1)
+    model, optimizer = _trained_net(seed=1)
     before, rng = _values(model, optimizer), torch.get_rng_state()
     with pytest.raises(ValueError) as caught:  # noqa: PT011 -- the caller matches
         load_checkpoint(path, model, optimizer, **options)
@@ -155,12 +155,12 @@ _FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 def _refuse_all(root: Path, names: list[str]) -> list[str]:
-    return [_refuse(root / name) for name in names]
+    return [_refused_load(root / name) for name in names]
 
 
 def test_damage_is_named_and_nothing_is_changed(tmp_path: Path) -> None:
     """All ranks get the same ValueError, whichever rank has found it."""
-    run_ranks(2, _save, tmp_path / "good")
+    run_ranks(2, _save_trained, tmp_path / "good")
     for name, (damage, _) in _DAMAGES.items():
         shutil.copytree(tmp_path / "good", tmp_path / name)
         damage(tmp_path / name / "step_00000001")
@@ -185,7 +185,7 @@ class _Bomb:
 
 def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     """A pickle in the place of any file, in a string, and in the place of a tensor's bytes."""
-    run_ranks(2, _save, tmp_path / "good")
+    run_ranks(2, _save_trained, tmp_path / "good")
     mark = tmp_path / "executed"
     bomb = pickle.dumps(_Bomb(mark))
     names = ["latest", "step_00000001/metadata.json", f"step_00000001/{_FILE}"]
@@ -208,13 +208,13 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
 
 
 def _load_extra(path: Path) -> Any:
-    return load_checkpoint(path, *_trained()).extra
+    return load_checkpoint(path, *_trained_net()).extra
 
 
 @distributed(2)
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     """Missing, unexpected, of another shape or dtype; `strict=False` takes what is common."""
-    model, optimizer = _trained()
+    model, optimizer = _trained_net()
     save_checkpoint(tmp_path, model, optimizer, step=1)
     larger = Net(4)
     with pytest.raises(ValueError, match=r"missing: blocks\.3\..*unexpected: seen\. Pass strict"):
@@ -258,19 +258,19 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 @distributed(2)
 def test_what_one_rank_can_not_read_no_rank_loads(tmp_path: Path) -> None:
     """Its error is raised on all, and the next load works."""
-    save_checkpoint(tmp_path, *_trained(), step=1)
+    save_checkpoint(tmp_path, *_trained_net(), step=1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr("composable_shard.checkpoint.reader.os.open", _fail(errno.EACCES))
-        error = _refuse(tmp_path)
+            patch.setattr("composable_shard.checkpoint.reader.os.open", _failing_call(errno.EACCES))
+        error = _refused_load(tmp_path)
     assert re.search(r"can't read .*rank_\d_of_2.*Permission denied.*\(on ranks \[1\]\)", error)
-    load_checkpoint(tmp_path, *_trained(seed=1))
+    load_checkpoint(tmp_path, *_trained_net(seed=1))
 
 
 @distributed(2)
 def test_files_of_another_step_are_not_taken(tmp_path: Path) -> None:
     """Of the same run, with the same names and lengths."""
-    model, optimizer = _trained()
+    model, optimizer = _trained_net()
     first = save_checkpoint(tmp_path, model, optimizer, step=1)
     model(rank_input(4, 5)).sum().backward()
     optimizer.step()
@@ -281,13 +281,13 @@ def test_files_of_another_step_are_not_taken(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         shutil.copy(first / _FILE, second / _FILE)
     dist.barrier()
-    assert f"{second / _FILE} is damaged" in _refuse(tmp_path)
+    assert f"{second / _FILE} is damaged" in _refused_load(tmp_path)
 
 
 @distributed(2)
 def test_an_optimizer_that_can_not_take_its_state_leaves_the_model_alone(tmp_path: Path) -> None:
     """Parameters that took different numbers of steps can't share one flat parameter."""
-    model, optimizer = _trained()
+    model, optimizer = _trained_net()
     optimizer.state[model.out.bias]["step"] += 1
     save_checkpoint(tmp_path, model, optimizer, step=1)
     other = Net()
@@ -305,7 +305,7 @@ def test_an_optimizer_that_can_not_take_its_state_leaves_the_model_alone(tmp_pat
 @distributed(2)
 def test_which_checkpoint_is_found(tmp_path: Path) -> None:
     """The latest, by step, one directory of it; saving a step again makes another."""
-    model, optimizer = _trained()
+    model, optimizer = _trained_net()
     with pytest.raises(ValueError, match="there is no complete checkpoint in"):
         load_checkpoint(tmp_path, model)
     paths = [save_checkpoint(tmp_path, model, optimizer, step=step) for step in (5, 7, 5)]
@@ -331,7 +331,7 @@ def test_which_checkpoint_is_found(tmp_path: Path) -> None:
 # --- writing ---
 
 
-def _fail(kind: int) -> Callable[..., Any]:
+def _failing_call(kind: int) -> Callable[..., Any]:
     def fail(*_: Any) -> Any:
         raise OSError(kind, os.strerror(kind))
 
@@ -348,12 +348,12 @@ _BY_FIRST = [n for n in files.__all__ if n not in (*_BY_ALL, "list_names", "clos
 @distributed(2)
 def test_a_save_that_fails_leaves_what_was_there(name: str, rank: int, tmp_path: Path) -> None:
     """Whatever operation fails on whichever rank: all ranks raise, and the next save works."""
-    model, optimizer = _trained()
+    model, optimizer = _trained_net()
     first = save_checkpoint(tmp_path, model, optimizer, step=1)
     kind = errno.ENOSPC if name == "write" else errno.EACCES
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == rank:
-            patch.setattr(files, name, _fail(kind))
+            patch.setattr(files, name, _failing_call(kind))
         if not name.startswith("remove"):
             with pytest.raises(RuntimeError, match=os.strerror(kind)):
                 save_checkpoint(tmp_path, model, optimizer, step=2)
@@ -371,11 +371,11 @@ def test_a_save_that_fails_leaves_what_was_there(name: str, rank: int, tmp_path:
 @distributed(2)
 def test_an_old_checkpoint_that_stays_is_a_warning(tmp_path: Path) -> None:
     """The save has succeeded."""
-    model, optimizer = _trained()
+    model, optimizer = _trained_net()
     save_checkpoint(tmp_path, model, optimizer, step=1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(files, "remove_file", _fail(errno.EACCES))
+            patch.setattr(files, "remove_file", _failing_call(errno.EACCES))
             with pytest.warns(RuntimeWarning, match="could not remove an old checkpoint"):
                 save_checkpoint(tmp_path, model, optimizer, step=2, keep_last=1)
         else:
@@ -390,7 +390,7 @@ class _Thing:
 @distributed(2)
 def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
     """On all ranks, also where one rank alone has it."""
-    model, optimizer = _trained()
+    model, optimizer = _trained_net()
     rank = dist.get_rank()
     term = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Replicate()])
     term._spec.placements = (Partial(),)

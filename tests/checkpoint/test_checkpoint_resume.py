@@ -97,7 +97,7 @@ def _train_through(path: Path, dropout: float = 0.0, **options: Any) -> list[flo
     return [*run.train(4), torch.rand(()).item() + random.random()]
 
 
-def _resume(path: Path, dropout: float = 0.0, **options: Any) -> list[float]:
+def _resume_run(path: Path, dropout: float = 0.0, **options: Any) -> list[float]:
     run = _Run(dropout, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a scheduler before the optimizer's first step
@@ -115,7 +115,7 @@ def test_resuming_at_the_same_world_size_is_bitwise(tmp_path: Path) -> None:
     """Losses with dropout, learning rates, loss scales, and the numbers drawn afterwards."""
     expected = _train_through(tmp_path, dropout=0.2)
     torch.manual_seed(5)
-    assert _resume(tmp_path, dropout=0.2) == expected
+    assert _resume_run(tmp_path, dropout=0.2) == expected
 
 
 @pytest.mark.parametrize("is_saved_flat", [False, True])
@@ -124,7 +124,7 @@ def test_flat_parameters_and_originals_load_each_other(is_saved_flat: bool, tmp_
     """A checkpoint has the originals' names, whatever the optimizer was built from."""
     expected = _train_through(tmp_path, use_orig_params=not is_saved_flat)
     for use_orig_params in (False, True):
-        assert _resume(tmp_path, use_orig_params=use_orig_params) == expected
+        assert _resume_run(tmp_path, use_orig_params=use_orig_params) == expected
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
@@ -136,7 +136,7 @@ def test_resuming_at_another_world_size(world_size: int, tmp_path: Path) -> None
         3: {"strategy": ShardingStrategy.SHARD_OPTIM},
         4: {"granularity": every_granularity},
     }[world_size]
-    for losses in run_ranks(world_size, _resume, tmp_path, **options):
+    for losses in run_ranks(world_size, _resume_run, tmp_path, **options):
         assert losses[:-1] == pytest.approx(expected, abs=1e-6)
 
 

@@ -33,27 +33,20 @@ from composable_shard.comm.hooks import (
     fp16_compress_hook,
 )
 from composable_shard.comm.wire import encoded_nbytes, round_trip
-from tests.helpers import assert_equal, distributed
-from tests.models import Net, Nothing, assert_at_rest, pickled, rank_input, shard_blocks
+from tests.helpers import Planned, assert_equal, distributed
+from tests.models import (
+    Net,
+    Nothing,
+    assert_at_rest,
+    loss_of,
+    make_net,
+    pickled,
+    rank_input,
+)
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-
-
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).float().square().mean()
-
-
-def _make(**options: Any) -> Net:
-    torch.manual_seed(0)
-    model = Net()
-    shard_blocks(model, **options)
-    return model
-
-
-class _Planned(Exception):
-    """What the tests raise."""
 
 
 class _PlainHook:
@@ -87,12 +80,12 @@ class _PlainHook:
         return None
 
 
-def _train(model: nn.Module, num_steps: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+def _train_and_collect(model: nn.Module, num_steps: int = 3) -> tuple[list[Tensor], list[Tensor]]:
     """Return losses and final parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(num_steps):
-        loss = _loss(model, step)
+        loss = loss_of(model, step)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -101,7 +94,7 @@ def _train(model: nn.Module, num_steps: int = 3) -> tuple[list[Tensor], list[Ten
     return losses, [param.full_tensor() for param in model.parameters()]
 
 
-def _assert_same(ours: Any, expected: Any, *, is_bitwise: bool = True) -> None:
+def _assert_same_values(ours: Any, expected: Any, *, is_bitwise: bool = True) -> None:
     for some, others in zip(ours, expected, strict=True):
         for one, other in zip(some, others, strict=True):
             if is_bitwise:
@@ -127,11 +120,11 @@ def test_a_hook_that_sums_trains_as_the_default(strategy: ShardingStrategy, poli
     """Also with a divide factor: the library divides."""
     seen = []
     for hook in (None, _PlainHook()):
-        model = _make(strategy=strategy, mp_policy=POLICIES[policy])
+        model = make_net(strategy=strategy, mp_policy=POLICIES[policy])
         set_gradient_divide_factor(model, 3.5)
         if hook is not None:
             register_comm_hook(model, hook)
-        seen.append(_train(model))
+        seen.append(_train_and_collect(model))
         if hook is None:
             continue
         num_handles = len(get_handles(model))
@@ -141,7 +134,7 @@ def test_a_hook_that_sums_trains_as_the_default(strategy: ShardingStrategy, poli
         assert len({stage.key for stage in hook.stages}) == num_handles
         for stage in hook.stages:
             assert stage.gradient.dtype == (POLICIES[policy].reduce_dtype or F32)
-    _assert_same(*seen)
+    _assert_same_values(*seen)
 
 
 @pytest.mark.parametrize(
@@ -161,23 +154,23 @@ def test_a_hook_does_both_stages_of_a_2d_mesh(
     mesh = init_device_mesh("cpu", shape)
     seen = []
     for hook in (None, _PlainHook(is_async=is_async)):
-        model = _make(strategy=strategy, mesh=mesh)
+        model = make_net(strategy=strategy, mesh=mesh)
         calls: list[str] = []
         if hook is not None:
             register_comm_hook(model, hook, calls)
         num_handles = len(get_handles(model))
         set_requires_all_reduce(model, False)
-        _loss(model, 5).backward()
+        loss_of(model, 5).backward()
         is_put_off = strategy is SHARD_OPTIM or shape[1] == 1
         if hook is not None:
             assert calls == ([] if is_put_off else ["reduce_scatter"] * num_handles)
         set_requires_all_reduce(model, True)
-        seen.append(_train(model))
+        seen.append(_train_and_collect(model))
         if hook is not None:
             sizes = {(stage.kind, stage.group.size()) for stage in hook.stages}
             both = {("reduce_scatter", shape[1]), ("all_reduce", shape[0])}
             assert sizes == {each for each in both if each[1] > 1}
-    _assert_same(*seen, is_bitwise=False)
+    _assert_same_values(*seen, is_bitwise=False)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -186,17 +179,17 @@ def test_accumulated_gradients_reach_the_hook_once(strategy: ShardingStrategy) -
     """Under no_sync it is not called; without it, for every microbatch."""
     seen = []
     for hook in (None, _PlainHook()):
-        model = _make(strategy=strategy)
+        model = make_net(strategy=strategy)
         if hook is not None:
             register_comm_hook(model, hook)
         with no_sync(model):
-            _loss(model, 0).backward()
+            loss_of(model, 0).backward()
         assert hook is None or hook.stages == []
-        _loss(model, 1).backward()
+        loss_of(model, 1).backward()
         assert hook is None or len(hook.stages) == len(get_handles(model))
-        _loss(model, 2).backward()
+        loss_of(model, 2).backward()
         seen.append([[param.grad.full_tensor() for param in model.parameters()]])
-    _assert_same(*seen)
+    _assert_same_values(*seen)
 
 
 @distributed(1)
@@ -204,10 +197,10 @@ def test_one_rank_alone_calls_no_hook() -> None:
     """There is nothing to send; training is as without."""
     hook, seen = _PlainHook(), []
     for each in (None, hook):
-        model = _make()
+        model = make_net()
         register_comm_hook(model, each)
-        seen.append(_train(model))
-    _assert_same(*seen)
+        seen.append(_train_and_collect(model))
+    _assert_same_values(*seen)
     assert hook.stages == []
 
 
@@ -215,24 +208,24 @@ def test_one_rank_alone_calls_no_hook() -> None:
 def test_hooks_differ_between_units_and_can_be_taken_away() -> None:
     """recurse=False reaches one unit; a copy, pickled or not, has no hook."""
     first, second = _PlainHook(), _PlainHook()
-    model = _make()
+    model = make_net()
     register_comm_hook(model.blocks[1], first)
     register_comm_hook(model, second, recurse=False)
     for each in (model, pickled(model), copy.deepcopy(model)):
-        _loss(each).backward()
+        loss_of(each).backward()
         assert (len(first.stages), len(second.stages)) == (1, 1)
     register_comm_hook(model, None)
-    _loss(model).backward()
+    loss_of(model).backward()
     assert (len(first.stages), len(second.stages)) == (1, 1)
     register_comm_hook(model, first)
-    _loss(model).backward()
+    loss_of(model).backward()
     assert len(first.stages) == 5
 
 
 @distributed(2)
 def test_wrong_registrations_are_refused() -> None:
     """Each names the remedy and changes nothing."""
-    model = _make()
+    model = make_net()
     hook = _PlainHook()
     with pytest.raises(ValueError, match=r"expected hook to be a function hook\(state, stage\)"):
         register_comm_hook(model, "sum", hook)
@@ -247,9 +240,9 @@ def test_wrong_registrations_are_refused() -> None:
         register_comm_hook(model, hook)
     model.out.register_forward_hook(lambda *_: register_comm_hook(model.blocks[0], hook))
     with pytest.raises(RuntimeError, match=r"can't be registered or taken away inside the forward"):
-        _loss(model)
+        loss_of(model)
     model.out._forward_hooks.clear()
-    loss = _loss(model)
+    loss = loss_of(model)
     model.blocks[1].up.weight.register_hook(lambda _: register_comm_hook(model, None))
     with pytest.raises(RuntimeError, match="inside a backward pass"):
         loss.backward()
@@ -262,10 +255,10 @@ def test_wrong_registrations_are_refused() -> None:
 @distributed(2)
 def test_ranks_with_different_hooks_are_told() -> None:
     """At the first forward, on all ranks alike."""
-    model = _make()
+    model = make_net()
     register_comm_hook(model, fp16_compress_hook if dist.get_rank() else bf16_compress_hook)
     with pytest.raises(RuntimeError, match=r"comm_hook=bf16_compress_hook.*comm_hook=fp16"):
-        _loss(model)
+        loss_of(model)
 
 
 class _FailingHook(_PlainHook):
@@ -281,10 +274,10 @@ class _FailingHook(_PlainHook):
             return None
         if self.is_late:
             return self
-        raise _Planned
+        raise Planned
 
     def wait(self) -> None:
-        raise _Planned
+        raise Planned
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -294,25 +287,25 @@ def test_error_in_a_hook_leaves_the_next_step_right(
     strategy: ShardingStrategy, is_late: bool
 ) -> None:
     """For every call of a step, in the hook or in what it returned."""
-    expected = _train(_make(strategy=strategy))
+    expected = _train_and_collect(make_net(strategy=strategy))
     for k in range(1, 5):
-        model = _make(strategy=strategy)
+        model = make_net(strategy=strategy)
         register_comm_hook(model, _FailingHook(k, is_late))
-        with pytest.raises(_Planned):
-            _loss(model, 7).backward()
+        with pytest.raises(Planned):
+            loss_of(model, 7).backward()
         assert all(param.grad is None for param in model.parameters())
-        _assert_same(_train(model), expected)
+        _assert_same_values(_train_and_collect(model), expected)
 
 
 @distributed(2)
 def test_a_hook_that_returns_something_else_is_told() -> None:
     """A tensor, for example, as in other libraries; the next step is right."""
-    model = _make()
+    model = make_net()
     register_comm_hook(model, lambda _, stage: stage.output)
     with pytest.raises(TypeError, match=r"return None or an object with wait\(\), got tensor"):
-        _loss(model).backward()
+        loss_of(model).backward()
     register_comm_hook(model, None)
-    _assert_same(_train(model), _train(_make()))
+    _assert_same_values(_train_and_collect(model), _train_and_collect(make_net()))
 
 
 # --- compression ---
@@ -326,7 +319,7 @@ def _local_gradients(step: int = 0) -> list[Tensor]:
     """Return this rank's own gradients, unsharded."""
     torch.manual_seed(0)
     model = Net()
-    _loss(model, step).backward()
+    loss_of(model, step).backward()
     return [param.grad for param in model.parameters()]
 
 
@@ -347,9 +340,9 @@ def test_compressed_gradients_equal_the_simulation(
     strategy: ShardingStrategy, hook: Any, world_size: int
 ) -> None:
     """Each term is rounded once, and for sharded gradients no more; wire bytes are halved."""
-    model = _make(strategy=strategy)
+    model = make_net(strategy=strategy)
     register_comm_hook(model, hook)
-    loss = _loss(model)
+    loss = loss_of(model)
     with count_collectives() as log:
         loss.backward()
     numel = sum(handle.layout.padded_numel for handle in get_handles(model))
@@ -363,7 +356,7 @@ def test_compressed_gradients_equal_the_simulation(
     factor = 1 / world_size if is_fp16 or strategy is NO_SHARD else 1.0
     local = dict(zip(dict(model.named_parameters()), _local_gradients(), strict=True))
     for handle in get_handles(model):
-        term = (_flat(handle, local) * factor).to(F16 if is_fp16 else BF16)
+        term = (_flat_gradient(handle, local) * factor).to(F16 if is_fp16 else BF16)
         if strategy is NO_SHARD:
             dist.all_reduce(term)
             total = term.float()
@@ -389,7 +382,7 @@ def test_fp16_sums_overflow_only_where_the_mean_does() -> None:
         assert_equal(model.weight.grad.full_tensor(), torch.full((4, 4), 60000.0))
 
 
-def _flat(handle: Any, gradients: dict[str, Tensor]) -> Tensor:
+def _flat_gradient(handle: Any, gradients: dict[str, Tensor]) -> Tensor:
     flat = torch.zeros(handle.layout.padded_numel)
     for entry, offset in zip(handle.entries, handle.layout.offsets, strict=True):
         gradient = gradients[str(entry.label)].flatten()
@@ -404,18 +397,18 @@ def test_error_feedback_equals_the_simulation(
     strategy: ShardingStrategy, dtype: torch.dtype, world_size: int
 ) -> None:
     """Three steps: what is applied, residuals, and bytes."""
-    model = _make(strategy=strategy)
+    model = make_net(strategy=strategy)
     state = ErrorFeedback(dtype)
     register_comm_hook(model, error_feedback_hook, state)
     names = [name for name, _ in model.named_parameters()]
     residuals: dict[int, Tensor] = {}
     for step in range(3):
-        loss = _loss(model, step)
+        loss = loss_of(model, step)
         with count_collectives() as log:
             loss.backward()
         local = dict(zip(names, _local_gradients(step), strict=True))
         for index, handle in enumerate(get_handles(model)):
-            flat = _flat(handle, local)
+            flat = _flat_gradient(handle, local)
             if strategy is NO_SHARD:
                 flat *= 1 / world_size
             sent = flat + residuals.get(index, torch.zeros_like(flat))
@@ -506,12 +499,12 @@ def test_residuals_are_freed_with_the_units_and_survive_what_is_not_finite() -> 
 def test_compression_on_a_2d_mesh(hook: str) -> None:
     """Both stages are compressed; what is accumulated stays near the exact gradients."""
     mesh = init_device_mesh("cpu", (2, 2))
-    plain, model = _make(mesh=mesh), _make(mesh=mesh)
+    plain, model = make_net(mesh=mesh), make_net(mesh=mesh)
     state = None if hook == "bf16" else ErrorFeedback(torch.int8)
     register_comm_hook(model, bf16_compress_hook if state is None else error_feedback_hook, state)
     for step in range(20):
-        _loss(plain, step).backward()
-        _loss(model, step).backward()
+        loss_of(plain, step).backward()
+        loss_of(model, step).backward()
     for ours, expected in zip(_gradients(model), _gradients(plain), strict=True):
         # Without memory int8 alone would be off by up to 20 times half a step of a block.
         torch.testing.assert_close(ours, expected, rtol=0.01, atol=0.02)
@@ -527,10 +520,10 @@ def test_error_feedback_is_the_same_over_the_backends_all_to_all() -> None:
         seen = []
         for path in ("exchange", "backend"):
             with _sums_by(path):
-                model = _make(strategy=strategy)
+                model = make_net(strategy=strategy)
                 register_comm_hook(model, error_feedback_hook, ErrorFeedback(torch.int8))
-                seen.append(_train(model))
-        _assert_same(*seen)
+                seen.append(_train_and_collect(model))
+        _assert_same_values(*seen)
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, F32])
@@ -673,10 +666,10 @@ def test_all_to_all_trains_as_the_exchange_does(strategy: ShardingStrategy, poli
     seen = []
     for path in ("exchange", "all-to-all"):
         with _sums_by(path):
-            model = _make(strategy=strategy, mp_policy=mp_policy)
+            model = make_net(strategy=strategy, mp_policy=mp_policy)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             for step in range(3):
-                _loss(model, step).backward()
+                loss_of(model, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             seen.append([param.full_tensor() for param in model.parameters()])

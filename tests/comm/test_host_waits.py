@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 import composable_shard
 from composable_shard import MixedPrecisionPolicy, ShardingStrategy, clip_grad_norm_
 from composable_shard.tensor.flat_shard import FlatShard
-from tests.fake_group import fake_group
 from tests.models import Net, shard_blocks
 
 aten = torch.ops.aten
@@ -42,15 +40,8 @@ class _NoWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _refuse(*_: object, **__: object) -> NoReturn:
+def _refuse_to_wait(*_: object, **__: object) -> NoReturn:
     raise AssertionError("the host waits for a value")
-
-
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
-    """A group of four ranks of which only this one exists."""
-    with fake_group(4):
-        yield
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -75,7 +66,7 @@ def test_host_waits_for_nothing_in_a_step(
 
     step()
     for name in _METHODS:
-        monkeypatch.setattr(Tensor, name, _refuse)
+        monkeypatch.setattr(Tensor, name, _refuse_to_wait)
     with _NoWaits():
         step()
         step()

@@ -19,7 +19,7 @@ from composable_shard import (
     set_reshard_after_backward,
 )
 from tests.helpers import distributed
-from tests.models import Net, Optional, rank_input, shard_blocks
+from tests.models import Net, Optional, rank_input, shard_blocks, square_mean
 
 _ISSUING = ("allreduce", "broadcast", "send", "recv", "_allgather_base", "_reduce_scatter_base")
 
@@ -48,10 +48,6 @@ def _assert_nothing_in_flight(works: list[dist.Work]) -> None:
     works.clear()
 
 
-def _square(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 @distributed(2, 3)
 def test_nothing_is_in_flight_after_a_step(strategy: ShardingStrategy) -> None:
@@ -59,10 +55,10 @@ def test_nothing_is_in_flight_after_a_step(strategy: ShardingStrategy) -> None:
     torch.manual_seed(0)
     model = Net()
     shard_blocks(model, strategy=strategy)
-    _square(model(rank_input(4, 5))).backward()
+    square_mean(model(rank_input(4, 5))).backward()
     with _recorded() as works:
         for _ in range(5):
-            _square(model(rank_input(4, 5))).backward()
+            square_mean(model(rank_input(4, 5))).backward()
             _assert_nothing_in_flight(works)
 
 
@@ -73,11 +69,11 @@ def test_nothing_is_in_flight_on_a_2d_mesh(strategy: ShardingStrategy) -> None:
     torch.manual_seed(0)
     model = Net()
     shard_blocks(model, strategy=strategy, mesh=init_device_mesh("cpu", (2, 2)))
-    _square(model(rank_input(4, 5))).backward()
+    square_mean(model(rank_input(4, 5))).backward()
     with _recorded() as works:
         for flag in (False, True):
             set_requires_all_reduce(model, flag)
-            _square(model(rank_input(4, 5))).backward()
+            square_mean(model(rank_input(4, 5))).backward()
             if works:
                 _assert_nothing_in_flight(works)
 
@@ -88,10 +84,10 @@ def test_nothing_is_in_flight_where_a_rank_lacks_a_gradient() -> None:
     torch.manual_seed(0)
     model = fully_shard(Optional())
     used = [0, 1, 2] if dist.get_rank() else [0, 2]
-    _square(model(rank_input(4, 5), used)).backward()
+    square_mean(model(rank_input(4, 5), used)).backward()
     with _recorded() as works:
         for _ in range(5):
-            _square(model(rank_input(4, 5), used)).backward()
+            square_mean(model(rank_input(4, 5), used)).backward()
             _assert_nothing_in_flight(works)
 
 
@@ -130,7 +126,7 @@ def test_a_gather_ahead_for_a_unit_that_a_backward_skips_is_waited_for() -> None
         fully_shard(layer, reshard_after_forward=True)
     set_reshard_after_backward(fully_shard(model), False)
     with _recorded() as works:
-        loss = _square(model(rank_input(4, 5)))
+        loss = square_mean(model(rank_input(4, 5)))
         _assert_nothing_in_flight(works)
         loss.backward()
         _assert_nothing_in_flight(works)

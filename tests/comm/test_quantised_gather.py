@@ -34,6 +34,7 @@ from tests.models import (
     Nothing,
     assert_at_rest,
     average_gradient,
+    loss_of,
     rank_input,
     shard_blocks,
 )
@@ -170,7 +171,7 @@ def test_encoded_bytes(numel: int, nbytes: int) -> None:
 # --- units ---
 
 
-class _Wide(Net):
+class _WideNet(Net):
     """Units whose shards have several blocks, the last one short."""
 
     def __init__(self) -> None:
@@ -187,11 +188,7 @@ POLICIES = {
 }
 
 
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).float().square().mean()
-
-
-def _make(policy: str, make: Any = _Wide, **options: Any) -> nn.Module:
+def _make_quantised(policy: str, make: Any = _WideNet, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = make()
     shard_blocks(model, mp_policy=POLICIES[policy], **options)
@@ -213,7 +210,7 @@ def _expect(handle: FlatParamHandle, mains: list[Tensor]) -> list[Tensor]:
     ]
 
 
-class Reference:
+class QuantisedReference:
     """A replicated model that computes with quantised copies of its main parameters."""
 
     def __init__(self, plain: nn.Module, model: nn.Module) -> None:
@@ -259,15 +256,15 @@ def test_training_equals_a_replicated_model_with_quantised_parameters(
 ) -> None:
     """Losses, gradients and main parameters, bitwise."""
     torch.manual_seed(0)
-    plain = _Wide()
-    model = _make(policy, strategy=strategy)
+    plain = _WideNet()
+    model = _make_quantised(policy, strategy=strategy)
     assert any(handle.layout.shard_numel % BLOCK_NUMEL for handle in get_handles(model))
     assert any(handle.layout.shard_numel > 2 * BLOCK_NUMEL for handle in get_handles(model))
     lazy_init(model)
-    reference = Reference(plain, model)
+    reference = QuantisedReference(plain, model)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]
     for step in range(3):
-        expected, loss = reference.loss(step), _loss(model, step)
+        expected, loss = reference.loss(step), loss_of(model, step)
         assert_equal(loss.detach(), expected.detach(), f"loss {step}")
         loss.backward()
         reference.backward(expected)
@@ -292,15 +289,15 @@ def test_other_meshes_and_policies_compute_with_the_same_values(case: str) -> No
         "keeps": {"reshard_after_forward": False},
         "flat": {"use_orig_params": False},
     }[case]
-    model = _make("bf16, int8", **options)
+    model = _make_quantised("bf16, int8", **options)
     lazy_init(model)
-    reference = Reference(_Wide(), model)
+    reference = QuantisedReference(_WideNet(), model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(2):
         with unshard_params(model, writeback=False), torch.no_grad():
             for main, shown in zip(reference.main.parameters(), model.parameters(), strict=True):
                 main.copy_(shown)
-        loss, expected = _loss(model, step), reference.loss(step)
+        loss, expected = loss_of(model, step), reference.loss(step)
         assert_equal(loss.detach(), expected.detach(), f"loss {step}")
         loss.backward()
         reference.backward(expected)
@@ -314,10 +311,10 @@ def test_other_meshes_and_policies_compute_with_the_same_values(case: str) -> No
 @distributed(3)
 def test_bytes_of_the_backends_all_gather() -> None:
     """Large groups gather by way of the backend, which carries bytes."""
-    expected = _loss(_make("e4m3")).detach()
+    expected = loss_of(_make_quantised("e4m3")).detach()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(algorithms, "_MAX_EXCHANGE_SIZE", 0)
-        assert_equal(_loss(_make("e4m3")).detach(), expected)
+        assert_equal(loss_of(_make_quantised("e4m3")).detach(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -374,12 +371,12 @@ def test_all_ranks_hold_the_same_bits_and_shards_stay_exact(
 def test_wire_bytes(strategy: ShardingStrategy, dtype: torch.dtype) -> None:
     """One all-gather for each handle: a byte for each element, four for each block of a shard."""
     torch.manual_seed(0)
-    model = _Wide()
+    model = _WideNet()
     policy = MixedPrecisionPolicy(gather_dtype=dtype)
     shard_blocks(model, strategy=strategy, mp_policy=policy)
     lazy_init(model)
     with count_collectives() as log, torch.no_grad():
-        _loss(model)
+        loss_of(model)
     if strategy is NO_SHARD:
         assert log.events == []
         return
@@ -396,12 +393,12 @@ def test_wire_bytes(strategy: ShardingStrategy, dtype: torch.dtype) -> None:
 @distributed(1, 2)
 def test_nothing_is_rounded_where_nothing_is_gathered(world_size: int) -> None:
     """One rank, or a full copy on each: the policy is no error and changes no value."""
-    model = _make("int8", strategy=FULL_SHARD if world_size == 1 else NO_SHARD)
+    model = _make_quantised("int8", strategy=FULL_SHARD if world_size == 1 else NO_SHARD)
     torch.manual_seed(0)
-    plain = _Wide()
+    plain = _WideNet()
     lazy_init(model)
     with count_collectives() as log:
-        assert_equal(_loss(model).detach(), _loss(plain).detach())
+        assert_equal(loss_of(model).detach(), loss_of(plain).detach())
     assert log.events == []
     assert not any(handle.is_cast for handle in get_handles(model))
 
@@ -457,12 +454,12 @@ def test_error_while_packing_or_unpacking_leaves_the_next_step_right(
     strategy: ShardingStrategy, name: str
 ) -> None:
     """As an out-of-memory error there would, in every unit's gather."""
-    make = partial(_make, "int8", strategy=strategy)
+    make = partial(_make_quantised, "int8", strategy=strategy)
     undisturbed = make()
     optimizer = torch.optim.SGD(undisturbed.parameters(), lr=0.1)
     losses = []
     for step in range(2):
-        loss = _loss(undisturbed, step)
+        loss = loss_of(undisturbed, step)
         loss.backward()
         losses.append(loss.detach())
         optimizer.step()
@@ -471,7 +468,7 @@ def test_error_while_packing_or_unpacking_leaves_the_next_step_right(
     for k in range(1, 4):
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        _loss(model).backward()
+        loss_of(model).backward()
         optimizer.step()
         optimizer.zero_grad()
         calls = 0
@@ -486,9 +483,9 @@ def test_error_while_packing_or_unpacking_leaves_the_next_step_right(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(wire, name, fail)
             with pytest.raises(torch.OutOfMemoryError, match="planned"):
-                _loss(model, 1).backward()
+                loss_of(model, 1).backward()
         optimizer.zero_grad()
-        loss = _loss(model, 1)
+        loss = loss_of(model, 1)
         assert_equal(loss.detach(), losses[1])
         loss.backward()
         assert_at_rest(model)
@@ -500,7 +497,7 @@ def test_int8_wire_trains_as_well() -> None:
     finals = []
     for policy in (MixedPrecisionPolicy(), POLICIES["int8"], POLICIES["e4m3"]):
         torch.manual_seed(0)
-        model = _Wide()
+        model = _WideNet()
         shard_blocks(model, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         losses = []

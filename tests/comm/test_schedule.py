@@ -24,7 +24,7 @@ from tests.models import FailingMode, Net, rank_input
 NUM_BLOCKS = 5
 
 
-class Stack(nn.Module):
+class EmbeddingStack(nn.Module):
     """Embedding, blocks and a head; the embedding makes the root's last gradient come last."""
 
     def __init__(self, dim: int = 33) -> None:
@@ -43,26 +43,28 @@ class Stack(nn.Module):
         return self.head(hidden)
 
 
-def _make(reshard_after_forward: bool | None = None, **options: Any) -> Stack:
+def _make_embedding_stack(
+    reshard_after_forward: bool | None = None, **options: Any
+) -> EmbeddingStack:
     torch.manual_seed(0)
-    model = Stack()
+    model = EmbeddingStack()
     options["reshard_after_forward"] = reshard_after_forward
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
 
-def _tokens() -> Tensor:
+def _same_tokens() -> Tensor:
     return torch.arange(24).view(4, 6) % 19
 
 
-def _step(model: nn.Module) -> None:
-    model(_tokens()).square().mean().backward()
+def _backward_of_tokens(model: nn.Module) -> None:
+    model(_same_tokens()).square().mean().backward()
 
 
 def _counted_step(model: nn.Module) -> CollectiveLog:
     with count_collectives() as log:
-        _step(model)
+        _backward_of_tokens(model)
     return log
 
 
@@ -75,8 +77,8 @@ def test_a_step_on_n_units_issues_exact_numbers_of_collectives(
     reshard_after_forward: bool | None, num_gathers: int
 ) -> None:
     """2N-1 gathers with the root kept, 2N without, N with all kept; N reductions always."""
-    model = _make(reshard_after_forward)
-    _step(model)  # the first call also compares the ranks
+    model = _make_embedding_stack(reshard_after_forward)
+    _backward_of_tokens(model)  # the first call also compares the ranks
     for _ in range(2):
         log = _counted_step(model)
         assert log.count("all_gather") == num_gathers
@@ -86,13 +88,13 @@ def test_a_step_on_n_units_issues_exact_numbers_of_collectives(
 @distributed(2, 3)
 def test_the_payload_is_the_parameters_within_padding() -> None:
     """Each reduction and each gather carries its unit's parameters once, padding included."""
-    model = _make()
+    model = _make_embedding_stack()
     nbytes = sum(param.numel() * 4 for param in model.parameters())
     padded = sum(handle.layout.padded_numel * 4 for handle in get_handles(model))
     num_units, world_size = NUM_BLOCKS + 1, torch.distributed.get_world_size()
     assert nbytes <= padded < nbytes + 16 * (num_units * world_size + 2 * num_units)
     root = get_handles(model)[0].layout.padded_numel * 4
-    _step(model)
+    _backward_of_tokens(model)
     log = _counted_step(model)
     assert log.nbytes("reduce_scatter") == padded
     assert log.nbytes("all_gather") == 2 * padded - root
@@ -101,8 +103,8 @@ def test_the_payload_is_the_parameters_within_padding() -> None:
 @distributed(2)
 def test_the_use_of_parameters_costs_one_byte_each() -> None:
     """One all-reduce for the whole tree says which parameters no rank used."""
-    model = _make()
-    _step(model)
+    model = _make_embedding_stack()
+    _backward_of_tokens(model)
     log = _counted_step(model)
     assert log.count("all_reduce") == 1
     assert log.nbytes("all_reduce") == len(list(model.parameters()))
@@ -111,10 +113,10 @@ def test_the_use_of_parameters_costs_one_byte_each() -> None:
 @distributed(2)
 def test_a_forward_without_gradients_gathers_each_unit_once() -> None:
     """Nothing stays unsharded after it, the root included."""
-    model = _make()
+    model = _make_embedding_stack()
     for _ in range(2):
         with torch.no_grad(), count_collectives() as log:
-            model(_tokens())
+            model(_same_tokens())
     assert log.count("all_gather") == NUM_BLOCKS + 1
     assert not any(handle.is_unsharded for handle in get_handles(model))
 
@@ -122,8 +124,8 @@ def test_a_forward_without_gradients_gathers_each_unit_once() -> None:
 @distributed(2)
 def test_no_sync_issues_no_reduction() -> None:
     """Inside no_sync only gathers are issued; the next backward reduces once."""
-    model = _make()
-    _step(model)
+    model = _make_embedding_stack()
+    _backward_of_tokens(model)
     with no_sync(model):
         log = _counted_step(model)
     assert log.count("reduce_scatter") == log.count("all_reduce") == 0
@@ -133,8 +135,8 @@ def test_no_sync_issues_no_reduction() -> None:
 @distributed(2)
 def test_clipping_takes_one_collective() -> None:
     """The norms of all gradients travel together."""
-    model = _make()
-    _step(model)
+    model = _make_embedding_stack()
+    _backward_of_tokens(model)
     with count_collectives() as log:
         clip_grad_norm_(model, 1.0)
     assert len(log.events) == 1
@@ -148,11 +150,11 @@ def _position(events: list[Event], kind: str, name: str, last: bool = False) -> 
 @distributed(2)
 def test_forward_gathers_the_next_unit_before_the_current_one_computes() -> None:
     """From the second call on, the order of the first is known."""
-    model = _make()
-    _step(model)
+    model = _make_embedding_stack()
+    _backward_of_tokens(model)
     with torch.no_grad(), trace_events() as events:
-        model(_tokens())
-    names = ["Stack", *(f"blocks.{i}" for i in range(NUM_BLOCKS))]
+        model(_same_tokens())
+    names = ["EmbeddingStack", *(f"blocks.{i}" for i in range(NUM_BLOCKS))]
     for current, following in pairwise(names):
         assert _position(events, "issue_gather", following) < _position(events, "compute", current)
 
@@ -172,12 +174,12 @@ def test_sends_are_posted_before_receives() -> None:
 @distributed(2)
 def test_small_units_are_gathered_several_at_a_time(units_at_once: int, batches: list[int]) -> None:
     """As many as fit into `prefetch_nbytes`, the next one at least, in forward and backward."""
-    unit_nbytes = get_handles(_make())[1].layout.padded_numel * 4
-    model = _make(prefetch_nbytes=units_at_once * unit_nbytes)
+    unit_nbytes = get_handles(_make_embedding_stack())[1].layout.padded_numel * 4
+    model = _make_embedding_stack(prefetch_nbytes=units_at_once * unit_nbytes)
     for _ in range(2):
-        _step(model)
+        _backward_of_tokens(model)
     with trace_events() as events:
-        _step(model)
+        _backward_of_tokens(model)
     found = [0]
     for event in events:
         if event.kind.startswith("compute"):
@@ -187,7 +189,7 @@ def test_small_units_are_gathered_several_at_a_time(units_at_once: int, batches:
     assert [number for number in found if number] == 2 * batches
 
 
-class _Repeated(nn.Module):
+class _SharedBetween(nn.Module):
     """Many small layers, each of which runs before and after a shared one."""
 
     def __init__(self) -> None:
@@ -208,7 +210,7 @@ def test_what_is_on_its_way_stays_when_a_unit_that_runs_again_is_gathered(
     units_at_once: int,
 ) -> None:
     """One gather for each call, however many are gathered ahead."""
-    model = _Repeated()
+    model = _SharedBetween()
     nbytes = units_at_once * 4 * 30
     for layer in (model.shared, *model.own):
         fully_shard(layer, prefetch_nbytes=nbytes)
@@ -240,28 +242,28 @@ def test_the_next_unit_is_gathered_while_the_first_module_of_several_runs() -> N
 @distributed(2)
 def test_what_was_gathered_ahead_in_vain_is_freed() -> None:
     """The order changes: a unit that is left out holds nothing after the forward, nor before."""
-    model = _make()
+    model = _make_embedding_stack()
     with torch.no_grad():
-        model(_tokens())
+        model(_same_tokens())
         blocks = list(model.blocks)
         model.blocks = nn.ModuleList([blocks[0], *blocks[2:]])
         torch.manual_seed(0)
-        plain = Stack()
+        plain = EmbeddingStack()
         del plain.blocks[1]
-        expected = plain(_tokens())
+        expected = plain(_same_tokens())
         left_out = get_handles(blocks[1])
         assert not any(handle.is_unsharded for handle in left_out)
         for _ in range(2):
-            assert torch.equal(model(_tokens()), expected)
+            assert torch.equal(model(_same_tokens()), expected)
             assert not any(handle.is_unsharded for handle in (*get_handles(model), *left_out))
 
 
 @distributed(2)
 def test_ranks_that_would_gather_in_another_order_are_told() -> None:
     """`prefetch_nbytes` decides on the order of collectives, so it must agree."""
-    model = _make(prefetch_nbytes=torch.distributed.get_rank())
+    model = _make_embedding_stack(prefetch_nbytes=torch.distributed.get_rank())
     with pytest.raises(RuntimeError, match="prefetch_nbytes=1"):
-        _step(model)
+        _backward_of_tokens(model)
 
 
 @pytest.mark.parametrize("nbytes", [-1, 2.0**20, True, None])
@@ -276,10 +278,10 @@ def test_a_wrong_number_of_bytes_is_refused(nbytes: object) -> None:
 @distributed(2)
 def test_backward_reduces_and_frees_a_unit_before_the_next_but_one_begins() -> None:
     """Unit k's reduction is issued and its parameters are freed before unit k-2 begins."""
-    model = _make()
-    _step(model)
+    model = _make_embedding_stack()
+    _backward_of_tokens(model)
     with trace_events() as events:
-        _step(model)
+        _backward_of_tokens(model)
     for k in range(NUM_BLOCKS - 1, 1, -1):
         begin = _position(events, "compute_backward", f"blocks.{k - 2}")
         assert _position(events, "issue_reduce", f"blocks.{k}") < begin
@@ -289,10 +291,10 @@ def test_backward_reduces_and_frees_a_unit_before_the_next_but_one_begins() -> N
 @distributed(2)
 def test_backward_gathers_the_next_unit_before_the_current_one_computes() -> None:
     """The reverse of the forward's order is expected, in the first backward already."""
-    model = _make()
-    _step(model)
+    model = _make_embedding_stack()
+    _backward_of_tokens(model)
     with trace_events() as events:
-        _step(model)
+        _backward_of_tokens(model)
     for k in range(NUM_BLOCKS - 1, 0, -1):
         issued = _position(events, "issue_gather", f"blocks.{k - 1}", last=True)
         assert issued < _position(events, "compute_backward", f"blocks.{k}")
@@ -321,18 +323,18 @@ class _WrittenBytes(TorchDispatchMode):
 
 def _written_bytes(model: nn.Module) -> int:
     with _WrittenBytes() as mode:
-        _step(model)
+        _backward_of_tokens(model)
     return mode.nbytes
 
 
 @distributed(2)
 def test_a_step_copies_each_gradient_once_and_nothing_else() -> None:
     """Bytes written outside collectives and model compute: one time the parameters."""
-    model = _make()
+    model = _make_embedding_stack()
     torch.manual_seed(0)
-    plain = Stack()
-    _step(model)
-    _step(plain)
+    plain = EmbeddingStack()
+    _backward_of_tokens(model)
+    _backward_of_tokens(plain)
     for module in (model, plain):
         module.zero_grad()
     copied = _written_bytes(model) - _written_bytes(plain)
@@ -342,12 +344,12 @@ def test_a_step_copies_each_gradient_once_and_nothing_else() -> None:
 @distributed(2)
 def test_a_forward_that_fails_in_any_operation_leaves_nothing_gathered() -> None:
     """Neither of the unit whose gather failed, nor of those ahead."""
-    model = _make(reshard_after_forward=True)
+    model = _make_embedding_stack(reshard_after_forward=True)
     for k in itertools.count(1, 3):
-        _step(model)
+        _backward_of_tokens(model)
         mode = FailingMode(k)
         with suppress(torch.OutOfMemoryError), mode:
-            model(_tokens())
+            model(_same_tokens())
         if mode.calls < k:
             break
         assert not any(handle.is_unsharded for handle in get_handles(model)), k

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import (
@@ -22,8 +22,7 @@ from composable_shard import (
     set_requires_all_reduce,
     unshard,
 )
-from tests.fake_group import fake_group
-from tests.models import Net, shard_blocks, shard_root
+from tests.models import Net, loss_of, shard_blocks, shard_root
 from tests.stream_account import StreamAccount
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
@@ -33,33 +32,22 @@ LOW = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 WIRE = MixedPrecisionPolicy(gather_dtype=torch.int8)
 
 
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
-    """A group of four ranks of which only this one exists."""
-    with fake_group(4):
-        yield
-
-
-def _loss(model: nn.Module) -> Tensor:
-    return model(torch.randn(4, 5)).square().mean()
-
-
-def _train(model: nn.Module, *, microbatches: bool) -> None:
+def _train_clipped(model: nn.Module, *, microbatches: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     for _ in range(2):
         if microbatches:
             set_requires_all_reduce(model, False)
-            _loss(model).backward()
+            loss_of(model).backward()
             set_requires_all_reduce(model, True)
             with no_sync(model):
-                _loss(model).backward()
-        _loss(model).backward()
+                loss_of(model).backward()
+        loss_of(model).backward()
         clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _check(
+def _check_no_races(
     monkeypatch: pytest.MonkeyPatch,
     train: Callable[[nn.Module], None],
     shard: Callable[..., None] = shard_blocks,
@@ -92,8 +80,8 @@ def test_streams_wait_for_one_another(
     strategy: ShardingStrategy, policy: MixedPrecisionPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over one group of ranks."""
-    train = partial(_train, microbatches=False)
-    _check(monkeypatch, train, strategy=strategy, mp_policy=policy)
+    train = partial(_train_clipped, microbatches=False)
+    _check_no_races(monkeypatch, train, strategy=strategy, mp_policy=policy)
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -106,8 +94,8 @@ def test_streams_wait_for_the_second_stage(
 ) -> None:
     """Shards have copies, and microbatches put the all-reduce off."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    train = partial(_train, microbatches=True)
-    _check(monkeypatch, train, mesh=mesh, strategy=strategy, mp_policy=policy)
+    train = partial(_train_clipped, microbatches=True)
+    _check_no_races(monkeypatch, train, mesh=mesh, strategy=strategy, mp_policy=policy)
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -125,8 +113,8 @@ def test_streams_wait_where_units_differ(
     shard: Callable[..., None], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part kept between forward and backward, uneven shards, buckets, host memory."""
-    train = partial(_train, microbatches=False)
-    _check(monkeypatch, train, shard, mp_policy=LOW, **options)
+    train = partial(_train_clipped, microbatches=False)
+    _check_no_races(monkeypatch, train, shard, mp_policy=LOW, **options)
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -143,11 +131,11 @@ def test_streams_wait_after_a_failed_backward(
         for _ in range(2):
             hook = model.blocks[0].register_full_backward_hook(fail)
             with pytest.raises(ZeroDivisionError):
-                _loss(model).backward()
+                loss_of(model).backward()
             hook.remove()
-        _loss(model).backward()
+        loss_of(model).backward()
 
-    _check(monkeypatch, train, mp_policy=policy)
+    _check_no_races(monkeypatch, train, mp_policy=policy)
 
 
 @pytest.mark.usefixtures("four_ranks")

@@ -41,7 +41,7 @@ def ways(name: str) -> Iterator[None]:
         yield
 
 
-def full_values(total: int, dtype: torch.dtype, rank: int) -> Tensor:
+def whole_numbers(total: int, dtype: torch.dtype, rank: int) -> Tensor:
     """Return whole numbers, which sums of any order keep exact."""
     values = torch.arange(total, dtype=torch.float32) % 13 + rank
     return values.to(dtype) * (1 + 1j if dtype.is_complex else 1)
@@ -57,7 +57,7 @@ def test_shards_of_any_size_arrive(way: str, dtype: torch.dtype) -> None:
     for given in (None, *(each[:size] for each in NUMELS.values())):
         numels = [4] * size if given is None else given
         total = sum(numels)
-        expected = full_values(total, dtype, 0)
+        expected = whole_numbers(total, dtype, 0)
         own = expected.split(numels)[rank].clone()
         with ways(way), count_collectives() as log:
             # Behind uneven shards there may be more.
@@ -90,10 +90,10 @@ def test_sums_of_any_size_arrive(way: str, dtype: torch.dtype) -> None:
     wide = {torch.float32: torch.float64, torch.bfloat16: torch.float32}.get(dtype, dtype)
     for numels in (each[:size] for each in NUMELS.values()):
         total = sum(numels)
-        exact = sum(full_values(total, dtype, each) for each in range(size)) * 0.5
+        exact = sum(whole_numbers(total, dtype, each) for each in range(size)) * 0.5
         expected = exact.split(numels)[rank]
         for kind in ("own memory", "wider", "in place"):
-            input = full_values(total, dtype, rank)
+            input = whole_numbers(total, dtype, rank)
             part = input.split(numels)[rank]
             is_wide = kind == "wider"
             output = part if kind == "in place" else torch.zeros_like(part, dtype=wide)

@@ -45,24 +45,19 @@ from composable_shard import (
 )
 from composable_shard.comm.collectives import count_collectives
 from tests.helpers import assert_equal, distributed
-from tests.models import Block, Net, Twins, assert_at_rest, pickled, rank_input, saved, shard_blocks
-
-
-def _loss(model: nn.Module, step: int) -> Tensor:
-    return model(rank_input(4, 5, step=step)).square().mean()
-
-
-def _train_twins(twins: Twins, num_steps: int = 3, **options: Any) -> None:
-    """Train both for a few steps; losses, gradients and parameters must stay equal."""
-    optimizers = twins.optimizers(**options)
-    for step in range(num_steps):
-        twins.step(lambda model, step=step: _loss(model, step))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        twins.assert_equal_parameters()
-        assert_at_rest(twins.sharded)
-
+from tests.models import (
+    Block,
+    Net,
+    Twins,
+    assert_at_rest,
+    full_tensor_of,
+    loss_of,
+    pickled,
+    rank_input,
+    saved,
+    shard_blocks,
+    train_twins,
+)
 
 # --- activation checkpointing ---
 
@@ -117,7 +112,7 @@ class _AroundSeveral(_Around):
         return self.blocks[1](x)
 
 
-class _InsideAndOutside(_Around):
+class _RootInsideAndOutside(_Around):
     """Uses a layer of the root in a checkpoint, and again after it."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +147,7 @@ CHECKPOINTED: dict[str, Callable[[], nn.Module]] = {
     "whole": partial(_with_blocks, _Whole),
     "around": _Around,
     "around several": _AroundSeveral,
-    "inside and outside": _InsideAndOutside,
+    "inside and outside": _RootInsideAndOutside,
     "nested": _Nested,
 }
 
@@ -167,7 +162,7 @@ def test_checkpointing_changes_nothing(
     """Non-reentrant, with and without leaving the recomputation as soon as it may."""
     twins = Twins(CHECKPOINTED[where], shard_blocks, reshard_after_forward=reshard_after_forward)
     with set_checkpoint_early_stop(is_early):
-        _train_twins(twins)
+        train_twins(twins)
 
 
 def _make_reentrant(make: Callable[[], nn.Module]) -> nn.Module:
@@ -185,16 +180,16 @@ def test_reentrant_checkpointing_changes_nothing(where: str) -> None:
     with warnings.catch_warnings():
         # What reentrant checkpointing says about being nested; the gradients are right.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-        _train_twins(twins)
+        train_twins(twins)
 
 
 @distributed(2)
 def test_parameter_used_inside_and_outside_of_a_reentrant_checkpoint_is_named() -> None:
     """Its value is gone when the recomputation comes; a unit of its own is gathered again."""
-    model = _make_reentrant(_InsideAndOutside)
+    model = _make_reentrant(_RootInsideAndOutside)
     shard_blocks(model)
     with pytest.raises(RuntimeError) as caught:
-        _loss(model, 0).backward()
+        loss_of(model, 0).backward()
     assert str(caught.value) == (
         "parameter 'out.bias' was used inside and outside of a reentrant checkpoint: its "
         "recomputation ran after the value had given way to the gradient. Pass "
@@ -202,9 +197,9 @@ def test_parameter_used_inside_and_outside_of_a_reentrant_checkpoint_is_named() 
         "holds the parameter, so that it is gathered again."
     )
     # Two reductions for one parameter: equal but for the rounding of sums.
-    twins = Twins(partial(_make_reentrant, _InsideAndOutside), _shard_out_and_blocks)
+    twins = Twins(partial(_make_reentrant, _RootInsideAndOutside), _shard_out_and_blocks)
     for twin in twins:
-        twins.backward(twin, _loss(twin, 0))
+        twins.backward(twin, loss_of(twin, 0))
     for param, expected in zip(twins.sharded.parameters(), twins.plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
@@ -219,9 +214,9 @@ def test_checkpointing_gathers_each_unit_twice() -> None:
     """The recomputation's gather serves the backward as well."""
     model = _Around()
     shard_blocks(model)
-    _loss(model, 0).backward()
+    loss_of(model, 0).backward()
     with count_collectives() as log:
-        _loss(model, 1).backward()
+        loss_of(model, 1).backward()
     assert log.count("all_gather") == 2 * 4 - 1
     assert log.count("reduce_scatter") == 4
 
@@ -244,14 +239,14 @@ def _with_wrapped_blocks(impl: CheckpointImpl) -> Net:
 def test_checkpoint_wrapper_before_sharding(impl: CheckpointImpl) -> None:
     """The wrapper is the unit."""
     twins = Twins(partial(_with_wrapped_blocks, impl), shard_blocks)
-    _train_twins(twins)
+    train_twins(twins)
 
 
 @distributed(2)
 def test_checkpoint_wrapper_around_a_unit() -> None:
     """The wrapper belongs to the unit outside."""
     make = partial(_with_wrapped_blocks, CheckpointImpl.NO_REENTRANT)
-    _train_twins(Twins(make, _shard_inside_of_wrappers))
+    train_twins(Twins(make, _shard_inside_of_wrappers))
 
 
 def _with_composable_checkpoints() -> Net:
@@ -272,9 +267,9 @@ def _shard_then_checkpoint(model: nn.Module) -> None:
 def test_composable_checkpoint(order: str) -> None:
     """Torch's `checkpoint(module)` works on a module before and after it is sharded."""
     if order == "before":
-        _train_twins(Twins(_with_composable_checkpoints, shard_blocks))
+        train_twins(Twins(_with_composable_checkpoints, shard_blocks))
     else:
-        _train_twins(Twins(Net, _shard_then_checkpoint))
+        train_twins(Twins(Net, _shard_then_checkpoint))
 
 
 # --- torch.compile ---
@@ -299,7 +294,7 @@ def _hide_compiler_warnings() -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
 
 
-class _Recorder:
+class _GraphRecorder:
     """A backend that runs graphs by `aot_eager` and keeps them."""
 
     def __init__(self) -> None:
@@ -322,7 +317,7 @@ def test_compiled_units_train_alike(how: Callable[..., None], order: str) -> Non
     torch.compiler.reset()
     _hide_compiler_warnings()
     twins = Twins(Net, lambda model: None)
-    recorder = _Recorder()
+    recorder = _GraphRecorder()
     if how is _wrap_blocks:  # for equal names
         how(twins.plain, backend="eager")
     if order == "before":
@@ -336,10 +331,10 @@ def test_compiled_units_train_alike(how: Callable[..., None], order: str) -> Non
     else:
         shard_blocks(twins.sharded)
         how(twins.sharded, backend=recorder)
-    _train_twins(twins, 2)
+    train_twins(twins, 2)
     num_graphs = len(recorder.graphs)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        _train_twins(twins, 3)
+        train_twins(twins, 3)
     assert num_graphs == len(recorder.graphs) > 0
     assert not [op for op in recorder.ops() if "gather" in op or "resize" in op or "set_" in op]
 
@@ -350,13 +345,13 @@ def test_compiled_parts_of_a_unit_train_alike() -> None:
     torch.compiler.reset()
     _hide_compiler_warnings()
     twins = Twins(Net, lambda model: None)
-    recorder = _Recorder()
+    recorder = _GraphRecorder()
     _compile_blocks(twins.sharded, backend=recorder)
     fully_shard(twins.sharded)
-    _train_twins(twins, 2)
+    train_twins(twins, 2)
     assert len(recorder.graphs) > 0
     with torch._dynamo.config.patch(error_on_recompile=True):
-        _train_twins(twins, 2)
+        train_twins(twins, 2)
 
 
 @distributed(2)
@@ -367,9 +362,9 @@ def test_compiled_and_checkpointed_units_train_alike() -> None:
     twins = Twins(_Around, lambda model: None)
     _compile_blocks(twins.sharded, backend="aot_eager")
     shard_blocks(twins.sharded)
-    _train_twins(twins, 2)
+    train_twins(twins, 2)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        _train_twins(twins, 2)
+        train_twins(twins, 2)
 
 
 @distributed(2)
@@ -381,9 +376,9 @@ def test_compiled_unit_issues_the_same_collectives() -> None:
     _compile_blocks(model, backend="aot_eager")
     shard_blocks(model)
     for step in range(2):
-        _loss(model, step).backward()
+        loss_of(model, step).backward()
     with count_collectives() as log:
-        _loss(model, 2).backward()
+        loss_of(model, 2).backward()
     assert log.count("all_gather") == 2 * 4 - 1
     assert log.count("reduce_scatter") == 4
 
@@ -397,7 +392,7 @@ def test_compiled_optimizer_step() -> None:
     optimizers = twins.optimizers(torch.optim.SGD, foreach=True)
     compiled = torch.compile(optimizers[1].step, backend="aot_eager")
     for step in range(3):
-        twins.step(lambda model, step=step: _loss(model, step))
+        twins.step(lambda model, step=step: loss_of(model, step))
         optimizers[0].step()
         compiled()
         for optimizer in optimizers:
@@ -413,7 +408,7 @@ def test_autocast_trains_alike() -> None:
     """Casts happen in compute; parameters and gradients keep their dtype."""
     twins = Twins(Net, shard_blocks)
     with torch.autocast("cpu", torch.bfloat16):
-        losses = [_loss(model, 0) for model in twins]
+        losses = [loss_of(model, 0) for model in twins]
     for model, loss in zip(twins, losses, strict=True):
         twins.backward(model, loss)
     assert_equal(losses[1].detach(), losses[0].detach())
@@ -428,7 +423,7 @@ def test_scaler_skips_the_step_on_all_ranks_when_one_overflows() -> None:
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in twins]
     for step in range(3):
         for model, optimizer, scaler in zip(twins, optimizers, scalers, strict=True):
-            twins.backward(model, scaler.scale(_loss(model, step)))
+            twins.backward(model, scaler.scale(loss_of(model, step)))
             if step == 1:
                 _overflow(model.out.bias.grad)
             scaler.step(optimizer)
@@ -454,7 +449,7 @@ def test_scaler_with_autocast_trains_alike(dtype: torch.dtype) -> None:
     for step in range(3):
         for model, optimizer, scaler in zip(twins, optimizers, scalers, strict=True):
             with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
-                loss = _loss(model, step)
+                loss = loss_of(model, step)
             twins.backward(model, scaler.scale(loss))
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_value_(model.parameters(), 0.01)
@@ -467,7 +462,7 @@ def test_scaler_with_autocast_trains_alike(dtype: torch.dtype) -> None:
 # --- copies ---
 
 
-class _Mixed(Net):
+class _RecurrentNet(Net):
     """With an RNN, a tie across units, a frozen layer and a buffer."""
 
     def __init__(self) -> None:
@@ -493,9 +488,9 @@ def test_copy_of_a_sharded_model_trains_alike(
     make_copy: Callable[[nn.Module], nn.Module], num_steps: int
 ) -> None:
     """Copies made before and after a step are sharded models of their own."""
-    twins = Twins(_Mixed, shard_blocks)
+    twins = Twins(_RecurrentNet, shard_blocks)
     if num_steps:
-        twins.step(lambda model: _loss(model, 9))
+        twins.step(lambda model: loss_of(model, 9))
     original = twins.sharded
     twins.sharded = make_copy(original)
     assert len(get_states(twins.sharded)) == len(get_states(original))
@@ -503,36 +498,36 @@ def test_copy_of_a_sharded_model_trains_alike(
     twins.assert_equal_parameters()
     for model in twins:
         model.zero_grad()
-    _train_twins(twins)
+    train_twins(twins)
     for param, local in zip(original.parameters(), before, strict=True):
         assert_equal(param.to_local(), local)
-    assert not _storages(original) & _storages(twins.sharded)
+    assert not _shard_addresses(original) & _shard_addresses(twins.sharded)
     assert_at_rest(original)
 
 
-def _storages(model: nn.Module) -> set[int]:
+def _shard_addresses(model: nn.Module) -> set[int]:
     return {handle.local_shard.untyped_storage().data_ptr() for handle in get_handles(model)}
 
 
 @distributed(2)
 def test_original_trains_on_after_it_was_copied() -> None:
     """Training a copy, or dropping it, does nothing to the original."""
-    twins = Twins(_Mixed, shard_blocks)
-    twins.step(lambda model: _loss(model, 9))
+    twins = Twins(_RecurrentNet, shard_blocks)
+    twins.step(lambda model: loss_of(model, 9))
     twin = copy.deepcopy(twins.sharded)
-    _loss(twin, 1).backward()
+    loss_of(twin, 1).backward()
     twins.assert_equal_gradients()
     del twin
     for model in twins:
         model.zero_grad()
-    _train_twins(twins)
+    train_twins(twins)
 
 
 @distributed(2)
 def test_copy_of_one_unit_is_a_unit() -> None:
     """A deep copy of an inner module trains by itself, without the tree it came from."""
     twins = Twins(Net, shard_blocks)
-    twins.step(lambda model: _loss(model, 0))
+    twins.step(lambda model: loss_of(model, 0))
     twins.plain, twins.sharded = (copy.deepcopy(model.blocks[1]) for model in twins)
     for model in twins:
         model.zero_grad()
@@ -592,9 +587,9 @@ def test_replicate_below_is_refused_and_above_works() -> None:
     twins = Twins(Net, lambda model: fully_shard(model.blocks[1]))
     replicate(twins.sharded)
     for model in twins:
-        twins.backward(model, _loss(model, 0))
+        twins.backward(model, loss_of(model, 0))
     for param, expected in zip(twins.sharded.parameters(), twins.plain.parameters(), strict=True):
-        assert_equal(_full(param.grad), expected.grad)
+        assert_equal(full_tensor_of(param.grad), expected.grad)
 
 
 @distributed(2)
@@ -746,10 +741,6 @@ def _sequences(rank: int, step: int) -> Tensor:
     return torch.randn((2, 4, 8), generator=generator)
 
 
-def _full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, FlatShard | DTensor) else tensor
-
-
 @distributed(4)
 def test_units_of_a_tensor_parallel_model() -> None:
     """S3.8: DTensors in forward; gradients, norms, clipping, steps equal the plain model's."""
@@ -768,7 +759,7 @@ def test_units_of_a_tensor_parallel_model() -> None:
         (sum(losses) / 2).backward()
         loss = model(_sequences(mesh["dp"].get_local_rank(), step)).square().mean()
         loss.backward()
-        _assert_close(loss.detach(), losses[mesh["dp"].get_local_rank()].detach())
+        _assert_close_to_plain(loss.detach(), losses[mesh["dp"].get_local_rank()].detach())
         _compare_gradients(model, reference)
         for optimizer in optimizers:
             optimizer.step()
@@ -776,7 +767,7 @@ def test_units_of_a_tensor_parallel_model() -> None:
     for (name, param), expected in zip(
         model.named_parameters(), reference.parameters(), strict=True
     ):
-        _assert_close(_full(param), expected.detach(), name)
+        _assert_close_to_plain(full_tensor_of(param), expected.detach(), name)
     assert {weight for weight, _ in seen} == {DTensor}
 
 
@@ -787,21 +778,23 @@ def _compare_gradients(model: nn.Module, reference: nn.Module) -> None:
     ):
         assert isinstance(param.grad, FlatShard), name
         assert param.grad.shape == param.shape == expected.shape
-        _assert_close(_full(param.grad), expected.grad, name)
-        _assert_close(param.detach().norm(), expected.detach().norm(), f"norm of {name}")
-        _assert_close(param.grad.norm(), expected.grad.norm(), f"norm of {name}.grad")
+        _assert_close_to_plain(full_tensor_of(param.grad), expected.grad, name)
+        _assert_close_to_plain(param.detach().norm(), expected.detach().norm(), f"norm of {name}")
+        _assert_close_to_plain(param.grad.norm(), expected.grad.norm(), f"norm of {name}.grad")
     total = clip_grad_norm_(model, 0.1)
-    _assert_close(total, nn.utils.clip_grad_norm_(reference.parameters(), 0.1), "total norm")
+    _assert_close_to_plain(
+        total, nn.utils.clip_grad_norm_(reference.parameters(), 0.1), "total norm"
+    )
     for (name, param), expected in zip(
         model.named_parameters(), reference.parameters(), strict=True
     ):
-        _assert_close(_full(param.grad), expected.grad, f"clipped {name}")
+        _assert_close_to_plain(full_tensor_of(param.grad), expected.grad, f"clipped {name}")
 
 
-def _assert_close(actual: Tensor, expected: Tensor, what: str = "loss") -> None:
+def _assert_close_to_plain(actual: Tensor, expected: Tensor, what: str = "loss") -> None:
     """Compare up to the rounding of sums that tensor parallelism splits."""
     torch.testing.assert_close(
-        _full(actual), expected, rtol=1e-4, atol=1e-6, msg=lambda text: f"{what}: {text}"
+        full_tensor_of(actual), expected, rtol=1e-4, atol=1e-6, msg=lambda text: f"{what}: {text}"
     )
 
 
@@ -819,7 +812,7 @@ def test_torch_clipping_counts_replicated_parameters_once() -> None:
     for norm_type in (1.0, 2.0, float("inf")):
         expected = nn.utils.get_total_norm([p.grad for p in reference.parameters()], norm_type)
         found = nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)
-        _assert_close(found, expected, f"norm {norm_type}")
+        _assert_close_to_plain(found, expected, f"norm {norm_type}")
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy)
@@ -843,11 +836,11 @@ def test_tensor_parallel_ranks_skip_a_step_together(strategy: ShardingStrategy) 
         if step == 1:
             with pytest.raises(RuntimeError, match="non-finite"):
                 clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
-        before = [_full(param.detach()).clone() for param in model.parameters()]
+        before = [full_tensor_of(param.detach()).clone() for param in model.parameters()]
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        after = [_full(param.detach()) for param in model.parameters()]
+        after = [full_tensor_of(param.detach()) for param in model.parameters()]
         moved.append([not torch.equal(*pair) for pair in zip(before, after, strict=True)])
     assert moved == [[True] * 14, [False] * 14, [True] * 14]
     assert scaler.get_scale() == 2.0

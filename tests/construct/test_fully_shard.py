@@ -47,7 +47,7 @@ from tests.models import (
 )
 
 
-class _Net(Net):
+class _BufferedNet(Net):
     """With a parameter of the root's own, of no dims, and a buffer."""
 
     def __init__(self, num_blocks: int = 2) -> None:
@@ -59,20 +59,20 @@ class _Net(Net):
         return super().forward(x) * self.scale + self.offset
 
 
-def _sharded(make: Callable[[], nn.Module] = _Net, **options: Any) -> Any:
+def _make_sharded(make: Callable[[], nn.Module] = _BufferedNet, **options: Any) -> Any:
     model = make()
     shard_blocks(model, **options)
     return model
 
 
-def _batch(step: int = 0) -> Tensor:
+def _net_input(step: int = 0) -> Tensor:
     return rank_input(4, 5, step=step)
 
 
-def _train(model: nn.Module, num_steps: int = 2) -> None:
+def _train_adamw(model: nn.Module, num_steps: int = 2) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(num_steps):
-        model(_batch(step)).square().mean().backward()
+        model(_net_input(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -150,20 +150,20 @@ def test_public_names_are_pinned() -> None:
 @distributed(2)
 def test_the_same_object_comes_back() -> None:
     """Module or list, its class is unchanged and nothing wraps it."""
-    net, blocks = _Net(), [Block(), Block()]
+    net, blocks = _BufferedNet(), [Block(), Block()]
     assert fully_shard(net) is net
     assert fully_shard(blocks) is blocks
-    assert type(net) is _Net
+    assert type(net) is _BufferedNet
 
 
 @distributed(2)
 def test_names_and_their_order_stay() -> None:
     """FQNs of parameters, buffers and modules are what they were, before and after a step."""
-    net = _Net()
+    net = _BufferedNet()
     before = [list(dict(names)) for names in _all_names(net)]
     shard_blocks(net)
     assert [list(dict(names)) for names in _all_names(net)] == before
-    _train(net)
+    _train_adamw(net)
     assert [list(dict(names)) for names in _all_names(net)] == before
 
 
@@ -211,7 +211,7 @@ def _facts(param: nn.Parameter) -> tuple[Any, ...]:
 @distributed(2)
 def test_each_rank_holds_one_slice() -> None:
     """The slices of all ranks together are the parameter, and none is held twice."""
-    reference = _Net()
+    reference = _BufferedNet()
     net = copy.deepcopy(reference)
     shard_blocks(net)
     for param, full in zip(net.parameters(), reference.parameters(), strict=True):
@@ -236,9 +236,9 @@ def test_state_is_read_without_writing() -> None:
 @distributed(2)
 def test_states_handles_and_roots_are_found() -> None:
     """Outermost first, each once; a tree has one root, disjoint trees have one each."""
-    net = _sharded()
+    net = _make_sharded()
     states = get_states(net)
-    assert [state.name for state in states] == ["_Net", "blocks.0", "blocks.1"]
+    assert [state.name for state in states] == ["_BufferedNet", "blocks.0", "blocks.1"]
     assert get_handles(net) == [handle for state in states for handle in state.handles]
     assert get_root_states(net) == states[:1]
     pair = nn.ModuleList([fully_shard(Block()), nn.Sequential(fully_shard(Block()))])
@@ -305,7 +305,7 @@ class _SparseBuffer(nn.Linear):
         self.register_buffer("mask", torch.eye(3).to_sparse())
 
 
-def _on_two_devices() -> nn.Module:
+def _block_on_two_devices() -> nn.Module:
     module = Block()
     module.down.to("meta")
     return module
@@ -318,7 +318,7 @@ def _with_copied_shard() -> nn.Module:
 
 
 def _inside_sharded() -> nn.Module:
-    outer = fully_shard(_Net())
+    outer = fully_shard(_BufferedNet())
     outer.blocks[0].__dict__["outer"] = outer  # keeps it alive
     return outer.blocks[0]
 
@@ -357,7 +357,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         "as a buffer, or pass it in ignored_params.",
     ),
     "two devices": (
-        _on_two_devices,
+        _block_on_two_devices,
         {},
         ValueError,
         "expected all parameters of a unit on one device, got cpu: ['up.weight', 'up.bias']; "
@@ -396,8 +396,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         _inside_sharded,
         {},
         ValueError,
-        "parameter 'up.weight' is already managed by the unit '_Net' of an outer module. Call "
-        "fully_shard on inner modules first, on outer ones last.",
+        "parameter 'up.weight' is already managed by the unit '_BufferedNet' of an outer module. "
+        "Call fully_shard on inner modules first, on outer ones last.",
     ),
     "strategy": (
         Block,
@@ -572,13 +572,13 @@ def test_old_weight_norm_is_refused_and_the_parametrisation_works() -> None:
 @distributed(2)
 def test_ignored_parameters_are_left_alone() -> None:
     """They stay plain tensors, keep their local gradient, and are named once in a warning."""
-    net = _Net()
+    net = _BufferedNet()
     kept = net.scale
     shard_blocks(net, ignored_params={kept})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(2):
-            net(_batch(step)).sum().backward()
+            net(_net_input(step)).sum().backward()
     assert net.scale is kept
     assert type(kept) is nn.Parameter
     assert kept.grad is not None
@@ -592,21 +592,21 @@ def test_ignored_parameters_are_left_alone() -> None:
 @distributed(2)
 def test_warning_is_about_the_whole_tree_whatever_is_called_first() -> None:
     """Calling an inner module first neither hides what is outside of it nor warns twice."""
-    net = _Net()
+    net = _BufferedNet()
     fully_shard(net.blocks[0], ignored_params={net.blocks[0].up.bias})
     fully_shard(net, ignored_params={net.scale})
     with pytest.warns(UserWarning, match=r"trainable parameters \['blocks.0.up.bias', 'scale'\]"):
         net.blocks[0](torch.ones(2, 15))
-    net(_batch())  # a second warning would be an error
+    net(_net_input())  # a second warning would be an error
 
 
 @distributed(2)
 def test_frozen_ignored_parameters_are_not_worth_a_warning() -> None:
     """Only what trains without being reduced is named."""
-    net = _Net()
+    net = _BufferedNet()
     net.scale.requires_grad_(False)
     shard_blocks(net, ignored_params={net.scale})
-    net(_batch()).sum().backward()  # a warning would be an error
+    net(_net_input()).sum().backward()  # a warning would be an error
     assert type(net.scale) is nn.Parameter
     assert net.scale.grad is None
 
@@ -653,10 +653,10 @@ def test_optimizer_built_before_sharding_trains(kind: Any) -> None:
         early.append(kind(model.parameters(), lr=0.05))
         shard_blocks(model)
 
-    twins = Twins(_Net, shard)
+    twins = Twins(_BufferedNet, shard)
     optimizers = [kind(twins.plain.parameters(), lr=0.05), *early]
     for step in range(3):
-        x = _batch(step)
+        x = _net_input(step)
         twins.step(lambda model, x=x: model(x).square().mean())
         for optimizer in optimizers:
             optimizer.step()
@@ -672,10 +672,10 @@ def test_existing_gradients_are_carried_over() -> None:
         _fill_gradients(model)
         shard_blocks(model)
 
-    twins = Twins(_Net, shard)
+    twins = Twins(_BufferedNet, shard)
     _fill_gradients(twins.plain)
     twins.assert_equal_gradients()
-    twins.step(lambda model: model(_batch()).square().mean())
+    twins.step(lambda model: model(_net_input()).square().mean())
 
 
 def _fill_gradients(model: nn.Module) -> None:
@@ -686,7 +686,7 @@ def _fill_gradients(model: nn.Module) -> None:
 # --- memory ---
 
 
-class _Recurrent(nn.Module):
+class _LstmBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inp = nn.Linear(5, 5)
@@ -698,7 +698,7 @@ class _Recurrent(nn.Module):
         return x
 
 
-class _Tied(nn.Module):
+class _TiedThrice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inp = nn.Linear(5, 15)
@@ -714,11 +714,11 @@ class _Tied(nn.Module):
         return self.last(x)
 
 
-class _Checkpointed(CheckpointsBlocks, _Net):
+class _CheckpointedBuffered(CheckpointsBlocks, _BufferedNet):
     """Its blocks are recomputed."""
 
 
-class _Failing(_Net):
+class _FailingBuffered(_BufferedNet):
     is_failing = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -728,30 +728,30 @@ class _Failing(_Net):
         return x
 
 
-def _fail(model: nn.Module) -> None:
+def _fail_in_forward(model: nn.Module) -> None:
     model.is_failing = True  # type: ignore[assignment]
     with pytest.raises(KeyError, match="on purpose"):
-        model(_batch())
+        model(_net_input())
 
 
 def _leave_unsharded(model: nn.Module) -> None:
     unshard(model, recurse=True)
-    model(_batch()).sum().backward()
+    model(_net_input()).sum().backward()
 
 
 def _leave_unsynced(model: nn.Module) -> None:
     with no_sync(model):
-        model(_batch()).sum().backward()
+        model(_net_input()).sum().backward()
 
 
 def _leave_graph(model: nn.Module) -> None:
-    output = model(_batch())
+    output = model(_net_input())
     del output
 
 
 def _evaluate(model: nn.Module) -> None:
     with torch.no_grad():
-        model(_batch())
+        model(_net_input())
 
 
 class _FailsInBackward(torch.autograd.Function):
@@ -764,7 +764,7 @@ class _FailsInBackward(torch.autograd.Function):
         raise KeyError("on purpose")
 
 
-class _FailingBackward(_Net):
+class _FailingBackward(_BufferedNet):
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
         for block in self.blocks:
@@ -773,24 +773,24 @@ class _FailingBackward(_Net):
 
 
 def _fail_backward(model: nn.Module) -> None:
-    loss = model(_batch()).sum()
+    loss = model(_net_input()).sum()
     with pytest.raises(KeyError, match="on purpose"):
         loss.backward()
 
 
 LIVES: dict[str, tuple[type[nn.Module], Callable[[nn.Module], None]]] = {
-    "never used": (_Net, lambda model: None),
-    "prepared": (_Net, lazy_init),
-    "evaluated": (_Net, _evaluate),
-    "trained": (_Net, _train),
-    "forward only": (_Net, _leave_graph),
-    "failed forward": (_Failing, _fail),
+    "never used": (_BufferedNet, lambda model: None),
+    "prepared": (_BufferedNet, lazy_init),
+    "evaluated": (_BufferedNet, _evaluate),
+    "trained": (_BufferedNet, _train_adamw),
+    "forward only": (_BufferedNet, _leave_graph),
+    "failed forward": (_FailingBuffered, _fail_in_forward),
     "failed backward": (_FailingBackward, _fail_backward),
-    "held unsharded": (_Net, _leave_unsharded),
-    "unsynced gradients": (_Net, _leave_unsynced),
-    "LSTM": (_Recurrent, _train),
-    "tied": (_Tied, _train),
-    "checkpointed": (_Checkpointed, _train),
+    "held unsharded": (_BufferedNet, _leave_unsharded),
+    "unsynced gradients": (_BufferedNet, _leave_unsynced),
+    "LSTM": (_LstmBlocks, _train_adamw),
+    "tied": (_TiedThrice, _train_adamw),
+    "checkpointed": (_CheckpointedBuffered, _train_adamw),
 }
 
 
@@ -814,7 +814,7 @@ def test_deleted_model_is_freed_without_the_garbage_collector(life: str) -> None
     """Reference counts alone free parameters, handles and every byte they held."""
     build, live = LIVES[life]
     with _no_collector():
-        model = _sharded(build)
+        model = _make_sharded(build)
         live(model)
         references = [weakref.ref(thing) for thing in _things(model)]
         storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(model)]
@@ -848,11 +848,11 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 def test_backward_works_after_the_model_was_deleted() -> None:
     """The graph keeps what it needs, and no more once it is gone."""
     with _no_collector():
-        model = _sharded()
+        model = _make_sharded()
         lazy_init(model)
         params = list(model.parameters())
         handles = [weakref.ref(handle) for handle in get_handles(model)]
-        loss = model(_batch()).square().mean()
+        loss = model(_net_input()).square().mean()
         del model
         loss.backward()
         assert all(isinstance(param.grad, FlatShard) for param in params)
@@ -860,20 +860,20 @@ def test_backward_works_after_the_model_was_deleted() -> None:
         assert all(handle() is None for handle in handles)
 
 
-@pytest.mark.parametrize("build", [_Net, _Recurrent, _Tied, _Checkpointed])
+@pytest.mark.parametrize("build", [_BufferedNet, _LstmBlocks, _TiedThrice, _CheckpointedBuffered])
 @distributed(2)
 def test_forwards_without_gradients_grow_nothing(build: type[nn.Module]) -> None:
     """Neither bytes nor entries of any list of the engine, over 50 forwards."""
-    model = _sharded(build)
-    _train(model, 1)
+    model = _make_sharded(build)
+    _train_adamw(model, 1)
     model.eval()
     with torch.no_grad():
         for step in range(3):
-            model(_batch(step))
+            model(_net_input(step))
         before = _count_items(model)
         with peak_bytes() as memory:
             for step in range(50):
-                model(_batch(step))
+                model(_net_input(step))
     assert memory.current == 0
     assert _count_items(model) == before
 
@@ -881,15 +881,15 @@ def test_forwards_without_gradients_grow_nothing(build: type[nn.Module]) -> None
 @distributed(2)
 def test_forwards_whose_outputs_are_dropped_grow_nothing() -> None:
     """An evaluation that forgets `no_grad` costs its graph, and only while that lives."""
-    model = _sharded()
-    _train(model, 1)
+    model = _make_sharded()
+    _train_adamw(model, 1)
     for step in range(3):
-        model(_batch(step))
+        model(_net_input(step))
     before = _count_items(model)
     for step in range(20):
-        model(_batch(step))
+        model(_net_input(step))
     assert _count_items(model) == before
-    _train(model, 1)
+    _train_adamw(model, 1)
     assert_at_rest(model)
 
 
@@ -914,7 +914,7 @@ def _count_items(model: nn.Module) -> dict[str, int]:
 @distributed(2)
 def test_lazy_init_is_idempotent() -> None:
     """S0.3: a second call touches no tensor and issues no collective; a forward neither."""
-    net = _sharded()
+    net = _make_sharded()
     lazy_init(net)
     before = [_addresses(handle) for handle in get_handles(net)]
     unsharded = [id(e.unsharded) for handle in get_handles(net) for e in handle.entries]
@@ -934,7 +934,7 @@ def _addresses(handle: FlatParamHandle) -> list[int]:
 @distributed(2)
 def test_lazy_init_takes_one_small_collective() -> None:
     """The ranks compare a digest, not their parameters."""
-    net = _sharded()
+    net = _make_sharded()
     with count_collectives() as log:
         lazy_init(net)
     assert [(event.kind, event.nbytes) for event in log.events] == [("all_gather", 64)]
@@ -944,10 +944,10 @@ def test_lazy_init_takes_one_small_collective() -> None:
 def test_lazy_init_refuses_what_was_never_sharded() -> None:
     """S0.3: the text names the class."""
     with pytest.raises(ValueError, match="expected a module with sharded units") as caught:
-        lazy_init(_Net())
+        lazy_init(_BufferedNet())
     assert str(caught.value) == (
-        "expected a module with sharded units, got _Net: call fully_shard on it or on modules "
-        "inside it first"
+        "expected a module with sharded units, got _BufferedNet: call fully_shard on it or on "
+        "modules inside it first"
     )
 
 
@@ -962,7 +962,7 @@ def _is_full(param: Tensor) -> bool:
 @distributed(2)
 def test_unshard_shows_full_plain_parameters(is_async: bool) -> None:
     """Between unshard and reshard the unit is as it was before sharding; then nothing is left."""
-    reference = _Net()
+    reference = _BufferedNet()
     net = copy.deepcopy(reference)
     shard_blocks(net)
     before = list(net.parameters())
@@ -980,7 +980,7 @@ def test_unshard_shows_full_plain_parameters(is_async: bool) -> None:
 @distributed(2)
 def test_unshard_without_recurse_is_for_one_unit() -> None:
     """The units below stay sharded."""
-    net = _sharded()
+    net = _make_sharded()
     unshard(net)
     assert _is_full(net.scale)
     assert _is_full(net.inp.weight)
@@ -993,9 +993,9 @@ def test_unshard_without_recurse_is_for_one_unit() -> None:
 @distributed(2)
 def test_forward_and_backward_of_an_unsharded_unit_gather_nothing(is_async: bool) -> None:
     """The parameters stay until reshard; a forward waits for the gather if nobody else did."""
-    twins = Twins(_Net, shard_blocks)
+    twins = Twins(_BufferedNet, shard_blocks)
     unshard(twins.sharded, recurse=True, async_op=is_async)
-    losses = [model(_batch()).square().mean() for model in twins]
+    losses = [model(_net_input()).square().mean() for model in twins]
     with count_collectives() as log:
         for model, loss in zip(twins, losses, strict=True):
             twins.backward(model, loss)
@@ -1010,7 +1010,7 @@ def test_forward_and_backward_of_an_unsharded_unit_gather_nothing(is_async: bool
 @distributed(2)
 def test_unshard_and_reshard_are_idempotent() -> None:
     """A second unshard gathers nothing; one reshard undoes both, a second does nothing."""
-    net = _sharded()
+    net = _make_sharded()
     unshard(net, recurse=True)
     pointers = [handle.unsharded.data_ptr() for handle in get_handles(net)]
     with count_collectives() as log:
@@ -1045,9 +1045,9 @@ def test_unshard_of_an_outer_plain_module_reaches_the_units_below() -> None:
 @distributed(2)
 def test_unshard_after_an_optimizer_step_shows_the_new_values() -> None:
     """Gathered values are never older than the shards, kept units included."""
-    net = _sharded(reshard_after_forward=False)
+    net = _make_sharded(reshard_after_forward=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, foreach=True)
-    net(_batch()).square().mean().backward()
+    net(_net_input()).square().mean().backward()
     optimizer.step()
     expected = [param.full_tensor() for param in net.parameters()]
     unshard(net, recurse=True)
@@ -1062,7 +1062,7 @@ def test_unshard_after_an_optimizer_step_shows_the_new_values() -> None:
 @distributed(2, 3)
 def test_handle_has_what_debugging_needs(world_size: int) -> None:
     """S0.1: is_sharded, original shapes, local shard, padded unsharded buffer, gradient record."""
-    net = fully_shard(_Net())
+    net = fully_shard(_BufferedNet())
     (handle,) = get_handles(net)
     assert handle.is_sharded
     assert [entry.spec.shape for entry in handle.entries] == [p.shape for p in net.parameters()]
@@ -1075,14 +1075,14 @@ def test_handle_has_what_debugging_needs(world_size: int) -> None:
 @distributed(1)
 def test_one_rank_alone_holds_nothing_twice() -> None:
     """S0.2: at world size 1 the unsharded buffer is the local shard, and nothing is sent."""
-    reference = _Net()
+    reference = _BufferedNet()
     net = copy.deepcopy(reference)
     shard_blocks(net)
     optimizers = [torch.optim.AdamW(model.parameters()) for model in (net, reference)]
     with count_collectives() as log:
         for step in range(3):
             for model, optimizer in zip((net, reference), optimizers, strict=True):
-                model(_batch(step)).square().mean().backward()
+                model(_net_input(step)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
     assert log.events == []

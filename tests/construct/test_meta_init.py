@@ -14,7 +14,7 @@ from composable_shard import FlatShard, fully_shard, get_handles, lazy_init
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.runtime.buffers import is_never_written
 from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Block, Net, Wide, rank_input, shard_blocks
+from tests.models import Block, Net, Wide, on_meta, rank_input, shard_blocks
 
 
 class _Norm(nn.Module):
@@ -38,7 +38,7 @@ class _Norm(nn.Module):
         return (x * self.inverse).masked_fill(self.mask, 0.0) * self.gain
 
 
-class _Model(Net):
+class _ManyLayers(Net):
     """Layers of many kinds, whose `reset_parameters` draw in many ways."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class _Model(Net):
         return self.bilinear(x, x.new_ones((*x.shape[:-1], 5)))
 
 
-def _reset(model: nn.Module, seed: int = 1) -> None:
+def _reset_every_module(model: nn.Module, seed: int = 1) -> None:
     """Initialise as the documentation of `to_empty` says: every module resets itself."""
     torch.manual_seed(seed)
     for module in model.modules():
@@ -72,18 +72,11 @@ def _reset(model: nn.Module, seed: int = 1) -> None:
                 getattr(module, name)()
 
 
-def _on_meta(make: Callable[[], nn.Module] = _Model, **options: Any) -> Any:
-    with torch.device("meta"):
-        model = make()
-    shard_blocks(model, **options)
-    return model
-
-
-def _batch(step: int = 0) -> Tensor:
+def _sequence_batch(step: int = 0) -> Tensor:
     return rank_input(2, 4, 5, step=step)
 
 
-def _assert_same_values(model: nn.Module, reference: nn.Module) -> None:
+def _assert_same_model(model: nn.Module, reference: nn.Module) -> None:
     expected = dict(reference.named_parameters())
     for name, param in model.named_parameters():
         assert isinstance(param, FlatShard)
@@ -99,14 +92,14 @@ def _assert_same_values(model: nn.Module, reference: nn.Module) -> None:
 @distributed(1, 2, 3)
 def test_initialised_values_are_those_of_an_unsharded_module(world_size: int) -> None:
     """The same seed gives the same parameters and buffers, whatever the world size."""
-    reference = _Model()
-    _reset(reference)
-    model = _on_meta()
+    reference = _ManyLayers()
+    _reset_every_module(reference)
+    model = on_meta(_ManyLayers)
     assert all(param.is_meta for param in model.parameters())
     model.to_empty(device="cpu")
-    _reset(model)
-    _assert_same_values(model, reference)
-    assert_equal(model(_batch()).detach(), reference(_batch()).detach(), "output")
+    _reset_every_module(model)
+    _assert_same_model(model, reference)
+    assert_equal(model(_sequence_batch()).detach(), reference(_sequence_batch()).detach(), "output")
 
 
 _INITS: dict[str, Callable[[Tensor], Any]] = {
@@ -152,14 +145,14 @@ def test_init_functions_give_the_unsharded_values(name: str, world_size: int) ->
 def test_parameters_stay_the_same_objects_through_to_empty() -> None:
     """Identity, names and attributes survive `to_empty`, initialisation and the first step."""
     with torch.device("meta"):
-        model = _Model()
+        model = _ManyLayers()
     for index, param in enumerate(model.parameters()):
         param.note = index  # type: ignore[attr-defined]
     params = dict(model.named_parameters())
     shard_blocks(model)
     model.to_empty(device="cpu")
-    _reset(model)
-    model(_batch()).square().mean().backward()
+    _reset_every_module(model)
+    model(_sequence_batch()).square().mean().backward()
     after = dict(model.named_parameters())
     assert list(after) == list(params)
     assert all(after[name] is param for name, param in params.items())
@@ -189,11 +182,11 @@ def _train_from_meta(moment: str) -> nn.Module:
     at("sharded")
     model.to_empty(device="cpu")
     at("empty")
-    _reset(model)
+    _reset_every_module(model)
     at("initialised")
     (optimizer,) = optimizers
     for step in range(2):
-        model(_batch(step)).square().mean().backward()
+        model(_sequence_batch(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return model
@@ -205,13 +198,13 @@ def _train_from_meta(moment: str) -> nn.Module:
 @distributed(2, 3)
 def test_initialisation_holds_the_shards_and_one_unit(world_size: int) -> None:
     """`to_empty`, `reset_parameters` and the set-up for the first forward never hold more."""
-    model = _on_meta(Wide)
+    model = on_meta(Wide)
     shards = sum(handle.layout.shard_numel * 4 for handle in get_handles(model))
     unit = max(handle.layout.padded_numel * 4 for handle in get_handles(model))
     slack = unit // 20  # random draws of one bias, messages, digests
     with peak_bytes() as memory:
         model.to_empty(device="cpu")
-        _reset(model)
+        _reset_every_module(model)
         lazy_init(model)
     assert memory.peak <= shards + unit + slack
     assert memory.current <= shards + slack
@@ -220,13 +213,13 @@ def test_initialisation_holds_the_shards_and_one_unit(world_size: int) -> None:
 @distributed(2)
 def test_first_forward_after_initialisation_holds_two_units() -> None:
     """The one that computes and the one that is gathered ahead; no unit is there twice."""
-    model = _on_meta(Wide)
+    model = on_meta(Wide)
     shards = sum(handle.layout.shard_numel * 4 for handle in get_handles(model))
     unit = max(handle.layout.padded_numel * 4 for handle in get_handles(model))
     x = torch.ones(1, 256)
     with torch.no_grad(), peak_bytes() as memory:
         model.to_empty(device="cpu")
-        _reset(model)
+        _reset_every_module(model)
         model(x)
     assert memory.peak <= shards + 2 * unit
     assert memory.current <= shards + unit // 20
@@ -236,7 +229,7 @@ def test_first_forward_after_initialisation_holds_two_units() -> None:
 def test_sharding_on_meta_allocates_nothing_and_sends_nothing() -> None:
     """A model that fits no machine can be sharded."""
     with count_collectives() as log, peak_bytes() as memory:
-        model = _on_meta(Wide)
+        model = on_meta(Wide)
     assert log.events == []
     assert memory.peak < 100  # not a tensor of the model
     assert all(param.is_meta and isinstance(param, FlatShard) for param in model.parameters())
@@ -248,9 +241,9 @@ def test_sharding_on_meta_allocates_nothing_and_sends_nothing() -> None:
 @distributed(2)
 def test_parameters_still_on_meta_are_named_at_the_first_forward() -> None:
     """All of them, before anything is sent."""
-    model = _on_meta(lambda: Net(num_blocks=1))
+    model = on_meta(lambda: Net(num_blocks=1))
     with count_collectives() as log, pytest.raises(RuntimeError, match="on the meta") as caught:
-        model(_batch())
+        model(_sequence_batch())
     assert log.events == []
     assert str(caught.value) == (
         "parameters ['inp.weight', 'inp.bias', 'out.weight', 'out.bias'] are on the meta device. "
@@ -258,19 +251,19 @@ def test_parameters_still_on_meta_are_named_at_the_first_forward() -> None:
         "before the first forward."
     )
     model.to_empty(device="cpu")
-    _reset(model)
-    model(_batch()).sum().backward()
+    _reset_every_module(model)
+    model(_sequence_batch()).sum().backward()
 
 
 @distributed(2)
 def test_buffers_that_nobody_initialised_are_named_at_the_first_forward() -> None:
     """Persistent or not, of any dtype; those of units and those of plain modules."""
-    model = _on_meta()
+    model = on_meta(_ManyLayers)
     model.to_empty(device="cpu")
     for module in model.modules():
         if not isinstance(module, _Norm | nn.BatchNorm1d) and hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    for call in (lambda: model(_batch()), lambda: model.blocks[0](torch.ones(1, 15))):
+    for call in (lambda: model(_sequence_batch()), lambda: model.blocks[0](torch.ones(1, 15))):
         with pytest.raises(RuntimeError, match="never initialised") as caught:
             call()
         assert str(caught.value) == (
@@ -279,8 +272,8 @@ def test_buffers_that_nobody_initialised_are_named_at_the_first_forward() -> Non
             "after to_empty(): they hold arbitrary values. Compute them again "
             "(reset_parameters() or the code that made them) or load them."
         )
-    _reset(model)
-    model(_batch())
+    _reset_every_module(model)
+    model(_sequence_batch())
 
 
 def _in_place(module: nn.Module) -> None:
@@ -389,7 +382,7 @@ def test_converted_model_computes_with_the_converted_values(convert: torch.dtype
     reference = Net()
     model = copy.deepcopy(reference)
     shard_blocks(model)
-    model(_batch(9)).sum().backward()  # so that there is something older to compute with
+    model(_sequence_batch(9)).sum().backward()  # so that there is something older to compute with
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     expected = torch.optim.SGD(reference.parameters(), lr=0.5)

@@ -55,7 +55,9 @@ from tests.models import (
     saved,
     shard_blocks,
     shard_children,
+    shard_layers,
     shard_root,
+    square_mean,
 )
 from tests.runtime.test_forward_backward import (
     _Choosing,
@@ -63,27 +65,25 @@ from tests.runtime.test_forward_backward import (
     _Language,
     _make_partly_frozen,
     _make_with_frozen_unit,
-    _Odd,
+    _OddParameters,
     _OnlyEmpty,
     _OptionalStack,
-    _Recurrent,
+    _rank_tokens,
+    _RecurrentHead,
     _Recursive,
+    _RepeatedBlock,
     _Sandwich,
-    _shard_layers,
     _shard_linears,
     _shard_pairs,
-    _Shared,
+    _SomeLayers,
     _Sparse,
-    _square,
-    _Stack,
-    _tokens,
 )
 
 ShardFn = Callable[..., object]
 Values = dict[str, tuple[Tensor, Tensor | None]]
 
 
-def full_values(model: nn.Module) -> Values:
+def full_values_and_gradients(model: nn.Module) -> Values:
     """Return the full value and gradient of every original parameter, whatever form is shown."""
     scope = unshard_params(model, writeback=False, with_grads=True)
     with scope if get_states(model) else nullcontext():
@@ -134,7 +134,9 @@ class FlatTwins(Twins):
     def assert_equal_gradients(self) -> None:
         """Compare every gradient, and every parameter too."""
         __tracebackhide__ = True
-        assert_same_values(full_values(self.sharded), full_values(self.plain))
+        assert_same_values(
+            full_values_and_gradients(self.sharded), full_values_and_gradients(self.plain)
+        )
 
     assert_equal_parameters = assert_equal_gradients
 
@@ -180,7 +182,7 @@ def run(*shape: int) -> Callable[[nn.Module, int], Tensor]:
 
     def run_step(model: nn.Module, step: int) -> Tensor:
         output = model(rank_input(*shape, step=step))
-        return _square(output.abs() if output.is_complex() else output)
+        return square_mean(output.abs() if output.is_complex() else output)
 
     return run_step
 
@@ -234,8 +236,8 @@ def test_clipping_is_the_same(norm_type: float) -> None:
     if norm_type == float("inf"):
         assert_equal(norm, expected)
         twins.assert_equal_gradients()
-    reference = full_values(twins.plain)
-    for name, (_, grad) in full_values(twins.sharded).items():
+    reference = full_values_and_gradients(twins.plain)
+    for name, (_, grad) in full_values_and_gradients(twins.sharded).items():
         torch.testing.assert_close(grad, reference[name][1], rtol=1e-5, atol=1e-9)
     found = nn.utils.get_total_norm([p.grad for p in twins.sharded.parameters()], norm_type)
     torch.testing.assert_close(found, torch.tensor(0.01), rtol=1e-4, atol=0)
@@ -353,26 +355,26 @@ def _make_kinds() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], ShardFn, Callable[[nn.Module, int], Tensor]]] = {
     "one unit": (Net, shard_root, _NET),
-    "without a root": (_Stack, lambda m, **o: fully_shard(list(m.layers), **o), run(4, 15)),
+    "without a root": (_SomeLayers, lambda m, **o: fully_shard(list(m.layers), **o), run(4, 15)),
     "frozen unit": (_make_with_frozen_unit, shard_blocks, _NET),
     "partly frozen": (_make_partly_frozen, shard_children, run(4, 15)),
     "mixed dtypes": (_make_kinds, shard_children, run(4, 15)),
     "mixed dtypes in one unit": (_make_kinds, shard_root, run(4, 15)),
-    "called twice": (_Shared, shard_children, run(4, 15)),
+    "called twice": (_RepeatedBlock, shard_children, run(4, 15)),
     "called first and last": (_Sandwich, shard_children, run(4, 15)),
     "recursive": (_Recursive, shard_root, run(4, 15)),
-    "LSTM": (partial(_Recurrent, nn.LSTM), shard_children, run(2, 6, 5)),
-    "LSTM in the root": (partial(_Recurrent, nn.LSTM), shard_root, run(2, 6, 5)),
+    "LSTM": (partial(_RecurrentHead, nn.LSTM), shard_children, run(2, 6, 5)),
+    "LSTM in the root": (partial(_RecurrentHead, nn.LSTM), shard_root, run(2, 6, 5)),
     "own __setattr__": (lambda: nn.Sequential(_Guarded(), _Guarded()), shard_children, run(4, 15)),
-    "several modules": (_Stack, _shard_pairs, run(4, 15)),
+    "several modules": (_SomeLayers, _shard_pairs, run(4, 15)),
     "every second unit": (Net, _shard_in_turn, _NET),
     "the root alone": (Net, _shard_root_alone_flat, _NET),
     "blocks alone": (lambda: nn.Sequential(Block(), Block()), shard_children, run(4, 15)),
-    "odd": (_Odd, shard_root, lambda m, step: m(rank_input(4, 15, step=step))),
-    "empty": (_OnlyEmpty, _shard_layers, run(4, 15)),
+    "odd": (_OddParameters, shard_root, lambda m, step: m(rank_input(4, 15, step=step))),
+    "empty": (_OnlyEmpty, shard_layers, run(4, 15)),
     "complex": (_Complex, shard_root, run(4, 15)),
     "no parameters": (_make_bare, shard_children, run(4, 15)),
-    "sparse": (_Sparse, shard_children, lambda m, step: _square(m(_tokens(step)))),
+    "sparse": (_Sparse, shard_children, lambda m, step: square_mean(m(_rank_tokens(step)))),
 }
 
 
@@ -405,7 +407,7 @@ def _shard_by_rule(model: nn.Module, rule: dict[str, bool], use_orig_params: boo
 def test_tied_parameters_train_alike(rule: dict[str, bool]) -> None:
     """Within a unit and across units of both kinds, whichever owns the parameter."""
     twins = FlatTwins(_Language, partial(_shard_by_rule, rule=rule))
-    twins.train(lambda model, step: _square(model(_tokens(step))), optim.AdamW, lr=0.1)
+    twins.train(lambda model, step: square_mean(model(_rank_tokens(step))), optim.AdamW, lr=0.1)
     assert twins.sharded.head.weight is twins.sharded.embedding.weight
 
 
@@ -414,7 +416,7 @@ def test_unit_that_nobody_uses_keeps_no_gradient() -> None:
     """So no optimizer moves it; the units that ran get theirs."""
     twins = FlatTwins(_Choosing, _shard_linears)
     for used in ((0, 1, 2), (0, 2), (), (1,)):
-        twins.step(lambda model, used=used: _square(model(rank_input(4, 15), used)))
+        twins.step(lambda model, used=used: square_mean(model(rank_input(4, 15), used)))
         for index, layer in enumerate(twins.sharded.layers):
             assert (layer._flat_param.grad is not None) is (index in used)
         for model in twins:
@@ -427,7 +429,7 @@ def test_parameters_used_on_some_ranks_count_as_zero_on_the_others() -> None:
     twins = FlatTwins(_OptionalStack, shard_blocks)
     is_first = dist.get_rank() == 0
     for used in ((is_first, not is_first, True), (False, is_first, False), (True, True, True)):
-        twins.step(lambda model, used=used: _square(model(rank_input(4, 5), used)))
+        twins.step(lambda model, used=used: square_mean(model(rank_input(4, 5), used)))
         for model in twins:
             model.zero_grad()
 
@@ -437,11 +439,13 @@ def test_parameter_that_nobody_used_is_stepped_with_a_zero_gradient() -> None:
     """Where another one of its unit was used: an optimizer sees one tensor."""
     model = make_flat(_OptionalStack)
     optimizer = optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-    before = full_values(model)["blocks.0.optional.weight"][0]
-    _square(model(rank_input(4, 5), (False,) * 3)).backward()
-    assert full_values(model)["blocks.0.optional.weight"][1] is None
+    before = full_values_and_gradients(model)["blocks.0.optional.weight"][0]
+    square_mean(model(rank_input(4, 5), (False,) * 3)).backward()
+    assert full_values_and_gradients(model)["blocks.0.optional.weight"][1] is None
     optimizer.step()
-    torch.testing.assert_close(full_values(model)["blocks.0.optional.weight"][0], 0.95 * before)
+    torch.testing.assert_close(
+        full_values_and_gradients(model)["blocks.0.optional.weight"][0], 0.95 * before
+    )
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
@@ -486,7 +490,9 @@ def test_gradients_that_exist_are_taken_along() -> None:
         model.blocks[1].zero_grad()
     shard_blocks(twins.sharded, use_orig_params=False)
     assert twins.sharded.blocks[1]._flat_param.grad is None
-    assert_same_values(full_values(twins.sharded), full_values(twins.plain))
+    assert_same_values(
+        full_values_and_gradients(twins.sharded), full_values_and_gradients(twins.plain)
+    )
 
 
 @distributed(2)
@@ -668,7 +674,7 @@ def test_flat_parameter_is_reachable_while_originals_are_shown() -> None:
     assert "_flat_param" not in names(model)
 
 
-class _Failing(Net):
+class _FailingNet(Net):
     """Fails in forward, or has its output fail in backward."""
 
     where = ""
@@ -691,7 +697,7 @@ class _Failing(Net):
 @distributed(1, 2)
 def test_errors_leave_the_flat_parameters_shown(where: str) -> None:
     """And the next step is right."""
-    twins = FlatTwins(_Failing, shard_blocks)
+    twins = FlatTwins(_FailingNet, shard_blocks)
     twins.sharded.where = where
     with pytest.raises(KeyError, match="planned"):
         _NET(twins.sharded, 0).backward()
@@ -725,7 +731,7 @@ def test_state_dict_of_a_scope_has_the_original_names() -> None:
     with unshard_params(model):
         assert list(model.state_dict()) == _NET_NAMES
         model.load_state_dict({name: torch.ones_like(p) for name, p in model.named_parameters()})
-    assert all(value.eq(1).all() for value, _ in full_values(model).values())
+    assert all(value.eq(1).all() for value, _ in full_values_and_gradients(model).values())
 
 
 # --- copies and conversions ---
@@ -738,7 +744,7 @@ def test_copies_train_alike(make_copy: Callable[[nn.Module], nn.Module], num_ste
     """Copies made before and after a step show flat parameters of their own."""
     twins = FlatTwins(_Language, shard_blocks)
     if num_steps:
-        twins.step(lambda model: _square(model(_tokens(9))))
+        twins.step(lambda model: square_mean(model(_rank_tokens(9))))
     original = twins.sharded
     twins.sharded = make_copy(original)
     twins.sharded.zero_grad()
@@ -746,7 +752,7 @@ def test_copies_train_alike(make_copy: Callable[[nn.Module], nn.Module], num_ste
     assert names(twins.sharded) == names(original)
     assert not {id(p) for p in original.parameters()} & {id(p) for p in twins.sharded.parameters()}
     assert twins.sharded._flat_param is twins.sharded._parameters["_flat_param"]
-    twins.train(lambda model, step: _square(model(_tokens(step))), optim.AdamW, lr=0.1)
+    twins.train(lambda model, step: square_mean(model(_rank_tokens(step))), optim.AdamW, lr=0.1)
     assert_flat_at_rest(original)
 
 
@@ -754,7 +760,7 @@ def test_copies_train_alike(make_copy: Callable[[nn.Module], nn.Module], num_ste
 def test_deep_copy_takes_gradients_along() -> None:
     """The flat parameter's, and which of the originals have one."""
     twins = FlatTwins(_OptionalStack, shard_blocks)
-    twins.step(lambda model: _square(model(rank_input(4, 5), (False,) * 3)))
+    twins.step(lambda model: square_mean(model(rank_input(4, 5), (False,) * 3)))
     twins.sharded = copy.deepcopy(twins.sharded)
     twins.assert_equal_gradients()
 
@@ -770,7 +776,7 @@ def test_converted_models_compute_alike(name: str) -> None:
         getattr(model, name)()
     assert all(a is b for a, b in zip(params, twins.sharded.parameters(), strict=True))
     dtype = twins.plain.inp.weight.dtype
-    twins.step(lambda model: _square(model(rank_input(4, 5, dtype=dtype))))
+    twins.step(lambda model: square_mean(model(rank_input(4, 5, dtype=dtype))))
     hidden = [entry.sharded for handle in get_handles(twins.sharded) for entry in handle.entries]
     assert {param.dtype for param in hidden} == {dtype}
 
@@ -784,7 +790,9 @@ def test_model_in_shared_memory_trains_on(use_orig_params: bool) -> None:
     for _ in range(2):
         for model in twins:
             twins.backward(model, _NET(model, 0))
-        assert_same_values(full_values(twins.sharded), full_values(twins.plain))
+        assert_same_values(
+            full_values_and_gradients(twins.sharded), full_values_and_gradients(twins.plain)
+        )
     assert all(param.to_local().is_shared() for param in twins.sharded.parameters())
 
 
@@ -796,8 +804,8 @@ def test_penalty_on_the_flat_parameter_adds_to_its_gradient() -> None:
         for model in twins:
             penalty = sum(param.square().sum() for param in model.parameters())
             twins.backward(model, _NET(model, step) + 0.1 * penalty)
-        reference = full_values(twins.plain)
-        for name, (_, grad) in full_values(twins.sharded).items():
+        reference = full_values_and_gradients(twins.plain)
+        for name, (_, grad) in full_values_and_gradients(twins.sharded).items():
             torch.testing.assert_close(grad, reference[name][1])
 
 
@@ -816,7 +824,7 @@ def test_model_from_meta_is_initialised_in_a_scope() -> None:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
-    assert_same_values(full_values(model), full_values(plain))
+    assert_same_values(full_values_and_gradients(model), full_values_and_gradients(plain))
     assert_equal(_NET(model, 0).detach(), _NET(plain, 0).detach())
 
 
@@ -901,7 +909,7 @@ def test_hidden_parameters_refuse_what_would_be_ignored() -> None:
         weight.mul_(0).add_(2)
     _NET(model, 0).backward()
     assert seen == [weight.shape]
-    assert full_values(model)["out.weight"][0].eq(2).all()
+    assert full_values_and_gradients(model)["out.weight"][0].eq(2).all()
 
 
 @distributed(2)
@@ -1036,7 +1044,7 @@ def test_deleted_model_is_freed_without_the_garbage_collector(
 ) -> None:
     """Reference counts alone free parameters of both forms, handles and every byte."""
     with _no_collector():
-        model = make_flat(_Failing)
+        model = make_flat(_FailingNet)
         live(model)
         handles = get_handles(model)
         things: list[Any] = [*model.modules(), *model.parameters(), *get_states(model), *handles]

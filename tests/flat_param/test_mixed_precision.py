@@ -46,9 +46,11 @@ from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import (
     Block,
     CheckpointsBlocks,
+    EqualBlocks,
     Net,
     assert_at_rest,
     average_gradient,
+    loss_of,
     rank_input,
     shard_blocks,
     shard_root,
@@ -59,11 +61,7 @@ STRATEGIES = list(ShardingStrategy)
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).float().square().mean()
-
-
-class Reference:
+class MixedReference:
     """Replicated mixed precision: fp32 main weights, and a copy of them that computes.
 
     What becomes of gradients is written out: those of microbatches are added up, in the reduce
@@ -145,7 +143,7 @@ POLICIES = {
 LOW = {name: policy for name, policy in POLICIES.items() if policy.main_dtype is not None}
 
 
-def _assert_close(actual: Tensor, expected: Tensor, what: str, policy: Any) -> None:
+def _assert_close_in_policy(actual: Tensor, expected: Tensor, what: str, policy: Any) -> None:
     """Bitwise on two ranks."""
     __tracebackhide__ = True
     if dist.get_world_size() <= 2:
@@ -156,7 +154,7 @@ def _assert_close(actual: Tensor, expected: Tensor, what: str, policy: Any) -> N
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=what)
 
 
-def _train(
+def _train_beside_reference(
     strategy: ShardingStrategy,
     policy: MixedPrecisionPolicy,
     microbatches: int = 1,
@@ -169,7 +167,7 @@ def _train(
     plain = make()
     model = copy.deepcopy(plain)
     shard(model, strategy=strategy, mp_policy=policy)
-    reference = Reference(plain, policy, strategy)
+    reference = MixedReference(plain, policy, strategy)
     optimizers = [
         torch.optim.AdamW(each.parameters(), lr=0.01, foreach=True)
         for each in (model, reference.main)
@@ -179,10 +177,10 @@ def _train(
             is_reduced = not uses_no_sync or micro == microbatches - 1
             number = 10 * step + micro
             with nullcontext() if is_reduced else no_sync(model):
-                loss = _loss(model, number)
+                loss = loss_of(model, number)
                 loss.backward()
             expected = reference.backward(number, is_reduced=is_reduced)
-            _assert_close(loss.detach(), expected, f"loss {number}", policy)
+            _assert_close_in_policy(loss.detach(), expected, f"loss {number}", policy)
         for (name, ours), main in zip(
             model.named_parameters(), reference.main.parameters(), strict=True
         ):
@@ -191,14 +189,16 @@ def _train(
                 assert ours.grad is None
                 continue
             assert ours.grad.dtype == F32
-            _assert_close(ours.grad.full_tensor(), main.grad, f"gradient of {name}", policy)
+            _assert_close_in_policy(
+                ours.grad.full_tensor(), main.grad, f"gradient of {name}", policy
+            )
         for each in optimizers:
             each.step()
             each.zero_grad()
         for (name, ours), main in zip(
             model.named_parameters(), reference.main.parameters(), strict=True
         ):
-            _assert_close(ours.full_tensor(), main.detach(), name, policy)
+            _assert_close_in_policy(ours.full_tensor(), main.detach(), name, policy)
     assert_at_rest(model)
     return model
 
@@ -208,7 +208,7 @@ def _train(
 @distributed(2, 3)
 def test_training_equals_the_replicated_reference(strategy: ShardingStrategy, policy: str) -> None:
     """S2.6, S2.13, S3.7: losses, gradients and main parameters."""
-    _train(strategy, POLICIES[policy])
+    _train_beside_reference(strategy, POLICIES[policy])
 
 
 @pytest.mark.parametrize("uses_no_sync", [True, False])
@@ -222,7 +222,7 @@ def test_accumulation_equals_the_replicated_reference(
 
     The policies that the parity table does not have.
     """
-    _train(strategy, POLICIES[policy], 3, uses_no_sync)
+    _train_beside_reference(strategy, POLICIES[policy], 3, uses_no_sync)
 
 
 @pytest.mark.parametrize(("microbatches", "uses_no_sync"), [(1, False), (3, False), (3, True)])
@@ -233,9 +233,9 @@ def test_one_rank_alone_equals_the_reference(
     strategy: ShardingStrategy, policy: str, microbatches: int, uses_no_sync: bool
 ) -> None:
     """S3.7 for N = 1: nothing is gathered or reduced, and still the shard is another tensor."""
-    model = _train(strategy, POLICIES[policy], microbatches, uses_no_sync)
+    model = _train_beside_reference(strategy, POLICIES[policy], microbatches, uses_no_sync)
     with count_collectives() as log:
-        _loss(model).backward()
+        loss_of(model).backward()
     assert log.events == []
 
 
@@ -248,8 +248,8 @@ def test_copies_of_shards_train_alike(
     """A 2-D mesh sends the reduced shard on in the reduce dtype."""
     mesh = init_device_mesh("cpu", (2, 2))
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype, main_dtype=F32)
-    model = _train(strategy, policy, shard=partial(shard_blocks, mesh=mesh))
-    loss = _loss(model)
+    model = _train_beside_reference(strategy, policy, shard=partial(shard_blocks, mesh=mesh))
+    loss = loss_of(model)
     with count_collectives() as log:
         loss.backward()
     shards = sum(handle.layout.shard_numel for handle in get_handles(model))
@@ -272,7 +272,7 @@ def test_deferred_all_reduce_adds_up_in_the_main_dtype(strategy: ShardingStrateg
         for micro in range(3):
             for state in get_states(model):
                 state.requires_all_reduce = not is_deferred or micro == 2
-            _loss(model, micro).backward()
+            loss_of(model, micro).backward()
             if is_deferred and micro < 2:
                 partials = [handle.grad.reduction.partial for handle in get_handles(model)]
                 assert {partial.dtype for partial in partials} == {F32}
@@ -289,7 +289,7 @@ def test_collectives_of_the_backend_train_alike(strategy: ShardingStrategy, poli
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(algorithms, "_MAX_EXCHANGE_SIZE", 0)
         patch.setattr(algorithms, "_MAX_ALL_TO_ALL_SIZE", 0)
-        _train(strategy, POLICIES[policy])
+        _train_beside_reference(strategy, POLICIES[policy])
 
 
 # --- other kinds of units ---
@@ -318,7 +318,7 @@ class _Mixture(nn.Module):
 @distributed(2)
 def test_tied_frozen_and_mixed_parameters(strategy: ShardingStrategy) -> None:
     """Parameters of two dtypes that get the same main and compute dtype are one handle."""
-    model = _train(strategy, POLICIES["bf16"], make=_Mixture)
+    model = _train_beside_reference(strategy, POLICIES["bf16"], make=_Mixture)
     handles = get_handles(model)
     assert {handle.local_shard.dtype for handle in handles} == {F32}
     assert {handle.unsharded.dtype for handle in handles} == {BF16}
@@ -339,7 +339,7 @@ def test_flat_parameter_trains_alike(strategy: ShardingStrategy) -> None:
         assert {param.dtype for param in model.parameters()} == {F32}
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
         for step in range(4):
-            loss = _loss(model, step)
+            loss = loss_of(model, step)
             loss.backward()
             assert {param.grad.dtype for param in model.parameters()} == {F32}
             optimizer.step()
@@ -469,14 +469,14 @@ def test_dtype_of_everything(strategy: ShardingStrategy) -> None:
 @distributed(2, 3)
 def test_kept_parameters_are_views_of_the_gathered_buffer(strategy: ShardingStrategy) -> None:
     """S3.5: nothing replaces the buffer; the main shard lies beside it."""
-    model = _train(strategy, POLICIES["bf16"])
+    model = _train_beside_reference(strategy, POLICIES["bf16"])
     for handle in get_handles(model):
         pointer = handle.unsharded.data_ptr()
         handle.check_not_repointed()
         assert handle.unsharded.untyped_storage().nbytes() == handle.layout.padded_numel * 2
         assert handle.local_shard.untyped_storage().nbytes() == handle.layout.shard_numel * 4
         with torch.no_grad():
-            _loss(model)
+            loss_of(model)
         assert handle.unsharded.data_ptr() == pointer
 
 
@@ -503,10 +503,10 @@ def test_wire_bytes(
     """S2.6, S2.13: each payload has the size of its dtype."""
     model = Net()
     shard_blocks(model, strategy=strategy, mp_policy=policy, reshard_after_forward=False)
-    _loss(model).backward()
+    loss_of(model).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with count_collectives() as log:
-        loss = _loss(model)
+        loss = loss_of(model)
     numel = _shard_numels(model)
     assert log.nbytes("all_gather") == (0 if strategy is NO_SHARD else numel * gathered)
     with count_collectives() as log:
@@ -559,23 +559,6 @@ def test_low_precision_reduction_adds_up_in_fp32() -> None:
 DIM = 64
 
 
-class _Stack(nn.Module):
-    """Blocks of equal size, which dominate."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.Tanh(), nn.Linear(4 * DIM, DIM))
-            for _ in range(6)
-        )
-        self.to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def _stack_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.ones(2, DIM, dtype=BF16)).square().mean().backward()
@@ -605,7 +588,7 @@ def test_bytes_at_rest(
     """S3.10: of a bf16 model with AdamW, `full + share / N` for each parameter."""
     policy = MixedPrecisionPolicy(main_dtype=F32, reduce_dtype=reduce_dtype)
     with peak_bytes() as memory:
-        model = _Stack(BF16)
+        model = EqualBlocks(BF16)
         shard_blocks(model, strategy=strategy, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
@@ -631,7 +614,7 @@ def test_a_backward_allocates_nothing(
     allocated, peaks = [], []
     policy = MixedPrecisionPolicy(main_dtype=F32, reduce_dtype=reduce_dtype)
     for make in (lambda module: None, partial(shard_blocks, strategy=strategy, mp_policy=policy)):
-        model = _Stack(BF16)
+        model = EqualBlocks(BF16)
         make(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
@@ -672,7 +655,7 @@ def test_no_policy_changes_nothing(strategy: ShardingStrategy) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         with count_collectives() as log:
             for step in range(2):
-                _loss(model, step).backward()
+                loss_of(model, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         hooks = [
@@ -703,7 +686,7 @@ def test_scope_shows_and_computes_with_main_values(strategy: ShardingStrategy, p
     model = copy.deepcopy(plain)
     shard_blocks(model, strategy=strategy, mp_policy=POLICIES[policy])
     with torch.no_grad():
-        _loss(model)
+        loss_of(model)
     x = rank_input(4, 5)
     with unshard_params(model), torch.no_grad():
         for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
@@ -717,7 +700,7 @@ def test_scope_shows_and_computes_with_main_values(strategy: ShardingStrategy, p
     with unshard_params(model, rank0_only=True):
         if dist.get_rank() == 0:
             assert_equal(model.out.bias.detach(), plain.out.bias.detach())
-    _loss(model).backward()
+    loss_of(model).backward()
     assert_at_rest(model)
 
 
@@ -756,7 +739,7 @@ class _Cache:
         self.seen: list[Tensor] = []
 
 
-class _Recorder(nn.Module):
+class _Remembering(nn.Module):
     """Returns and remembers what it gets."""
 
     def __init__(self) -> None:
@@ -773,7 +756,7 @@ class _Recorder(nn.Module):
 @distributed(2)
 def test_arguments_are_cast_and_the_callers_containers_are_not() -> None:
     """Floating-point tensors in args and kwargs; what needs no cast is the same object."""
-    model = fully_shard(_Recorder(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    model = fully_shard(_Remembering(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     x, ids, ready = torch.ones(3), torch.arange(3), torch.ones(3, dtype=BF16)
     batch, cache, mapping = _Batch(x, ids), _Cache(), {"x": x, "ids": ids}
     untouched = [ids, ready]
@@ -799,7 +782,7 @@ def test_arguments_are_cast_and_the_callers_containers_are_not() -> None:
 def test_arguments_stay_on_request() -> None:
     """cast_forward_inputs=False adds no hook."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
-    model = fully_shard(_Recorder(), mp_policy=policy)
+    model = fully_shard(_Remembering(), mp_policy=policy)
     model(torch.ones(3))
     assert model.got[0][0].dtype == F32
     assert len(model._forward_pre_hooks) == 1
@@ -809,7 +792,7 @@ def test_arguments_stay_on_request() -> None:
 def test_outputs_and_buffers_are_cast() -> None:
     """Floating-point ones; buffers once, by the call."""
     policy = MixedPrecisionPolicy(output_dtype=F64, buffer_dtype=F16)
-    model = fully_shard(_Recorder(), mp_policy=policy)
+    model = fully_shard(_Remembering(), mp_policy=policy)
     assert model.scale.dtype == F16
     assert model.count.dtype == torch.int64
     output = model()
@@ -896,7 +879,7 @@ def test_scaler_skips_steps_alike(strategy: ShardingStrategy) -> None:
     plain = Net()
     model = copy.deepcopy(plain)
     shard_blocks(model, strategy=strategy, mp_policy=policy)
-    reference = Reference(plain, policy, strategy)
+    reference = MixedReference(plain, policy, strategy)
     mains = model, reference.main
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**20) for _ in mains]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, foreach=True) for each in mains]
@@ -905,7 +888,7 @@ def test_scaler_skips_steps_alike(strategy: ShardingStrategy) -> None:
         # Only one rank's gradients overflow at first.
         factor = scalers[1].get_scale() if dist.get_rank() else 1.0
         factor = scalers[1].get_scale() if step > 3 else factor
-        (_loss(model, step) * factor).backward()
+        (loss_of(model, step) * factor).backward()
         reference.backward(step, factor=factor)
         for scaler, optimizer in zip(scalers, optimizers, strict=True):
             scaler.scale(torch.ones(()))
@@ -921,7 +904,7 @@ def test_scaler_skips_steps_alike(strategy: ShardingStrategy) -> None:
     assert scales[-1] == scales[-2]
 
 
-class _Checkpointed(CheckpointsBlocks, Net):
+class _CheckpointedNet(CheckpointsBlocks, Net):
     """Recomputes its blocks in backward."""
 
 
@@ -933,7 +916,7 @@ def test_recomputation_casts_as_the_forward_did(
 ) -> None:
     """Activation checkpointing changes no gradient."""
     grads = []
-    for kind in (Net, _Checkpointed):
+    for kind in (Net, _CheckpointedNet):
         torch.manual_seed(0)
         model = kind()
         model.use_reentrant = use_reentrant
@@ -941,7 +924,7 @@ def test_recomputation_casts_as_the_forward_did(
         for block in model.blocks:
             fully_shard(block, strategy=strategy, mp_policy=policy)
         fully_shard(model, strategy=strategy)
-        _loss(model).backward()
+        loss_of(model).backward()
         grads.append([param.grad.full_tensor() for param in model.parameters()])
         assert_at_rest(model)
     for ours, expected in zip(grads[1], grads[0], strict=True):
@@ -959,21 +942,21 @@ def test_errors_in_forward_keep_unsynchronised_gradients_or_drop_them() -> None:
         shard_blocks(models[-1], mp_policy=policy)
     for model in models:
         with no_sync(model):
-            _loss(model).backward()
+            loss_of(model).backward()
     with pytest.raises(RuntimeError):
         models[0](torch.ones(3))
     for model in models:
-        _loss(model, 1).backward()
+        loss_of(model, 1).backward()
     for ours, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert_equal(ours.grad.full_tensor(), expected.grad.full_tensor())
     with no_sync(models[0]):
-        _loss(models[0], 2).backward()
+        loss_of(models[0], 2).backward()
         hook = models[0].inp.weight.register_hook(lambda grad: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            _loss(models[0], 3).backward()
+            loss_of(models[0], 3).backward()
         hook.remove()
     for model in models:
-        _loss(model, 4).backward()
+        loss_of(model, 4).backward()
         assert_at_rest(model)
     for ours, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert_equal(ours.grad.full_tensor(), expected.grad.full_tensor())
@@ -989,7 +972,7 @@ def test_copies_train_alike(strategy: ShardingStrategy) -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
         optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
         for step in range(2):
-            loss = _loss(twin, step)
+            loss = loss_of(twin, step)
             loss.backward()
             optimizer.step()
         losses.append(loss.detach())
@@ -1022,7 +1005,7 @@ def test_units_of_one_tree_may_differ() -> None:
     shard_model(model, by_class(Block, mp_policy=policy), strategy=SHARD_GRAD_OP)
     assert {handle.unsharded.dtype for handle in get_handles(model.blocks)} == {BF16}
     assert get_handles(model)[0].unsharded.dtype == F32
-    _loss(model).backward()
+    loss_of(model).backward()
     assert_at_rest(model)
 
 

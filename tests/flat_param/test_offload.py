@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import (
     FlatParamHandle,
@@ -46,8 +45,18 @@ from composable_shard.comm.groups import ShardGroup
 from composable_shard.flat_param import flat_storage
 from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.tensor.shard_spec import WriteGuard
-from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Net, assert_at_rest, pickled, rank_input, saved, shard_blocks
+from tests.helpers import Planned, assert_equal, distributed, peak_bytes
+from tests.models import (
+    Net,
+    assert_at_rest,
+    loss_of,
+    make_net,
+    pickled,
+    rank_input,
+    replica_mesh,
+    saved,
+    shard_blocks,
+)
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)
@@ -90,19 +99,12 @@ def _late_copies(**patches: Any) -> Iterator[None]:
         yield
 
 
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).float().square().mean()
-
-
-def _make(policy: OffloadPolicy = OffloadPolicy(), **options: Any) -> Net:  # noqa: B008 -- frozen
-    torch.manual_seed(0)
-    model = Net(2)
-    shard_blocks(model, offload_policy=policy, **options)
-    return model
+def _make_offloaded(policy: OffloadPolicy | None = None, **options: Any) -> Net:
+    return make_net(2, offload_policy=policy or OffloadPolicy(), **options)
 
 
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
-    loss = _loss(model, step)
+    loss = loss_of(model, step)
     loss.backward()
     optimizer.step()
     return loss
@@ -110,29 +112,29 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -
 
 def _accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
     for part in range(3):
-        _loss(model, 10 * step + part).backward()
+        loss_of(model, 10 * step + part).backward()
     optimizer.step()
 
 
 def _unsynchronised(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
-    _loss(model, 10 * step).backward()
+    loss_of(model, 10 * step).backward()
     with no_sync(model):
-        _loss(model, 10 * step + 1).backward()
-    _loss(model, 10 * step + 2).backward()
+        loss_of(model, 10 * step + 1).backward()
+    loss_of(model, 10 * step + 2).backward()
     optimizer.step()
 
 
 def _deferred(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
     set_is_last_backward(model, False)
-    _loss(model, 10 * step).backward()
+    loss_of(model, 10 * step).backward()
     set_is_last_backward(model, True)
-    _loss(model, 10 * step + 1).backward()
+    loss_of(model, 10 * step + 1).backward()
     optimizer.step()
 
 
 def _clipped(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
     for part in range(2):
-        _loss(model, 10 * step + part).backward()
+        loss_of(model, 10 * step + part).backward()
     norm = clip_grad_norm_(model, 0.1)
     optimizer.step()
     return norm
@@ -144,7 +146,7 @@ def _partly_frozen(model: nn.Module, optimizer: torch.optim.Optimizer, step: int
 
 
 def _with_scope(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Any:
-    _loss(model, step).backward()
+    loss_of(model, step).backward()
     with unshard_params(model, with_grads=True), torch.no_grad():
         for param in model.parameters():
             param.mul_(0.5)
@@ -179,7 +181,7 @@ STEPS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _train(model: Net, step: Callable[..., Any], num_steps: int = 2) -> list[Tensor]:
+def _train_with(model: Net, step: Callable[..., Any], num_steps: int = 2) -> list[Tensor]:
     """Return all that can be compared: what each step returns, gradients, parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     seen = []
@@ -192,14 +194,14 @@ def _train(model: Net, step: Callable[..., Any], num_steps: int = 2) -> list[Ten
     return seen + [param.full_tensor() for param in model.parameters()]
 
 
-def _assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+def _assert_same_lists(actual: list[Tensor], expected: list[Tensor]) -> None:
     __tracebackhide__ = True
     assert len(actual) == len(expected)
     for number, pair in enumerate(zip(actual, expected, strict=True)):
         assert_equal(*pair, f"tensor {number}")
 
 
-def _storages(handle: FlatParamHandle) -> set[int]:
+def _device_addresses(handle: FlatParamHandle) -> set[int]:
     """Return the addresses of device storages of a handle."""
     buffers = handle._buffers
     found = [buffers.unsharded, handle.grad._own, handle.grad._result]
@@ -209,7 +211,7 @@ def _storages(handle: FlatParamHandle) -> set[int]:
 
 def _assert_on_host(model: nn.Module) -> None:
     """Assert that shards and gradients are not in the memory that stands for the device's."""
-    device = set().union(*map(_storages, get_handles(model)))
+    device = set().union(*map(_device_addresses, get_handles(model)))
     for param in model.parameters():
         assert param.to_local().untyped_storage().data_ptr() not in device
         if param.grad is not None:
@@ -224,11 +226,11 @@ def _assert_on_host(model: nn.Module) -> None:
 def test_every_kind_of_step_equals_the_one_without_offload(strategy: ShardingStrategy) -> None:
     """Bitwise, though no copy runs before somebody waits for it."""
     for step in STEPS.values():
-        expected = _train(_make(strategy=strategy), step)
+        expected = _train_with(_make_offloaded(strategy=strategy), step)
         for policy in POLICIES.values():
             with _late_copies():
-                model = _make(policy, strategy=strategy)
-                _assert_same(_train(model, step), expected)
+                model = _make_offloaded(policy, strategy=strategy)
+                _assert_same_lists(_train_with(model, step), expected)
             _assert_on_host(model)
             assert_at_rest(model)
 
@@ -252,32 +254,28 @@ def test_other_options_keep_their_meaning(options: str) -> None:
     """Dtypes, and one flat parameter instead of many, under every strategy."""
     for strategy in STRATEGIES:
         given = {"strategy": strategy, **OPTIONS[options]}
-        expected = _train(_make(**given), _clipped)
+        expected = _train_with(_make_offloaded(**given), _clipped)
         for policy in POLICIES.values():
             with _late_copies():
-                model = _make(policy, **given)
-                _assert_same(_train(model, _clipped), expected)
+                model = _make_offloaded(policy, **given)
+                _assert_same_lists(_train_with(model, _clipped), expected)
             _assert_on_host(model)
-
-
-def _mesh(num_replicas: int, num_shards: int) -> DeviceMesh:
-    return init_device_mesh(
-        "cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard")
-    )
 
 
 @distributed(4)
 def test_meshes_with_copies_and_small_groups() -> None:
     """An all-reduce of the shard, at once or put off, comes before the copy to the host."""
-    mesh = _mesh(2, 2)
+    mesh = replica_mesh(2, 2)
     cases: list[dict[str, Any]] = [{"strategy": s, "mesh": mesh} for s in STRATEGIES]
-    cases += [{"reshard_after_forward": 2}, {"mesh": _mesh(4, 1)}]
+    cases += [{"reshard_after_forward": 2}, {"mesh": replica_mesh(4, 1)}]
     for options in cases:
         for step in (_deferred, _with_scope)[: 1 + ("mesh" in options)]:
-            expected = _train(_make(**options), step)
+            expected = _train_with(_make_offloaded(**options), step)
             for policy in POLICIES.values():
                 with _late_copies():
-                    _assert_same(_train(_make(policy, **options), step), expected)
+                    _assert_same_lists(
+                        _train_with(_make_offloaded(policy, **options), step), expected
+                    )
 
 
 @distributed(1)
@@ -285,11 +283,11 @@ def test_one_rank_alone_offloads_too() -> None:
     """Where nothing is gathered or reduced, autograd's own gradients are copied."""
     for options in ({}, OPTIONS["compute"], OPTIONS["flat"]):
         for step in (_accumulating, _with_scope, _by_hand)[: 1 if "mp_policy" in options else 3]:
-            expected = _train(_make(**options), step)
+            expected = _train_with(_make_offloaded(**options), step)
             for policy in POLICIES.values():
                 with _late_copies():
-                    model = _make(policy, **options)
-                    _assert_same(_train(model, step), expected)
+                    model = _make_offloaded(policy, **options)
+                    _assert_same_lists(_train_with(model, step), expected)
                 _assert_on_host(model)
 
 
@@ -299,13 +297,13 @@ def test_gradients_that_were_dropped_in_part_do_not_share_memory_with_what_comes
 
     def run(model: Net) -> list[Tensor]:
         for number in range(4):
-            _loss(model, number).backward()
+            loss_of(model, number).backward()
             if number == 0:
                 model.inp.weight.grad = None
         return [param.grad.full_tensor() for param in model.parameters()]
 
     with _late_copies():
-        _assert_same(run(_make(PARAMS)), run(_make()))
+        _assert_same_lists(run(_make_offloaded(PARAMS)), run(_make_offloaded()))
 
 
 @distributed(2)
@@ -320,7 +318,7 @@ def test_units_with_and_without_offload_mix() -> None:
         return fully_shard(model)
 
     with _late_copies():
-        _assert_same(_train(mixed(), _clipped), _train(_make(), _clipped))
+        _assert_same_lists(_train_with(mixed(), _clipped), _train_with(_make_offloaded(), _clipped))
 
 
 # --- who waits for what ---
@@ -334,9 +332,9 @@ def _never(*_: Any) -> None:
 def test_without_the_wait_that_guards_the_optimizer_the_numbers_are_wrong() -> None:
     """The race of pytorch#180666, seen by the numbers: the test above can fail."""
     for strategy in STRATEGIES:
-        expected = _train(_make(strategy=strategy), _plain_step)
+        expected = _train_with(_make_offloaded(strategy=strategy), _plain_step)
         with _late_copies(wait=_never):
-            actual = _train(_make(PARAMS, strategy=strategy), _plain_step)
+            actual = _train_with(_make_offloaded(PARAMS, strategy=strategy), _plain_step)
         assert any(not torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
@@ -354,16 +352,16 @@ def test_gradients_are_complete_for_an_optimizer_in_the_backward() -> None:
         for param in optimizers:
             param.register_post_accumulate_grad_hook(step)
         for number in range(3):
-            _loss(model, number).backward()
+            loss_of(model, number).backward()
         return [param.full_tensor() for param in model.parameters()]
 
     for strategy in (FULL_SHARD, SHARD_OPTIM):
         with _late_copies():
-            actual = run(_make(PARAMS, strategy=strategy))
-        _assert_same(actual, run(_make(strategy=strategy)))
+            actual = run(_make_offloaded(PARAMS, strategy=strategy))
+        _assert_same_lists(actual, run(_make_offloaded(strategy=strategy)))
 
 
-class _Log(HostCopies):
+class _LoggedCopies(HostCopies):
     """Notes which copies are waited for on the host."""
 
     def __init__(self, device: torch.device) -> None:
@@ -385,8 +383,8 @@ class _Log(HostCopies):
 def test_a_write_to_a_shard_waits_for_the_copies_that_read_it() -> None:
     """A forward without backward leaves copies to the device under way when Python goes on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat_storage, "copies_for", _Log)
-        model = _make(PARAMS)
+        patch.setattr(flat_storage, "copies_for", _LoggedCopies)
+        model = _make_offloaded(PARAMS)
         with torch.no_grad():
             model(rank_input(4, 5))
             waited = [handle._buffers.copies.waited for handle in get_handles(model)]
@@ -422,7 +420,7 @@ def _assert_rounds_agree(*, expect_equal: bool) -> None:
     results = []
     for policy in (OffloadPolicy(), PARAMS):
         with _late_copies():
-            model = _make(policy, strategy=SHARD_OPTIM)
+            model = _make_offloaded(policy, strategy=SHARD_OPTIM)
             (handle,) = [h for h in get_handles(model.blocks[0])]
             lazy_init(model)
             for value in (1.0, 2.0):
@@ -461,7 +459,7 @@ def _device_nbytes(model: nn.Module) -> int:
 @distributed(2)
 def test_at_rest_the_device_holds_nothing_or_a_copy_of_the_shard(policy: str) -> None:
     """FULL_SHARD: parameters, gradients and state are on the host, each once."""
-    model = _make(POLICIES[policy])
+    model = _make_offloaded(POLICIES[policy])
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(2):
         optimizer.zero_grad()
@@ -475,7 +473,7 @@ def test_at_rest_the_device_holds_nothing_or_a_copy_of_the_shard(policy: str) ->
 @distributed(2)
 def test_host_memory_is_allocated_once() -> None:
     """The first backward allocates gradients, the first that adds to some a second buffer."""
-    model = _make(PARAMS)
+    model = _make_offloaded(PARAMS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     nbytes, growth = _shard_nbytes(model), []
     hosts = [handle.host_grad for handle in get_handles(model)]
@@ -489,7 +487,7 @@ def test_host_memory_is_allocated_once() -> None:
     assert len(addresses) == 1
 
 
-class _Wide(nn.Module):
+class _TwoEqualUnits(nn.Module):
     """Two equal units, larger than all else a step needs."""
 
     def __init__(self) -> None:
@@ -505,7 +503,7 @@ def test_a_step_keeps_no_memory() -> None:
     """Counted bytes: a step frees what it allocates, which is no more than without offload."""
     peaks = []
     for policy in (OffloadPolicy(), PARAMS):
-        model = _Wide()
+        model = _TwoEqualUnits()
         for layer in model.layers:
             fully_shard(layer, offload_policy=policy)
         optimizer = torch.optim.SGD(fully_shard(model).parameters(), lr=0.1)
@@ -542,7 +540,7 @@ def test_a_device_copy_of_the_shard_is_renewed_once_for_each_step() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flat_storage, "copies_for", lambda _, kind=Counting: kind())
-            model = _make(policy, reshard_after_forward=True)
+            model = _make_offloaded(policy, reshard_after_forward=True)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             _accumulating(model, optimizer, 0)
             counts[name] = len(copied)
@@ -563,14 +561,14 @@ def test_copies_pickles_and_conversions_stay_offloaded(policy: str) -> None:
         lambda model: model.double().float(),
     ]
     for change in changes:
-        models = [_make(), _make(POLICIES[policy])]
+        models = [_make_offloaded(), _make_offloaded(POLICIES[policy])]
         for model in models:
-            _train(model, _plain_step, 1)
+            _train_with(model, _plain_step, 1)
         models = [change(model) for model in models]
         assert all(h.offload == POLICIES[policy] for h in get_handles(models[1]))
         assert all(h._buffers.is_offloaded for h in get_handles(models[1]))
-        expected, actual = (_train(model, _accumulating, 1) for model in models)
-        _assert_same(actual, expected)
+        expected, actual = (_train_with(model, _accumulating, 1) for model in models)
+        _assert_same_lists(actual, expected)
         _assert_on_host(models[1])
 
 
@@ -593,8 +591,8 @@ def test_a_model_from_the_meta_device() -> None:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
-    expected, actual = (_train(model, _accumulating) for model in models)
-    _assert_same(actual, expected)
+    expected, actual = (_train_with(model, _accumulating) for model in models)
+    _assert_same_lists(actual, expected)
     _assert_on_host(models[1])
 
 
@@ -603,29 +601,25 @@ def test_gradients_move_between_both_forms_on_the_host() -> None:
     """register_flat_param and back between backward passes."""
 
     def run(model: Net) -> list[Tensor]:
-        _loss(model, 0).backward()
+        loss_of(model, 0).backward()
         register_flat_param(model)
-        _loss(model, 1).backward()
+        loss_of(model, 1).backward()
         register_orig_params(model)
-        _loss(model, 2).backward()
+        loss_of(model, 2).backward()
         return [param.grad.full_tensor() for param in model.parameters()]
 
     with _late_copies():
-        model = _make(PARAMS)
-        _assert_same(run(model), run(_make()))
+        model = _make_offloaded(PARAMS)
+        _assert_same_lists(run(model), run(_make_offloaded()))
     _assert_on_host(model)
 
 
-class _Planned(RuntimeError):
-    pass
-
-
-def _raise(_: Tensor) -> None:
-    raise _Planned
+def _raise_planned(_: Tensor) -> None:
+    raise Planned
 
 
 def _fail_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
-    output.register_hook(_raise)
+    output.register_hook(_raise_planned)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -637,22 +631,22 @@ def test_after_an_aborted_backward_training_goes_on(strategy: ShardingStrategy) 
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         seen = []
         for number in range(3):
-            _loss(model, number).backward()
+            loss_of(model, number).backward()
             hook = model.blocks[0].register_forward_hook(_fail_in_backward)
-            with pytest.raises(_Planned):
-                _loss(model, 7).backward()
+            with pytest.raises(Planned):
+                loss_of(model, 7).backward()
             hook.remove()
-            _loss(model, 10 + number).backward()
+            loss_of(model, 10 + number).backward()
             seen += [param.grad.full_tensor() for param in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
         return seen
 
-    expected = run(_make(strategy=strategy))
+    expected = run(_make_offloaded(strategy=strategy))
     for policy in POLICIES.values():
         with _late_copies():
-            model = _make(policy, strategy=strategy)
-            _assert_same(run(model), expected)
+            model = _make_offloaded(policy, strategy=strategy)
+            _assert_same_lists(run(model), expected)
         assert_at_rest(model)
 
 
@@ -661,13 +655,13 @@ def test_a_copy_that_fails_leaves_the_unit_as_it_was() -> None:
     """The next step works, and equals one without the failure."""
     for name in ("copy_to_device", "copy_to_host"):
         with _late_copies():
-            model = _make(PARAMS)
-            expected = _train(_make(PARAMS), _plain_step)
+            model = _make_offloaded(PARAMS)
+            expected = _train_with(_make_offloaded(PARAMS), _plain_step)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(LateCopies, name, lambda *_: _raise(_[1]))
-                with pytest.raises(_Planned):
-                    _loss(model).backward()
-            _assert_same(_train(model, _plain_step), expected)
+                patch.setattr(LateCopies, name, lambda *_: _raise_planned(_[1]))
+                with pytest.raises(Planned):
+                    loss_of(model).backward()
+            _assert_same_lists(_train_with(model, _plain_step), expected)
 
 
 # --- errors ---
@@ -725,7 +719,7 @@ def test_a_wrong_value_changes_nothing() -> None:
 @distributed(2)
 def test_ranks_that_disagree_raise() -> None:
     """The policy is part of what the ranks compare."""
-    model = _make(PARAMS if dist.get_rank() else STATE)
+    model = _make_offloaded(PARAMS if dist.get_rank() else STATE)
     with pytest.raises(RuntimeError, match=r"offload_policy=OffloadPolicy\(params=False"):
         lazy_init(model)
 
@@ -733,8 +727,8 @@ def test_ranks_that_disagree_raise() -> None:
 @distributed(2)
 def test_a_shard_on_another_device_is_named() -> None:
     """As after `model.cuda()`; the remedy works."""
-    model = _make(PARAMS)
-    expected = _train(_make(), _plain_step)
+    model = _make_offloaded(PARAMS)
+    expected = _train_with(_make_offloaded(), _plain_step)
     kept = {param: param._local for param in model.parameters()}
     with FakeTensorMode(allow_non_fake_inputs=True):
         for param, local in kept.items():
@@ -743,16 +737,16 @@ def test_a_shard_on_another_device_is_named() -> None:
         RuntimeError,
         match=r"'inp\.weight' of unit 'Net' on the CPU.*got cuda:0.*Call model.cpu\(\)",
     ):
-        _loss(model)
+        loss_of(model)
     for param, local in kept.items():
         param._local = local.clone()
-    _assert_same(_train(model, _plain_step), expected)
+    _assert_same_lists(_train_with(model, _plain_step), expected)
 
 
 @distributed(2)
 def test_optimizer_state_on_another_device_is_named() -> None:
     """And loading the state again is the remedy."""
-    model = _make(PARAMS)
+    model = _make_offloaded(PARAMS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     _plain_step(model, optimizer, 0)
     buffer = optimizer.state[model.inp.weight]["momentum_buffer"]
@@ -803,7 +797,7 @@ def test_on_a_gpu_shards_and_gradients_are_pinned(policy: str, tmp_path: Any) ->
     """Shards, gradients and state on the host; the unit computes on the GPU."""
     _init_single(tmp_path)
     try:
-        model = _make(POLICIES[policy])
+        model = _make_offloaded(POLICIES[policy])
         optimizer = torch.optim.AdamW(model.parameters())
         loss = model(rank_input(4, 5).cuda()).square().mean()
         loss.backward()
@@ -851,6 +845,6 @@ def test_on_a_gpu_the_optimizer_reads_complete_gradients(policy: str, tmp_path: 
                     for param in model.parameters():
                         param.mul_(0.99)
             results.append([param.detach().to_local().clone() for param in model.parameters()])
-        _assert_same(*results)
+        _assert_same_lists(*results)
     finally:
         dist.destroy_process_group()

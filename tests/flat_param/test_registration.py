@@ -38,13 +38,22 @@ from tests.flat_param.test_flat_mode import (
     FlatTwins,
     assert_flat_at_rest,
     assert_same_values,
-    full_values,
+    full_values_and_gradients,
     make_flat,
     names,
 )
 from tests.helpers import assert_equal, distributed
-from tests.models import Block, Net, Twins, assert_at_rest, rank_input, shard_blocks, shard_root
-from tests.runtime.test_forward_backward import _Language, _OptionalStack, _square, _tokens
+from tests.models import (
+    Block,
+    Net,
+    Twins,
+    assert_at_rest,
+    rank_input,
+    shard_blocks,
+    shard_root,
+    square_mean,
+)
+from tests.runtime.test_forward_backward import _Language, _OptionalStack, _rank_tokens
 from tests.runtime.test_random_trees import _RandomTree, _RandomUnit
 
 Toggle = Callable[..., None]
@@ -70,7 +79,7 @@ def test_gradients_move_with_the_form() -> None:
     """And come back bitwise; the names are those of the form, in their order (S1.8)."""
     model = _make_original()
     _NET(model, 0).backward()
-    before, grads = full_values(model), _sharded_gradients(model)
+    before, grads = full_values_and_gradients(model), _sharded_gradients(model)
     states = [state.training_state for state in get_states(model)]
     with count_collectives() as log:
         register_flat_param(model)
@@ -83,7 +92,7 @@ def test_gradients_move_with_the_form() -> None:
     assert names(model) == _NET_NAMES
     for grad, expected in zip(_sharded_gradients(model), grads, strict=True):
         assert_equal(grad, expected)
-    assert_same_values(full_values(model), before)
+    assert_same_values(full_values_and_gradients(model), before)
     assert states == [state.training_state for state in get_states(model)]
     assert_at_rest(model)
 
@@ -105,10 +114,10 @@ def test_originals_stay_shown_before_the_first_forward() -> None:
 def test_missing_gradients_stay_missing() -> None:
     """Of whole units, and of the single parameters that nobody used, in both directions."""
     twins = Twins(_OptionalStack, shard_blocks)
-    twins.step(lambda model: _square(model(rank_input(4, 5), (True, False, False))))
+    twins.step(lambda model: square_mean(model(rank_input(4, 5), (True, False, False))))
     model = twins.sharded
     register_flat_param(model)
-    assert_same_values(full_values(model), full_values(twins.plain))
+    assert_same_values(full_values_and_gradients(model), full_values_and_gradients(twins.plain))
     register_orig_params(model)
     assert model.blocks[1].optional.weight.grad is None
     twins.assert_equal_gradients()
@@ -143,7 +152,7 @@ def test_same_parameter_objects_come_back() -> None:
             model.inp.bias.mul_(0).add_(3)
         register_flat_param(model)
         assert all(a is b for a, b in zip(flats, model.parameters(), strict=True))
-    assert full_values(model)["inp.bias"][0].eq(3).all()
+    assert full_values_and_gradients(model)["inp.bias"][0].eq(3).all()
 
 
 @pytest.mark.parametrize("is_flat_first", [True, False])
@@ -155,7 +164,7 @@ def test_training_goes_on_with_an_optimizer_built_anew(is_flat_first: bool) -> N
         register_orig_params(twins.sharded)
     for step in range(4):
         optimizers = [optim.SGD(model.parameters(), lr=0.1) for model in twins]
-        twins.step(lambda model, step=step: _square(model(_tokens(step))))
+        twins.step(lambda model, step=step: square_mean(model(_rank_tokens(step))))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -270,7 +279,7 @@ def test_conversion_reaches_the_form_that_is_not_shown() -> None:
         )
         dtype = twins.plain.inp.weight.dtype
         assert {param.dtype for param in twins.sharded.parameters()} == {dtype}
-        losses = [_square(model(rank_input(4, 5, dtype=dtype))).detach() for model in twins]
+        losses = [square_mean(model(rank_input(4, 5, dtype=dtype))).detach() for model in twins]
         assert_equal(*losses)
 
 
@@ -293,7 +302,7 @@ def test_random_trees_toggled_at_random(seed: int) -> None:
     for step in range(4):
         uses = own_random.choices([True, False], k=50)
         x = rank_input(3, 6, step=step)
-        losses = [_square(model(x, uses)) for model in twins]
+        losses = [square_mean(model(x, uses)) for model in twins]
         random.choice(_TOGGLES)(random.choice(units), recurse=random.random() < 0.5)
         for loss in losses:
             loss.backward()
@@ -312,7 +321,7 @@ def test_random_trees_toggled_at_random(seed: int) -> None:
 def test_held_unit_shows_its_full_values_in_either_form() -> None:
     """The flat full parameter, then the originals as its views (S1.8)."""
     model = fully_shard(Block())
-    expected = {name: value for name, (value, _) in full_values(model).items()}
+    expected = {name: value for name, (value, _) in full_values_and_gradients(model).items()}
     unshard(model)
     with count_collectives() as log:
         register_flat_param(model)
@@ -344,7 +353,7 @@ def test_edit_of_the_full_flat_parameter_is_written_back() -> None:
     writeback(model)
     reshard(model)
     assert names(model) == ["_flat_param"]
-    assert all(value.eq(2).all() for value, _ in full_values(model).values())
+    assert all(value.eq(2).all() for value, _ in full_values_and_gradients(model).values())
     unshard(model)
     register_flat_param(model)
     with torch.no_grad():
@@ -398,8 +407,8 @@ def test_toggle_inside_a_scope_ends_with_it(use_orig_params: bool) -> None:
         register_flat_param(model, recurse=False)
     assert all(a is b for a, b in zip(at_rest, model.parameters(), strict=True))
     assert {key: list(module._parameters) for key, module in model.named_modules()} == before
-    assert full_values(model)["inp.weight"][0].eq(2).all()
-    assert not full_values(model)["blocks.0.up.weight"][0].eq(2).all()
+    assert full_values_and_gradients(model)["inp.weight"][0].eq(2).all()
+    assert not full_values_and_gradients(model)["blocks.0.up.weight"][0].eq(2).all()
     _NET(model, 0).backward()
 
 
@@ -424,14 +433,14 @@ def test_toggle_in_a_scope_for_the_first_rank() -> None:
     """The others show shards in either form, and what they showed before afterwards."""
     model = _make_original()
     _NET(model, 0).backward()
-    before = full_values(model)
+    before = full_values_and_gradients(model)
     with unshard_params(model, rank0_only=True, with_grads=True):
         register_flat_param(model)
         assert sorted(names(model)) == sorted(_FLAT_NAMES)
         register_orig_params(model)
         assert names(model) == _NET_NAMES
     assert names(model) == _NET_NAMES
-    assert_same_values(full_values(model), before)
+    assert_same_values(full_values_and_gradients(model), before)
     assert_at_rest(model)
 
 
@@ -566,10 +575,10 @@ def test_optimizer_over_the_hidden_flat_parameter_is_told() -> None:
             "parameters. Build the optimizer anew from model.parameters(), or call "
             "register_flat_param(module) first."
         )
-    before = full_values(model)
+    before = full_values_and_gradients(model)
     register_flat_param(model)
     optimizer.step()
-    for name, (value, grad) in full_values(model).items():
+    for name, (value, grad) in full_values_and_gradients(model).items():
         torch.testing.assert_close(value, before[name][0] - 0.1 * grad)
 
 

@@ -22,7 +22,7 @@ def _views(*numels: int) -> list[Tensor]:
     return [torch.empty(numel) for numel in numels]
 
 
-def _received(small: SmallGradients, *indices: int) -> list[int]:
+def _arrived_at_once(small: SmallGradients, *indices: int) -> list[int]:
     """Return which of these gradients arrived at once."""
     arrived: list[int] = []
     for index in indices:
@@ -34,16 +34,18 @@ def test_gradients_wait_while_there_is_room() -> None:
     """Those that need more arrive, and so do large ones, second ones, and all before `open`."""
     small = SmallGradients()
     small.bind(_views(100, 16384, 8000, 8000, 1000, 50))
-    assert _received(small, 0, 5) == [0, 5]
+    assert _arrived_at_once(small, 0, 5) == [0, 5]
     small.open([False, False, False, False, False, True])
-    assert _received(small, 5, 1, 0, 2, 0) == [5, 1, 0]
+    assert _arrived_at_once(small, 5, 1, 0, 2, 0) == [5, 1, 0]
     assert small.indices == [0, 2]
-    assert _received(small, 3, 4) == [4]  # 4 * (100 + 8000 + 8000) bytes leave no room for it
+    assert _arrived_at_once(small, 3, 4) == [
+        4
+    ]  # 4 * (100 + 8000 + 8000) bytes leave no room for it
     assert small.take() == [0, 2, 3]
-    assert _received(small, 4) == []
+    assert _arrived_at_once(small, 4) == []
     small.close()
     assert small.indices == []
-    assert _received(small, 4) == [4]
+    assert _arrived_at_once(small, 4) == [4]
 
 
 @pytest.mark.parametrize("factor", [None, 0.5])
@@ -63,7 +65,7 @@ def test_what_waits_is_written_in_one_go(factor: float | None) -> None:
     assert all(param.grad is None for param in params)
 
 
-class _Mixed(nn.Module):
+class _SmallAndBig(nn.Module):
     """Small parameters around one that is too large to wait; one is used twice, one not always."""
 
     def __init__(self) -> None:
@@ -82,7 +84,7 @@ class _Mixed(nn.Module):
         return y + self.unused.sum() if self.uses_all else y
 
 
-def _loss(model: nn.Module, step: int) -> Tensor:
+def _loss_of_small_and_big(model: nn.Module, step: int) -> Tensor:
     return model(rank_input(4, 6, step=step)).square().mean()
 
 
@@ -90,12 +92,12 @@ def _loss(model: nn.Module, step: int) -> Tensor:
 @distributed(2, 3)
 def test_gradients_that_wait_equal_the_mean(strategy: ShardingStrategy) -> None:
     """Only the first gradient of the unit and the large one arrive by themselves."""
-    twins = Twins(_Mixed, shard_root, strategy=strategy)
+    twins = Twins(_SmallAndBig, shard_root, strategy=strategy)
     (handle,) = get_handles(twins.sharded)
     for step in range(3):
         for model in twins:
             model.uses_all = torch.distributed.get_rank() > 0 or step == 2
-        twins.step(partial(_loss, step=step))
+        twins.step(partial(_loss_of_small_and_big, step=step))
         for model in twins:
             model.zero_grad()
         if step == 0:
@@ -121,11 +123,11 @@ def _log_arrivals(handle: FlatParamHandle) -> list[int]:
 @distributed(2)
 def test_gradients_that_wait_add_up_over_microbatches(strategy: ShardingStrategy) -> None:
     """With `no_sync` on all microbatches but the last."""
-    twins = Twins(_Mixed, shard_root, strategy=strategy)
+    twins = Twins(_SmallAndBig, shard_root, strategy=strategy)
     for step in range(3):
-        twins.backward(twins.plain, _loss(twins.plain, step))
+        twins.backward(twins.plain, _loss_of_small_and_big(twins.plain, step))
         with no_sync(twins.sharded) if step < 2 else nullcontext():
-            twins.backward(twins.sharded, _loss(twins.sharded, step))
+            twins.backward(twins.sharded, _loss_of_small_and_big(twins.sharded, step))
     for param, plain in zip(twins.sharded.parameters(), twins.plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-7)
 
@@ -133,9 +135,9 @@ def test_gradients_that_wait_add_up_over_microbatches(strategy: ShardingStrategy
 @distributed(2)
 def test_an_aborted_backward_forgets_what_waits() -> None:
     """The next one has its own gradients, and nothing of the one before."""
-    twins = Twins(_Mixed, shard_root)
+    twins = Twins(_SmallAndBig, shard_root)
     (handle,) = get_handles(twins.sharded)
-    twins.step(partial(_loss, step=0))
+    twins.step(partial(_loss_of_small_and_big, step=0))
     for model in twins:
         model.zero_grad()
     waited: list[int] = []
@@ -150,7 +152,7 @@ def test_an_aborted_backward_forgets_what_waits() -> None:
         twins.sharded(x).square().mean().backward()
     assert waited
     assert handle.grad.small.indices == []
-    twins.step(partial(_loss, step=2))
+    twins.step(partial(_loss_of_small_and_big, step=2))
 
 
 @distributed(2)

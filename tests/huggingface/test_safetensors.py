@@ -50,13 +50,14 @@ from tests.models import (
     Wide,
     every_granularity,
     net_without_first_rank,
+    on_meta,
     rank_input,
     shard_blocks,
     shard_root,
 )
 
 
-class _Model(Net):
+class _SavedModel(Net):
     """With a tie between units, buffers of all kinds, odd layouts and a parameter of no unit."""
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class _Model(Net):
         self.register_buffer("table", torch.randn(4), persistent=False)
 
 
-def _make(seed: int = 0, make: Callable[[], nn.Module] = _Model) -> Any:
+def _make_saved(seed: int = 0, make: Callable[[], nn.Module] = _SavedModel) -> Any:
     torch.manual_seed(seed)
     return make()
 
@@ -85,7 +86,7 @@ def _full_values(model: nn.Module) -> dict[str, Tensor]:
         }
 
 
-def _assert_same_values(model: nn.Module, expected: nn.Module) -> None:
+def _assert_same_state_dict(model: nn.Module, expected: nn.Module) -> None:
     found, wanted = _full_values(model), expected.state_dict()
     assert list(found) == list(wanted)
     for name, value in wanted.items():
@@ -115,16 +116,16 @@ def test_saved_files_hold_the_plain_models_tensors_and_load_into_any_layout(
     layout: str, tmp_path: Path, world_size: int
 ) -> None:
     """Every name, shape, dtype and value, as safetensors itself reads them; and back again."""
-    plain, folder = _make(), tmp_path / "checkpoint"
+    plain, folder = _make_saved(), tmp_path / "checkpoint"
     model = copy.deepcopy(plain)
     _LAYOUTS[layout](model)
     save_safetensors(model, folder, max_shard_size=700)
     _assert_holds(folder, plain)
-    other = _make(seed=1)
+    other = _make_saved(seed=1)
     _LAYOUTS[layout](other)
     params = dict(other.named_parameters())
     assert load_safetensors(other, folder) == ([], [])
-    _assert_same_values(other, plain)
+    _assert_same_state_dict(other, plain)
     assert all(param is params[name] for name, param in other.named_parameters())
     assert {handle.guard.num_writes > 0 for handle in get_handles(other)} == {True}
 
@@ -155,16 +156,16 @@ def _assert_holds(folder: Path, plain: nn.Module) -> None:
 
 
 def _save_from(layout: str, folder: Path) -> None:
-    model = _make()
+    model = _make_saved()
     _LAYOUTS[layout](model)
     save_safetensors(model, folder)
 
 
 def _load_into(layout: str, folder: Path) -> None:
-    model = _make(seed=1)
+    model = _make_saved(seed=1)
     _LAYOUTS[layout](model)
     load_safetensors(model, folder)
-    _assert_same_values(model, _make())
+    _assert_same_state_dict(model, _make_saved())
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (2, 4), (1, 2), (4, 2)])
@@ -195,7 +196,7 @@ def test_meshes_of_two_axes_save_and_load_whole_tensors(
     shard: Callable[[nn.Module], None], tmp_path: Path
 ) -> None:
     """Copies are written once, tensor-parallel parts joined; each part finds its own values."""
-    plain, models = _make(make=Net), [_make(seed, make=Net) for seed in (0, 1)]
+    plain, models = _make_saved(make=Net), [_make_saved(seed, make=Net) for seed in (0, 1)]
     for model in models:
         shard(model)
     save_safetensors(models[0], tmp_path)
@@ -204,14 +205,14 @@ def test_meshes_of_two_axes_save_and_load_whole_tensors(
     for name, value in plain.state_dict().items():
         assert_equal(found[name], value, name)
     load_safetensors(models[1], tmp_path)
-    _assert_same_values(models[1], plain)
+    _assert_same_state_dict(models[1], plain)
 
 
 @distributed(2)
 def test_tensor_parallel_parts_without_data_parallel_ranks(tmp_path: Path) -> None:
     """A mesh of one data-parallel rank: the first tensor-parallel one writes."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    plain, models = _make(make=Net), [_make(seed, make=Net) for seed in (0, 1)]
+    plain, models = _make_saved(make=Net), [_make_saved(seed, make=Net) for seed in (0, 1)]
     for model in models:
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel()})
@@ -224,7 +225,7 @@ def test_tensor_parallel_parts_without_data_parallel_ranks(tmp_path: Path) -> No
     for name, value in load_file(tmp_path / "model.safetensors").items():
         assert_equal(value, plain.state_dict()[name], name)
     load_safetensors(models[1], tmp_path)
-    _assert_same_values(models[1], plain)
+    _assert_same_state_dict(models[1], plain)
 
 
 @distributed(2)
@@ -239,7 +240,7 @@ def test_a_model_that_no_rank_could_write_is_refused(tmp_path: Path) -> None:
 @distributed(2)
 def test_values_are_cast_both_ways(tmp_path: Path) -> None:
     """`dtype` casts what is floating-point; a load casts to what the model has; main values."""
-    plain = _make(make=Net).bfloat16()
+    plain = _make_saved(make=Net).bfloat16()
     model = copy.deepcopy(plain)
     shard_blocks(model, mp_policy=MixedPrecisionPolicy(main_dtype=torch.float32))
     with torch.no_grad():
@@ -256,7 +257,7 @@ def test_values_are_cast_both_ways(tmp_path: Path) -> None:
     found = load_file(tmp_path / "model.safetensors")
     assert found.pop("count").dtype is torch.int64
     assert {value.dtype for value in found.values()} == {torch.float64}
-    other = _make(1, make=Net).bfloat16()
+    other = _make_saved(1, make=Net).bfloat16()
     shard_blocks(other)
     assert load_safetensors(other, tmp_path, strict=False) == ([], ["count"])
     for name, value in _full_values(other).items():
@@ -266,9 +267,9 @@ def test_values_are_cast_both_ways(tmp_path: Path) -> None:
 @distributed(2)
 def test_training_goes_on_with_loaded_weights(tmp_path: Path) -> None:
     """Full parameters that were kept or gathered before are not used any more."""
-    plain = _make(make=Net)
+    plain = _make_saved(make=Net)
     for layout in ("units", "kept", "one flat parameter"):
-        model, other = copy.deepcopy(plain), _make(1, make=Net)
+        model, other = copy.deepcopy(plain), _make_saved(1, make=Net)
         for each in (model, other):
             _LAYOUTS[layout](each)
         x = rank_input(2, 5)
@@ -292,8 +293,8 @@ def test_training_goes_on_with_loaded_weights(tmp_path: Path) -> None:
 @distributed(2)
 def test_names_are_those_of_the_plain_model_under_wrappers(tmp_path: Path) -> None:
     """Activation checkpointing and `torch.compile` add to module names, not to those of files."""
-    plain = _make(make=Net)
-    models = [copy.deepcopy(plain), _make(1, make=Net)]
+    plain = _make_saved(make=Net)
+    models = [copy.deepcopy(plain), _make_saved(1, make=Net)]
     for model in models:
         model.blocks[0] = checkpoint_wrapper(model.blocks[0])
         model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
@@ -309,7 +310,7 @@ def test_names_are_those_of_the_plain_model_under_wrappers(tmp_path: Path) -> No
 @distributed(2)
 def test_any_name_of_a_tied_parameter_is_enough(name: str, tmp_path: Path) -> None:
     """Hugging Face leaves out one of them, not always the same."""
-    plain, model = _make(), _make(1)
+    plain, model = _make_saved(), _make_saved(1)
     names = {"blocks.0.up.weight", "blocks.1.up.weight"} - {name}
     if dist.get_rank() == 0:
         tensors = {k: v.contiguous() for k, v in plain.state_dict().items() if k not in names}
@@ -318,7 +319,7 @@ def test_any_name_of_a_tied_parameter_is_enough(name: str, tmp_path: Path) -> No
     shard_blocks(model)
     for path in (tmp_path, tmp_path / "weights.safetensors"):
         load_safetensors(model, path)
-        _assert_same_values(model, plain)
+        _assert_same_state_dict(model, plain)
 
 
 # --- memory, bytes, messages ---
@@ -335,7 +336,7 @@ def test_saving_holds_one_unit_and_one_file_and_gathers_once(
     tmp_path: Path, world_size: int
 ) -> None:
     """On the first rank; the others hold nothing. Every byte is sent once, and no padding."""
-    model = _make(make=Wide)
+    model = _make_saved(make=Wide)
     shard_blocks(model)
     _, unit = _sizes(model)
     with count_collectives() as log, peak_bytes() as memory:
@@ -394,7 +395,7 @@ def _requested() -> Iterator[dict[str, int]]:
 @distributed(2, 3)
 def test_each_rank_reads_its_own_rows_alone(tmp_path: Path, world_size: int) -> None:
     """Its range of each parameter, rounded to whole rows; together everything once."""
-    model = _make(make=Wide)
+    model = _make_saved(make=Wide)
     shard_blocks(model)
     save_safetensors(model, tmp_path)
     with _requested() as numels, peak_bytes() as memory:
@@ -427,21 +428,14 @@ def test_covering_rows_hold_the_range_and_not_a_row_more(bounds: tuple[int, int]
 # --- from the meta device ---
 
 
-def _on_meta(make: Callable[[], nn.Module] = Wide, **options: Any) -> Any:
-    with torch.device("meta"):
-        model = make()
-    shard_blocks(model, **options)
-    return model
-
-
 @distributed(2, 3)
 def test_start_from_meta_holds_the_shards_and_one_unit(tmp_path: Path, world_size: int) -> None:
     """No tensor of the model is there in full at any time, apart from one unit's buffer."""
-    plain = _make(make=Wide)
+    plain = _make_saved(make=Wide)
     model = copy.deepcopy(plain)
     shard_blocks(model)
     save_safetensors(model, tmp_path)
-    model = _on_meta()
+    model = on_meta(Wide)
     params = list(model.parameters())
     shards, unit = _sizes(model)
     with peak_bytes() as memory:
@@ -451,7 +445,7 @@ def test_start_from_meta_holds_the_shards_and_one_unit(tmp_path: Path, world_siz
     assert memory.peak <= mapped + shards + unit + 4096
     assert memory.current <= shards + 4096
     assert all(param is old for param, old in zip(model.parameters(), params, strict=True))
-    _assert_same_values(model, plain)
+    _assert_same_state_dict(model, plain)
 
 
 class _Counting(Tied):
@@ -466,7 +460,7 @@ class _Counting(Tied):
 @distributed(2)
 def test_training_from_meta_equals_training_from_memory(layout: str, tmp_path: Path) -> None:
     """With an optimizer that was built on meta; ties, buffers and unmanaged parameters too."""
-    model = _make(make=_Counting)
+    model = _make_saved(make=_Counting)
     _LAYOUTS[layout](model)
     save_safetensors(model, tmp_path)
     with torch.device("meta"):
@@ -489,10 +483,10 @@ def test_training_from_meta_equals_training_from_memory(layout: str, tmp_path: P
 @distributed(2)
 def test_meta_tensors_that_are_in_no_checkpoint_are_named(tmp_path: Path) -> None:
     """Before anything is changed; initialised by the user, they stay as they are."""
-    model = _make()
+    model = _make_saved()
     shard_blocks(model)
     save_safetensors(model, tmp_path)
-    started = _on_meta(_Model)
+    started = on_meta(_SavedModel)
     with pytest.raises(ValueError, match="on the meta device") as caught:
         load_safetensors(started, tmp_path)
     assert str(caught.value).startswith("['table'] are on the meta device, and the checkpoint does")
@@ -502,7 +496,7 @@ def test_meta_tensors_that_are_in_no_checkpoint_are_named(tmp_path: Path) -> Non
     for name, value in _full_values(model).items():
         assert_equal(_full_values(started)[name], value, name)
     assert_equal(started.table, torch.ones(4))
-    started = _on_meta(_Model)
+    started = on_meta(_SavedModel)
     started.register_parameter("more", nn.Parameter(torch.empty(3, device="meta")))
     with pytest.raises(ValueError, match=r"\['table', 'more'\]|\['more', 'table'\]"):
         load_safetensors(started, tmp_path, strict=False)
@@ -512,23 +506,23 @@ def test_meta_tensors_that_are_in_no_checkpoint_are_named(tmp_path: Path) -> Non
 
 
 def _saved(folder: Path) -> Any:
-    model = _make(make=Net)
+    model = _make_saved(make=Net)
     shard_blocks(model)
     save_safetensors(model, folder, max_shard_size=700)
     return model
 
 
-def _snapshot(model: nn.Module) -> list[Any]:
+def _writes_and_shards(model: nn.Module) -> list[Any]:
     writes = [handle.guard.num_writes for handle in get_handles(model)]
     return [writes, *(param.to_local().tolist() for param in model.parameters())]
 
 
 def _fails_alike(model: nn.Module, folder: Path, **options: Any) -> str:
     """Return the message of a load that raises ValueError, the same on all ranks."""
-    before = _snapshot(model)
+    before = _writes_and_shards(model)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 -- the tests look at the text
         load_safetensors(model, folder, **options)
-    assert _snapshot(model) == before
+    assert _writes_and_shards(model) == before
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, str(caught.value))
     assert len(set(texts)) == 1
@@ -543,7 +537,7 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
 
 
-def _empty(path: Path) -> None:
+def _make_empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
@@ -562,7 +556,7 @@ def _swap_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [_remove, _truncate, _empty, _replace_by_pickle, _break_header, _swap_file]
+    "damage", [_remove, _truncate, _make_empty, _replace_by_pickle, _break_header, _swap_file]
 )
 @distributed(2)
 def test_a_damaged_file_is_named_on_all_ranks(
@@ -580,7 +574,7 @@ def test_a_damaged_file_is_named_on_all_ranks(
 
 
 def _make_other() -> Any:
-    model = _make(1, make=Net)
+    model = _make_saved(1, make=Net)
     shard_blocks(model)
     return model
 
@@ -614,7 +608,7 @@ def test_directories_that_hold_no_checkpoint_are_named(tmp_path: Path) -> None:
 def test_missing_unexpected_and_misshaped_tensors_are_named(tmp_path: Path) -> None:
     """All of them, before anything is changed; without `strict` the names are returned."""
     model = _make_other()
-    state = _make(make=Net).state_dict()
+    state = _make_saved(make=Net).state_dict()
     del state["inp.bias"], state["blocks.1.up.weight"]
     state["more"] = torch.ones(1)
     if dist.get_rank() == 0:
@@ -652,7 +646,7 @@ def test_models_that_show_full_parameters_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="expected a module with sharded units"):
             call(nn.Linear(2, 2), tmp_path)
     with pytest.raises(RuntimeError, match="on the meta device"):
-        save_safetensors(_on_meta(Net), tmp_path)
+        save_safetensors(on_meta(Net), tmp_path)
 
 
 @distributed(2)
@@ -685,10 +679,10 @@ def test_a_save_that_fails_raises_everywhere_and_leaves_the_old_one(tmp_path: Pa
             save_safetensors(other, tmp_path, max_shard_size=700)
         assert sorted(path.name for path in tmp_path.iterdir()) == before
         load_safetensors(model, tmp_path)
-        _assert_same_values(model, _make(make=Net))
+        _assert_same_state_dict(model, _make_saved(make=Net))
     save_safetensors(other, tmp_path, max_shard_size=700)
     load_safetensors(model, tmp_path)
-    _assert_same_values(model, _make(1, make=Net))
+    _assert_same_state_dict(model, _make_saved(1, make=Net))
 
 
 @contextmanager
@@ -725,7 +719,7 @@ def test_a_reader_never_finds_files_of_two_saves(
             count = _stop_at(number, patch)
             with suppress(_Killed):
                 _write(folder, values[1], sizes[1])
-        found = _read(folder)
+        found = _read_tensor_files(folder)
         assert found in ([0.0], [1.0], [])
         assert found or sizes == (700, 700)  # only an index that is overwritten leaves a gap
         if next(count) <= number:
@@ -743,7 +737,7 @@ def _write(folder: Path, values: Tensor, max_nbytes: int) -> None:
     writer.publish()
 
 
-def _read(folder: Path) -> list[float]:
+def _read_tensor_files(folder: Path) -> list[float]:
     try:
         with TensorFiles(folder) as files:
             assert sorted(files.tensors) == ["a", "b", "c"]

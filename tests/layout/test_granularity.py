@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from composable_shard import Block, ShardingStrategy, fully_shard, get_handles, unshard_params
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, Twins, assert_at_rest, every_granularity, rank_input, shard_blocks
+from tests.models import (
+    Net,
+    Twins,
+    assert_at_rest,
+    every_granularity,
+    loss_of,
+    shard_blocks,
+)
 
 GRANULARITIES: dict[str, Any] = {
     "row": "row",
@@ -32,10 +39,6 @@ CASES += [
 ]
 
 
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).square().mean()
-
-
 @pytest.mark.parametrize(("granularity", "strategy"), CASES)
 @distributed(2, 3)
 def test_training_equals_the_unsharded_model(granularity: str, strategy: ShardingStrategy) -> None:
@@ -44,7 +47,7 @@ def test_training_equals_the_unsharded_model(granularity: str, strategy: Shardin
     twins = Twins(Net, shard)
     optimizers = twins.optimizers(torch.optim.AdamW)
     for step in range(4):
-        twins.step(partial(_loss, step=step))
+        twins.step(partial(loss_of, step=step))
         for each in optimizers:
             each.step()
             each.zero_grad()
@@ -65,7 +68,7 @@ def test_full_parameters_are_shown_and_written_back(granularity: str) -> None:
         for param in twins.plain.parameters():
             param.data.neg_()
         twins.assert_equal_parameters()
-    twins.step(_loss)
+    twins.step(loss_of)
 
 
 @pytest.mark.parametrize("value", ["rows", 3, None, Block, {"row"}], ids=str)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable_shard import (
     ShardingStrategy,
@@ -23,39 +23,22 @@ from composable_shard import (
     set_reshard_after_backward,
     set_reshard_after_forward,
 )
-from composable_shard.comm.collectives import CollectiveLog, count_collectives
+from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.trace import trace_events
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, Twins, assert_at_rest, rank_input, shard_blocks
+from tests.models import (
+    Net,
+    Twins,
+    assert_at_rest,
+    collectives_of,
+    loss_of,
+    make_net,
+    rank_input,
+    shard_blocks,
+    train_twins,
+)
 
 NUM_UNITS = 4  # of a Net: three blocks and the root
-
-
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).square().mean()
-
-
-def _make(**options: Any) -> Net:
-    torch.manual_seed(0)
-    model = Net()
-    shard_blocks(model, **options)
-    return model
-
-
-def _count(run: Callable[[], object]) -> CollectiveLog:
-    with count_collectives() as log:
-        run()
-    return log
-
-
-def _train(twins: Twins, num_steps: int = 3) -> None:
-    optimizers = twins.optimizers()
-    for step in range(num_steps):
-        twins.step(partial(_loss, step=step))
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-    twins.assert_equal_parameters()
 
 
 # --- resharding to a smaller group ---
@@ -66,23 +49,23 @@ def _train(twins: Twins, num_steps: int = 3) -> None:
 def test_training_equals_the_unsharded_model_with_any_small_group(size: int) -> None:
     """1 keeps everything between forward and backward, 4 frees it, 2 keeps a half."""
     twins = Twins(Net, shard_blocks, reshard_after_forward=size)
-    _train(twins)
+    train_twins(twins)
     assert_at_rest(twins.sharded, kept=(twins.sharded,) if size == 1 else ())
 
 
 @distributed(4)
 def test_backward_gathers_over_the_small_group() -> None:
     """After the forward a rank holds half of the parameters; the backward sends halves."""
-    model = _make(reshard_after_forward=2)
-    _loss(model).backward()
+    model = make_net(reshard_after_forward=2)
+    loss_of(model).backward()
     with count_collectives() as forward:
-        loss = _loss(model)
+        loss = loss_of(model)
     handles = get_handles(model)
     for handle in handles:
         assert handle.unsharded.untyped_storage().size() == 0
         assert handle._small_part is not None
         assert handle._small_part.numel() == handle.layout.padded_numel // 2
-    backward = _count(loss.backward)
+    backward = collectives_of(loss.backward)
     names = [
         {event.name for event in log.events if event.kind == "all_gather"}
         for log in (forward, backward)
@@ -97,34 +80,34 @@ def test_backward_gathers_over_the_small_group() -> None:
 @distributed(4)
 def test_no_part_is_kept_where_no_backward_follows() -> None:
     """Nor is a part used after a write."""
-    model = _make(reshard_after_forward=2)
+    model = make_net(reshard_after_forward=2)
     with torch.no_grad():
-        before = _loss(model)
+        before = loss_of(model)
     assert not any(handle.is_small for handle in get_handles(model))
-    loss = _loss(model)
+    loss = loss_of(model)
     assert all(handle.is_small for handle in get_handles(model))
     del loss
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(1.5)
-        after = _loss(model)
+        after = loss_of(model)
     assert not torch.equal(before, after)
-    twin = _make()
+    twin = make_net()
     with torch.no_grad():
         for param in twin.parameters():
             param.mul_(1.5)
-        assert_equal(after, _loss(twin))
+        assert_equal(after, loss_of(twin))
 
 
 @distributed(4)
 def test_copy_of_a_model_with_small_groups_trains_alike() -> None:
     """The copy refers to the same process groups."""
-    model = _make(reshard_after_forward=2)
+    model = make_net(reshard_after_forward=2)
     twin = copy.deepcopy(model)
     set_gradient_divide_factor(model, 2.0)
     other = copy.deepcopy(model)
     for each in (model, twin, other):
-        _loss(each).backward()
+        loss_of(each).backward()
     for triple in zip(*(each.parameters() for each in (model, twin, other)), strict=True):
         total, mean, copied = [param.grad.full_tensor() for param in triple]
         assert_equal(total, copied)
@@ -140,18 +123,18 @@ def test_reshard_after_forward_may_change_between_steps() -> None:
     twins = Twins(Net, shard_blocks)
     for flag, num_gathers in [(True, 2 * NUM_UNITS), (False, NUM_UNITS), (None, 2 * NUM_UNITS - 1)]:
         set_reshard_after_forward(twins.sharded, flag)
-        _step(twins)
-        log = _count(lambda: _loss(twins.sharded).backward())
+        _step_of_twins(twins)
+        log = collectives_of(lambda: loss_of(twins.sharded).backward())
         assert log.count("all_gather") == num_gathers
         twins.sharded.zero_grad()
-    model = _make(strategy=ShardingStrategy.SHARD_OPTIM)
+    model = make_net(strategy=ShardingStrategy.SHARD_OPTIM)
     set_reshard_after_forward(model, True)
-    _loss(model)
-    assert _count(lambda: _loss(model)).events == []
+    loss_of(model)
+    assert collectives_of(lambda: loss_of(model)).events == []
 
 
-def _step(twins: Twins) -> None:
-    twins.step(_loss)
+def _step_of_twins(twins: Twins) -> None:
+    twins.step(loss_of)
     for model in twins:
         model.zero_grad()
 
@@ -162,20 +145,20 @@ def test_reshard_after_backward_keeps_what_the_next_forward_needs() -> None:
     twins = Twins(Net, shard_blocks)
     model = twins.sharded
     set_reshard_after_backward(model, False)
-    _step(twins)
+    _step_of_twins(twins)
     assert all(handle.is_unsharded for handle in get_handles(model))
     with torch.no_grad():
-        assert _count(lambda: _loss(model)).events == []
-    _train(twins)
+        assert collectives_of(lambda: loss_of(model)).events == []
+    train_twins(twins, kept=(model,))
     set_reshard_after_backward(model, True)
-    _step(twins)
+    _step_of_twins(twins)
     assert_at_rest(model)
 
 
 @distributed(2)
 def test_setter_without_recurse_is_for_one_unit() -> None:
     """The units below keep their setting."""
-    model = _make()
+    model = make_net()
     set_reshard_after_forward(model, False, recurse=False)
     flags = [fully_shard.state(each).reshard_after_forward for each in (model, model.blocks[0])]
     assert flags == [False, None]
@@ -187,7 +170,7 @@ def test_setter_without_recurse_is_for_one_unit() -> None:
 def _gathers_before(model: nn.Module, unit: str, kind: str) -> list[str]:
     """Return the units whose gathers were issued when `unit` began to compute."""
     with trace_events() as events:
-        _loss(model).backward()
+        loss_of(model).backward()
     begin = next(i for i, e in enumerate(events) if e.kind == kind and e.name == unit)
     start = 0 if kind == "compute" else _last(events, "compute")
     return [event.name for event in events[start:begin] if event.kind == "issue_gather"]
@@ -203,7 +186,7 @@ def test_forward_prefetch_is_what_the_user_chose() -> None:
     twins = Twins(Net, partial(shard_blocks, prefetch_nbytes=0))
     model = twins.sharded
     blocks = list(model.blocks)
-    _step(twins)
+    _step_of_twins(twins)
     assert _gathers_before(model, "Net", "compute") == ["Net", "blocks.0"]
     set_forward_prefetch(model, blocks[:2])
     assert _gathers_before(model, "Net", "compute") == ["Net", "blocks.0", "blocks.1"]
@@ -214,7 +197,7 @@ def test_forward_prefetch_is_what_the_user_chose() -> None:
     for model in twins:
         model.zero_grad()
     set_forward_prefetch(twins.sharded, blocks)
-    _train(twins)
+    train_twins(twins)
     assert_at_rest(twins.sharded)
 
 
@@ -225,23 +208,23 @@ def test_backward_prefetch_is_what_the_user_chose() -> None:
     model = twins.sharded
     blocks = list(model.blocks)
     set_backward_prefetch(model, [blocks[2], blocks[1], blocks[0]])
-    _step(twins)
+    _step_of_twins(twins)
     order = ["blocks.2", "blocks.1", "blocks.0"]
     assert _gathers_before(model, "Net", "compute_backward") == order
     set_backward_prefetch(model, [])
     assert _gathers_before(model, "Net", "compute_backward") == []
     model.zero_grad()
-    _train(twins)
+    train_twins(twins)
     assert_at_rest(model)
 
 
 @distributed(2)
 def test_units_that_were_chosen_and_do_not_run_are_freed() -> None:
     """At the end of the call; a copy of the model forgets what was chosen."""
-    model = _make()
+    model = make_net()
     set_forward_prefetch(model.blocks[0], [model])  # gathered already: nothing to do
     set_forward_prefetch(model.blocks[1], [model.blocks[2]])
-    _loss(model).backward()
+    loss_of(model).backward()
     with torch.no_grad():
         model.blocks[1](rank_input(4, 15))
     assert_at_rest(model)
@@ -272,7 +255,7 @@ def test_setter_refuses_what_was_never_sharded(number: int) -> None:
 @distributed(4)
 def test_refused_values_change_nothing() -> None:
     """Numbers must divide the shard group, factors be positive, prefetched modules sharded."""
-    model = _make()
+    model = make_net()
     with pytest.raises(ValueError, match="expected") as caught:
         set_reshard_after_forward(model, 3)
     assert str(caught.value) == (

@@ -37,22 +37,19 @@ from composable_shard import (
 from composable_shard.comm import collectives
 from composable_shard.comm.collectives import AllGather
 from composable_shard.runtime.state import TrainingState
-from tests.helpers import assert_equal, distributed
-from tests.models import FailingMode, Net, assert_at_rest, rank_input, shard_blocks
+from tests.helpers import Planned, assert_equal, distributed
+from tests.models import (
+    FailingMode,
+    Net,
+    add_one,
+    assert_at_rest,
+    make_net,
+    rank_input,
+    shard_blocks,
+)
 
 
-class _Planned(Exception):
-    """What the tests raise."""
-
-
-def _make(**options: Any) -> Net:
-    torch.manual_seed(0)
-    model = Net()
-    shard_blocks(model, **options)
-    return model
-
-
-def _step(model: nn.Module, step: int) -> Tensor:
+def _sgd_step(model: nn.Module, step: int) -> Tensor:
     loss = model(rank_input(4, 5, step=step)).square().mean()
     loss.backward()
     with torch.no_grad():
@@ -63,18 +60,18 @@ def _step(model: nn.Module, step: int) -> Tensor:
 
 
 @functools.cache
-def _reference() -> list[Tensor]:
+def _undisturbed_losses() -> list[Tensor]:
     """Return the losses of steps that nothing disturbs."""
-    model = _make()
-    return [_step(model, step) for step in range(3)]
+    model = make_net()
+    return [_sgd_step(model, step) for step in range(3)]
 
 
 @contextmanager
 def _recovering(**options: Any) -> Iterator[Net]:
     """Give a model after one step; after the block it must be at rest, and train bitwise right."""
-    losses = _reference()
-    model = _make(**options)
-    assert_equal(_step(model, 0), losses[0], "loss before")
+    losses = _undisturbed_losses()
+    model = make_net(**options)
+    assert_equal(_sgd_step(model, 0), losses[0], "loss before")
     before = [handle.local_shard.clone() for handle in get_handles(model)]
     yield model
     _assert_shown(model)
@@ -84,7 +81,7 @@ def _recovering(**options: Any) -> Iterator[Net]:
     with unshard_params(model, writeback=False):
         pass
     for step in (1, 2):
-        assert_equal(_step(model, step), losses[step], f"loss {step}")
+        assert_equal(_sgd_step(model, step), losses[step], f"loss {step}")
     assert_at_rest(model)
 
 
@@ -98,12 +95,6 @@ def _assert_shown(model: nn.Module) -> None:
         assert not handle.is_in_scope
         assert not handle.guard.is_in_scope
         assert handle.num_holders == 0
-
-
-def _add_one(module: nn.Module) -> None:
-    with torch.no_grad():
-        for param in module.parameters():
-            param.add_(1)
 
 
 # --- refused inside, by their texts ---
@@ -339,7 +330,7 @@ def test_a_gradient_of_the_wrong_kind_on_one_rank_hangs_no_other() -> None:
 
 
 def _edit_and(action: Callable[[nn.Module], object], model: nn.Module) -> None:
-    _add_one(model)
+    add_one(model)
     action(model)
 
 
@@ -430,7 +421,7 @@ def test_values_of_another_shape_or_dtype_are_named_on_exit(
             pytest.raises(RuntimeError, match=message if is_mine else _failed_on(rank)),
             unshard_params(model, with_grads=True),
         ):
-            _edit_and(action if is_mine else _add_one, model)
+            _edit_and(action if is_mine else add_one, model)
 
 
 def _failed_on(rank: int | None) -> str:
@@ -455,7 +446,7 @@ def _edit_some(model: nn.Module) -> None:
 @distributed(1, 2)
 def test_discarded_edits_are_named() -> None:
     """Values, gradients and assignments; what was only read is not."""
-    model = _make()
+    model = make_net()
     model(rank_input(4, 5)).sum().backward()
     message = _text(
         "the edits of ['inp.bias', 'out.weight', 'out.bias.grad'] inside "
@@ -473,7 +464,7 @@ def test_discarded_edits_are_named() -> None:
 @distributed(2)
 def test_new_gradients_are_discarded_with_a_warning(flag: bool) -> None:
     """S1.1: gradients are written only where a sharded gradient exists."""
-    model = _make()
+    model = make_net()
     message = r"the gradients that were set for \['out.bias'\] inside unshard_params are discarded"
     with (
         pytest.warns(UserWarning, match=message) as caught,
@@ -487,7 +478,7 @@ def test_new_gradients_are_discarded_with_a_warning(flag: bool) -> None:
 @distributed(2)
 def test_host_memory_is_warned_of_once() -> None:
     """If every rank asks for all of it."""
-    model = _make()
+    model = make_net()
     with unshard_params(model, offload_to_cpu=True, rank0_only=True):
         pass
     message = r"offload_to_cpu without rank0_only: each of 2 ranks holds all 0.0 MB in host memory"
@@ -531,7 +522,7 @@ def test_edits_between_unshard_and_reshard_are_lost_with_a_warning(kind: str) ->
 @distributed(1)
 def test_edits_by_hand_on_one_rank_stay_with_a_warning() -> None:
     """One rank has nothing to free; the same code would lose them on several."""
-    model = _make()
+    model = make_net()
     unshard(model)
     with torch.no_grad():
         model.out.weight.zero_()
@@ -577,7 +568,7 @@ def test_closing_a_generator_inside_discards_edits_with_a_warning() -> None:
 
         def show() -> Iterator[None]:
             with unshard_params(model):
-                _add_one(model.out)
+                add_one(model.out)
                 yield
 
         generator = show()
@@ -593,7 +584,7 @@ def test_closing_a_generator_inside_discards_edits_with_a_warning() -> None:
 @distributed(2)
 def test_freezing_a_part_of_a_flat_parameter_is_refused_on_exit() -> None:
     """The body's other edits are not written; afterwards all is as before."""
-    model = _make(use_orig_params=False)
+    model = make_net(use_orig_params=False)
     before = [handle.local_shard.clone() for handle in get_handles(model)]
     message = r"the parameters \['out.bias'\] of unit 'Net' were frozen inside unshard_params and"
     with pytest.raises(RuntimeError, match=message), unshard_params(model):
@@ -606,7 +597,7 @@ def test_freezing_a_part_of_a_flat_parameter_is_refused_on_exit() -> None:
 # --- failures of the body ---
 
 
-@pytest.mark.parametrize("error", [_Planned, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [Planned, KeyboardInterrupt])
 @pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize("rank", [0, 1, None])
 @distributed(2, 3)
@@ -628,7 +619,7 @@ def _edit_and_raise(model: nn.Module, error: type[BaseException] | None) -> None
     if isinstance(next(model.parameters()), FlatShard):
         assert dist.get_rank() > 0  # rank0_only
     else:
-        _add_one(model)
+        add_one(model)
     if error is not None:
         raise error("planned")
 
@@ -638,8 +629,8 @@ def test_a_failed_body_without_writeback_concerns_no_other_rank() -> None:
     """Nothing would have been written, so nothing is sent."""
     with _recovering() as model:
         if dist.get_rank() == 0:
-            with pytest.raises(_Planned), unshard_params(model, writeback=False):
-                raise _Planned
+            with pytest.raises(Planned), unshard_params(model, writeback=False):
+                raise Planned
         else:
             with unshard_params(model, writeback=False):
                 pass
@@ -661,12 +652,12 @@ def test_a_failure_reaches_all_ranks_of_a_tensor_parallel_mesh() -> None:
         3: "failed on another rank of the tensor-parallel mesh, so nothing was written back",
     }
     rank = dist.get_rank()
-    with pytest.raises((_Planned, RuntimeError), match=messages[rank]), unshard_params(model):
-        _edit_and_raise(model, _Planned if rank == 0 else None)
+    with pytest.raises((Planned, RuntimeError), match=messages[rank]), unshard_params(model):
+        _edit_and_raise(model, Planned if rank == 0 else None)
     for param, value in zip(model.parameters(), before, strict=True):
         assert_equal(param.to_local(), value)
     with unshard_params(model):
-        _add_one(model)
+        add_one(model)
     for param, value in zip(model.parameters(), before, strict=True):
         assert_equal(param.to_local(), value + 1)
 
@@ -683,8 +674,8 @@ def test_a_failure_is_passed_on_between_groups() -> None:
     # By the rank's number in the group that told it.
     messages = {0: "planned", 1: r"ranks \[0\] of", 2: r"ranks \[0\] of", 3: r"ranks \[0\] of"}
     rank = dist.get_rank()
-    with pytest.raises((_Planned, RuntimeError), match=messages[rank]), unshard_params(model):
-        _edit_and_raise(model, _Planned if rank == 0 else None)
+    with pytest.raises((Planned, RuntimeError), match=messages[rank]), unshard_params(model):
+        _edit_and_raise(model, Planned if rank == 0 else None)
     for param, value in zip(model.parameters(), before, strict=True):
         assert_equal(param.to_local(), value)
 
@@ -712,7 +703,7 @@ def test_an_error_of_the_scope_keeps_no_values_alive() -> None:
 # --- failures of the scope itself ---
 
 
-class _Failing:
+class _FailingCollective:
     """Stands in for a collective: the k-th fails, when it is issued or when it is waited for."""
 
     def __init__(self, collective: Callable[..., Any], k: int, *, in_wait: bool) -> None:
@@ -747,7 +738,7 @@ def _forms(model: nn.Module) -> list[Any]:
 
 def _make_with_gradients(**options: Any) -> tuple[Net, Net]:
     """Return a model with gradients, and an unsharded one of the same values without."""
-    model = _make(**options)
+    model = make_net(**options)
     model(rank_input(4, 5)).sum().backward()
     torch.manual_seed(0)
     return model, Net()
@@ -759,7 +750,7 @@ def _assert_works(model: nn.Module, plain: nn.Module) -> None:
     with unshard_params(model, with_grads=True):
         for name, param in model.named_parameters():
             assert_equal(param.detach(), named[name].detach(), name)
-        _add_one(model)
+        add_one(model)
     with unshard_params(model, writeback=False):
         for name, param in model.named_parameters():
             assert_equal(param.detach(), named[name].detach() + 1, name)
@@ -822,7 +813,7 @@ def test_any_collective_may_fail(
     model, plain = _make_with_gradients()
     before = _forms(model)
     for k in range(1, num_calls + 2):
-        failing = _Failing(getattr(collectives, name), k, in_wait=in_wait)
+        failing = _FailingCollective(getattr(collectives, name), k, in_wait=in_wait)
         with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("ignore")
             scope = unshard_params(model, **flags)
@@ -855,7 +846,7 @@ def test_an_error_on_one_rank_reaches_the_other_within_the_timeout(phase: str) -
     name = "all_gather" if phase == "open" else "scatter"
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(collectives, name, _Failing(None, 1, in_wait=False))
+            patch.setattr(collectives, name, _FailingCollective(None, 1, in_wait=False))
             message = "planned"
         else:
             message = r"(?i)time|closed"
@@ -867,9 +858,9 @@ def test_an_error_on_one_rank_reaches_the_other_within_the_timeout(phase: str) -
 @distributed(2)
 def test_a_failing_gather_of_what_is_held_shows_shards() -> None:
     """After the write-back: freed full values must not be shown, for reading them would crash."""
-    model = _make()
+    model = make_net()
     unshard(model, recurse=True)
-    failing = _Failing(AllGather.start, 2, in_wait=False)
+    failing = _FailingCollective(AllGather.start, 2, in_wait=False)
     with (
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(RuntimeError, match="planned"),
@@ -879,7 +870,7 @@ def test_a_failing_gather_of_what_is_held_shows_shards() -> None:
     assert all(isinstance(param, FlatShard) for param in model.parameters())
     torch.manual_seed(0)
     plain = Net()
-    _add_one(plain)
+    add_one(plain)
     with torch.no_grad():
         assert_equal(model(rank_input(4, 5)), plain(rank_input(4, 5)))
     reshard(model, recurse=True)

@@ -41,7 +41,7 @@ from composable_shard import (
 )
 from composable_shard.comm.collectives import CollectiveLog, count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Block, Net, assert_at_rest, rank_input, shard_blocks
+from tests.models import Block, Net, add_one, assert_at_rest, rank_input, shard_blocks
 
 # What `fully_shard` can be told of what ranks keep; each row of the matrix runs under each.
 STRATEGIES: list[dict[str, Any]] = [
@@ -89,7 +89,7 @@ class _Mid(nn.Module):
         return self.deep(x) + self.frozen.sum()
 
 
-class _Zoo(nn.Module):
+class _NestedUnits(nn.Module):
     """The root: shares a weight with the unit inside, and has a parameter that is never used."""
 
     def __init__(self) -> None:
@@ -105,9 +105,9 @@ class _Zoo(nn.Module):
         return self.out(self.mid(self.inp(x)))
 
 
-def _make_zoo(*, use_orig_params: bool = True, **options: Any) -> _Zoo:
+def _make_nested_units(*, use_orig_params: bool = True, **options: Any) -> _NestedUnits:
     torch.manual_seed(0)
-    model = _Zoo()
+    model = _NestedUnits()
     options["use_orig_params"] = use_orig_params
     for module in (model.mid.deep, model.mid, model):
         fully_shard(module, **options)
@@ -128,7 +128,7 @@ def _prepare(model: nn.Module) -> None:
 Values = dict[str, tuple[Tensor, Tensor | None]]
 
 
-def _read(model: nn.Module) -> Values:
+def _read_shards(model: nn.Module) -> Values:
     """Return full parameters and gradients by name, read without any scope."""
     register_orig_params(model)
     values: Values = {}
@@ -142,12 +142,12 @@ def _read(model: nn.Module) -> Values:
 
 @functools.cache
 def _expected() -> Values:
-    model = _make_zoo()
+    model = _make_nested_units()
     _prepare(model)
-    return _read(model)
+    return _read_shards(model)
 
 
-def _snapshot(model: nn.Module) -> list[Any]:
+def _snapshot_of_scope(model: nn.Module) -> list[Any]:
     """Return all that a scope must leave as it was."""
     names = [(name, id(param)) for name, param in model.named_parameters()]
     states = [
@@ -267,11 +267,11 @@ def _check_collectives(
 
 
 def _run_row(flags: dict[str, bool], strategy: dict[str, Any], use_orig_params: bool) -> None:
-    model = _make_zoo(use_orig_params=use_orig_params, **strategy)
+    model = _make_nested_units(use_orig_params=use_orig_params, **strategy)
     _prepare(model)
     has_values = not flags["rank0_only"] or dist.get_rank() == 0
     handles, shown = _gathered(model, flags), _shown_names(model, flags["recurse"])
-    before = _snapshot(model)
+    before = _snapshot_of_scope(model)
     with (
         count_collectives() as log,
         _warnings(flags, has_values),
@@ -284,14 +284,14 @@ def _run_row(flags: dict[str, bool], strategy: dict[str, Any], use_orig_params: 
                 _check_forward(model)
             _check_inside(model, flags)
     _check_collectives(log, flags, handles)
-    assert _snapshot(model) == before
+    assert _snapshot_of_scope(model) == before
     _check_outside(model, flags, shown)
 
 
 def _check_forward(model: nn.Module) -> None:
     """Assert that a forward of the whole model takes no collective, and is right."""
     torch.manual_seed(0)
-    plain = _Zoo()
+    plain = _NestedUnits()
     with torch.no_grad(), count_collectives() as log:
         assert_equal(model(_x()), plain(_x()))
     assert not log.events
@@ -346,7 +346,7 @@ def test_first_rank_of_a_mesh_with_copies_reaches_all_ranks(strategy: ShardingSt
     mesh = init_device_mesh("cpu", (2, 2))
     _expected()  # by all ranks together, not by one inside the scope
     for with_grads, offload_to_cpu in itertools.product([False, True], repeat=2):
-        model = _make_zoo(strategy=strategy, mesh=mesh)
+        model = _make_nested_units(strategy=strategy, mesh=mesh)
         _prepare(model)
         flags = {"with_grads": with_grads, "recurse": True, "writeback": True}
         with unshard_params(
@@ -362,18 +362,18 @@ def test_first_rank_of_a_mesh_with_copies_reaches_all_ranks(strategy: ShardingSt
 @distributed(4)
 def test_body_that_fails_stops_the_ranks_that_hold_copies() -> None:
     """S1.9: a failure in one row of the mesh is known in the other; nothing is written."""
-    model = _make_zoo(mesh=init_device_mesh("cpu", (2, 2)))
+    model = _make_nested_units(mesh=init_device_mesh("cpu", (2, 2)))
     _prepare(model)
     expected = ValueError if dist.get_rank() == 3 else RuntimeError
     text = "mine" if dist.get_rank() == 3 else r"failed on ranks \[3\]"
     with pytest.raises(expected, match=text), unshard_params(model):
-        _fail_on(model, rank=3)
+        _add_one_and_fail_on(model, rank=3)
     flags = {"writeback": False, "with_grads": False}
     _check_outside(model, flags, _shown_names(model, recurse=True))
 
 
-def _fail_on(model: nn.Module, rank: int) -> None:
-    _add_one(model)
+def _add_one_and_fail_on(model: nn.Module, rank: int) -> None:
+    add_one(model)
     if dist.get_rank() == rank:
         raise ValueError("mine")
 
@@ -389,7 +389,7 @@ def test_what_is_unsharded_already_is_not_gathered() -> None:
     sizes = [handle.unsharded.untyped_storage().size() for handle in get_handles(model)]
     assert [size > 0 for size in sizes] == [False, False, True, False]
     with count_collectives() as log, unshard_params(model, writeback=False):
-        assert_equal(model.blocks[1].up.weight.detach(), _plain().blocks[1].up.weight.detach())
+        assert_equal(model.blocks[1].up.weight.detach(), _plain_net().blocks[1].up.weight.detach())
     assert log.count("all_gather") == len(log.events) == 3
     assert [h.unsharded.untyped_storage().size() for h in get_handles(model)] == sizes
     assert type(model.blocks[1].up.weight) is not FlatShard
@@ -405,9 +405,9 @@ def test_a_forward_after_the_scope_gathers_what_was_written() -> None:
         with torch.no_grad():
             model(rank_input(4, 5))
         with unshard_params(model):
-            _add_one(model)
-        plain = _plain()
-        _add_one(plain)
+            add_one(model)
+        plain = _plain_net()
+        add_one(plain)
         with torch.no_grad():
             assert_equal(model(rank_input(4, 5)), plain(rank_input(4, 5)))
 
@@ -419,15 +419,9 @@ def _make_net(**options: Any) -> Net:
     return model
 
 
-def _plain() -> Net:
+def _plain_net() -> Net:
     torch.manual_seed(0)
     return Net()
-
-
-def _add_one(model: nn.Module) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1)
 
 
 def _assert_values(model: nn.Module, expected: nn.Module) -> None:
@@ -524,8 +518,8 @@ def test_state_dict_taken_inside_stays_readable() -> None:
         state_dict = model.state_dict()
         view = model.out.weight.t()
     with unshard_params(model):
-        _add_one(model)
-    expected = _plain().state_dict()
+        add_one(model)
+    expected = _plain_net().state_dict()
     assert list(state_dict) == list(expected)
     for name, value in expected.items():
         assert type(state_dict[name]) is Tensor
@@ -533,8 +527,8 @@ def test_state_dict_taken_inside_stays_readable() -> None:
     assert_equal(view.detach(), expected["out.weight"].t())
 
 
-def _load(model: nn.Module) -> None:
-    values = _plain().state_dict()
+def _load_doubled(model: nn.Module) -> None:
+    values = _plain_net().state_dict()
     model.load_state_dict({name: value.double() * 2 for name, value in values.items()})
 
 
@@ -547,7 +541,7 @@ def _init(model: nn.Module) -> None:
             nn.init.constant_(param, 0.5)
 
 
-def _reset(model: nn.Module) -> None:
+def _reset_linear_layers(model: nn.Module) -> None:
     torch.manual_seed(4)
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -584,7 +578,16 @@ def _index(model: nn.Module) -> None:
         torch._foreach_mul_(list(model.blocks.parameters()), 2.0)
 
 
-_EDITS = [_load, _init, _reset, _svd, _set_data, _restride, _set_from_vector, _index]
+_EDITS = [
+    _load_doubled,
+    _init,
+    _reset_linear_layers,
+    _svd,
+    _set_data,
+    _restride,
+    _set_from_vector,
+    _index,
+]
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -592,7 +595,7 @@ _EDITS = [_load, _init, _reset, _svd, _set_data, _restride, _set_from_vector, _i
 @distributed(1, 2, 3)
 def test_ordinary_code_does_what_it_does_to_a_plain_model(edit: Any, use_orig_params: bool) -> None:
     """Loading, initialising, surgery, assignment: the shards hold the result, bitwise."""
-    plain = _plain()
+    plain = _plain_net()
     edit(plain)
     for flags in ({}, {"offload_to_cpu": True, "rank0_only": True}):
         model = _make_net(use_orig_params=use_orig_params)
@@ -608,7 +611,7 @@ def test_ordinary_code_does_what_it_does_to_a_plain_model(edit: Any, use_orig_pa
 @distributed(2, 3)
 def test_generating_takes_no_communication(context: Any) -> None:
     """Each rank feeds outputs back for as long as it likes."""
-    model, plain = _make_net(), _plain()
+    model, plain = _make_net(), _plain_net()
     lazy_init(model)
     with count_collectives() as log, unshard_params(model, writeback=False):
         num_gathers = len(log.events)
@@ -648,7 +651,7 @@ def test_parameters_and_buffers_of_a_meta_model_are_initialised_inside(
 # --- shapes and kinds of parameters ---
 
 
-class _Odd(nn.Module):
+class _OddAndRecurrent(nn.Module):
     """Complex, 0-d, empty, transposed and channels-last parameters, and an LSTM."""
 
     def __init__(self) -> None:
@@ -670,7 +673,7 @@ class _Odd(nn.Module):
 def test_odd_parameters_are_shown_and_written(use_orig_params: bool) -> None:
     """S1.3: under their own names, shapes and strides; an LSTM reads the shown ones."""
     torch.manual_seed(0)
-    plain = _Odd()
+    plain = _OddAndRecurrent()
     model = copy.deepcopy(plain)
     fully_shard(model.lstm, use_orig_params=use_orig_params)
     fully_shard(model, use_orig_params=use_orig_params)
@@ -705,7 +708,7 @@ def test_a_unit_of_several_modules_is_shown_whole() -> None:
             False
         ] * 2 + [True] * 2
         for module in (model, plain):
-            _add_one(nn.ModuleList([module[0], module[2]]))
+            add_one(nn.ModuleList([module[0], module[2]]))
     _assert_values(model, plain)
 
 
@@ -750,14 +753,14 @@ def test_recurse_shows_all_units_below_a_module_that_is_none(order: list[int]) -
     plain = copy.deepcopy(model)
     for index in order:
         fully_shard(model[index])
-    before = _snapshot(model)
+    before = _snapshot_of_scope(model)
     with unshard_params(model):
         assert [name for name, _ in model.named_parameters()] == [
             name for name, _ in plain.named_parameters()
         ]
         for module in (model, plain):
-            _add_one(module)
-    assert _snapshot(model) == before
+            add_one(module)
+    assert _snapshot_of_scope(model) == before
     _assert_values(model, plain)
     message = "expected a sharded module, got Sequential. Call fully_shard on it first, or pass"
     with pytest.raises(ValueError, match=message), unshard_params(model, recurse=False):
@@ -767,14 +770,14 @@ def test_recurse_shows_all_units_below_a_module_that_is_none(order: list[int]) -
 @distributed(2)
 def test_scopes_of_disjoint_units_nest() -> None:
     """S1.6: each shows its own units, and writes when it ends; what is outside trains."""
-    model, plain = _make_net(), _plain()
+    model, plain = _make_net(), _plain_net()
     first, second, third = model.blocks
     with unshard_params(first):
         with unshard_params(second, rank0_only=True):
             if dist.get_rank() == 0:
-                _add_one(second)
+                add_one(second)
         _assert_values(second, _with_ones(plain.blocks[1]))
-        _add_one(first)
+        add_one(first)
         third(rank_input(2, 15)).sum().backward()
         assert type(first.up.weight) is nn.Parameter
     _assert_values(first, _with_ones(plain.blocks[0]))
@@ -783,7 +786,7 @@ def test_scopes_of_disjoint_units_nest() -> None:
 
 
 def _with_ones(module: nn.Module) -> nn.Module:
-    _add_one(module)
+    add_one(module)
     return module
 
 
@@ -804,7 +807,7 @@ def test_a_shared_handle_is_shown_whole_through_the_unit_that_borrows() -> None:
             unshard_params(model[0]),
         ):
             pass
-        _add_one(model[0])
+        add_one(model[0])
     assert log.count("all_gather") == 3  # two handles, and the agreement of the ranks
     assert_at_rest(model)
 
@@ -834,7 +837,7 @@ def _check_scope_before_backward(**strategy: Any) -> None:
         pytest.warns(UserWarning, match="are discarded"),
         unshard_params(models[0], writeback=False, with_grads=True),
     ):
-        _add_one(models[0])
+        add_one(models[0])
     for loss in losses:
         loss.backward()
     for param, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -850,11 +853,11 @@ def test_writing_back_between_forward_and_backward_is_refused_by_backward(
     model = _make_net(**strategy)
     loss = model(rank_input(4, 5)).square().mean()
     with unshard_params(model):
-        _add_one(model)
+        add_one(model)
     with pytest.raises(RuntimeError, match="were written between a forward and its backward"):
         loss.backward()
-    plain = _plain()
-    _add_one(plain)
+    plain = _plain_net()
+    add_one(plain)
     losses = [module(rank_input(4, 5)).square().mean() for module in (model, plain)]
     losses[0].backward()
     assert_equal(losses[0].detach(), losses[1].detach())
@@ -865,7 +868,7 @@ def test_scopes_on_a_tree_of_mixed_strategies() -> None:
     """Edits reach every unit, and the training that follows is that of the edited plain model."""
     kinds = [kind["strategy"] for kind in KEEPING]
     torch.manual_seed(0)
-    model, plain = Net(), _plain()
+    model, plain = Net(), _plain_net()
     for block, strategy in zip(model.blocks, kinds, strict=True):
         fully_shard(block, strategy=strategy)
     fully_shard(model)
@@ -876,8 +879,8 @@ def test_scopes_on_a_tree_of_mixed_strategies() -> None:
             optimizer.step()
             optimizer.zero_grad()
         with unshard_params(model if step else model.blocks[0]):
-            _add_one(model if step else model.blocks[0])
-        _add_one(plain if step else plain.blocks[0])
+            add_one(model if step else model.blocks[0])
+        add_one(plain if step else plain.blocks[0])
         _assert_values(model, plain)
 
 
@@ -888,7 +891,7 @@ def test_scopes_on_a_tree_of_mixed_strategies() -> None:
 @distributed(1, 2, 3)
 def test_writeback_by_hand_keeps_edits_without_communication(use_orig_params: bool) -> None:
     """unshard, edit, writeback, reshard: nobody warns, and the shards hold the edits."""
-    model, plain = _make_net(use_orig_params=use_orig_params), _plain()
+    model, plain = _make_net(use_orig_params=use_orig_params), _plain_net()
     model(rank_input(4, 5)).sum().backward()
     register_orig_params(model)
     grads = [param.grad.to_local().clone() for param in model.parameters()]
@@ -896,7 +899,7 @@ def test_writeback_by_hand_keeps_edits_without_communication(use_orig_params: bo
         register_flat_param(model)
     unshard(model, recurse=True)
     for module in (model, plain):
-        _add_one(module)
+        add_one(module)
     for handle in get_handles(model):
         for param, entry in zip(handle.unsharded_params, handle.entries, strict=True):
             assert param.grad is None
@@ -936,7 +939,7 @@ def test_a_scope_inside_unshard_and_reshard(is_first: bool) -> None:
     with unshard_params(model), torch.no_grad():
         model.out.weight.zero_()
     work.wait()
-    plain = _plain()
+    plain = _plain_net()
     with torch.no_grad():
         plain.out.weight.zero_()
         plain.out.bias.add_(int(is_first))
@@ -952,32 +955,32 @@ def test_a_scope_inside_unshard_and_reshard(is_first: bool) -> None:
 @distributed(2)
 def test_a_scope_works_as_a_decorator_and_on_an_exit_stack() -> None:
     """A new scope for each call."""
-    model, plain = _make_net(), _plain()
+    model, plain = _make_net(), _plain_net()
 
     @unshard_params(model)
     def edit() -> None:
-        _add_one(model)
+        add_one(model)
 
     for _ in range(2):
         edit()
-        _add_one(plain)
+        add_one(plain)
     with ExitStack() as stack:
         for block in model.blocks:
             stack.enter_context(unshard_params(block))
-        _add_one(model.blocks)
-    _add_one(plain.blocks)
+        add_one(model.blocks)
+    add_one(plain.blocks)
     _assert_values(model, plain)
 
 
 @distributed(2)
 def test_a_scope_in_inference_mode_writes_ordinary_tensors() -> None:
     """Training goes on after it."""
-    model, plain = _make_net(), _plain()
+    model, plain = _make_net(), _plain_net()
     with torch.inference_mode(), unshard_params(model):
         assert not model.out.weight.is_inference()
         for param in model.parameters():
             param.add_(1)
-    _add_one(plain)
+    add_one(plain)
     _assert_values(model, plain)
     model(rank_input(4, 5)).sum().backward()
     assert_at_rest(model)
@@ -1011,7 +1014,7 @@ def test_replacing_a_unit_inside_leaves_the_others_right() -> None:
     with unshard_params(model):
         model[1], model[2] = nn.Identity(), nn.Linear(7, 2)
         gc.collect()
-        _add_one(model[0])
+        add_one(model[0])
     _assert_values(model[0], _with_ones(plain[0]))
     assert [type(param) is nn.Parameter for param in model.parameters()] == [False] * 2 + [True] * 2
 
@@ -1022,10 +1025,10 @@ def test_replacing_a_unit_inside_leaves_the_others_right() -> None:
 @distributed(1, 2)
 def test_the_flat_parameter_of_full_values_is_shown_on_request() -> None:
     """S1.8: edits and gradients through it count; a forward shows the originals again."""
-    model, plain = _make_net(use_orig_params=False), _plain()
+    model, plain = _make_net(use_orig_params=False), _plain_net()
     model(rank_input(4, 5)).sum().backward()
     at_rest = model._flat_param
-    before = _snapshot(model)
+    before = _snapshot_of_scope(model)
     with unshard_params(model, with_grads=True):
         register_flat_param(model)
         assert len(list(model.parameters())) == 4
@@ -1036,11 +1039,11 @@ def test_the_flat_parameter_of_full_values_is_shown_on_request() -> None:
         for block in model.blocks:
             with torch.no_grad():
                 block._flat_param.add_(1)
-        _add_one(plain)
+        add_one(plain)
         with torch.no_grad():
             model(rank_input(4, 5))
         assert_equal(model.blocks[0].up.weight.detach(), plain.blocks[0].up.weight.detach())
-    assert _snapshot(model) == before
+    assert _snapshot_of_scope(model) == before
     assert model._flat_param is at_rest
     register_orig_params(model)
     assert all(param.grad.to_local().abs().sum() == 0 for param in model.out.parameters())
@@ -1065,6 +1068,6 @@ def test_writeback_after_a_step_raises() -> None:
     writeback(model, recurse=True)
     writeback(model, recurse=True)
     reshard(model, recurse=True)
-    plain = _plain()
-    _add_one(plain)
+    plain = _plain_net()
+    add_one(plain)
     _assert_values(model, plain)

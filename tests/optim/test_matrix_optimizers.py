@@ -33,6 +33,7 @@ from tests.models import (
     Twins,
     assert_at_rest,
     every_granularity,
+    loss_of,
     rank_input,
     shard_blocks,
     shard_root,
@@ -118,12 +119,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
 }
 
 
-def loss_of(model: nn.Module, step: int = 0) -> Tensor:
-    """Return the loss of this rank's batch."""
-    return model(rank_input(4, 5, step=step)).square().mean()
-
-
-def train(
+def train_with_optimizers(
     twins: Twins, optimizers: list[list[Optimizer]], num_steps: int = 3, first: int = 0
 ) -> None:
     """Train both twins alike; compare losses, gradients and parameters."""
@@ -148,7 +144,7 @@ def test_matrix_optimizer_equals_the_unsharded_one(name: str, strategy: Sharding
     shard = partial(shard_blocks, strategy=strategy, granularity=matrices_whole)
     twins = Twins(Net, shard)
     optimizers = [OPTIMIZERS[name](model) for model in twins]
-    train(twins, optimizers)
+    train_with_optimizers(twins, optimizers)
     assert_at_rest(twins.sharded)
     for param in split(twins.sharded)[0]:
         assert isinstance(param, FlatShard)
@@ -160,7 +156,7 @@ def test_matrix_optimizer_equals_the_unsharded_one(name: str, strategy: Sharding
 def test_rank_without_a_parameter_takes_part(name: str) -> None:
     """S2.3: one matrix and one vector for three ranks."""
     twins = Twins(lambda: nn.Linear(5, 4), shard_root, granularity="param")
-    train(twins, [OPTIMIZERS[name](model) for model in twins])
+    train_with_optimizers(twins, [OPTIMIZERS[name](model) for model in twins])
 
 
 def _state_nbytes(optimizers: list[Optimizer]) -> int:
@@ -195,12 +191,12 @@ def test_groups_and_schedulers_act_everywhere() -> None:
         assert sizes == [len(group["params"]) for group in sharded.param_groups]
     schedulers = [StepLR(each, 1, gamma=0.5) for of_one in optimizers for each in of_one]
     for step in range(3):
-        train(twins, optimizers, 1, first=step)
+        train_with_optimizers(twins, optimizers, 1, first=step)
         for scheduler in schedulers:
             scheduler.step()
     for of_one in optimizers:
         of_one[0].param_groups[0]["lr"] = 0.5
-    train(twins, optimizers, 1, first=3)
+    train_with_optimizers(twins, optimizers, 1, first=3)
 
 
 def _closure(twins: Twins, model: nn.Module, step: int) -> Tensor:
@@ -356,7 +352,7 @@ def test_warm_optimizer_continues(name: str) -> None:
         param._shard_spec.is_elsewhere  # type: ignore[union-attr]
         for param in split(models[1])[0]
     )
-    train(twins, optimizers)
+    train_with_optimizers(twins, optimizers)
 
 
 # Blocks

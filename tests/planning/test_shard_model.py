@@ -28,7 +28,6 @@ from torch.distributed.fsdp.wrap import (
 
 from composable_shard import (
     FlatShard,
-    ShardingPlan,
     ShardingStrategy,
     by_class,
     by_size,
@@ -43,7 +42,7 @@ from composable_shard.planning.rules import Scope, compile_glob, parse_rules
 from composable_shard.planning.units import choose_units
 from composable_shard.runtime.traversal import ModuleTree, has_forward
 from tests.helpers import distributed, run_ranks
-from tests.models import Block, Net, Twins, assert_at_rest, fingerprint, rank_input
+from tests.models import Block, Net, Twins, assert_at_rest, fingerprint, plan_of, rank_input
 
 _OPTIONS = "mesh, strategy, reshard_after_forward, shard_over_replicas, mp_policy, " + (
     "offload_policy, ignored_params, use_orig_params, sync_module_states, "
@@ -78,7 +77,7 @@ class _Layer(nn.Module):
         return x
 
 
-class _Stack(nn.Module):
+class _EncoderStack(nn.Module):
     """An encoder or decoder as Hugging Face builds it: its own name for the shared embedding."""
 
     def __init__(self, embed_tokens: nn.Embedding, num_layers: int) -> None:
@@ -102,8 +101,8 @@ class _EncoderDecoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.shared = nn.Embedding(11, 6)
-        self.encoder = _Stack(self.shared, 2)
-        self.decoder = _Stack(self.shared, 3)
+        self.encoder = _EncoderStack(self.shared, 2)
+        self.decoder = _EncoderStack(self.shared, 3)
         self.lm_head = nn.Linear(6, 11, bias=False)
         self.lm_head.weight = self.shared.weight
 
@@ -128,7 +127,7 @@ class _Causal(nn.Module):
         return self.head(x) + self.stem(x[..., :2]).sum()
 
 
-class _Shared(nn.Module):
+class _SharedLinear(nn.Module):
     """One Linear at two places inside others, beside a tie of a single parameter."""
 
     def __init__(self) -> None:
@@ -145,13 +144,9 @@ def _torch_transformer() -> nn.Module:
     return nn.Transformer(4, 2, 2, 2, 8, batch_first=True)
 
 
-def _plan(model: nn.Module, rules: Any, **options: Any) -> ShardingPlan:
-    return shard_model(model, rules, dry_run=True, **options)
-
-
 def _fqns(model: nn.Module, rules: Any, **options: Any) -> list[str]:
     """Return the FQNs of the units besides the root."""
-    fqns = [unit.fqn for unit in _plan(model, rules, **options).units]
+    fqns = [unit.fqn for unit in plan_of(model, rules, **options).units]
     assert fqns.pop() == ""
     return fqns
 
@@ -237,7 +232,7 @@ def test_one_star_stays_within_a_component_and_two_go_across(glob: str) -> None:
 def test_first_match_wins() -> None:
     """The options are those of the first rule about a module; later ones take the rest."""
     rules = [("blocks.1", {"reshard_after_forward": True}), (Block, {})]
-    plan = _plan(Net(), rules, reshard_after_forward=False)
+    plan = plan_of(Net(), rules, reshard_after_forward=False)
     found = {unit.fqn: (unit.rule, unit.options["reshard_after_forward"]) for unit in plan.units}
     assert found == {
         "blocks.0": ("rule 2 (Block)", False),
@@ -250,21 +245,21 @@ def test_first_match_wins() -> None:
 def test_a_rule_about_the_model_gives_the_root_its_options() -> None:
     """By class or predicate; None does not apply to it, and globs are about what is inside."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    plan = _plan(model, {nn.Sequential: {"reshard_after_forward": True}})
+    plan = plan_of(model, {nn.Sequential: {"reshard_after_forward": True}})
     assert [(unit.fqn, len(unit.options)) for unit in plan.units] == [("0", 1), ("", 1)]
     assert _fqns(model, [(nn.Sequential, None), ("**", {})]) == ["0.0"]
-    assert _plan(model, [("**", {"reshard_after_forward": True})]).units[-1].options == {}
+    assert plan_of(model, [("**", {"reshard_after_forward": True})]).units[-1].options == {}
     with pytest.raises(ValueError, match="takes no module of Linear"):
-        _plan(nn.Linear(2, 2), {nn.Linear: None})
+        plan_of(nn.Linear(2, 2), {nn.Linear: None})
 
 
 def test_a_shared_module_is_one_unit_under_any_of_its_names() -> None:
     """A rule about one name is about all of them; a second one comes too late."""
     for rules in ({"left.0": {}}, {"right.0": {}}, [(lambda fqn, _: fqn == "right.0", {})]):
-        plan = _plan(_Shared(), rules)
+        plan = plan_of(_SharedLinear(), rules)
         assert [unit.fqns for unit in plan.units] == [("left.0", "right.0"), ("",)]
     with pytest.raises(ValueError, match=r"rule 2 \('right.0'\) takes no module: all it is about"):
-        _plan(_Shared(), {"left.0": {}, "right.0": {}})
+        plan_of(_SharedLinear(), {"left.0": {}, "right.0": {}})
 
 
 def test_a_cycle_of_modules_ends() -> None:
@@ -294,7 +289,7 @@ def test_by_size_counts_what_no_unit_has_yet() -> None:
 
 def test_by_size_counts_ties_once_and_ignored_parameters_never() -> None:
     """Neither makes a module seem larger than its unit would be."""
-    model = _Shared()  # left 12; right: the same Linear, and a bias of 3 of its own
+    model = _SharedLinear()  # left 12; right: the same Linear, and a bias of 3 of its own
     assert _fqns(model, by_size(12)) == ["left.0"]
     assert _fqns(model, by_size(3)) == ["left.0", "right.1"]
     bias = model.right[1].bias
@@ -442,7 +437,7 @@ def _fsdp1_units(model: nn.Module, policy: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("make", [_EncoderDecoder, _Causal, _torch_transformer, _Shared])
+@pytest.mark.parametrize("make", [_EncoderDecoder, _Causal, _torch_transformer, _SharedLinear])
 def test_fsdp1_policies_give_the_units_of_fsdp1(name: str, make: Callable[[], nn.Module]) -> None:
     """As the rules, as a rule among others, and with options."""
     policy = POLICIES[name]
@@ -462,7 +457,7 @@ def test_fsdp1_policies_give_the_units_of_fsdp1(name: str, make: Callable[[], nn
 def test_fsdp1_policies_leave_the_root_and_containers_alone() -> None:
     """The root keeps the defaults, and what nothing calls does not become a unit."""
     policy = ModuleWrapPolicy({Net, Block, nn.ModuleList})
-    plan = _plan(Net(), {policy: {"reshard_after_forward": True}})
+    plan = plan_of(Net(), {policy: {"reshard_after_forward": True}})
     assert [unit.fqn for unit in plan.units] == [*BLOCKS, ""]
     assert plan.units[-1].options == {}
 
@@ -472,7 +467,7 @@ def test_a_policy_reaches_a_shared_module_by_any_of_its_names() -> None:
     policy = functools.partial(
         size_based_auto_wrap_policy, min_num_params=12, force_leaf_modules={nn.Sequential}
     )
-    model = nn.ModuleDict({"a": _Shared().left, "b": nn.Module()})
+    model = nn.ModuleDict({"a": _SharedLinear().left, "b": nn.Module()})
     model["b"].inner = model["a"][0]
     tree = ModuleTree(model)
     expected = _fsdp1_units(model, policy)
@@ -493,7 +488,7 @@ def test_custom_policy_overrides_options() -> None:
     policy = CustomPolicy(
         lambda module: {"reshard_after_forward": True} if isinstance(module, Block) else False
     )
-    plan = _plan(Net(), {policy: {"reshard_after_forward": False, "sync_module_states": True}})
+    plan = plan_of(Net(), {policy: {"reshard_after_forward": False, "sync_module_states": True}})
     assert [unit.options for unit in plan.units[:-1]] == 3 * [
         {"reshard_after_forward": True, "sync_module_states": True}
     ]
@@ -501,7 +496,7 @@ def test_custom_policy_overrides_options() -> None:
         lambda module: {"sharding_strategy": 1} if isinstance(module, Block) else False
     )
     with pytest.raises(ValueError, match="fully_shard has no option") as caught:
-        _plan(Net(), wrong)
+        plan_of(Net(), wrong)
     assert str(caught.value) == (
         "rule 1 (CustomPolicy), 'blocks.0' (Block): fully_shard has no option "
         "'sharding_strategy'. Did you mean 'strategy'?"
@@ -536,7 +531,7 @@ def _with_graph() -> nn.Module:
     return model
 
 
-def _on_two_devices() -> nn.Module:
+def _net_on_two_devices() -> nn.Module:
     model = Net()
     model.blocks[2].down.to("meta")
     return model
@@ -806,7 +801,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         "the parametrisation, before fully_shard.",
     ),
     "the last unit refused": (
-        _on_two_devices,
+        _net_on_two_devices,
         ALL,
         {},
         ValueError,
@@ -823,7 +818,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         "buffers, got some on the meta device. Initialise or load them after fully_shard instead.",
     ),
     "a module in two units": (
-        _Shared,
+        _SharedLinear,
         {"left": {}, "right": {}},
         {},
         ValueError,
@@ -832,18 +827,18 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         "own, for example by a first rule ('left.0', {}).",
     ),
     "a module in a unit and in the root": (
-        _Shared,
+        _SharedLinear,
         {"left": {}},
         {},
         ValueError,
         "'left.0' (Linear), known as 'left.0', 'right.0', is in two units, 'left' (Sequential) "
-        "and the model (_Shared), and only one can manage its parameters. Make it a unit of its "
-        "own, for example by a first rule ('left.0', {}).",
+        "and the model (_SharedLinear), and only one can manage its parameters. Make it a unit of "
+        "its own, for example by a first rule ('left.0', {}).",
     ),
 }
 
 
-def _refuse(case: str) -> str:
+def _refusal_of(case: str) -> str:
     build, rules, options, error, _ = REFUSALS[case]
     model = build()
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
@@ -858,13 +853,13 @@ def _refuse(case: str) -> str:
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refusal_changes_nothing_and_is_the_same_on_all_ranks(case: str) -> None:
     """The text names the rule or the unit; no module, hook or parameter is another than before."""
-    assert run_ranks(2, _refuse, case) == 2 * [REFUSALS[case][-1]]
+    assert run_ranks(2, _refusal_of, case) == 2 * [REFUSALS[case][-1]]
 
 
 def test_world_size_of_a_dry_run_is_checked() -> None:
     """With the value."""
     with pytest.raises(ValueError, match="expected world_size to be a positive integer, got 0"):
-        _plan(Net(), ALL, world_size=0)
+        plan_of(Net(), ALL, world_size=0)
 
 
 def test_missing_process_group_is_named() -> None:
@@ -889,11 +884,11 @@ def test_corrected_call_succeeds_after_a_refused_one() -> None:
 @distributed(2)
 def test_what_is_refused_by_hand_in_the_middle_is_refused_here_at_the_start() -> None:
     """The checks of later units see what earlier ones will have changed."""
-    model = _Shared()
+    model = _SharedLinear()
     fully_shard(model.left)
     with pytest.raises(ValueError, match="is already managed by the unit"):
         fully_shard(model.right)
-    model = _Shared()
+    model = _SharedLinear()
     with pytest.raises(ValueError, match="is in two units"):
         shard_model(model, {"left": {}, "right": {}})
     assert _sharded_fqns(model) == []
@@ -1000,7 +995,7 @@ def test_same_units_as_by_hand_train_the_same() -> None:
     assert [state.describe_options() for state in get_states(ours)] == [
         state.describe_options() for state in get_states(by_hand)
     ]
-    losses = [_train(model) for model in models]
+    losses = [_train_on_tokens(model) for model in models]
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 4
     for param, expected in zip(ours.parameters(), by_hand.parameters(), strict=True):
@@ -1009,7 +1004,7 @@ def test_same_units_as_by_hand_train_the_same() -> None:
     assert_at_rest(ours)
 
 
-def _train(model: nn.Module) -> list[float]:
+def _train_on_tokens(model: nn.Module) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     losses = []
     for step in range(4):
@@ -1049,7 +1044,7 @@ def test_training_equals_the_unsharded_model(rules: Any) -> None:
 @distributed(2)
 def test_shared_modules_train_as_one_unit() -> None:
     """A unit at two FQNs is one state with one handle for its parameters, tied ones borrowed."""
-    twins = Twins(_Shared, lambda model: shard_model(model, {"left.0": {}, "right": {}}))
+    twins = Twins(_SharedLinear, lambda model: shard_model(model, {"left.0": {}, "right": {}}))
     assert _sharded_fqns(twins.sharded) == ["", "left.0", "right"]
     sizes = [[str(e.label) for e in h.entries] for h in get_handles(twins.sharded)]
     assert sizes == [["left.0.weight", "left.0.bias"], ["right.1.bias"]]
@@ -1177,7 +1172,7 @@ def test_dry_run_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_dry_run_describes_options_in_words() -> None:
     """Enums by name, sets by size, long values shortened: no addresses, the same on all ranks."""
-    plan = _plan(Net(), {}, strategy=ShardingStrategy.FULL_SHARD, ignored_params=set())
+    plan = plan_of(Net(), {}, strategy=ShardingStrategy.FULL_SHARD, ignored_params=set())
     assert "strategy=FULL_SHARD, ignored_params=<0>" in str(plan)
     assert plan.units[0].world_size == 1
 
@@ -1190,7 +1185,7 @@ def test_dry_run_says_what_a_run_does() -> None:
     model.encoder.block[0].half().requires_grad_(False)
     mesh = init_device_mesh("cpu", (2,))
     rules = [*transformer_blocks(model), ("**.experts.*", {"mesh": mesh})]
-    plan = _plan(model, rules)
+    plan = plan_of(model, rules)
     shard_model(model, rules)
     assert {unit.fqn for unit in plan.units} == set(_sharded_fqns(model))
     modules = dict(model.named_modules())
@@ -1208,9 +1203,9 @@ def test_dry_run_says_what_a_run_does() -> None:
 def test_dry_run_counts_a_tied_parameter_in_its_first_unit() -> None:
     """As `fully_shard` does: units after it borrow the parameter, whatever else they hold."""
     with torch.device("meta"):
-        model = _Shared()
+        model = _SharedLinear()
         model.right[1].bias = nn.Parameter(torch.zeros(3, device="cpu"))
-    plan = _plan(model, {"left.0": {}, "right": {}})
+    plan = plan_of(model, {"left.0": {}, "right": {}})
     counts = {unit.fqn: (unit.num_params, unit.numel) for unit in plan.units}
     assert counts == {"left.0": (2, 12), "right": (1, 3), "": (0, 0)}
 
@@ -1226,7 +1221,7 @@ def _print_plan() -> tuple[str, str]:
     written: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.stdout, "write", written.append)
-        plan = _plan(Net(), ALL)
+        plan = plan_of(Net(), ALL)
     return "".join(written), str(plan)
 
 

@@ -56,7 +56,7 @@ ALWAYS = ("fp32", "bf16 with fp32 main")
 Case = tuple[str, torch.dtype, dict[str, Any]]
 
 
-def _make(dtype: torch.dtype = F32) -> Net:
+def _make_padded(dtype: torch.dtype = F32) -> Net:
     """Return a model with padding, and with a frozen parameter in one unit."""
     torch.manual_seed(0)
     model = Net().to(dtype)
@@ -64,7 +64,7 @@ def _make(dtype: torch.dtype = F32) -> Net:
     return model
 
 
-def _shard(model: nn.Module, **options: Any) -> ShardingPlan:
+def _shard_as_planned(model: nn.Module, **options: Any) -> ShardingPlan:
     """Shard the model; return what a dry run has told before."""
     rules = by_class(Block)
     plan = shard_model(model, rules, dry_run=True, **options)
@@ -117,7 +117,9 @@ def _each_case() -> Iterable[Case]:
                 yield case, dtype, {"mesh": mesh, "mp_policy": policy, **options}
 
 
-def _step(optimizer: torch.optim.Optimizer, run: Callable[[], object]) -> dict[Any, int]:
+def _payloads_of_step(
+    optimizer: torch.optim.Optimizer, run: Callable[[], object]
+) -> dict[Any, int]:
     """Take a step and return the payloads of its passes."""
     with count_collectives() as log:
         run()
@@ -130,11 +132,11 @@ def _step(optimizer: torch.optim.Optimizer, run: Callable[[], object]) -> dict[A
 def test_ranks_send_and_hold_what_the_dry_run_says() -> None:
     """Payloads by kind and number of ranks; exact bytes of storages, at rest and with gradients."""
     for case, dtype, options in _each_case():
-        model = _make(dtype)
-        plan = _shard(model, **options)
+        model = _make_padded(dtype)
+        plan = _shard_as_planned(model, **options)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
-            counted = _step(optimizer, lambda m=model, dtype=dtype: _backward(m, dtype))
+            counted = _payloads_of_step(optimizer, lambda m=model, dtype=dtype: _backward(m, dtype))
         assert counted == plan.cost.payloads, case
         assert f"{sent_nbytes(counted):,}" in str(plan).splitlines()[-1].split(), case
         _check_stored(plan, model, optimizer, dtype, case)
@@ -154,11 +156,13 @@ def test_uneven_shards_cost_what_the_dry_run_says(granularity: Any) -> None:
         for policy_name in ("fp32", "gathered in int8"):
             dtype, policy = POLICIES[policy_name]
             options = {"mesh": mesh, "mp_policy": policy, **OPTIONS[name]}
-            model = _make(dtype)
-            plan = _shard(model, granularity=granularity, **options)
+            model = _make_padded(dtype)
+            plan = _shard_as_planned(model, granularity=granularity, **options)
             optimizer = torch.optim.AdamW(model.parameters())
             for _ in range(2):
-                counted = _step(optimizer, lambda m=model, dtype=dtype: _backward(m, dtype))
+                counted = _payloads_of_step(
+                    optimizer, lambda m=model, dtype=dtype: _backward(m, dtype)
+                )
             if all(handle.shard_group.rank == 0 for handle in get_handles(model)):
                 assert counted == plan.cost.payloads, (name, policy_name)
                 _check_stored(plan, model, optimizer, dtype, name)
@@ -173,8 +177,8 @@ def test_an_accumulated_step_sends_what_the_formula_says(num_reductions: int) ->
     for case, dtype, options in _each_case():
         if options["mp_policy"] not in [POLICIES[name][1] for name in ALWAYS]:
             continue
-        model = _make(dtype)
-        _shard(model, **options)
+        model = _make_padded(dtype)
+        _shard_as_planned(model, **options)
         optimizer = torch.optim.AdamW(model.parameters())
 
         def run(model: nn.Module = model, dtype: torch.dtype = dtype) -> None:
@@ -183,19 +187,19 @@ def test_an_accumulated_step_sends_what_the_formula_says(num_reductions: int) ->
                     _backward(model, dtype)
             _backward(model, dtype)
 
-        _step(optimizer, run)
+        _payloads_of_step(optimizer, run)
         expected: Counter[tuple[str, int]] = Counter()
         for cost in _costs(model):
             expected.update(cost.payloads(3, num_reductions))
-        assert _step(optimizer, run) == expected, case
+        assert _payloads_of_step(optimizer, run) == expected, case
 
 
 @distributed(3, 4)
 def test_a_step_issues_as_many_collectives_as_the_dry_run_says() -> None:
     """For each flat parameter, and one all-reduce of flags for each axis of the mesh."""
     for case, dtype, options in _each_case():
-        model = _make(dtype)
-        plan = _shard(model, **options)
+        model = _make_padded(dtype)
+        plan = _shard_as_planned(model, **options)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
             with count_collectives() as log:
@@ -208,11 +212,11 @@ def test_a_step_issues_as_many_collectives_as_the_dry_run_says() -> None:
 @distributed(4)
 def test_a_small_group_gathers_for_the_backward() -> None:
     """The forward's gather reaches all ranks, the backward's half of them."""
-    model = _make()
-    plan = _shard(model, reshard_after_forward=2)
+    model = _make_padded()
+    plan = _shard_as_planned(model, reshard_after_forward=2)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
-        counted = _step(optimizer, lambda: _backward(model, F32))
+        counted = _payloads_of_step(optimizer, lambda: _backward(model, F32))
     assert counted == plan.cost.payloads
     assert counted["all_gather", 2] == counted["all_gather", 4]
 
@@ -232,10 +236,10 @@ def test_one_rank_alone_sends_nothing_and_holds_everything() -> None:
     """Also where it computes in another dtype, and shows flat parameters."""
     for dtype, policy in POLICIES.values():
         for options in OPTIONS.values():
-            model = _make(dtype)
-            plan = _shard(model, mp_policy=policy, **options)
+            model = _make_padded(dtype)
+            plan = _shard_as_planned(model, mp_policy=policy, **options)
             optimizer = torch.optim.AdamW(model.parameters())
-            _step(optimizer, lambda m=model, dtype=dtype: _backward(m, dtype))
+            _payloads_of_step(optimizer, lambda m=model, dtype=dtype: _backward(m, dtype))
             _check_stored(plan, model, optimizer, dtype, f"{options} {policy}")
             assert plan.cost.payloads == {}
 
@@ -246,9 +250,9 @@ def test_a_flat_parameter_holds_what_the_dry_run_says() -> None:
     for strategy in ShardingStrategy:
         torch.manual_seed(0)
         model = Net()
-        plan = _shard(model, strategy=strategy, use_orig_params=False)
+        plan = _shard_as_planned(model, strategy=strategy, use_orig_params=False)
         optimizer = torch.optim.AdamW(model.parameters())
-        _step(optimizer, lambda model=model: _backward(model, F32))
+        _payloads_of_step(optimizer, lambda model=model: _backward(model, F32))
         _check_stored(plan, model, optimizer, F32, strategy.name)
 
 
@@ -259,11 +263,11 @@ def test_offload_holds_what_the_dry_run_says() -> None:
     cases = [(strategy, True) for strategy in ShardingStrategy] + [(FULL_SHARD, False)]
     for dtype, mp_policy in POLICIES.values():
         for (strategy, use_orig_params), policy in product(cases, policies):
-            model = _make(dtype) if use_orig_params else Net().to(dtype)
+            model = _make_padded(dtype) if use_orig_params else Net().to(dtype)
             options = {"strategy": strategy, "mp_policy": mp_policy, "offload_policy": policy}
-            plan = _shard(model, use_orig_params=use_orig_params, **options)
+            plan = _shard_as_planned(model, use_orig_params=use_orig_params, **options)
             optimizer = torch.optim.AdamW(model.parameters())
-            _step(optimizer, lambda m=model, dtype=dtype: _backward(m, dtype))
+            _payloads_of_step(optimizer, lambda m=model, dtype=dtype: _backward(m, dtype))
             _check_stored(plan, model, optimizer, dtype, f"{options}")
             _backward(model, dtype)
             on_host = [handle.local_shard for handle in get_handles(model)]
@@ -307,13 +311,13 @@ def test_a_dry_run_needs_no_ranks() -> None:
     """Told a number of ranks, it says what they would find; a mesh prints as it is."""
     rules = by_class(Block)
     for options in OPTIONS.values():
-        told = shard_model(_make(), rules, dry_run=True, world_size=4, **options)
-        found = shard_model(_make(), rules, dry_run=True, **options)
+        told = shard_model(_make_padded(), rules, dry_run=True, world_size=4, **options)
+        found = shard_model(_make_padded(), rules, dry_run=True, **options)
         assert str(told) == str(found)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    plan = shard_model(_make(), rules, dry_run=True, mesh=mesh)
+    plan = shard_model(_make_padded(), rules, dry_run=True, mesh=mesh)
     assert [str(unit.ranks) for unit in plan.units] == ["2x2"] * 4
-    plan = shard_model(_make(), rules, dry_run=True, strategy=NO_SHARD)
+    plan = shard_model(_make_padded(), rules, dry_run=True, strategy=NO_SHARD)
     assert [str(unit.ranks) for unit in plan.units] == ["4x1"] * 4
 
 

@@ -28,11 +28,20 @@ from composable_shard import (
     no_sync,
     shard_model,
 )
-from composable_shard.comm.collectives import CollectiveLog, count_collectives
 from composable_shard.comm.trace import trace_events
 from composable_shard.layout.flat_layout import cut_buckets
-from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Net, Optional, Twins, assert_at_rest, pickled, rank_input, shard_root
+from tests.helpers import Planned, assert_equal, distributed, peak_bytes
+from tests.models import (
+    Net,
+    Optional,
+    Twins,
+    assert_at_rest,
+    collectives_of,
+    loss_of,
+    pickled,
+    rank_input,
+    shard_root,
+)
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)
@@ -40,17 +49,7 @@ MIB = 1 << 20
 CAP = 600 / MIB  # about a third of a block of a Net
 
 
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).square().mean()
-
-
-def _count(run: Callable[[], object]) -> CollectiveLog:
-    with count_collectives() as log:
-        run()
-    return log
-
-
-def _sharded(model: nn.Module, cap: float | None = CAP, **options: Any) -> nn.Module:
+def _bucketed(model: nn.Module, cap: float | None = CAP, **options: Any) -> nn.Module:
     return fully_shard(model, bucket_cap_mb=cap, **options)
 
 
@@ -80,7 +79,7 @@ def test_buckets_stay_below_the_cap(
         assert -(-blocks // world_size) * world_size * alignment > cap
 
 
-class _Mixed(nn.Module):
+class _TwoDtypes(nn.Module):
     """Parameters of two dtypes in turn, one of them tied, one frozen."""
 
     def __init__(self) -> None:
@@ -101,7 +100,7 @@ class _Mixed(nn.Module):
 @distributed(2)
 def test_buckets_of_a_unit_are_in_the_order_of_the_backward() -> None:
     """Across dtypes; what is tied is one parameter, at its first place, and frozen ones are one."""
-    model = _sharded(_Mixed(), 256 / MIB)
+    model = _bucketed(_TwoDtypes(), 256 / MIB)
     names = [[str(entry.label) for entry in handle.entries] for handle in get_handles(model)]
     assert names == [
         ["middle.weight", "middle.bias"],
@@ -117,20 +116,20 @@ def test_the_cap_is_about_the_dtype_that_is_reduced() -> None:
     half = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     for cap, policy in ((8192, MixedPrecisionPolicy()), (4096, half)):
         layers = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
-        model = _sharded(layers, cap / MIB, mp_policy=policy)
+        model = _bucketed(layers, cap / MIB, mp_policy=policy)
         assert [len(handle.entries) for handle in get_handles(model)] == [2, 2, 2]
 
 
 @distributed(1)
 def test_one_rank_has_no_buckets() -> None:
     """It reduces nothing."""
-    assert len(get_handles(_sharded(Net()))) == 1
+    assert len(get_handles(_bucketed(Net()))) == 1
 
 
 @distributed(2)
 def test_flat_parameters_of_buckets() -> None:
     """The first of them has the last parameters."""
-    model = _sharded(Net(), use_orig_params=False)
+    model = _bucketed(Net(), use_orig_params=False)
     num_buckets = len(get_handles(model))
     names = [name for name, _ in model.named_parameters()]
     assert names == ["_flat_param", *(f"_flat_param_{i}" for i in range(1, num_buckets))]
@@ -153,7 +152,7 @@ def test_a_cap_that_is_none(cap: object) -> None:
 @distributed(2)
 def test_ranks_with_different_caps() -> None:
     """They would reduce different buckets."""
-    model = _sharded(nn.Linear(2, 2), 25 + dist.get_rank())
+    model = _bucketed(nn.Linear(2, 2), 25 + dist.get_rank())
     with pytest.raises(RuntimeError, match="bucket_cap_mb=25"):
         model(torch.ones(2, 2))
 
@@ -202,7 +201,7 @@ def _num_issued(model: _Chain, x: Tensor) -> list[int]:
 @distributed(2)
 def test_a_bucket_is_reduced_as_soon_as_it_is_full(strategy: ShardingStrategy) -> None:
     """Of one layer each: when the backward reaches layer k, those above it are on their way."""
-    model = _sharded(_Chain(), 1024 / MIB, strategy=strategy)
+    model = _bucketed(_Chain(), 1024 / MIB, strategy=strategy)
     for step in range(2):
         assert _num_issued(model, rank_input(3, 16, step=step)) == [5, 4, 3, 2, 1, 0]
     assert _num_issued(fully_shard(_Chain(), strategy=strategy), rank_input(3, 16)) == [0] * 6
@@ -213,8 +212,8 @@ def test_sibling_units_reduce_their_buckets() -> None:
     """Each unit in its own window of the backward; the one around them at its end."""
     model = nn.Sequential(_Chain(3), _Chain(3), nn.Linear(16, 16))
     for child in model[:2]:
-        _sharded(child, 1024 / MIB)
-    _sharded(model, 64 / MIB)
+        _bucketed(child, 1024 / MIB)
+    _bucketed(model, 64 / MIB)
     counts: list[int] = []
     with trace_events() as events:
         for child in model[:2]:
@@ -229,14 +228,14 @@ def test_sibling_units_reduce_their_buckets() -> None:
 @distributed(2)
 def test_a_step_issues_one_collective_for_each_bucket_and_pass() -> None:
     """Two all-reduces of bytes tell which parameters are used; inside no_sync nothing is sent."""
-    model = _sharded(Net())
-    _loss(model).backward()
+    model = _bucketed(Net())
+    loss_of(model).backward()
     num_buckets = len(get_handles(model))
-    log = _count(lambda: _loss(model).backward())
+    log = collectives_of(lambda: loss_of(model).backward())
     assert log.count("all_gather") == log.count("reduce_scatter") == num_buckets
     assert log.count("all_reduce") == 2
     with no_sync(model):
-        log = _count(lambda: _loss(model).backward())
+        log = collectives_of(lambda: loss_of(model).backward())
     assert log.count("reduce_scatter") == log.count("all_reduce") == 0
 
 
@@ -251,11 +250,11 @@ def test_training_is_that_without_buckets(strategy: ShardingStrategy, world_size
     models = [Net(), Net()]
     models[1].load_state_dict(models[0].state_dict())
     for model, cap in zip(models, (None, CAP), strict=True):
-        _sharded(model, cap, strategy=strategy)
+        _bucketed(model, cap, strategy=strategy)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True) for m in models]
     tolerance = 1e-5 if strategy is NO_SHARD and world_size == 3 else 0
     for step in range(4):
-        losses = [_loss(model, step) for model in models]
+        losses = [loss_of(model, step) for model in models]
         torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
         for loss, optimizer in zip(losses, optimizers, strict=True):
             loss.backward()
@@ -272,11 +271,11 @@ def test_one_call_equals_ddp() -> None:
     """Losses and parameters of NO_SHARD with buckets are those of DistributedDataParallel."""
     torch.manual_seed(0)
     plain = Net()
-    model = _sharded(copy.deepcopy(plain), strategy=NO_SHARD)
+    model = _bucketed(copy.deepcopy(plain), strategy=NO_SHARD)
     ddp = DistributedDataParallel(plain, bucket_cap_mb=CAP)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, ddp)]
     for step in range(5):
-        losses = [_loss(each, step) for each in (model, ddp)]
+        losses = [loss_of(each, step) for each in (model, ddp)]
         assert_equal(*losses)
         for loss, optimizer in zip(losses, optimizers, strict=True):
             loss.backward()
@@ -292,16 +291,16 @@ def _hsdp(model: nn.Module) -> None:
 
 
 SHARDINGS: dict[str, Callable[[nn.Module], object]] = {
-    **{strategy.name: partial(_sharded, strategy=strategy) for strategy in STRATEGIES},
+    **{strategy.name: partial(_bucketed, strategy=strategy) for strategy in STRATEGIES},
     "mesh": _hsdp,
-    "kept": partial(_sharded, reshard_after_forward=False),
-    "flat": partial(_sharded, use_orig_params=False),
-    "in fp64": partial(_sharded, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64)),
+    "kept": partial(_bucketed, reshard_after_forward=False),
+    "flat": partial(_bucketed, use_orig_params=False),
+    "in fp64": partial(_bucketed, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64)),
 }
 
 
 def _calls(model: nn.Module, step: int) -> list[Tensor]:
-    return [_loss(model, 2 * step + i) for i in range(2)]
+    return [loss_of(model, 2 * step + i) for i in range(2)]
 
 
 @pytest.mark.parametrize("sharding", sorted(SHARDINGS.keys() - {"flat"}))
@@ -325,15 +324,15 @@ def test_patterns_of_calls_and_backwards(sharding: str) -> None:
 def test_copies_train_alike() -> None:
     """A deep copy, and a pickle of it."""
     twins = Twins(Net, shard_root)
-    twins.sharded = pickled(copy.deepcopy(_sharded(copy.deepcopy(twins.plain))))
-    twins.step(_loss)
-    assert _count(lambda: _loss(twins.sharded).backward()).count("reduce_scatter") > 4
+    twins.sharded = pickled(copy.deepcopy(_bucketed(copy.deepcopy(twins.plain))))
+    twins.step(loss_of)
+    assert collectives_of(lambda: loss_of(twins.sharded).backward()).count("reduce_scatter") > 4
 
 
 @distributed(2)
 def test_create_graph() -> None:
     """The graph of the gradients reads the full parameters, which stay until the next forward."""
-    twins = Twins(Net, _sharded)
+    twins = Twins(Net, _bucketed)
     for model in twins:
         x = rank_input(4, 5).requires_grad_()
         (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
@@ -344,34 +343,30 @@ def test_create_graph() -> None:
 @distributed(2)
 def test_gradients_of_inputs_alone_reduce_nothing() -> None:
     """One byte tells all ranks so, and one for each parameter that none was used."""
-    model = _sharded(Net())
+    model = _bucketed(Net())
     x = rank_input(4, 5).requires_grad_()
     loss = model(x).square().mean()
-    log = _count(lambda: torch.autograd.grad(loss, x))
+    log = collectives_of(lambda: torch.autograd.grad(loss, x))
     assert log.count("reduce_scatter") == 0
     assert all(param.grad is None for param in model.parameters())
-
-
-class _Planned(Exception):
-    """What the test raises."""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_an_error_after_buckets_have_gone(strategy: ShardingStrategy) -> None:
     """Drops the gradients as a whole; the next step is right without any reset."""
-    twins = Twins(_Chain, partial(_sharded, cap=1024 / MIB, strategy=strategy))
+    twins = Twins(_Chain, partial(_bucketed, cap=1024 / MIB, strategy=strategy))
     model = twins.sharded
 
     def fail() -> None:
         counts.append(1)
         if len(counts) == 4:
-            raise _Planned
+            raise Planned
 
     for _ in range(2):
         counts: list[int] = []
         model.reached = [fail]
-        with pytest.raises(_Planned):
+        with pytest.raises(Planned):
             model(rank_input(3, 16)).square().mean().backward()
         assert all(param.grad is None for param in model.parameters())
         model.reached = []
@@ -398,11 +393,11 @@ class _Picky(nn.Module):
 
 def _shard_nested(model: nn.Module, **options: Any) -> None:
     """Make the first layer a unit inside that of the others."""
-    _sharded(model.first, **options)
-    _sharded(model, **options)
+    _bucketed(model.first, **options)
+    _bucketed(model, **options)
 
 
-@pytest.mark.parametrize("shard", [_sharded, _shard_nested])
+@pytest.mark.parametrize("shard", [_bucketed, _shard_nested])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2, 3)
 def test_parameters_that_some_ranks_use(
@@ -432,7 +427,7 @@ def test_a_backward_fails_when_ranks_have_reduced_different_buckets(
     strategy: ShardingStrategy,
 ) -> None:
     """All ranks have issued the same collectives when the next step begins."""
-    twins = Twins(_Picky, partial(_sharded, cap=64 / MIB, strategy=strategy))
+    twins = Twins(_Picky, partial(_bucketed, cap=64 / MIB, strategy=strategy))
 
     def fail(grad: Tensor) -> None:
         raise ValueError("planned")
@@ -455,7 +450,7 @@ def test_a_backward_fails_when_ranks_have_reduced_different_buckets(
 @distributed(2)
 def test_a_rank_without_any_gradient(strategy: ShardingStrategy) -> None:
     """It does its part of the reductions that the others have begun."""
-    twins = Twins(Optional, partial(_sharded, cap=64 / MIB, strategy=strategy))
+    twins = Twins(Optional, partial(_bucketed, cap=64 / MIB, strategy=strategy))
     for step in range(3):
         x = rank_input(4, 5, step=step).requires_grad_()
         used = [0, 1, 2] if dist.get_rank() == step % 2 else []
@@ -468,7 +463,7 @@ def test_two_trees_in_one_backward() -> None:
     """One tree's gathers and the other's buckets keep one order on all ranks."""
     twins = Twins(
         lambda: nn.ModuleList([_Picky(), _Picky()]),
-        lambda pair: [_sharded(model, 64 / MIB) for model in pair],
+        lambda pair: [_bucketed(model, 64 / MIB) for model in pair],
     )
     for step in range(3):
         used = [[0, 1, 2], [step] if dist.get_rank() else []]
@@ -490,7 +485,7 @@ class _Shifted(nn.Module):
         return x + self.shift[0] if is_used else x + 1
 
 
-class _Checkpointed(nn.Module):
+class _UnitsInOneRegion(nn.Module):
     """Several units in one region of checkpointing, whose recomputation gathers them."""
 
     def __init__(self) -> None:
@@ -511,14 +506,14 @@ def _shard_parts(model: nn.Module) -> None:
     # Gradients that are not packed in place: the recomputation finds the values.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     for part in model.parts:
-        _sharded(part, 16 / MIB, reshard_after_forward=True, mp_policy=policy)
-    _sharded(model)
+        _bucketed(part, 16 / MIB, reshard_after_forward=True, mp_policy=policy)
+    _bucketed(model)
 
 
 @distributed(2)
 def test_units_that_are_recomputed_together() -> None:
     """Their buckets wait for their end, so the gathers keep their place."""
-    twins = Twins(_Checkpointed, _shard_parts)
+    twins = Twins(_UnitsInOneRegion, _shard_parts)
     for step in range(3):
         used = [dist.get_rank() == step % 2] * 4
         x = rank_input(4, 5, step=step)
@@ -529,7 +524,7 @@ def test_units_that_are_recomputed_together() -> None:
 # --- reentrant checkpointing ---
 
 
-class _Repeated(nn.Module):
+class _RepeatedRegion(nn.Module):
     """Uses a layer in several regions of reentrant checkpointing, on the ranks that are told."""
 
     def __init__(self) -> None:
@@ -551,15 +546,15 @@ class _Repeated(nn.Module):
 def test_a_gradient_that_comes_after_its_bucket_has_gone(strategy: ShardingStrategy) -> None:
     """On one rank: all reduce that bucket once more, and wait for the unit's end from then on."""
     torch.manual_seed(0)
-    plain = _Repeated()
-    models = [_sharded(copy.deepcopy(plain), cap, strategy=strategy) for cap in (None, 64 / MIB)]
+    plain = _RepeatedRegion()
+    models = [_bucketed(copy.deepcopy(plain), cap, strategy=strategy) for cap in (None, 64 / MIB)]
     num_extra = []
     for step in range(3):
         x = rank_input(4, 5, step=step)
         counts = []
         for model in models:
             loss = model(x, 3 if dist.get_rank() else 1).square().mean()
-            log = _count(loss.backward)
+            log = collectives_of(loss.backward)
             counts.append(len(log.events) - len(get_handles(model)))
         num_extra.append(counts[1] - counts[0])
     # One tells all ranks that there are gradients; a weight and a bias are two buckets.
@@ -569,7 +564,7 @@ def test_a_gradient_that_comes_after_its_bucket_has_gone(strategy: ShardingStrat
     assert_at_rest(models[1])
 
 
-class _InsideAndOutside(_Repeated):
+class _RepeatedAndOutside(_RepeatedRegion):
     """Uses the shared layer after the regions too."""
 
     def forward(self, x: Tensor, num_uses: int) -> Tensor:
@@ -579,13 +574,13 @@ class _InsideAndOutside(_Repeated):
 @distributed(2)
 def test_a_value_that_is_wanted_after_its_bucket_has_gone() -> None:
     """It is an error that names the parameter, never a read of freed memory."""
-    model = _sharded(_InsideAndOutside(), 64 / MIB)
+    model = _bucketed(_RepeatedAndOutside(), 64 / MIB)
     x = rank_input(4, 5)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="shared"):
             model(x, 1).sum().backward()
         model.zero_grad()
-    twins = Twins(_Repeated, partial(_sharded, cap=64 / MIB))
+    twins = Twins(_RepeatedRegion, partial(_bucketed, cap=64 / MIB))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         twins.step(lambda net: net(x, 1).square().mean())
@@ -595,9 +590,9 @@ def test_a_value_that_is_wanted_after_its_bucket_has_gone() -> None:
 # --- memory ---
 
 
-def _peak_of_backward(cap: float | None) -> int:
+def _peak_with_cap(cap: float | None) -> int:
     # The gather is a part of the backward then, so what is freed of it counts.
-    model = _sharded(_Chain(8, 64), cap, reshard_after_forward=True)
+    model = _bucketed(_Chain(8, 64), cap, reshard_after_forward=True)
     peaks = []
     for _ in range(4):
         loss = model(torch.ones(2, 64)).sum()
@@ -612,6 +607,6 @@ def _peak_of_backward(cap: float | None) -> int:
 def test_the_backward_of_a_whole_model_needs_less_memory() -> None:
     """All parameters and little more: buckets are freed as the gradient shards grow."""
     layer = 64 * 64 * 4
-    with_buckets, without = _peak_of_backward(layer / MIB), _peak_of_backward(None)
+    with_buckets, without = _peak_with_cap(layer / MIB), _peak_with_cap(None)
     assert with_buckets <= 8 * layer + 2 * layer
     assert with_buckets <= without - 2 * layer + 1024

@@ -29,9 +29,17 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm import collectives
-from composable_shard.comm.collectives import CollectiveLog, count_collectives
-from tests.helpers import assert_equal, distributed
-from tests.models import CheckpointsBlocks, Net, assert_at_rest, pickled, rank_input, shard_blocks
+from tests.helpers import Planned, assert_equal, distributed
+from tests.models import (
+    CheckpointsBlocks,
+    Net,
+    assert_at_rest,
+    collectives_of,
+    loss_of,
+    pickled,
+    shard_blocks,
+    shard_mixed,
+)
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)
@@ -48,7 +56,7 @@ class _Block(nn.Module):
         return torch.tanh(self.norm(self.linear(x)))
 
 
-class _Normed(nn.Module):
+class _BatchNormed(nn.Module):
     """Batch norms in units of their own; buffers of many kinds, which training moves, in the root.
 
     `blocks[2]` has no buffer.
@@ -87,33 +95,17 @@ class _Normed(nn.Module):
         self.total.add_(x.mean(0))
 
 
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).float().square().mean()
-
-
-def _shard_mixed(model: nn.Module, **options: Any) -> None:
-    for block, strategy in zip(model.blocks, (NO_SHARD, FULL_SHARD, SHARD_OPTIM), strict=True):
-        fully_shard(block, strategy=strategy, **options)
-    fully_shard(model, strategy=SHARD_GRAD_OP, **options)
-
-
-def _make(strategy: ShardingStrategy = FULL_SHARD, **options: Any) -> Any:
+def _make_normed(strategy: ShardingStrategy = FULL_SHARD, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = _Normed()
+    model = _BatchNormed()
     shard_blocks(model, strategy=strategy, broadcast_buffers=True, **options)
     return model
 
 
-def _ddp(module: nn.Module, *, broadcasts: bool = True) -> DistributedDataParallel:
+def _as_ddp(module: nn.Module, *, broadcasts: bool = True) -> DistributedDataParallel:
     ddp = DistributedDataParallel(module)
     ddp.broadcast_buffers = broadcasts
     return ddp
-
-
-def _count(run: Callable[[], object]) -> CollectiveLog:
-    with count_collectives() as log:
-        run()
-    return log
 
 
 def _assert_same_buffers(ours: nn.Module, theirs: nn.Module) -> None:
@@ -122,7 +114,7 @@ def _assert_same_buffers(ours: nn.Module, theirs: nn.Module) -> None:
         assert_equal(buffer, expected, name)
 
 
-def _assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+def _assert_same_tensors(ours: nn.Module, theirs: nn.Module) -> None:
     __tracebackhide__ = True
     _assert_same_buffers(ours, theirs)
     for (name, param), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
@@ -145,7 +137,7 @@ TREES: dict[str, Callable[..., None]] = {
         )
         for each in STRATEGIES
     },
-    "mixed": _shard_mixed,
+    "mixed": shard_mixed,
 }
 
 
@@ -155,10 +147,10 @@ TREES: dict[str, Callable[..., None]] = {
 def test_batch_norm_trains_as_under_ddp(tree: str, broadcasts: bool) -> None:
     """S2.15, S2.17: parameters and buffers bitwise, with accumulation and evaluation in between."""
     torch.manual_seed(0)
-    plain = _Normed()
+    plain = _BatchNormed()
     model = copy.deepcopy(plain)
     TREES[tree](model, broadcast_buffers=broadcasts)
-    ddp = _ddp(plain, broadcasts=broadcasts)
+    ddp = _as_ddp(plain, broadcasts=broadcasts)
     optimizers = [
         torch.optim.AdamW(each.parameters(), lr=0.05, foreach=True) for each in (model, ddp)
     ]
@@ -169,19 +161,19 @@ def test_batch_norm_trains_as_under_ddp(tree: str, broadcasts: bool) -> None:
             is_last = micro == num_microbatches - 1
             for each, unsynced in ((model, lambda: no_sync(model)), (ddp, ddp.no_sync)):
                 with nullcontext() if is_last else unsynced():
-                    loss = _loss(each, 10 * step + micro)
+                    loss = loss_of(each, 10 * step + micro)
                     loss.backward()
             _assert_same_buffers(model, plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        _assert_same(model, plain)
+        _assert_same_tensors(model, plain)
         drifted.append(_drifts(model.blocks[0].norm.running_mean))
         for each in (model, ddp):
             each.eval()
         with torch.no_grad():
             for turn in range(2):
-                assert_equal(_loss(model, turn), _loss(ddp, turn))
+                assert_equal(loss_of(model, turn), loss_of(ddp, turn))
         drifted.append(_drifts(model.blocks[0].norm.running_mean))
         for each in (model, ddp):
             each.train()
@@ -194,16 +186,16 @@ def test_batch_norm_trains_as_under_ddp(tree: str, broadcasts: bool) -> None:
 def test_two_forwards_then_one_backward(tree: str) -> None:
     """The second broadcast writes what the first graph saved, as batch norm's own update does."""
     torch.manual_seed(0)
-    plain = _Normed()
+    plain = _BatchNormed()
     model = copy.deepcopy(plain)
     TREES[tree](model, broadcast_buffers=True)
-    ddp = _ddp(plain)
+    ddp = _as_ddp(plain)
     for turn in range(2):
         for each in (model, ddp):
             each.train(turn == 0)
             each.zero_grad()
-            (_loss(each, turn) + _loss(each, turn + 1)).backward()
-        _assert_same(model, plain)
+            (loss_of(each, turn) + loss_of(each, turn + 1)).backward()
+        _assert_same_tensors(model, plain)
         for ours, param in zip(model.parameters(), plain.parameters(), strict=True):
             assert_equal(ours.grad.full_tensor(), param.grad)
 
@@ -212,10 +204,10 @@ def test_two_forwards_then_one_backward(tree: str) -> None:
 def test_two_optimizers_over_one_model_equal_ddp() -> None:
     """S2.17: each steps its own parameters, in turn and together."""
     torch.manual_seed(0)
-    plain = _Normed()
+    plain = _BatchNormed()
     model = copy.deepcopy(plain)
-    _shard_mixed(model, broadcast_buffers=True)
-    ddp = _ddp(plain)
+    shard_mixed(model, broadcast_buffers=True)
+    ddp = _as_ddp(plain)
     pairs = []
     for each in (model, plain):
         blocks = list(each.blocks.parameters())
@@ -223,13 +215,13 @@ def test_two_optimizers_over_one_model_equal_ddp() -> None:
         pairs.append([torch.optim.SGD(blocks, 0.1, momentum=0.9), torch.optim.Adam(rest, 0.05)])
     for step in range(4):
         for each, optimizers in zip((model, ddp), pairs, strict=True):
-            _loss(each, step).backward()
+            loss_of(each, step).backward()
             chosen = optimizers if step % 3 == 0 else [optimizers[step % 2]]
             for optimizer in chosen:
                 optimizer.step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
-        _assert_same(model, plain)
+        _assert_same_tensors(model, plain)
 
 
 class _AverageAll(Function):
@@ -268,21 +260,21 @@ class _SyncedNorm(nn.BatchNorm1d):
 def test_synchronised_batch_norm_equals_ddp(tree: str) -> None:
     """S2.17: collectives of the model's own in forward and backward, in the default group."""
     torch.manual_seed(0)
-    plain = _Normed()
+    plain = _BatchNormed()
     for block in plain.blocks[:2]:
         block.norm = _SyncedNorm(6)
     model = copy.deepcopy(plain)
     TREES[tree](model, broadcast_buffers=True)
-    ddp = _ddp(plain)
+    ddp = _as_ddp(plain)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, ddp)]
     for step in range(3):
-        losses = [_loss(each, step) for each in (model, ddp)]
+        losses = [loss_of(each, step) for each in (model, ddp)]
         assert_equal(losses[0].detach(), losses[1].detach())
         for loss, optimizer in zip(losses, optimizers, strict=True):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        _assert_same(model, plain)
+        _assert_same_tensors(model, plain)
         assert not _drifts(model.blocks[0].norm.running_var)
 
 
@@ -294,15 +286,15 @@ def test_sync_batch_norm_on_a_gpu_equals_ddp(tree: str, tmp_path: Any) -> None:
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
         torch.manual_seed(0)
-        plain = nn.SyncBatchNorm.convert_sync_batchnorm(_Normed()).cuda()
+        plain = nn.SyncBatchNorm.convert_sync_batchnorm(_BatchNormed()).cuda()
         model = copy.deepcopy(plain)
         TREES[tree](model, broadcast_buffers=True)
-        ddp = _ddp(plain)
+        ddp = _as_ddp(plain)
         x = torch.randn(4, 5, device="cuda")
         for _ in range(2):
             for each in (model, ddp):
                 each(x).square().mean().backward()
-            _assert_same(model, plain)
+            _assert_same_tensors(model, plain)
             for ours, param in zip(model.parameters(), plain.parameters(), strict=True):
                 assert_equal(ours.grad.full_tensor(), param.grad)
     finally:
@@ -315,21 +307,21 @@ def test_sync_batch_norm_on_a_gpu_equals_ddp(tree: str, tmp_path: Any) -> None:
 @distributed(2, 3)
 def test_one_broadcast_for_a_unit_and_forward() -> None:
     """All buffers as bytes; none for a unit without."""
-    model = _make()
+    model = _make_normed()
     nbytes = sum(buffer.nbytes for buffer in model.buffers())
     for _ in range(2):
-        log = _count(lambda: _loss(model).backward())
+        log = collectives_of(lambda: loss_of(model).backward())
         assert (log.count("broadcast"), log.nbytes("broadcast")) == (3, nbytes)
-    assert _count(lambda: model.blocks[2](torch.ones(1, 6))).count("broadcast") == 0
+    assert collectives_of(lambda: model.blocks[2](torch.ones(1, 6))).count("broadcast") == 0
 
 
 @distributed(2)
 def test_no_broadcast_is_due_while_gradients_accumulate() -> None:
     """The first microbatch broadcasts, as in DDP; however it is put off."""
-    model = _make()
+    model = _make_normed()
 
     def forward() -> int:
-        return _count(lambda: _loss(model)).count("broadcast")
+        return collectives_of(lambda: loss_of(model)).count("broadcast")
 
     def with_flag(set_flag: Callable[[nn.Module, bool], None]) -> list[int]:
         set_flag(model, False)
@@ -348,16 +340,16 @@ def test_no_broadcast_is_due_while_gradients_accumulate() -> None:
 @distributed(2)
 def test_evaluation_broadcasts_once() -> None:
     """Afterwards the buffers are equal; in a scope of full parameters nothing is sent."""
-    model = _make()
-    _loss(model).backward()
+    model = _make_normed()
+    loss_of(model).backward()
     with unshard_params(model), torch.no_grad():
-        assert _count(lambda: _loss(model)).events == []
+        assert collectives_of(lambda: loss_of(model)).events == []
     model.eval()
     with torch.no_grad():
-        counts = [_count(lambda: _loss(model)).count("broadcast") for _ in range(3)]
+        counts = [collectives_of(lambda: loss_of(model)).count("broadcast") for _ in range(3)]
     assert counts == [3, 0, 0]
     model.train()
-    assert [_count(lambda: _loss(model)).count("broadcast") for _ in range(2)] == [0, 3]
+    assert [collectives_of(lambda: loss_of(model)).count("broadcast") for _ in range(2)] == [0, 3]
 
 
 class _Siamese(nn.Module):
@@ -376,14 +368,17 @@ def test_unit_that_a_call_runs_twice_broadcasts_once() -> None:
     plain = _Siamese()
     model = copy.deepcopy(plain)
     shard_blocks(model, broadcast_buffers=True)
-    ddp = _ddp(plain)
+    ddp = _as_ddp(plain)
     for step in range(3):
-        assert _count(lambda step=step: _loss(model, step).backward()).count("broadcast") == 1
-        _loss(ddp, step).backward()
+        assert (
+            collectives_of(lambda step=step: loss_of(model, step).backward()).count("broadcast")
+            == 1
+        )
+        loss_of(ddp, step).backward()
         _assert_same_buffers(model, plain)
 
 
-class _Checkpointed(CheckpointsBlocks, _Normed):
+class _CheckpointedNormed(CheckpointsBlocks, _BatchNormed):
     """Its blocks are recomputed; the root's own forward moves nothing."""
 
 
@@ -393,18 +388,18 @@ class _Checkpointed(CheckpointsBlocks, _Normed):
 def test_recomputation_broadcasts_nothing(strategy: ShardingStrategy, use_reentrant: bool) -> None:
     """Also where the forward itself ran without gradients; it is as under DDP."""
     torch.manual_seed(0)
-    plain = _Checkpointed()
+    plain = _CheckpointedNormed()
     plain.use_reentrant = use_reentrant
     model = copy.deepcopy(plain)
     shard_blocks(model, strategy=strategy, broadcast_buffers=True)
-    ddp = _ddp(plain)
+    ddp = _as_ddp(plain)
     for step in range(3):
-        losses = [_loss(each, step) for each in (model, ddp)]
-        assert _count(losses[0].backward).count("broadcast") == 0
+        losses = [loss_of(each, step) for each in (model, ddp)]
+        assert collectives_of(losses[0].backward).count("broadcast") == 0
         losses[1].backward()
         _assert_same_buffers(model, plain)
         assert _drifts(model.blocks[1].norm.running_mean)
-    assert _count(lambda: _loss(model)).count("broadcast") == 3
+    assert collectives_of(lambda: loss_of(model)).count("broadcast") == 3
 
 
 @pytest.mark.parametrize("has_world", [True, False])
@@ -415,18 +410,18 @@ def test_all_data_parallel_ranks_get_the_first_ones(
 ) -> None:
     """S2.15: on a 2-D mesh in one broadcast, or in one along each axis."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = _make(strategy, mesh=mesh)
+    model = _make_normed(strategy, mesh=mesh)
     if not has_world:
         axes = (mesh.get_group("shard"), mesh.get_group("replicate"))
         for state in get_states(model):
             object.__setattr__(state.buffers.shard_group, "joint_groups", axes)
-    _loss(model).backward()
+    loss_of(model).backward()
     first = [buffer.clone() for buffer in model.buffers()]
     for buffer in first:
         dist.broadcast(torch.view_as_real(buffer) if buffer.is_complex() else buffer, 0)
     model.eval()
     with torch.no_grad():
-        log = _count(lambda: _loss(model))
+        log = collectives_of(lambda: loss_of(model))
     assert log.count("broadcast") == 3 * (1 if has_world else 2)
     for buffer, expected in zip(model.buffers(), first, strict=True):
         assert_equal(buffer, expected)
@@ -436,8 +431,8 @@ def test_all_data_parallel_ranks_get_the_first_ones(
 @distributed(1)
 def test_one_rank_alone_sends_nothing(strategy: ShardingStrategy) -> None:
     """There is nobody to send to."""
-    model = _make(strategy)
-    assert _count(lambda: _loss(model).backward()).events == []
+    model = _make_normed(strategy)
+    assert collectives_of(lambda: loss_of(model).backward()).events == []
 
 
 # --- the life of a unit ---
@@ -446,12 +441,12 @@ def test_one_rank_alone_sends_nothing(strategy: ShardingStrategy) -> None:
 @distributed(2)
 def test_buffers_are_those_that_the_module_has_when_it_runs() -> None:
     """Replaced, registered later, cast, loaded; the objects stay the same."""
-    model = _make()
-    _loss(model)
+    model = _make_normed()
+    loss_of(model)
     model.register_buffer("late", torch.full((2,), float(dist.get_rank())))
     model.empty = torch.full((7,), float(dist.get_rank()))
     before = [id(buffer) for buffer in model.buffers()]
-    _loss(model)
+    loss_of(model)
     assert_equal(model.late, torch.zeros(2))
     assert_equal(model.empty, torch.zeros(7))
     assert [id(buffer) for buffer in model.buffers()] == before
@@ -465,11 +460,13 @@ def test_unit_of_buffers_alone() -> None:
     fully_shard(model[1], broadcast_buffers=True)
     fully_shard(model)
     assert get_handles(model[1]) == []
-    counts = [_count(lambda: _loss(model).backward()).count("broadcast") for _ in range(2)]
+    counts = [
+        collectives_of(lambda: loss_of(model).backward()).count("broadcast") for _ in range(2)
+    ]
     assert counts == [1, 1]
     assert _drifts(model[1].running_mean)
     model.eval()
-    _loss(model)
+    loss_of(model)
     assert not _drifts(model[1].running_mean)
 
 
@@ -480,14 +477,10 @@ def test_difference_between_buffers_is_named_before_anything_is_sent() -> None:
     model.register_buffer("table", torch.zeros(3 + dist.get_rank()))
     fully_shard(model, broadcast_buffers=True)
     with pytest.raises(RuntimeError, match=r"ranks \[0\]: buffer 'table' shape \(3,\)"):
-        _loss(model)
+        loss_of(model)
     model = fully_shard(nn.Linear(5, 5), broadcast_buffers=dist.get_rank() == 1)
     with pytest.raises(RuntimeError, match=r"ranks \[1\]: .*broadcast_buffers=True"):
-        _loss(model)
-
-
-class _Planned(RuntimeError):
-    pass
+        loss_of(model)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -495,28 +488,28 @@ class _Planned(RuntimeError):
 def test_error_leaves_the_next_step_right(strategy: ShardingStrategy) -> None:
     """In a broadcast, the first or a later unit's, and in a forward after it."""
     torch.manual_seed(0)
-    plain = _Normed()
+    plain = _BatchNormed()
     model = copy.deepcopy(plain)
     shard_blocks(model, strategy=strategy, broadcast_buffers=True)
-    ddp = _ddp(plain)
+    ddp = _as_ddp(plain)
     broadcast = collectives.broadcast
     for step in range(3):
         for each in (model, ddp):
             each.zero_grad()
-            _loss(each, step).backward()
+            loss_of(each, step).backward()
         calls: list[int] = []
 
         def failing(*args: Any, step: int = step, calls: list[int] = calls) -> Any:
             calls.append(step)
             if len(calls) > step:
-                raise _Planned
+                raise Planned
             return broadcast(*args)
 
         before = [buffer.clone() for buffer in model.buffers()]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(collectives, "broadcast", failing)
-            with pytest.raises(_Planned):
-                _loss(model)
+            with pytest.raises(Planned):
+                loss_of(model)
         for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.copy_(value)
         assert_at_rest(model)
@@ -524,8 +517,8 @@ def test_error_leaves_the_next_step_right(strategy: ShardingStrategy) -> None:
         model(torch.ones(4, 3))
     for each in (model, ddp):
         each.zero_grad()
-        _loss(each, 3).backward()
-    _assert_same(model, plain)
+        loss_of(each, 3).backward()
+    _assert_same_tensors(model, plain)
     for ours, param in zip(model.parameters(), plain.parameters(), strict=True):
         assert_equal(ours.grad.full_tensor(), param.grad)
 
@@ -534,22 +527,22 @@ def test_error_leaves_the_next_step_right(strategy: ShardingStrategy) -> None:
 @distributed(2)
 def test_copies_broadcast_their_own_buffers(make_copy: Callable[[nn.Module], nn.Module]) -> None:
     """Not those of the original; and the option stays."""
-    model = _make()
-    _loss(model).backward()
+    model = _make_normed()
+    loss_of(model).backward()
     twin = make_copy(model)
     kept = [buffer.clone() for buffer in model.buffers()]
-    assert _count(lambda: _loss(twin.eval())).count("broadcast") == 3
+    assert collectives_of(lambda: loss_of(twin.eval())).count("broadcast") == 3
     for buffer, value in zip(model.buffers(), kept, strict=True):
         assert_equal(buffer, value)
-    _loss(model.eval())
+    loss_of(model.eval())
     _assert_same_buffers(twin, model)
 
 
 @distributed(2)
 def test_deleted_model_is_freed_at_once() -> None:
     """By reference counts alone."""
-    model = _make()
-    _loss(model).backward()
+    model = _make_normed()
+    loss_of(model).backward()
     alive = [weakref.ref(module) for module in model.modules()]
     del model
     assert all(ref() is None for ref in alive)
@@ -563,7 +556,7 @@ def test_modules_of_one_unit_broadcast_together() -> None:
     fully_shard([model[0], model[1]], broadcast_buffers=True)
     fully_shard(model)
     for _ in range(2):
-        assert _count(lambda: _loss(model).backward()).count("broadcast") == 1
+        assert collectives_of(lambda: loss_of(model).backward()).count("broadcast") == 1
 
 
 # --- mixed precision ---
@@ -580,20 +573,20 @@ def test_dtype_of_batch_norm_under_mixed_precision(strategy: ShardingStrategy, k
         buffer_dtype=BF16,
         keep_fp32_classes=(nn.BatchNorm1d,) if keeps else (),
     )
-    model = _make(strategy, mp_policy=policy)
+    model = _make_normed(strategy, mp_policy=policy)
     norm = model.blocks[0].norm
     assert norm.running_mean.dtype == (F32 if keeps else BF16)
     assert norm.num_batches_tracked.dtype == torch.int64
     assert model.total.dtype == BF16
     lazy_init(model)
     for step in range(3):
-        log = _count(lambda step=step: _loss(model, step).backward())
+        log = collectives_of(lambda step=step: loss_of(model, step).backward())
         assert log.nbytes("broadcast") == sum(buffer.nbytes for buffer in model.buffers())
         assert _drifts(norm.running_mean)
     before = norm.running_mean.clone()
     dist.broadcast(before, 0)
     with torch.no_grad():
-        _loss(model.eval())
+        loss_of(model.eval())
     assert_equal(norm.running_mean, before)
 
 
@@ -601,11 +594,11 @@ def test_dtype_of_batch_norm_under_mixed_precision(strategy: ShardingStrategy, k
 def test_units_without_the_option_send_nothing() -> None:
     """Units of one tree may differ."""
     torch.manual_seed(0)
-    model = _Normed()
+    model = _BatchNormed()
     fully_shard(model.blocks[0], broadcast_buffers=True)
     fully_shard(model)
-    _loss(model).backward()
-    log = _count(lambda: _loss(model))
+    loss_of(model).backward()
+    log = collectives_of(lambda: loss_of(model))
     assert log.nbytes("broadcast") == sum(buffer.nbytes for buffer in model.blocks[0].buffers())
     assert _drifts(model.blocks[1].norm.running_mean)
-    assert _count(lambda: _loss(Net())).events == []
+    assert collectives_of(lambda: loss_of(Net())).events == []

@@ -41,7 +41,7 @@ def _meshes() -> list[tuple[DeviceMesh, dist.ProcessGroup]]:
     return meshes  # type: ignore[return-value]
 
 
-def _check(seed: int, meshes: list[tuple[DeviceMesh, dist.ProcessGroup]]) -> None:
+def _check_random_division(seed: int, meshes: list[tuple[DeviceMesh, dist.ProcessGroup]]) -> None:
     """Shard each unit in a random way, and compare one gradient with the replicated one."""
     choose = random.Random(seed)  # the same on all ranks
     torch.manual_seed(seed)
@@ -93,4 +93,4 @@ def test_any_tree_divides_by_the_one_rule(part: int) -> None:
     """Random meshes, strategies, factors and ways of accumulating."""
     meshes = _meshes()
     for seed in range(12 * part, 12 * part + 12):
-        _check(seed, meshes)
+        _check_random_division(seed, meshes)

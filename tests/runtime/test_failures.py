@@ -31,30 +31,19 @@ from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import Works, exchange
 from composable_shard.comm.collectives import AllGather, ReduceScatter
 from composable_shard.flat_param import flat_storage, gradient
-from tests.helpers import assert_equal, distributed
-from tests.models import FailingMode, Net, assert_at_rest, rank_input, shard_blocks
-
-
-class Planned(Exception):
-    """What the tests raise."""
+from tests.helpers import Planned, assert_equal, distributed
+from tests.models import FailingMode, Net, assert_at_rest, make_net, rank_input, shard_blocks
 
 
 class PlannedInterrupt(BaseException):
     """Like KeyboardInterrupt: it passes by `except Exception`."""
 
 
-def _make(**options: Any) -> Net:
-    torch.manual_seed(0)
-    model = Net()
-    shard_blocks(model, **options)
-    return model
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def _fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+def _optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
     loss = model(rank_input(4, 5, step=step)).square().mean()
     loss.backward()
     optimizer.step()
@@ -66,13 +55,13 @@ _NO_POLICY = MixedPrecisionPolicy()
 
 
 @functools.cache
-def _reference(
+def _undisturbed_run(
     mp_policy: MixedPrecisionPolicy = _NO_POLICY,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return losses and final parameters of three steps that nothing disturbs."""
-    model = _make(mp_policy=mp_policy)
-    optimizer = _optimizer(model)
-    losses = [_step(model, optimizer, step) for step in range(3)]
+    model = make_net(mp_policy=mp_policy)
+    optimizer = _fused_adamw(model)
+    losses = [_optimizer_step(model, optimizer, step) for step in range(3)]
     return losses, [param.full_tensor() for param in model.parameters()]
 
 
@@ -80,17 +69,17 @@ def _assert_recovers(
     fail: Callable[[nn.Module], object], error: type[BaseException] = Planned, **options: Any
 ) -> None:
     """Assert that `fail(model)` after the first step raises, and leaves nothing behind."""
-    losses, params = _reference(options.get("mp_policy", _NO_POLICY))
-    model = _make(**options)
-    optimizer = _optimizer(model)
-    assert_equal(_step(model, optimizer, 0), losses[0], "loss before")
+    losses, params = _undisturbed_run(options.get("mp_policy", _NO_POLICY))
+    model = make_net(**options)
+    optimizer = _fused_adamw(model)
+    assert_equal(_optimizer_step(model, optimizer, 0), losses[0], "loss before")
     with pytest.raises(error):
         fail(model)
     # Right after the error the model shows the parameters that the optimizer holds.
     assert all(isinstance(param, FlatShard) for param in model.parameters())
     optimizer.zero_grad()
     for step in (1, 2):
-        assert_equal(_step(model, optimizer, step), losses[step], f"loss {step}")
+        assert_equal(_optimizer_step(model, optimizer, step), losses[step], f"loss {step}")
     for param, expected in zip(model.parameters(), params, strict=True):
         assert_equal(param.full_tensor(), expected)
     assert_at_rest(model)
@@ -100,7 +89,7 @@ def _forward_and_backward(model: nn.Module) -> None:
     model(rank_input(4, 5, step=7)).square().mean().backward()
 
 
-def _raise(error: type[BaseException]) -> Callable[..., None]:
+def _raising_hook(error: type[BaseException]) -> Callable[..., None]:
     def hook(*_: Any) -> None:
         raise error("planned")
 
@@ -109,7 +98,7 @@ def _raise(error: type[BaseException]) -> Callable[..., None]:
 
 @contextmanager
 def _hooked(module: nn.Module, position: str, error: type[BaseException]) -> Iterator[None]:
-    hook = _raise(error)
+    hook = _raising_hook(error)
     if position == "pre_forward_first":
         handle = module.register_forward_pre_hook(hook, prepend=True)
     elif position == "pre_forward_last":
@@ -181,10 +170,10 @@ def test_error_leaves_the_next_step_right_with_other_policies(position: str, pol
 @distributed(2)
 def test_interrupt_leaves_the_next_step_right(position: str) -> None:
     """A KeyboardInterrupt passes by the hooks that would have ended the forward."""
-    losses, params = _reference()
-    model = _make()
-    optimizer = _optimizer(model)
-    _step(model, optimizer, 0)
+    losses, params = _undisturbed_run()
+    model = make_net()
+    optimizer = _fused_adamw(model)
+    _optimizer_step(model, optimizer, 0)
     with (
         pytest.raises(PlannedInterrupt),
         _hooked(model.get_submodule("blocks.1"), position, PlannedInterrupt),
@@ -192,7 +181,7 @@ def test_interrupt_leaves_the_next_step_right(position: str) -> None:
         _forward_and_backward(model)
     optimizer.zero_grad()
     for step in (1, 2):
-        assert_equal(_step(model, optimizer, step), losses[step])
+        assert_equal(_optimizer_step(model, optimizer, step), losses[step])
     for param, expected in zip(model.parameters(), params, strict=True):
         assert_equal(param.full_tensor(), expected)
     assert_at_rest(model)
@@ -204,7 +193,7 @@ def test_error_in_a_gradient_hook_leaves_the_next_step_right(name: str) -> None:
     """A hook on a parameter runs in the middle of the backward."""
 
     def fail(model: nn.Module) -> None:
-        handle = model.get_parameter(name).register_hook(_raise(Planned))
+        handle = model.get_parameter(name).register_hook(_raising_hook(Planned))
         try:
             _forward_and_backward(model)
         finally:
@@ -213,7 +202,7 @@ def test_error_in_a_gradient_hook_leaves_the_next_step_right(name: str) -> None:
     _assert_recovers(fail)
 
 
-class _Failing:
+class _FailingCall:
     """Stands in for a function and raises at its k-th call."""
 
     def __init__(self, function: Callable[..., Any], k: int, error: type[BaseException]) -> None:
@@ -234,9 +223,9 @@ def _fail_every_call(
     k = 0
     while True:
         k += 1
-        failing = _Failing(getattr(places[0], name), k, torch.OutOfMemoryError)
+        failing = _FailingCall(getattr(places[0], name), k, torch.OutOfMemoryError)
 
-        def fail(model: nn.Module, failing: _Failing = failing) -> None:
+        def fail(model: nn.Module, failing: _FailingCall = failing) -> None:
             with monkeypatch.context() as patch:
                 for place in places:  # in a function, which a class makes a method of
                     patch.setattr(place, name, lambda *args, **kwargs: failing(*args, **kwargs))
@@ -288,7 +277,7 @@ def test_error_in_any_collective_leaves_kept_buffers_right(strategy: ShardingStr
 @distributed(2)
 def test_gradients_of_earlier_backwards_survive_an_aborted_one() -> None:
     """What is published stays; the aborted backward's own gradients are dropped as a whole."""
-    model = _make()
+    model = make_net()
     _forward_and_backward(model)
     before = [param.grad.full_tensor() for param in model.parameters()]
     with (
@@ -330,8 +319,8 @@ def test_error_on_one_rank_reaches_the_other_within_the_timeout() -> None:
 @distributed(2)
 def test_stepping_during_backward_raises_before_writing() -> None:
     """The gradients are not complete, and the values are still needed."""
-    model = _make()
-    optimizer = _optimizer(model)
+    model = make_net()
+    optimizer = _fused_adamw(model)
     _forward_and_backward(model)
     before = [param.full_tensor() for param in model.parameters()]
     message = r"parameter '.*' was written while a backward pass that still needs it is running"
@@ -367,13 +356,13 @@ def test_writing_between_forward_and_backward_raises_in_backward() -> None:
 
     _assert_recovers(fail, RuntimeError)
     with pytest.raises(RuntimeError, match=r"unit 'blocks.1' .* between a forward and its"):
-        fail(_make())
+        fail(make_net())
 
 
 @distributed(2)
 def test_replaced_parameter_is_refused_by_name_until_it_is_put_back() -> None:
     """Its value would be ignored otherwise."""
-    model = _make()
+    model = make_net()
     originals = dict(model.named_parameters())
     model.out.weight = nn.Parameter(torch.zeros(3, 15))
     with pytest.raises(RuntimeError, match=r"parameter '(out|inp).weight' was replaced"):
@@ -388,7 +377,7 @@ def test_replaced_parameter_is_refused_by_name_until_it_is_put_back() -> None:
 @distributed(2)
 def test_functional_call_with_other_tensors_is_refused_by_name() -> None:
     """The engine would compute with its own parameters."""
-    model = _make()
+    model = make_net()
     values = {name: torch.zeros(param.shape) for name, param in model.named_parameters()}
     with pytest.raises(RuntimeError, match=r"parameter 'inp.weight' was replaced"):
         torch.func.functional_call(model, values, (rank_input(4, 5),))
@@ -459,7 +448,7 @@ def test_error_in_any_operation_leaves_the_next_step_right(policy: str) -> None:
 class _FailingWork:
     """Work that is done, and then raises: the k-th of all that was waited for."""
 
-    def __init__(self, work: Any, counter: _Failing) -> None:
+    def __init__(self, work: Any, counter: _FailingCall) -> None:
         self.work, self.counter = work, counter
 
     def wait(self) -> None:
@@ -485,9 +474,9 @@ def test_error_while_waiting_for_any_gather_leaves_the_next_step_right(
     """What a gather that failed left in the buffer is never used."""
     start = AllGather.start
     for k in itertools.count(1):
-        counter = _Failing(lambda: None, k, RuntimeError)
+        counter = _FailingCall(lambda: None, k, RuntimeError)
 
-        def fail(model: nn.Module, counter: _Failing = counter) -> None:
+        def fail(model: nn.Module, counter: _FailingCall = counter) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(AllGather, "start", lambda *a: _FailingWork(start(*a), counter))
                 _forward_and_backward(model)
@@ -506,7 +495,7 @@ def test_error_while_waiting_for_the_use_exchange_drops_all_gradients(
 ) -> None:
     """It is waited for before any gradient is published."""
     all_reduce = collectives.all_reduce
-    counter = _Failing(lambda: None, 1, RuntimeError)
+    counter = _FailingCall(lambda: None, 1, RuntimeError)
 
     def fail(model: nn.Module) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -559,8 +548,8 @@ def test_error_in_a_custom_function_leaves_the_next_step_right(
 @distributed(2)
 def test_interrupted_unit_called_by_itself_uses_new_weights(position: str) -> None:
     """The interrupted call left its full parameters behind; an optimizer has stepped since."""
-    model = _make()
-    optimizer = _optimizer(model)
+    model = make_net()
+    optimizer = _fused_adamw(model)
     _forward_and_backward(model)
     block = model.blocks[1]
     with pytest.raises(KeyboardInterrupt), _hooked(block, position, KeyboardInterrupt):
@@ -610,7 +599,7 @@ def test_error_in_a_forward_inside_a_backward() -> None:
 
     _assert_recovers(fail_in_root)
     with pytest.raises(RuntimeError):  # `inp` belongs to the root, which was not called
-        fail(_make())
+        fail(make_net())
 
 
 @distributed(2)
@@ -630,9 +619,9 @@ def test_error_inside_no_sync_drops_what_it_accumulated() -> None:
 @distributed(2)
 def test_error_in_a_post_accumulate_hook_keeps_the_gradients(name: str) -> None:
     """They are complete when such hooks run."""
-    model, other = _make(), _make()
+    model, other = make_net(), make_net()
     _forward_and_backward(other)
-    handle = model.get_parameter(name).register_post_accumulate_grad_hook(_raise(Planned))
+    handle = model.get_parameter(name).register_post_accumulate_grad_hook(_raising_hook(Planned))
     with pytest.raises(Planned):
         _forward_and_backward(model)
     handle.remove()
@@ -683,7 +672,7 @@ def test_allocation_error_on_one_rank_reaches_the_other(position: str) -> None:
     begin = time.monotonic()
     if dist.get_rank() == 0:
         k = 2 if position == "pre_forward_last" else 7
-        failing = _Failing(flat_storage.alloc_storage, k, torch.OutOfMemoryError)
+        failing = _FailingCall(flat_storage.alloc_storage, k, torch.OutOfMemoryError)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flat_storage, "alloc_storage", failing)
             with pytest.raises(torch.OutOfMemoryError):

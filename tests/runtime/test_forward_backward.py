@@ -40,17 +40,15 @@ from tests.models import (
     rank_input,
     shard_blocks,
     shard_children,
+    shard_layers,
     shard_root,
+    square_mean,
 )
 
 
-def _square(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
-def _run(*shape: int, step: int = 0) -> Callable[[nn.Module], Tensor]:
+def _loss_of_shape(*shape: int, step: int = 0) -> Callable[[nn.Module], Tensor]:
     x = rank_input(*shape, step=step)
-    return lambda model: _square(model(x))
+    return lambda model: square_mean(model(x))
 
 
 def _zero_grad(twins: Twins) -> None:
@@ -58,7 +56,9 @@ def _zero_grad(twins: Twins) -> None:
         model.zero_grad()
 
 
-def _train(twins: Twins, run: Callable[[int], Callable[[nn.Module], Any]], steps: int = 2) -> None:
+def _train_by(
+    twins: Twins, run: Callable[[int], Callable[[nn.Module], Any]], steps: int = 2
+) -> None:
     """Take optimizer steps with both twins, comparing as it goes."""
     optimizers = twins.optimizers()
     for step in range(steps):
@@ -76,11 +76,11 @@ def _train(twins: Twins, run: Callable[[int], Callable[[nn.Module], Any]], steps
 def test_training_equals_the_unsharded_model() -> None:
     """Losses, gradients and parameters agree over steps."""
     twins = Twins(Net, shard_blocks)
-    _train(twins, lambda step: _run(4, 5, step=step), steps=3)
+    _train_by(twins, lambda step: _loss_of_shape(4, 5, step=step), steps=3)
     assert_at_rest(twins.sharded)
 
 
-class _Shared(nn.Module):
+class _RepeatedBlock(nn.Module):
     """Calls its only block several times."""
 
     def __init__(self, num_calls: int = 2) -> None:
@@ -99,10 +99,10 @@ class _Shared(nn.Module):
 @distributed(2)
 def test_module_called_twice(reshard_after_forward: bool | None) -> None:
     """The gradients of both calls are added and reduced once."""
-    twins = Twins(_Shared, reshard_after_forward=reshard_after_forward)
+    twins = Twins(_RepeatedBlock, reshard_after_forward=reshard_after_forward)
     for step in range(2):
         with count_collectives() as counts:
-            twins.step(_run(4, 15, step=step))
+            twins.step(_loss_of_shape(4, 15, step=step))
         _zero_grad(twins)
     assert counts.count("reduce_scatter") == 2  # the root has no parameters left
     assert_at_rest(twins.sharded)
@@ -113,7 +113,7 @@ def test_module_called_twice_with_others_between() -> None:
     """A unit that runs first and last is reduced when its first use has passed."""
 
     twins = Twins(lambda: _Sandwich(), shard_children)
-    _train(twins, lambda step: _run(4, 15, step=step))
+    _train_by(twins, lambda step: _loss_of_shape(4, 15, step=step))
     assert_at_rest(twins.sharded)
 
 
@@ -157,7 +157,7 @@ class _Recursive(nn.Module):
 def test_module_that_calls_itself(shard: Callable[..., None]) -> None:
     """Inner calls neither gather again nor free what the outer one needs."""
     twins = Twins(_Recursive, shard)
-    _train(twins, lambda step: _run(4, 15, step=step))
+    _train_by(twins, lambda step: _loss_of_shape(4, 15, step=step))
     assert_at_rest(twins.sharded)
 
 
@@ -197,7 +197,7 @@ def test_unit_that_is_not_called_gets_no_gradient() -> None:
     twins = Twins(_Choosing, _shard_linears)
     x = rank_input(4, 15)
     for used in ((0, 1, 2), (0, 2), (1,), (), (2, 1, 0)):
-        twins.step(lambda model, used=used: _square(model(x, used)))
+        twins.step(lambda model, used=used: square_mean(model(x, used)))
         not_used = {0, 1, 2} - set(used)
         assert all(twins.sharded.layers[i].weight.grad is None for i in not_used)
         _zero_grad(twins)
@@ -255,7 +255,7 @@ def test_parameter_unused_on_all_ranks_gets_no_gradient(make: Callable[[], nn.Mo
     patterns = (_ALL, _NONE, _NONE, (False, True, False), _ALL, (True, False, True))
     for step, used in enumerate(patterns):
         x = rank_input(4, 5, step=step)
-        twins.step(lambda model, x=x, used=used: _square(model(x, used)))
+        twins.step(lambda model, x=x, used=used: square_mean(model(x, used)))
         _zero_grad(twins)
     assert_at_rest(twins.sharded)
 
@@ -273,7 +273,7 @@ def test_parameter_used_on_one_rank_only(
     optimizers = twins.optimizers(torch.optim.SGD)
     for step, used in enumerate((mixed, _NONE, mixed, _ALL, (not is_first,) * 3, mixed)):
         x = rank_input(4, 5, step=step)
-        twins.step(lambda model, x=x, used=used: _square(model(x, used)))
+        twins.step(lambda model, x=x, used=used: square_mean(model(x, used)))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -290,7 +290,7 @@ def test_unused_parameters_equal_ddp() -> None:
     is_first = dist.get_rank() == 0
     for step, used in enumerate((_ALL, (is_first, False, not is_first), _ALL)):
         x = rank_input(4, 5, step=step)
-        losses = [_square(net(x, used)) for net in (ddp, model)]
+        losses = [square_mean(net(x, used)) for net in (ddp, model)]
         for loss in losses:
             loss.backward()
         assert_equal(losses[1], losses[0])
@@ -324,7 +324,7 @@ class _Detached(nn.Module):
 def test_weight_that_is_needed_after_its_gradient(kind: str) -> None:
     """The last gradient of a unit need not be the last use of its values."""
     twins = Twins(lambda: nn.Sequential(*(_Detached(kind) for _ in range(3))))
-    _train(twins, lambda step: _run(4, 15, step=step))
+    _train_by(twins, lambda step: _loss_of_shape(4, 15, step=step))
     assert_at_rest(twins.sharded)
 
 
@@ -338,7 +338,7 @@ def test_several_forwards_before_one_backward(reshard_after_forward: bool | None
     twins = Twins(Net, shard_blocks, reshard_after_forward=reshard_after_forward)
     for step in range(2):
         inputs = [rank_input(4, 5, step=10 * step + i) for i in range(3)]
-        twins.step(lambda model, inputs=inputs: sum(_square(model(x)) for x in inputs))
+        twins.step(lambda model, inputs=inputs: sum(square_mean(model(x)) for x in inputs))
         _zero_grad(twins)
     assert_at_rest(twins.sharded, kept=twins.sharded_units(reshard_after_forward))
 
@@ -350,7 +350,7 @@ def test_forwards_with_a_backward_each_afterwards(reshard_after_forward: bool | 
     twins = Twins(Net, shard_blocks, reshard_after_forward=reshard_after_forward)
     for order in ((0, 1, 2), (2, 1, 0)):
         for model in twins:
-            losses = [_square(model(rank_input(4, 5, step=i))) for i in range(3)]
+            losses = [square_mean(model(rank_input(4, 5, step=i))) for i in range(3)]
             for index in order:
                 twins.backward(model, losses[index])
         twins.assert_equal_gradients()
@@ -358,7 +358,7 @@ def test_forwards_with_a_backward_each_afterwards(reshard_after_forward: bool | 
     assert_at_rest(twins.sharded, kept=twins.sharded_units(reshard_after_forward))
 
 
-@pytest.mark.parametrize("make", [_Shared, _Sandwich])
+@pytest.mark.parametrize("make", [_RepeatedBlock, _Sandwich])
 @distributed(2)
 def test_forwards_with_a_backward_each_of_a_module_called_twice(
     make: Callable[[], nn.Module],
@@ -366,7 +366,7 @@ def test_forwards_with_a_backward_each_of_a_module_called_twice(
     """A second use that an earlier backward did not reach is waited for."""
     twins = Twins(make)
     for model in twins:
-        losses = [_square(model(rank_input(4, 15, step=i))) for i in range(3)]
+        losses = [square_mean(model(rank_input(4, 15, step=i))) for i in range(3)]
         for index in (1, 0, 2):
             twins.backward(model, losses[index])
     twins.assert_equal_gradients()
@@ -380,7 +380,7 @@ def test_backwards_in_turn_with_a_parameter_used_on_one_rank_only() -> None:
     is_first = dist.get_rank() == 0
     for model in twins:
         losses = [
-            _square(model(rank_input(4, 5, step=i), (is_first, not is_first, i == 1)))
+            square_mean(model(rank_input(4, 5, step=i), (is_first, not is_first, i == 1)))
             for i in range(2)
         ]
         for loss in losses:
@@ -389,13 +389,13 @@ def test_backwards_in_turn_with_a_parameter_used_on_one_rank_only() -> None:
     assert_at_rest(twins.sharded)
 
 
-@pytest.mark.parametrize("make", [_Blocks, _Sandwich, _Shared])
+@pytest.mark.parametrize("make", [_Blocks, _Sandwich, _RepeatedBlock])
 @distributed(2)
 def test_backward_twice_over_one_graph(make: Callable[[], nn.Module]) -> None:
     """With retain_graph=True the second backward gathers again and adds the same gradients."""
     twins = Twins(make, _shard_units)
     for model in twins:
-        loss = _square(model(rank_input(4, 15)))
+        loss = square_mean(model(rank_input(4, 15)))
         twins.backward(model, loss, retain_graph=True)
         twins.backward(model, loss)
     twins.assert_equal_gradients()
@@ -434,13 +434,13 @@ def test_two_losses_that_reach_different_units() -> None:
     twins = Twins(_TwoHeads)
     for model in twins:
         left, right = model(rank_input(4, 15))
-        twins.backward(model, _square(left), retain_graph=True)
+        twins.backward(model, square_mean(left), retain_graph=True)
     twins.assert_equal_gradients()
     assert twins.sharded.right.weight.grad is None
     for model in twins:
         left, right = model(rank_input(4, 15))
-        twins.backward(model, _square(left), retain_graph=True)
-        twins.backward(model, _square(right))
+        twins.backward(model, square_mean(left), retain_graph=True)
+        twins.backward(model, square_mean(right))
     twins.assert_equal_gradients()
     assert_at_rest(twins.sharded)
 
@@ -451,7 +451,7 @@ def test_forward_without_a_backward() -> None:
     twins = Twins(Net, shard_blocks)
     kept = [model(rank_input(4, 5, step=7)) for model in twins]
     twins.sharded(rank_input(4, 5, step=8))
-    _train(twins, lambda step: _run(4, 5, step=step))
+    _train_by(twins, lambda step: _loss_of_shape(4, 5, step=step))
     assert_equal(kept[1], kept[0])
     assert_at_rest(twins.sharded)
 
@@ -460,12 +460,12 @@ def test_forward_without_a_backward() -> None:
 def test_inner_modules_called_first() -> None:
     """A direct call of an inner unit changes nothing for later calls of the root."""
     twins = Twins(Net, shard_blocks)
-    twins.step(lambda model: _square(model.blocks[1](rank_input(4, 15))))
+    twins.step(lambda model: square_mean(model.blocks[1](rank_input(4, 15))))
     _zero_grad(twins)
-    twins.step(lambda model: _square(model.blocks[2](model.blocks[0](rank_input(4, 15)))))
+    twins.step(lambda model: square_mean(model.blocks[2](model.blocks[0](rank_input(4, 15)))))
     _zero_grad(twins)
     assert_at_rest(twins.sharded)
-    _train(twins, lambda step: _run(4, 5, step=step))
+    _train_by(twins, lambda step: _loss_of_shape(4, 5, step=step))
     assert_at_rest(twins.sharded)
 
 
@@ -476,7 +476,7 @@ def test_inner_output_and_root_output_in_one_loss() -> None:
 
     def run(model: nn.Module) -> Tensor:
         hidden = model.blocks[1](rank_input(4, 15))
-        return _square(model(rank_input(4, 5))) + _square(model.blocks[0](hidden))
+        return square_mean(model(rank_input(4, 5))) + square_mean(model.blocks[0](hidden))
 
     for _ in range(2):
         twins.step(run)
@@ -491,7 +491,7 @@ def test_root_without_parameters_of_its_own() -> None:
         lambda: nn.Sequential(nn.Linear(7, 15), nn.Tanh(), nn.Linear(15, 3)), _shard_linears
     )
     assert get_states(twins.sharded)[0].handles == []
-    _train(twins, lambda step: _run(4, 7, step=step))
+    _train_by(twins, lambda step: _loss_of_shape(4, 7, step=step))
     assert_at_rest(twins.sharded)
 
 
@@ -504,7 +504,7 @@ def _shard_blocks_only(model: nn.Module) -> None:
 def test_blocks_sharded_without_their_root() -> None:
     """Each block is a tree of its own."""
     twins = Twins(_Blocks, _shard_blocks_only)
-    _train(twins, lambda step: _run(4, 15, step=step))
+    _train_by(twins, lambda step: _loss_of_shape(4, 15, step=step))
     assert_at_rest(twins.sharded)
 
 
@@ -514,7 +514,7 @@ def test_inputs_may_need_gradients() -> None:
     twins = Twins(Net, shard_blocks)
     inputs = [rank_input(4, 5).requires_grad_() for _ in range(2)]
     for model, x in zip(twins, inputs, strict=True):
-        twins.backward(model, _square(model(x)))
+        twins.backward(model, square_mean(model(x)))
     assert_equal(inputs[1].grad, inputs[0].grad)
     twins.assert_equal_gradients()
     assert_at_rest(twins.sharded)
@@ -525,7 +525,7 @@ def test_ranks_with_different_sequence_lengths() -> None:
     """Collectives carry parameters, whose sizes do not depend on the data."""
     twins = Twins(Net, shard_blocks)
     length = 3 + 4 * dist.get_rank()
-    _train(twins, lambda step: _run(2, length, 5, step=step))
+    _train_by(twins, lambda step: _loss_of_shape(2, length, 5, step=step))
     assert_at_rest(twins.sharded)
 
 
@@ -551,12 +551,12 @@ def test_inference_mode(is_first: bool, reshard_after_forward: bool | None) -> N
     """Between training steps, and as the very first call."""
     twins = Twins(Net, shard_blocks, reshard_after_forward=reshard_after_forward)
     if not is_first:
-        twins.step(_run(4, 5))
+        twins.step(_loss_of_shape(4, 5))
         _zero_grad(twins)
     with torch.inference_mode():
         outputs = [model(rank_input(4, 5)) for model in twins]
         assert_equal(outputs[1], outputs[0])
-    _train(twins, lambda step: _run(4, 5, step=step))
+    _train_by(twins, lambda step: _loss_of_shape(4, 5, step=step))
     assert_at_rest(twins.sharded, kept=twins.sharded_units(reshard_after_forward))
 
 
@@ -570,7 +570,7 @@ def test_evaluation_between_steps_uses_new_weights(reshard_after_forward: bool |
         with torch.no_grad():
             outputs = [model(rank_input(4, 5, step=step)) for model in twins]
             assert_equal(outputs[1], outputs[0], "evaluation")
-        twins.step(_run(4, 5, step=step))
+        twins.step(_loss_of_shape(4, 5, step=step))
         with torch.no_grad():
             outputs = [model(rank_input(4, 5, step=step)) for model in twins]
             assert_equal(outputs[1], outputs[0], "evaluation before the step")
@@ -585,7 +585,9 @@ def test_evaluation_between_steps_uses_new_weights(reshard_after_forward: bool |
 # --- what is gathered when ---
 
 
-def _count(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[int, int]:
+def _num_gathers_and_reductions(
+    model: nn.Module, run: Callable[[nn.Module], Any]
+) -> tuple[int, int]:
     with count_collectives() as counts:
         run(model)
     return counts.count("all_gather"), counts.count("reduce_scatter")
@@ -602,8 +604,9 @@ def test_collectives_of_a_step(reshard_after_forward: bool | None, num_gathers: 
     twins.sharded(rank_input(4, 5)).sum().backward()  # the first forward compares the ranks
     for step in range(2):
         optimizer.step()
-        counts = _count(
-            twins.sharded, lambda model, step=step: _run(4, 5, step=step)(model).backward()
+        counts = _num_gathers_and_reductions(
+            twins.sharded,
+            lambda model, step=step: _loss_of_shape(4, 5, step=step)(model).backward(),
         )
         assert counts == (num_gathers, 4)
 
@@ -622,7 +625,10 @@ def test_collectives_of_evaluation(
     model(rank_input(4, 5)).sum().backward()
     optimizer.step()
     with torch.no_grad():
-        counts = [_count(model, lambda model: model(rank_input(4, 5)))[0] for _ in range(2)]
+        counts = [
+            _num_gathers_and_reductions(model, lambda model: model(rank_input(4, 5)))[0]
+            for _ in range(2)
+        ]
     assert tuple(counts) == expected
     assert not any(handle.is_registered_unsharded for handle in get_handles(model))
 
@@ -631,13 +637,15 @@ def test_collectives_of_evaluation(
 def test_unshard_by_hand_spares_the_gathers() -> None:
     """A step between unshard and reshard gathers nothing and gives the same gradients."""
     twins = Twins(Net, shard_blocks)
-    twins.step(_run(4, 5))
+    twins.step(_loss_of_shape(4, 5))
     _zero_grad(twins)
     unshard(twins.sharded, recurse=True)
-    counts = _count(twins.sharded, lambda model: twins.backward(model, _run(4, 5)(model)))
+    counts = _num_gathers_and_reductions(
+        twins.sharded, lambda model: twins.backward(model, _loss_of_shape(4, 5)(model))
+    )
     reshard(twins.sharded, recurse=True)
     assert counts == (0, 4)
-    twins.backward(twins.plain, _run(4, 5)(twins.plain))
+    twins.backward(twins.plain, _loss_of_shape(4, 5)(twins.plain))
     twins.assert_equal_gradients()
     assert_at_rest(twins.sharded)
 
@@ -651,7 +659,7 @@ def test_accumulation_without_no_sync(reshard_after_forward: bool | None) -> Non
     """Every backward reduces and adds to the sharded gradients."""
     twins = Twins(Net, shard_blocks, reshard_after_forward=reshard_after_forward)
     for step in range(3):
-        twins.step(_run(4, 5, step=step))
+        twins.step(_loss_of_shape(4, 5, step=step))
     assert_at_rest(twins.sharded, kept=twins.sharded_units(reshard_after_forward))
 
 
@@ -669,21 +677,36 @@ def test_accumulation_with_no_sync_equals_ddp(
     model(rank_input(4, 5))
     for _ in range(2):
         for micro in range(3):
-            run = _run(4, 5, step=micro)
+            run = _loss_of_shape(4, 5, step=micro)
             if micro == 2:
                 if uses_setter:
                     set_requires_gradient_sync(model, True)
                 run(ddp).backward()
-                assert _count(model, lambda model, run=run: run(model).backward())[1] == 4
+                assert (
+                    _num_gathers_and_reductions(
+                        model, lambda model, run=run: run(model).backward()
+                    )[1]
+                    == 4
+                )
             elif uses_setter:
                 set_requires_gradient_sync(model, False)
                 with ddp.no_sync():
                     run(ddp).backward()
-                assert _count(model, lambda model, run=run: run(model).backward())[1] == 0
+                assert (
+                    _num_gathers_and_reductions(
+                        model, lambda model, run=run: run(model).backward()
+                    )[1]
+                    == 0
+                )
             else:
                 with ddp.no_sync(), no_sync(model):
                     run(ddp).backward()
-                    assert _count(model, lambda model, run=run: run(model).backward())[1] == 0
+                    assert (
+                        _num_gathers_and_reductions(
+                            model, lambda model, run=run: run(model).backward()
+                        )[1]
+                        == 0
+                    )
         _assert_equal_gradients(model, plain)
         plain.zero_grad()
         model.zero_grad()
@@ -701,10 +724,10 @@ def _assert_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
 def test_no_sync_leaves_no_gradient_on_the_shards() -> None:
     """Inside it, `.grad` of the parameters is as before; the modules are at rest but for that."""
     twins = Twins(Net, shard_blocks)
-    twins.step(_run(4, 5))
+    twins.step(_loss_of_shape(4, 5))
     before = [param.grad for param in twins.sharded.parameters()]
     with no_sync(twins.sharded):
-        _run(4, 5, step=1)(twins.sharded).backward()
+        _loss_of_shape(4, 5, step=1)(twins.sharded).backward()
     assert all(p.grad is g for p, g in zip(twins.sharded.parameters(), before, strict=True))
     assert all(isinstance(param, FlatShard) for param in twins.sharded.parameters())
     assert not any(handle.is_unsharded for handle in get_handles(twins.sharded))
@@ -739,12 +762,12 @@ def test_unit_used_only_inside_no_sync_is_reduced_by_the_next_backward() -> None
     for used, is_last in (((0, 1), False), ((1,), True)):
         x = rank_input(4, 15)
         if is_last:
-            _square(ddp(x, used)).backward()
-            _square(model(x, used)).backward()
+            square_mean(ddp(x, used)).backward()
+            square_mean(model(x, used)).backward()
         else:
             with ddp.no_sync(), no_sync(model):
-                _square(ddp(x, used)).backward()
-                _square(model(x, used)).backward()
+                square_mean(ddp(x, used)).backward()
+                square_mean(model(x, used)).backward()
     _assert_equal_gradients(model, plain)
     assert_at_rest(model)
 
@@ -757,7 +780,7 @@ def test_zero_grad(set_to_none: bool) -> None:
     optimizers = twins.optimizers()
     for step, used in enumerate((_ALL, _NONE, _ALL)):
         x = rank_input(4, 5, step=step)
-        twins.step(lambda model, x=x, used=used: _square(model(x, used)))
+        twins.step(lambda model, x=x, used=used: square_mean(model(x, used)))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -770,7 +793,7 @@ def test_zero_grad(set_to_none: bool) -> None:
 
 
 @dataclass
-class _Output:
+class _DataclassOutput:
     hidden: Tensor
     extra: dict[str, Tensor | None]
 
@@ -814,8 +837,11 @@ _FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dict": (lambda x: {"a": None, "b": x}, lambda out: out["b"]),
     "nested": (lambda x: ({"a": [x, {"b": (x.sin(),)}]},), lambda out: out[0]["a"][1]["b"][0]),
     "namedtuple": (lambda x: _NamedOutput(x, 3), lambda out: out.hidden),
-    "dataclass": (lambda x: _Output(x, {"none": None}), lambda out: out.hidden),
-    "dataclass_field": (lambda x: _Output(x.detach(), {"x": x}), lambda out: out.extra["x"]),
+    "dataclass": (lambda x: _DataclassOutput(x, {"none": None}), lambda out: out.hidden),
+    "dataclass_field": (
+        lambda x: _DataclassOutput(x.detach(), {"x": x}),
+        lambda out: out.extra["x"],
+    ),
     "frozen_dataclass": (lambda x: _FrozenOutput(x), lambda out: out.hidden),
     "model_output": (lambda x: _ModelOutput(loss=x.sum(), hidden=x), lambda out: out.hidden),
     "object": (lambda x: _Result(x), lambda out: out.hidden),
@@ -848,21 +874,17 @@ class _Unwrapping(nn.Module):
         return _FORMS[self.form][0](x)
 
 
-def _shard_layers(model: nn.Module, **options: Any) -> None:
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-
-
 @pytest.mark.parametrize("form", _FORMS)
 @distributed(2)
 def test_forms_of_outputs(form: str) -> None:
     """Whatever holds the output tensors comes through unchanged, and backward finds them."""
-    twins = Twins(lambda: _Unwrapping(form), _shard_layers)
+    twins = Twins(lambda: _Unwrapping(form), shard_layers)
     get = _FORMS[form][1]
     outputs = [model(rank_input(4, 15)) for model in twins]
     assert type(outputs[1]) is type(outputs[0])
-    _train(twins, lambda step: lambda model: _square(get(model(rank_input(4, 15, step=step)))))
+    _train_by(
+        twins, lambda step: lambda model: square_mean(get(model(rank_input(4, 15, step=step))))
+    )
     assert_at_rest(twins.sharded)
 
 
@@ -894,15 +916,15 @@ class _NoneOrSum(nn.Module):
 @distributed(2)
 def test_output_none() -> None:
     """A call without output is gathered and freed like any other."""
-    twins = Twins(_InNone, _shard_layers)
-    _train(twins, lambda step: _run(4, 15, step=step))
+    twins = Twins(_InNone, shard_layers)
+    _train_by(twins, lambda step: _loss_of_shape(4, 15, step=step))
     assert_at_rest(twins.sharded)
 
 
 class _Keywords(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Scaled() for _ in range(2))
+        self.layers = nn.ModuleList(_ScaledByOption() for _ in range(2))
 
     def forward(self, *, x: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
         for layer in self.layers:
@@ -910,7 +932,7 @@ class _Keywords(nn.Module):
         return {"x": x}
 
 
-class _Scaled(nn.Module):
+class _ScaledByOption(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(15, 15)
@@ -923,9 +945,9 @@ class _Scaled(nn.Module):
 @distributed(2)
 def test_keyword_arguments() -> None:
     """They reach the module as they are."""
-    twins = Twins(_Keywords, _shard_layers)
+    twins = Twins(_Keywords, shard_layers)
     scale = rank_input(15)
-    twins.step(lambda model: _square(model(x=rank_input(4, 15), scale=scale)["x"]))
+    twins.step(lambda model: square_mean(model(x=rank_input(4, 15), scale=scale)["x"]))
     assert_at_rest(twins.sharded)
 
 
@@ -963,8 +985,8 @@ class _MaybeView(nn.Module):
 @distributed(2)
 def test_in_place_operations_on_outputs(kind: str) -> None:
     """They neither fail nor keep the backward from finding the unit."""
-    twins = Twins(lambda: _InPlace(kind), _shard_layers)
-    _train(twins, lambda step: _run(4, 15, step=step))
+    twins = Twins(lambda: _InPlace(kind), shard_layers)
+    _train_by(twins, lambda step: _loss_of_shape(4, 15, step=step))
     assert_at_rest(twins.sharded)
 
 
@@ -1008,7 +1030,7 @@ def test_output_that_aliases_a_parameter(kind: str, shard: Callable[..., None]) 
         assert_equal(outputs[1], outputs[0])
     results = [model(x) for model in twins]
     for model, (hidden, pos) in zip(twins, results, strict=True):
-        twins.backward(model, _square(hidden) + pos.sin().sum())
+        twins.backward(model, square_mean(hidden) + pos.sin().sum())
     assert_equal(results[1][1].detach(), results[0][1].detach(), "after the backward")
     assert_equal(outputs[1], outputs[0], "after the backward")
     twins.assert_equal_gradients()
@@ -1052,9 +1074,9 @@ class _Identities(nn.Module):
 @distributed(2)
 def test_unit_that_returns_its_input() -> None:
     """As with stochastic depth: all of its parameters keep no gradient."""
-    twins = Twins(_Identities, _shard_layers)
+    twins = Twins(_Identities, shard_layers)
     for what in (("same", "use", "view"), ("use",) * 3, ("same",) * 3, ("view", "view", "use")):
-        twins.step(lambda model, what=what: _square(model(rank_input(4, 15), what)))
+        twins.step(lambda model, what=what: square_mean(model(rank_input(4, 15), what)))
         _zero_grad(twins)
     assert_at_rest(twins.sharded)
 
@@ -1065,7 +1087,7 @@ def _shard_layers_only(model: nn.Module) -> None:
     fully_shard(model.first)
 
 
-@pytest.mark.parametrize("shard", [_shard_layers, _shard_layers_only])
+@pytest.mark.parametrize("shard", [shard_layers, _shard_layers_only])
 @distributed(2)
 def test_unit_that_returns_its_input_on_one_rank_only(shard: Callable[..., None]) -> None:
     """Ranks may skip different layers, the last one too."""
@@ -1073,7 +1095,7 @@ def test_unit_that_returns_its_input_on_one_rank_only(shard: Callable[..., None]
     is_first = dist.get_rank() == 0
     for first, second in (("same", "use"), ("use", "use"), ("view", "same"), ("use", "same")):
         what = ("use", first, second) if is_first else (second, "use", first)
-        twins.step(lambda model, what=what: _square(model(rank_input(4, 15), what)))
+        twins.step(lambda model, what=what: square_mean(model(rank_input(4, 15), what)))
         _zero_grad(twins)
     assert_at_rest(twins.sharded)
 
@@ -1081,7 +1103,7 @@ def test_unit_that_returns_its_input_on_one_rank_only(shard: Callable[..., None]
 # --- kinds of modules and parameters ---
 
 
-class _Recurrent(nn.Module):
+class _RecurrentHead(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
         self.rnn = kind(5, 7, num_layers=2, bidirectional=True, batch_first=True)
@@ -1096,8 +1118,8 @@ class _Recurrent(nn.Module):
 @distributed(2)
 def test_recurrent_modules(kind: type[nn.RNNBase], shard: Callable[..., None]) -> None:
     """Their second list of weights follows the registration."""
-    twins = Twins(lambda: _Recurrent(kind), shard)
-    _train(twins, lambda step: _run(2, 6, 5, step=step))
+    twins = Twins(lambda: _RecurrentHead(kind), shard)
+    _train_by(twins, lambda step: _loss_of_shape(2, 6, 5, step=step))
     assert_at_rest(twins.sharded)
     assert all(
         weight is twins.sharded.rnn._parameters[name]
@@ -1107,7 +1129,7 @@ def test_recurrent_modules(kind: type[nn.RNNBase], shard: Callable[..., None]) -
     )
 
 
-class _Odd(nn.Module):
+class _OddParameters(nn.Module):
     """Parameters of every odd kind."""
 
     def __init__(self) -> None:
@@ -1131,7 +1153,7 @@ class _Odd(nn.Module):
 @distributed(2)
 def test_odd_parameters(shard: Callable[..., None]) -> None:
     """Without dims, empty, not contiguous, channels-last."""
-    twins = Twins(_Odd, shard)
+    twins = Twins(_OddParameters, shard)
     assert twins.sharded.transposed.stride() == (1, 7)
     for name in ("strided", "expanded"):  # what has gaps becomes contiguous
         plain = getattr(twins.plain, name).detach()
@@ -1166,8 +1188,8 @@ class _Empty(nn.Module):
 @distributed(2)
 def test_unit_of_empty_parameters() -> None:
     """There is nothing to gather, and the gradients are empty."""
-    twins = Twins(_OnlyEmpty, _shard_layers)
-    _train(twins, lambda step: _run(4, 15, step=step))
+    twins = Twins(_OnlyEmpty, shard_layers)
+    _train_by(twins, lambda step: _loss_of_shape(4, 15, step=step))
     assert_at_rest(twins.sharded)
 
 
@@ -1186,7 +1208,7 @@ class _Complex(nn.Module):
 def test_complex_parameters(shard: Callable[..., None]) -> None:
     """They are gathered and reduced like real ones."""
     twins = Twins(_Complex, shard)
-    twins.step(_run(4, 15))
+    twins.step(_loss_of_shape(4, 15))
     assert twins.sharded.linear.weight.grad.dtype == torch.complex64
     assert_at_rest(twins.sharded)
 
@@ -1196,13 +1218,14 @@ def test_complex_parameters(shard: Callable[..., None]) -> None:
 def test_dtypes(dtype: torch.dtype) -> None:
     """A unit gathers and reduces in its parameters' dtype."""
     twins = Twins(lambda: Net().to(dtype), shard_blocks)
-    _train(
-        twins, lambda step: lambda model: _square(model(rank_input(4, 5, step=step, dtype=dtype)))
+    _train_by(
+        twins,
+        lambda step: lambda model: square_mean(model(rank_input(4, 5, step=step, dtype=dtype))),
     )
     assert_at_rest(twins.sharded)
 
 
-class _Mixed(nn.Module):
+class _ThreeDtypes(nn.Module):
     """float32, float64 and bfloat16 in one unit, one of them frozen."""
 
     def __init__(self) -> None:
@@ -1223,10 +1246,10 @@ class _Mixed(nn.Module):
 @distributed(2)
 def test_mixed_dtypes_in_one_unit(shard: Callable[..., None]) -> None:
     """One handle for each dtype and each kind of training."""
-    twins = Twins(lambda: nn.Sequential(_Mixed(), _Mixed(), nn.Linear(15, 3)), shard)
+    twins = Twins(lambda: nn.Sequential(_ThreeDtypes(), _ThreeDtypes(), nn.Linear(15, 3)), shard)
     assert len(get_handles(twins.sharded)) == (4 if shard is shard_root else 9)
     for step in range(2):
-        twins.step(_run(4, 15, step=step))
+        twins.step(_loss_of_shape(4, 15, step=step))
         _zero_grad(twins)
     assert_at_rest(twins.sharded)
 
@@ -1246,13 +1269,15 @@ def test_sparse_gradients() -> None:
     """They become dense, and are averaged like any other, also inside no_sync."""
     twins = Twins(_Sparse)
     tokens = torch.arange(4) + 3 * dist.get_rank()
-    twins.step(lambda model: _square(model(tokens)))
+    twins.step(lambda model: square_mean(model(tokens)))
     assert not twins.sharded.embedding.weight.grad.to_local().is_sparse
     _zero_grad(twins)
     with no_sync(twins.sharded):
-        _square(twins.sharded(tokens)).backward()
-    _square(twins.sharded(tokens + 1)).backward()
-    twins.backward(twins.plain, _square(twins.plain(tokens)) + _square(twins.plain(tokens + 1)))
+        square_mean(twins.sharded(tokens)).backward()
+    square_mean(twins.sharded(tokens + 1)).backward()
+    twins.backward(
+        twins.plain, square_mean(twins.plain(tokens)) + square_mean(twins.plain(tokens + 1))
+    )
     twins.assert_equal_gradients()
 
 
@@ -1288,7 +1313,7 @@ def test_partly_frozen_units(shard: Callable[..., None], needs_grad: bool) -> No
     for step in range(3):
         with count_collectives() as counts:
             for model, x in zip(twins, inputs, strict=True):
-                twins.backward(model, _square(model(x)))
+                twins.backward(model, square_mean(model(x)))
         twins.assert_equal_gradients()
         if needs_grad:
             assert_equal(inputs[1].grad, inputs[0].grad, f"input gradient in step {step}")
@@ -1303,7 +1328,7 @@ def test_partly_frozen_units_with_backwards_afterwards() -> None:
     """A second backward needs the frozen weights as late as the first."""
     twins = Twins(_make_partly_frozen)
     for model in twins:
-        losses = [_square(model(rank_input(4, 15, step=i))) for i in range(2)]
+        losses = [square_mean(model(rank_input(4, 15, step=i))) for i in range(2)]
         twins.backward(model, losses[0], retain_graph=True)
         twins.backward(model, losses[1])
         twins.backward(model, losses[0])
@@ -1323,7 +1348,7 @@ def test_frozen_unit() -> None:
     twins = Twins(_make_with_frozen_unit, shard_blocks)
     for step in range(2):
         with count_collectives() as counts:
-            twins.step(_run(4, 5, step=step))
+            twins.step(_loss_of_shape(4, 5, step=step))
         _zero_grad(twins)
     assert counts.count("reduce_scatter") == 3
     (handle,) = get_handles(twins.sharded.blocks[1])
@@ -1338,7 +1363,7 @@ def test_frozen_model_gives_input_gradients() -> None:
     inputs = [rank_input(4, 5).requires_grad_() for _ in twins]
     with count_collectives() as counts:
         for model, x in zip(twins, inputs, strict=True):
-            _square(model(x)).backward()
+            square_mean(model(x)).backward()
     assert_equal(inputs[1].grad, inputs[0].grad)
     assert counts.count("reduce_scatter") == 0
     assert_at_rest(twins.sharded)
@@ -1351,7 +1376,7 @@ def test_freezing_after_sharding() -> None:
     for is_trainable in (True, False, True):
         for model in twins:
             model.blocks[1].requires_grad_(is_trainable)
-        twins.step(_run(4, 5))
+        twins.step(_loss_of_shape(4, 5))
         assert (twins.sharded.blocks[1].up.weight.grad is None) is not is_trainable
         _zero_grad(twins)
     assert_at_rest(twins.sharded)
@@ -1361,11 +1386,11 @@ def test_freezing_after_sharding() -> None:
 def test_unfreezing_after_sharding() -> None:
     """`requires_grad_(True)` on a parameter that was sharded frozen trains it from then on."""
     twins = Twins(_make_with_frozen_unit, shard_blocks)
-    twins.step(_run(4, 5))
+    twins.step(_loss_of_shape(4, 5))
     for model in twins:
         model.zero_grad()
         model.blocks[1].requires_grad_()
-    twins.step(_run(4, 5))
+    twins.step(_loss_of_shape(4, 5))
     assert twins.sharded.blocks[1].up.weight.grad is not None
     assert_at_rest(twins.sharded)
 
@@ -1396,7 +1421,7 @@ def _shard_language(model: nn.Module, units: tuple[str, ...], **options: Any) ->
     fully_shard(model, **options)
 
 
-def _tokens(step: int) -> Tensor:
+def _rank_tokens(step: int) -> Tensor:
     return (torch.arange(8).view(2, 4) * (step + 2) + 5 * dist.get_rank()) % 11
 
 
@@ -1418,7 +1443,7 @@ def test_tied_parameters(units: tuple[str, ...], reshard_after_forward: bool | N
         _Language, _shard_language, units=units, reshard_after_forward=reshard_after_forward
     )
     assert twins.sharded.head.weight is twins.sharded.embedding.weight
-    _train(twins, lambda step: lambda model: _square(model(_tokens(step))), steps=3)
+    _train_by(twins, lambda step: lambda model: square_mean(model(_rank_tokens(step))), steps=3)
     assert twins.sharded.head.weight is twins.sharded.embedding.weight
     assert_at_rest(twins.sharded, kept=twins.sharded_units(reshard_after_forward))
 
@@ -1456,9 +1481,9 @@ def test_collectives_of_parameters_tied_to_the_root() -> None:
     """The owner is gathered once for each pass and reduced once."""
     twins = Twins(_Language, _shard_language, units=("embedding",), reshard_after_forward=True)
     model = twins.sharded
-    _square(model(_tokens(0))).backward()
+    square_mean(model(_rank_tokens(0))).backward()
     with trace_events() as events:
-        _square(model(_tokens(0))).backward()
+        square_mean(model(_rank_tokens(0))).backward()
     names = [(event.kind, event.name) for event in events]
     assert names.count(("issue_gather", "embedding")) == 2
     assert names.count(("issue_reduce", "embedding")) == 1
@@ -1471,18 +1496,18 @@ def test_tied_parameter_of_a_unit_that_does_not_run(units: tuple[str, ...]) -> N
     twins = Twins(_Language, _shard_language, units=units)
     for model in twins:
         model.head.bias.requires_grad_(True)
-    twins.step(lambda model: _square(model.head(rank_input(4, 15))))
+    twins.step(lambda model: square_mean(model.head(rank_input(4, 15))))
     _zero_grad(twins)
-    twins.step(lambda model: _square(model.embedding(_tokens(0))))
+    twins.step(lambda model: square_mean(model.embedding(_rank_tokens(0))))
     _zero_grad(twins)
-    twins.step(lambda model: _square(model(_tokens(1))))
+    twins.step(lambda model: square_mean(model(_rank_tokens(1))))
     assert_at_rest(twins.sharded)
 
 
 # --- a unit of several modules ---
 
 
-class _Stack(nn.Module):
+class _SomeLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(15, 15) for _ in range(4))
@@ -1503,10 +1528,10 @@ def _shard_pairs(model: nn.Module, **options: Any) -> None:
 @distributed(2)
 def test_unit_of_several_modules(reshard_after_forward: bool) -> None:
     """It is gathered once for all of them, and stays until the last has run."""
-    twins = Twins(_Stack, _shard_pairs, reshard_after_forward=reshard_after_forward)
+    twins = Twins(_SomeLayers, _shard_pairs, reshard_after_forward=reshard_after_forward)
     for step in range(2):
         with count_collectives() as counts:
-            twins.step(_run(4, 15, step=step))
+            twins.step(_loss_of_shape(4, 15, step=step))
         _zero_grad(twins)
     assert counts.count("reduce_scatter") == 2
     assert_at_rest(twins.sharded, kept=twins.sharded_units(reshard_after_forward))
@@ -1515,10 +1540,10 @@ def test_unit_of_several_modules(reshard_after_forward: bool) -> None:
 @distributed(2)
 def test_only_some_modules_of_a_unit_run() -> None:
     """Any of them, in any order; what did not run gets no gradient."""
-    twins = Twins(_Stack, _shard_pairs)
+    twins = Twins(_SomeLayers, _shard_pairs)
     for used in ((0, 2), (1,), (3, 0), (0, 0, 1), (1, 2, 0, 3), ()):
         x = rank_input(4, 15).requires_grad_()
-        twins.step(lambda model, used=used, x=x: _square(model(x, used)))
+        twins.step(lambda model, used=used, x=x: square_mean(model(x, used)))
         _zero_grad(twins)
         assert_at_rest(twins.sharded)
 
@@ -1526,11 +1551,11 @@ def test_only_some_modules_of_a_unit_run() -> None:
 @distributed(2)
 def test_modules_of_a_unit_without_a_root() -> None:
     """Each call is led by the unit itself."""
-    model = _Stack()
-    twins = Twins(_Stack, lambda model: fully_shard(list(model.layers)))
+    model = _SomeLayers()
+    twins = Twins(_SomeLayers, lambda model: fully_shard(list(model.layers)))
     del model
-    _train(twins, lambda step: _run(4, 15, step=step))
-    twins.step(lambda model: _square(model(rank_input(4, 15), (2,))))
+    _train_by(twins, lambda step: _loss_of_shape(4, 15, step=step))
+    twins.step(lambda model: square_mean(model(rank_input(4, 15), (2,))))
     assert_at_rest(twins.sharded)
 
 
@@ -1589,14 +1614,14 @@ class _WithCaller(nn.Module):
 def test_module_that_calls_another_of_its_unit() -> None:
     """The call is still the caller's."""
     twins = Twins(_WithCaller, lambda model: fully_shard([model.caller, model.inner]))
-    _train(twins, lambda step: _run(4, 15, step=step))
+    _train_by(twins, lambda step: _loss_of_shape(4, 15, step=step))
     assert_at_rest(twins.sharded)
 
 
 # --- what users hang on parameters ---
 
 
-class _Log:
+class _GradientLog:
     """A hook that counts its calls and keeps the gradients it saw."""
 
     def __init__(self) -> None:
@@ -1615,7 +1640,7 @@ def test_tensor_hook_on_a_parameter(is_before: bool) -> None:
     torch.manual_seed(0)
     plain = Net()
     model = copy.deepcopy(plain)
-    logs = [_Log(), _Log()]
+    logs = [_GradientLog(), _GradientLog()]
     for net, log in zip((plain, model), logs, strict=True):
         if not is_before and net is model:
             shard_blocks(model)
@@ -1624,7 +1649,7 @@ def test_tensor_hook_on_a_parameter(is_before: bool) -> None:
         if is_before and net is model:
             shard_blocks(model)
     for net in (plain, model):
-        _run(4, 5)(net).backward()
+        _loss_of_shape(4, 5)(net).backward()
     assert len(logs[0].seen) == len(logs[1].seen) == 1
     assert_equal(logs[1].seen[0], logs[0].seen[0])
     for param in plain.parameters():
@@ -1636,11 +1661,11 @@ def test_tensor_hook_on_a_parameter(is_before: bool) -> None:
 def test_removed_tensor_hook_does_not_fire() -> None:
     """The handle that `register_hook` returns removes it."""
     twins = Twins(Net, shard_blocks)
-    log = _Log()
+    log = _GradientLog()
     handle = twins.sharded.out.weight.register_hook(log)
-    twins.step(_run(4, 5))
+    twins.step(_loss_of_shape(4, 5))
     handle.remove()
-    twins.step(_run(4, 5))
+    twins.step(_loss_of_shape(4, 5))
     assert len(log.seen) == 1
 
 
@@ -1651,14 +1676,14 @@ def test_post_accumulate_hook_on_a_parameter(is_before: bool) -> None:
     torch.manual_seed(0)
     plain = Net()
     model = copy.deepcopy(plain)
-    log = _Log()
+    log = _GradientLog()
     if is_before:
         model.blocks[0].up.weight.register_post_accumulate_grad_hook(log)
     shard_blocks(model)
     if not is_before:
         model.blocks[0].up.weight.register_post_accumulate_grad_hook(log)
     for net in (plain, model):
-        _run(4, 5)(net).backward()
+        _loss_of_shape(4, 5)(net).backward()
     average_gradient(plain.blocks[0].up.weight)
     assert len(log.seen) == 1
     assert_equal(log.seen[0], plain.blocks[0].up.weight.grad)
@@ -1681,10 +1706,10 @@ def test_optimizer_in_the_backward() -> None:
     for param in twins.sharded.parameters():
         param.register_post_accumulate_grad_hook(step)
     for index in range(2):
-        twins.backward(twins.plain, _run(4, 5, step=index)(twins.plain))
+        twins.backward(twins.plain, _loss_of_shape(4, 5, step=index)(twins.plain))
         for param in twins.plain.parameters():
             step(param)
-        _run(4, 5, step=index)(twins.sharded).backward()
+        _loss_of_shape(4, 5, step=index)(twins.sharded).backward()
     twins.assert_equal_parameters()
     assert all(param.grad is None for param in twins.sharded.parameters())
     assert_at_rest(twins.sharded)
@@ -1697,7 +1722,7 @@ def test_attributes_of_parameters_stay() -> None:
     model.inp.weight.lr_scale = 0.5
     shard_blocks(model)
     model.out.weight.lr_scale = 0.25
-    _run(4, 5)(model).backward()
+    _loss_of_shape(4, 5)(model).backward()
     assert model.inp.weight.lr_scale == 0.5
     assert model.out.weight.lr_scale == 0.25
 
@@ -1714,7 +1739,9 @@ def test_weight_penalty_outside_of_forward(penalty: str) -> None:
     }[penalty]
 
     def run(model: nn.Module) -> Tensor:
-        return _run(4, 5)(model) + 0.1 * sum(function(param) for param in model.parameters())
+        return _loss_of_shape(4, 5)(model) + 0.1 * sum(
+            function(param) for param in model.parameters()
+        )
 
     for model in twins:
         twins.backward(model, run(model))
@@ -1756,7 +1783,7 @@ def test_backward_inside_a_forward(create_graph: bool, reshard_after_forward: bo
     twins = Twins(lambda: _InnerGradient(create_graph), reshard_after_forward=reshard_after_forward)
 
     def run(model: nn.Module) -> Tensor:
-        return _square(model(rank_input(4, 15)))
+        return square_mean(model(rank_input(4, 15)))
 
     with torch.no_grad():
         outputs = [run(model) for model in twins]
@@ -1778,7 +1805,7 @@ def _make_chain() -> nn.Module:
     return nn.Sequential(Block(), Block(), nn.Linear(15, 1))
 
 
-@pytest.mark.parametrize("make", [_make_chain, _Shared])
+@pytest.mark.parametrize("make", [_make_chain, _RepeatedBlock])
 @distributed(2)
 def test_gradient_penalty(make: Callable[[], nn.Module]) -> None:
     """create_graph=True, then a backward through the gradient, for several steps."""
@@ -1787,7 +1814,7 @@ def test_gradient_penalty(make: Callable[[], nn.Module]) -> None:
     for step in range(3):
         for model in twins:
             x = rank_input(4, 15, step=step).requires_grad_()
-            loss = _square(model(x))
+            loss = square_mean(model(x))
             (grad,) = torch.autograd.grad(loss, x, create_graph=True)
             twins.backward(model, loss + grad.square().sum())
         twins.assert_equal_gradients()
@@ -1805,7 +1832,7 @@ def test_backward_with_create_graph() -> None:
     twins = Twins(lambda: nn.Sequential(Block(), Block()))
     for model in twins:
         x = rank_input(4, 15).requires_grad_()
-        grads = torch.autograd.grad(_square(model(x)), x, create_graph=True)
+        grads = torch.autograd.grad(square_mean(model(x)), x, create_graph=True)
         twins.backward(model, grads[0].square().sum())
     twins.assert_equal_gradients()
 
@@ -1831,7 +1858,7 @@ def test_a_gradient_before_the_recomputation() -> None:
             y = rank_input(4, 15)
             for child in model:
                 y = torch.utils.checkpoint.checkpoint(child, y, use_reentrant=False)
-            loss = _square(y)
+            loss = square_mean(y)
             twins.backward(model, loss, retain_graph=True)
             model.zero_grad()
             twins.backward(model, loss)
@@ -1847,7 +1874,7 @@ def test_create_graph_of_microbatches() -> None:
     for model in twins:
         for used in ([0, 1, 2], [0, 2]):
             with no_sync(twins.sharded) if len(used) == 3 else nullcontext():
-                loss = _square(model(rank_input(4, 5), used))
+                loss = square_mean(model(rank_input(4, 5), used))
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch warns of cycles that this can make
                     twins.backward(model, loss, create_graph=True)
@@ -1865,7 +1892,7 @@ def test_input_gradients_alone_reduce_nothing() -> None:
     with count_collectives() as counts:
         for model in twins:
             x = rank_input(4, 5).requires_grad_()
-            grads += torch.autograd.grad(_square(model(x)), x)
+            grads += torch.autograd.grad(square_mean(model(x)), x)
     assert_equal(grads[1], grads[0])
     assert counts.count("reduce_scatter") == 0
     assert all(param.grad is None for param in twins.sharded.parameters())
@@ -1878,8 +1905,8 @@ def test_backward_to_some_inputs_only() -> None:
     twins = Twins(Net, shard_blocks)
     for model in twins:
         x = rank_input(4, 5).requires_grad_()
-        _square(model(x)).backward(inputs=[x])
+        square_mean(model(x)).backward(inputs=[x])
         assert x.grad is not None
     assert all(param.grad is None for param in twins.sharded.parameters())
     assert_at_rest(twins.sharded)
-    _train(twins, lambda step: _run(4, 5, step=step))
+    _train_by(twins, lambda step: _loss_of_shape(4, 5, step=step))

@@ -29,31 +29,23 @@ from composable_shard import (
 from composable_shard.comm import collectives
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.trace import trace_events
-from tests.helpers import assert_equal, distributed, peak_bytes
+from tests.helpers import Planned, assert_equal, distributed, peak_bytes
 from tests.models import (
     Block,
     Net,
     Optional,
     Twins,
     assert_at_rest,
+    loss_of,
+    make_net,
     rank_input,
     shard_blocks,
     shard_children,
+    shard_layers,
 )
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)
-
-
-def _make(num_blocks: int = 4, **options: Any) -> Net:
-    torch.manual_seed(0)
-    model = Net(num_blocks)
-    shard_blocks(model, **options)
-    return model
-
-
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).square().mean()
 
 
 class _Steps:
@@ -89,7 +81,7 @@ OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
 def test_training_is_that_of_the_ordinary_loop(strategy: ShardingStrategy) -> None:
     """Bitwise, with hooks on all parameters, on some of each unit, and on some units."""
     for make, hooked in zip(OPTIMIZERS, ["all", "some", "some units", "all"], strict=True):
-        models = [_make(strategy=strategy) for _ in range(2)]
+        models = [make_net(4, strategy=strategy) for _ in range(2)]
         named = list(models[1].named_parameters())
         if hooked == "some":
             named = named[::2]
@@ -99,7 +91,7 @@ def test_training_is_that_of_the_ordinary_loop(strategy: ShardingStrategy) -> No
         rest = [param for param in models[1].parameters() if param not in steps.optimizers]
         optimizers = [make(models[0].parameters())] + ([make(rest)] if rest else [])
         for step in range(3):
-            losses = [_loss(model, step) for model in models]
+            losses = [loss_of(model, step) for model in models]
             assert_equal(losses[1].detach(), losses[0].detach())
             for loss in losses:
                 loss.backward()
@@ -115,7 +107,7 @@ def test_training_is_that_of_the_ordinary_loop(strategy: ShardingStrategy) -> No
 
 def _positions(model: nn.Module) -> list[str]:
     with trace_events() as log:
-        _loss(model).backward()
+        loss_of(model).backward()
     return [
         f"{event.kind} {event.name}"
         for event in log
@@ -127,7 +119,7 @@ def _positions(model: nn.Module) -> list[str]:
 @distributed(2)
 def test_hooks_run_one_unit_later(strategy: ShardingStrategy) -> None:
     """Those of unit k run before the backward of unit k - 2, from the first step on."""
-    model = _make(5, strategy=strategy)
+    model = make_net(5, strategy=strategy)
     _Steps(model.parameters(), _sgd)
     for _ in range(2):
         positions = _positions(model)
@@ -140,13 +132,13 @@ def test_hooks_run_one_unit_later(strategy: ShardingStrategy) -> None:
 @distributed(2)
 def test_only_units_with_hooks_exchange_early() -> None:
     """Each of them costs one small all-reduce more; the others, and other models, nothing."""
-    model, other = _make(5), _make(5)
+    model, other = make_net(5), make_net(5)
     model.get_parameter("blocks.2.down.bias").register_post_accumulate_grad_hook(id)
     counts = []
     for each in (model, other):
-        _loss(each).backward()
+        loss_of(each).backward()
         with count_collectives() as log:
-            _loss(each).backward()
+            loss_of(each).backward()
         counts.append(Counter(event.kind for event in log.events))
     counts[0]["all_reduce"] -= 1
     assert counts[0] == counts[1]
@@ -212,14 +204,14 @@ def test_without_hooks_all_gradient_shards_are_there_at_the_end() -> None:
 @distributed(2)
 def test_accumulation_ends_with_one_hook_and_the_whole_gradient(strategy: ShardingStrategy) -> None:
     """Three microbatches without and one with reduction, twice."""
-    models = [_make(strategy=strategy) for _ in range(2)]
+    models = [make_net(4, strategy=strategy) for _ in range(2)]
     optimizer = torch.optim.AdamW(models[0].parameters(), lr=0.05)
     steps = _Steps(models[1].parameters(), partial(torch.optim.AdamW, lr=0.05))
     for turn in range(2):
         for model in models:
             for micro in range(4):
                 with no_sync(model) if micro < 3 else nullcontext():
-                    _loss(model, micro).backward()
+                    loss_of(model, micro).backward()
                 assert set(steps.calls.values()) <= {turn, turn + 1}
         assert set(steps.calls.values()) == {turn + 1}
         optimizer.step()
@@ -232,13 +224,13 @@ def test_accumulation_ends_with_one_hook_and_the_whole_gradient(strategy: Shardi
 @distributed(2)
 def test_hooks_wait_for_the_last_backward(strategy: ShardingStrategy) -> None:
     """Also where each backward reduces into shards, and the next one adds to them."""
-    models = [_make(strategy=strategy) for _ in range(2)]
+    models = [make_net(4, strategy=strategy) for _ in range(2)]
     steps = _Steps(models[1].parameters(), partial(torch.optim.SGD, lr=0.05))
     optimizer = torch.optim.SGD(models[0].parameters(), lr=0.05)
     for model in models:
         for micro in range(3):
             set_is_last_backward(model, micro == 2)
-            _loss(model, micro).backward()
+            loss_of(model, micro).backward()
             assert set(steps.calls.values()) <= {int(model is models[1] and micro == 2)}
     optimizer.step()
     assert set(steps.calls.values()) == {1}
@@ -251,7 +243,7 @@ def test_hooks_wait_for_the_last_backward(strategy: ShardingStrategy) -> None:
 def test_hooks_wait_for_the_all_reduce_that_was_put_off(strategy: ShardingStrategy) -> None:
     """On a 2-D mesh they see the mean over all ranks, once."""
     mesh = init_device_mesh("cpu", (2, 2))
-    models = [_make(strategy=strategy, mesh=mesh) for _ in range(2)]
+    models = [make_net(4, strategy=strategy, mesh=mesh) for _ in range(2)]
     seen: dict[str, Tensor] = {}
 
     def note(name: str, param: FlatShard) -> None:
@@ -263,9 +255,9 @@ def test_hooks_wait_for_the_all_reduce_that_was_put_off(strategy: ShardingStrate
         param.register_post_accumulate_grad_hook(partial(note, name))
     for model in models:
         set_requires_all_reduce(model, False)
-        _loss(model).backward()
+        loss_of(model).backward()
         set_requires_all_reduce(model, True)
-        _loss(model, 1).backward()
+        loss_of(model, 1).backward()
     for name, param in models[0].named_parameters():
         assert_equal(seen[name], param.grad.full_tensor(), name)
     assert len(seen) == len(list(models[0].parameters()))
@@ -274,7 +266,7 @@ def test_hooks_wait_for_the_all_reduce_that_was_put_off(strategy: ShardingStrate
 # --- which gradients are final ---
 
 
-class _Log:
+class _HookLog:
     """Notes what hooks see, and issues a collective: ranks must run hooks in the same order."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -304,7 +296,7 @@ class _Log:
 
 
 def _check_twins(twins: Twins, run: Callable[[nn.Module], Tensor], steps: int = 3) -> None:
-    log = _Log(twins.sharded)
+    log = _HookLog(twins.sharded)
     for _ in range(steps):
         for model in twins:
             twins.backward(model, run(model))
@@ -334,10 +326,10 @@ def test_parameters_that_not_all_ranks_used(used: list[list[int]]) -> None:
 def test_a_backward_through_two_calls(strategy: ShardingStrategy) -> None:
     """A unit is over when its first call is, also the first time that a backward spans two."""
     twins = Twins(Net, shard_blocks, strategy=strategy)
-    _check_twins(twins, lambda model: _loss(model) + _loss(model, 1))
+    _check_twins(twins, lambda model: loss_of(model) + loss_of(model, 1))
 
 
-class _Tied(nn.Module):
+class _TiedEnds(nn.Module):
     """The first and the last unit share a weight."""
 
     def __init__(self) -> None:
@@ -351,21 +343,15 @@ class _Tied(nn.Module):
         return x
 
 
-def _shard_layers(model: nn.Module, **options: Any) -> None:
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-
-
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_OPTIM])
 @distributed(2)
 def test_tied_parameters(strategy: ShardingStrategy) -> None:
     """The hook waits for the gradient of the unit that ran first."""
-    twins = Twins(_Tied, _shard_layers, strategy=strategy)
+    twins = Twins(_TiedEnds, shard_layers, strategy=strategy)
     _check_twins(twins, lambda model: model(rank_input(4, 5)).sum())
 
 
-class _Checkpointed(nn.Module):
+class _CheckpointedTwice(nn.Module):
     """Units some of which are called twice, in a checkpoint and outside."""
 
     def __init__(self, use_reentrant: bool) -> None:
@@ -385,7 +371,7 @@ class _Checkpointed(nn.Module):
 @distributed(2)
 def test_checkpoints(use_reentrant: bool) -> None:
     """A backward nested in another may bring a gradient late: then hooks wait for the end."""
-    twins = Twins(lambda: _Checkpointed(use_reentrant), shard_blocks)
+    twins = Twins(lambda: _CheckpointedTwice(use_reentrant), shard_blocks)
     _check_twins(twins, lambda model: model(rank_input(4, 5)).sum())
 
 
@@ -425,7 +411,7 @@ def test_a_gradient_that_arrives_after_its_unit_in_a_flat_parameter() -> None:
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
         shard_blocks(model, strategy=SHARD_GRAD_OP, use_orig_params=False)
-    log = _Log(models[1])
+    log = _HookLog(models[1])
     for model in models:
         model(rank_input(4, 5)).sum().backward()
     for name, param in models[0].named_parameters():
@@ -435,13 +421,13 @@ def test_a_gradient_that_arrives_after_its_unit_in_a_flat_parameter() -> None:
 @distributed(2)
 def test_hooks_on_one_rank_only() -> None:
     """The other ranks take part in what the unit's exchange needs."""
-    model, other = _make(), _make()
+    model, other = make_net(4), make_net(4)
     seen = []
     if dist.get_rank() == 0:
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(lambda p: seen.append(p))
     for each in (model, other):
-        _loss(each).backward()
+        loss_of(each).backward()
     assert len(seen) == (len(list(model.parameters())) if dist.get_rank() == 0 else 0)
     for param, expected in zip(model.parameters(), other.parameters(), strict=True):
         assert_equal(param.grad.full_tensor(), expected.grad.full_tensor())
@@ -450,8 +436,8 @@ def test_hooks_on_one_rank_only() -> None:
 @distributed(2)
 def test_hooks_that_come_after_the_first_forward_run_at_the_end() -> None:
     """Ranks could not know of each other's."""
-    model = _make()
-    _loss(model).backward()
+    model = make_net(4)
+    loss_of(model).backward()
     model.zero_grad()
     steps = _Steps(model.parameters(), _sgd)
     positions = _positions(model)
@@ -464,15 +450,15 @@ def test_hooks_that_come_after_the_first_forward_run_at_the_end() -> None:
 def test_world_size_one() -> None:
     """The same moments, without communication."""
     mesh = DeviceMesh.from_group(dist.new_group([dist.get_rank()]), "cpu")
-    models = [_make(mesh=mesh) for _ in range(2)]
+    models = [make_net(4, mesh=mesh) for _ in range(2)]
     optimizer = _sgd(models[0].parameters())
     _Steps(models[1].parameters(), _sgd)
     for step in range(2):
-        _loss(models[0], step).backward()
+        loss_of(models[0], step).backward()
         optimizer.step()
         optimizer.zero_grad()
         with trace_events() as log:
-            _loss(models[1], step).backward()
+            loss_of(models[1], step).backward()
         kinds = [f"{event.kind} {event.name}" for event in log]
         assert kinds.index("gradient_hooks blocks.3") < kinds.index("compute_backward blocks.1")
     for param, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
@@ -482,12 +468,12 @@ def test_world_size_one() -> None:
 @distributed(2)
 def test_one_flat_parameter_for_each_unit() -> None:
     """use_orig_params=False: the hook is on the flat parameter."""
-    models = [_make(use_orig_params=False) for _ in range(2)]
+    models = [make_net(4, use_orig_params=False) for _ in range(2)]
     optimizer = _sgd(models[0].parameters())
     steps = _Steps(models[1].parameters(), _sgd)
     for step in range(3):
         for model in models:
-            _loss(model, step).backward()
+            loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert set(steps.calls.values()) == {3}
@@ -510,10 +496,6 @@ def test_hooks_from_before_sharding() -> None:
 # --- what a hook may not do, and errors ---
 
 
-class Planned(Exception):
-    """What the tests raise."""
-
-
 @pytest.mark.parametrize("error", [Planned, KeyboardInterrupt])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
@@ -521,7 +503,7 @@ def test_an_error_in_a_hook_of_one_rank_comes_at_the_end(
     strategy: ShardingStrategy, error: type[BaseException]
 ) -> None:
     """All gradients are published on all ranks, and the next step is right."""
-    model, other = _make(strategy=strategy), _make(strategy=strategy)
+    model, other = make_net(4, strategy=strategy), make_net(4, strategy=strategy)
     calls: list[str] = []
 
     def hook(name: str, _: Tensor) -> None:
@@ -534,7 +516,7 @@ def test_an_error_in_a_hook_of_one_rank_comes_at_the_end(
     for each in (model, other):
         fails = each is model and dist.get_rank() == 0
         with pytest.raises(error, match="planned") if fails else nullcontext():
-            _loss(each).backward()
+            loss_of(each).backward()
     if dist.get_rank() == 0:
         assert calls[-1] == "blocks.2.up.weight"  # no further hook ran
     for turn in (1, 2):
@@ -544,16 +526,16 @@ def test_an_error_in_a_hook_of_one_rank_comes_at_the_end(
         calls += [""] * 9
         for each in (model, other):
             each.zero_grad()
-            _loss(each, turn).backward()
+            loss_of(each, turn).backward()
 
 
 @distributed(2)
 def test_a_failed_backward_keeps_what_hooks_have_seen() -> None:
     """The units that were over keep theirs, the others get none; the next step is right."""
-    model, other = _make(), _make()
-    _Log(model)
+    model, other = make_net(4), make_net(4)
+    _HookLog(model)
     for each in (model, other):
-        _loss(each)
+        loss_of(each)
 
     def fail(*args: Any) -> None:
         args[-1].register_hook(lambda _: _raise())
@@ -563,7 +545,7 @@ def test_a_failed_backward_keeps_what_hooks_have_seen() -> None:
 
     handle = model.blocks[0].register_forward_hook(fail)
     with pytest.raises(Planned):
-        _loss(model).backward()
+        loss_of(model).backward()
     handle.remove()
     has_grad = {n.split(".")[1] for n, p in model.named_parameters() if p.grad is not None}
     assert has_grad == {"3"}
@@ -571,7 +553,7 @@ def test_a_failed_backward_keeps_what_hooks_have_seen() -> None:
     for _, param in model.named_parameters():
         param._post_accumulate_grad_hooks.clear()
     for each in (model, other):
-        _loss(each, 1).backward()
+        loss_of(each, 1).backward()
     for param, expected in zip(model.parameters(), other.parameters(), strict=True):
         assert_equal(param.grad.full_tensor(), expected.grad.full_tensor())
     assert_at_rest(model)
@@ -581,43 +563,43 @@ def test_a_failed_backward_keeps_what_hooks_have_seen() -> None:
 @distributed(2)
 def test_an_error_in_any_exchange_leaves_the_next_step_right(place: str) -> None:
     """While it is issued, or waited for, at every position of a backward."""
-    model, other = _make(), _make()
+    model, other = make_net(4), make_net(4)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(id)
     for each in (model, other):
-        _loss(each, 1).backward()
+        loss_of(each, 1).backward()
     all_reduce = collectives.all_reduce
     for k in range(1, 6):
-        counter = _FailingWork(k)
+        counter = _FailingAtCount(k)
 
-        def failing(*args: Any, counter: _FailingWork = counter) -> Any:
+        def failing(*args: Any, counter: _FailingAtCount = counter) -> Any:
             if place == "issue":
                 counter.wait()
             return counter.around(all_reduce(*args)) if place == "wait" else all_reduce(*args)
 
-        loss = _loss(model)
+        loss = loss_of(model)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(collectives, "all_reduce", failing)
             # Three units are over early, and what is left is asked about together.
             with pytest.raises(Planned) if k < 5 else nullcontext():
                 loss.backward()
         model.zero_grad()
-        _loss(model, 1).backward()
+        loss_of(model, 1).backward()
         for param, expected in zip(model.parameters(), other.parameters(), strict=True):
             assert_equal(param.grad.full_tensor(), expected.grad.full_tensor())
         assert_at_rest(model)
         model.zero_grad()
 
 
-class _FailingWork:
+class _FailingAtCount:
     """Counts, and raises at the k-th time."""
 
     def __init__(self, k: int, work: Any = None) -> None:
         self.k, self.calls, self.work = k, [0], work
 
-    def around(self, work: Any) -> _FailingWork:
+    def around(self, work: Any) -> _FailingAtCount:
         """Return one that waits for `work` first, and counts together with this one."""
-        wrapped = _FailingWork(self.k, work)
+        wrapped = _FailingAtCount(self.k, work)
         wrapped.calls = self.calls
         return wrapped
 
@@ -633,7 +615,7 @@ class _FailingWork:
 @distributed(2)
 def test_a_hook_may_not_step_units_that_are_not_over() -> None:
     """The backward still needs them; the error names the parameter."""
-    model = _make()
+    model = make_net(4)
     optimizer = _sgd(model.parameters())
     before = [param.full_tensor() for param in model.parameters()]
 
@@ -643,14 +625,14 @@ def test_a_hook_may_not_step_units_that_are_not_over() -> None:
 
     model.blocks[3].up.weight.register_post_accumulate_grad_hook(step)
     with pytest.raises(RuntimeError, match=r"'(inp|blocks.0.up).weight' was written while a backw"):
-        _loss(model).backward()
+        loss_of(model).backward()
     assert_equal(model.blocks[0].up.weight.full_tensor(), before[2])
 
 
 @distributed(2)
 def test_a_hook_may_not_open_a_scope_while_the_backward_runs() -> None:
     """The gradients of other units are not there yet."""
-    model = _make()
+    model = make_net(4)
 
     def look(_: Tensor) -> None:
         with unshard_params(model):
@@ -658,11 +640,11 @@ def test_a_hook_may_not_open_a_scope_while_the_backward_runs() -> None:
 
     removable = model.blocks[3].up.weight.register_post_accumulate_grad_hook(look)
     with pytest.raises(RuntimeError, match="can't be opened inside a backward pass"):
-        _loss(model).backward()
+        loss_of(model).backward()
     assert all(param.grad is not None for param in model.parameters())
     removable.remove()
     model.inp.weight.register_post_accumulate_grad_hook(look)  # of the unit that is over last
-    _loss(model).backward()
+    loss_of(model).backward()
     assert_at_rest(model)
 
 
@@ -670,7 +652,7 @@ def test_a_hook_may_not_open_a_scope_while_the_backward_runs() -> None:
 @distributed(2)
 def test_computing_a_stepped_unit_again_raises(strategy: ShardingStrategy) -> None:
     """It would have other weights than in the forward."""
-    model = _make(strategy=strategy)
+    model = make_net(4, strategy=strategy)
     _Steps(model.parameters(), _sgd)
 
     def again(*args: Any) -> None:
@@ -678,22 +660,22 @@ def test_computing_a_stepped_unit_again_raises(strategy: ShardingStrategy) -> No
 
     handle = model.blocks[0].register_forward_hook(again)
     with pytest.raises(RuntimeError, match=r"unit 'blocks.3.*' is computed again in a backward"):
-        _loss(model).backward()
+        loss_of(model).backward()
     handle.remove()
     for param in model.parameters():
         param.grad = None
-    _loss(model).backward()
+    loss_of(model).backward()
     assert_at_rest(model)
 
 
 @distributed(2)
 def test_a_copy_agrees_anew() -> None:
     """Hooks are not copied, as with plain parameters; the copy exchanges nothing early."""
-    model = _make()
+    model = make_net(4)
     _Steps(model.parameters(), _sgd)
-    _loss(model).backward()
+    loss_of(model).backward()
     twin = copy.deepcopy(model)
-    _loss(twin).backward()
+    loss_of(twin).backward()
     assert not any(handle.has_early_hooks for handle in get_handles(twin))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import (
     ShardingStrategy,
@@ -24,41 +24,28 @@ from composable_shard import (
     set_is_last_backward,
     set_requires_all_reduce,
 )
-from composable_shard.comm.collectives import CollectiveLog, count_collectives
 from tests.helpers import distributed
-from tests.models import Net, Optional, Twins, assert_at_rest, rank_input, shard_blocks
+from tests.models import (
+    Net,
+    Optional,
+    Twins,
+    assert_at_rest,
+    collectives_of,
+    loss_of,
+    make_net,
+    rank_input,
+    replica_mesh,
+    shard_blocks,
+)
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)
 NUM_UNITS = 4  # of a Net
 
 
-def _mesh(num_replicas: int, num_shards: int) -> DeviceMesh:
-    return init_device_mesh(
-        "cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard")
-    )
-
-
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).square().mean()
-
-
-def _make(strategy: ShardingStrategy, mesh: DeviceMesh) -> Net:
-    torch.manual_seed(0)
-    model = Net()
-    shard_blocks(model, strategy=strategy, mesh=mesh)
-    return model
-
-
-def _count(run: Callable[[], object]) -> CollectiveLog:
-    with count_collectives() as log:
-        run()
-    return log
-
-
-def _shard_mixed(model: nn.Module) -> None:
+def _shard_on_meshes(model: nn.Module) -> None:
     """Give each unit another strategy or mesh."""
-    mesh = _mesh(2, 2)
+    mesh = replica_mesh(2, 2)
     for block, strategy in zip(model.blocks, STRATEGIES[1:], strict=True):
         fully_shard(block, strategy=strategy, mesh=mesh)
     fully_shard(model)
@@ -71,20 +58,20 @@ def test_training_equals_the_unsharded_model(
     strategy: ShardingStrategy, shape: tuple[int, int]
 ) -> None:
     """The mean is over all ranks, whatever the mesh; clipping sees each element once."""
-    _train_twins(partial(shard_blocks, strategy=strategy, mesh=_mesh(*shape)))
+    _train_clipping_twins(partial(shard_blocks, strategy=strategy, mesh=replica_mesh(*shape)))
 
 
 @distributed(4)
 def test_meshes_and_strategies_mix_in_one_tree() -> None:
     """Hybrid units beside ones that are sharded over all ranks."""
-    _train_twins(_shard_mixed)
+    _train_clipping_twins(_shard_on_meshes)
 
 
-def _train_twins(shard: Callable[[nn.Module], object]) -> None:
+def _train_clipping_twins(shard: Callable[[nn.Module], object]) -> None:
     twins = Twins(Net, shard)
     optimizers = twins.optimizers()
     for step in range(3):
-        twins.step(partial(_loss, step=step))
+        twins.step(partial(loss_of, step=step))
         norms = [
             clip_grad_norm_(twins.sharded, 0.1),
             nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.1),
@@ -111,10 +98,10 @@ def test_gradients_are_reduced_inside_and_the_shards_across(
     strategy: ShardingStrategy, num_scatters: int, num_all_reduces: int
 ) -> None:
     """A reduce-scatter of the unit in the shard group, an all-reduce of the shard across."""
-    model = _make(strategy, _mesh(2, 2))
-    _loss(model).backward()
-    loss = _loss(model)
-    log = _count(loss.backward)
+    model = make_net(strategy=strategy, mesh=replica_mesh(2, 2))
+    loss_of(model).backward()
+    loss = loss_of(model)
+    log = collectives_of(loss.backward)
     assert log.count("reduce_scatter") == num_scatters
     assert log.count("all_reduce") == num_all_reduces + 1  # one tells of the parameters' use
     shards = sum(handle.layout.shard_numel * 4 for handle in get_handles(model))
@@ -125,14 +112,14 @@ def test_gradients_are_reduced_inside_and_the_shards_across(
 @distributed(2)
 def test_mesh_that_only_replicates_copies_and_gathers_nothing(strategy: ShardingStrategy) -> None:
     """The full parameter is the shard; a backward sums each unit once, where it was packed."""
-    model = _make(strategy, _mesh(2, 1))
+    model = make_net(strategy=strategy, mesh=replica_mesh(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        loss = _loss(model, step)
-        backward = _count(loss.backward)
+        loss = loss_of(model, step)
+        backward = collectives_of(loss.backward)
         assert len(backward.events) == backward.count("all_reduce") == NUM_UNITS + 1
         optimizer.step()
-        assert _count(lambda step=step: _loss(model, step)).events == []
+        assert collectives_of(lambda step=step: loss_of(model, step)).events == []
         optimizer.zero_grad()
     for handle in get_handles(model):
         assert handle.unsharded.data_ptr() == handle.local_shard.data_ptr()
@@ -143,9 +130,9 @@ def test_mesh_that_only_replicates_copies_and_gathers_nothing(strategy: Sharding
 def test_mesh_with_one_replica_is_a_plain_one() -> None:
     """No collective over a group of one rank."""
     logs = []
-    for mesh in (_mesh(1, 2), None):
-        model = _make(FULL_SHARD, mesh)
-        log = _count(lambda model=model: _loss(model).backward())
+    for mesh in (replica_mesh(1, 2), None):
+        model = make_net(strategy=FULL_SHARD, mesh=mesh)
+        log = collectives_of(lambda model=model: loss_of(model).backward())
         logs.append([(event.kind, event.nbytes) for event in log.events])
     assert logs[0] == logs[1]
 
@@ -171,23 +158,23 @@ def test_what_is_put_off_comes_with_the_last_microbatch(
     strategy: ShardingStrategy, deferral: str
 ) -> None:
     """Sharded gradients add up unpublished; a buffer that is unsharded anyway waits as a whole."""
-    twins = Twins(Net, partial(shard_blocks, strategy=strategy, mesh=_mesh(2, 2)))
+    twins = Twins(Net, partial(shard_blocks, strategy=strategy, mesh=replica_mesh(2, 2)))
     model = twins.sharded
-    _loss(model)
+    loss_of(model)
     for turn in range(2):
         with ExitStack() as stack:
             stack.enter_context(DEFERRALS[deferral](model))
             for micro in range(2):
-                loss = _loss(model, 10 * turn + micro)
-                log = _count(loss.backward)
+                loss = loss_of(model, 10 * turn + micro)
+                log = collectives_of(loss.backward)
                 scatters = deferral != "no_sync" and strategy in (FULL_SHARD, SHARD_GRAD_OP)
                 assert log.count("reduce_scatter") == scatters * NUM_UNITS
                 assert log.count("all_reduce") <= 1  # of the parameters' use
                 assert all(param.grad is None for param in model.parameters())
-        loss = _loss(model, 10 * turn + 2)
-        assert _count(loss.backward).count("all_reduce") == NUM_UNITS + 1
+        loss = loss_of(model, 10 * turn + 2)
+        assert collectives_of(loss.backward).count("all_reduce") == NUM_UNITS + 1
         for micro in range(3):
-            _loss(twins.plain, 10 * turn + micro).backward()
+            loss_of(twins.plain, 10 * turn + micro).backward()
         for ours, plain in zip(model.parameters(), twins.plain.parameters(), strict=True):
             dist.all_reduce(plain.grad.div_(4))
             torch.testing.assert_close(ours.grad.full_tensor(), plain.grad, rtol=0, atol=1e-6)
@@ -212,8 +199,8 @@ def test_unit_that_the_last_microbatch_leaves_out_is_reduced_with_it() -> None:
 
     model = _Chosen(units)
     for unit in units:
-        fully_shard(unit, mesh=_mesh(2, 2))
-    fully_shard(model, mesh=_mesh(2, 2))
+        fully_shard(unit, mesh=replica_mesh(2, 2))
+    fully_shard(model, mesh=replica_mesh(2, 2))
     x = rank_input(4, 5)
     set_requires_all_reduce(model, False)
     model(x, 2).square().mean().backward()
@@ -233,10 +220,10 @@ def test_replicas_start_and_stay_equal(strategy: ShardingStrategy) -> None:
     """S2.4: ranks that initialise differently train one model."""
     torch.manual_seed(dist.get_rank())
     model = Net()
-    shard_blocks(model, strategy=strategy, mesh=_mesh(2, 2))
+    shard_blocks(model, strategy=strategy, mesh=replica_mesh(2, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(2):
-        _loss(model, step).backward()
+        loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     for param in model.parameters():
@@ -256,7 +243,7 @@ def test_sync_module_states_reaches_every_rank_of_the_mesh() -> None:
     expected = [model.weight.detach().clone(), model.running_mean.clone()]
     for tensor in expected:
         dist.broadcast(tensor, 0)
-    fully_shard(model, mesh=_mesh(2, 2), sync_module_states=True)
+    fully_shard(model, mesh=replica_mesh(2, 2), sync_module_states=True)
     assert torch.equal(model.weight.full_tensor(), expected[0])
     assert torch.equal(model.running_mean, expected[1])
 
@@ -264,7 +251,7 @@ def test_sync_module_states_reaches_every_rank_of_the_mesh() -> None:
 @distributed(4)
 def test_difference_anywhere_in_the_mesh_is_named_on_all_ranks() -> None:
     """Also on the ranks whose own shard group agrees."""
-    model = fully_shard(nn.Linear(5, 6 if dist.get_rank() == 3 else 5), mesh=_mesh(2, 2))
+    model = fully_shard(nn.Linear(5, 6 if dist.get_rank() == 3 else 5), mesh=replica_mesh(2, 2))
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2\].*ranks \[3\]"):
         model(rank_input(2, 5))
 
@@ -272,7 +259,7 @@ def test_difference_anywhere_in_the_mesh_is_named_on_all_ranks() -> None:
 @distributed(4)
 def test_difference_is_named_where_no_group_has_all_ranks() -> None:
     """The comparison goes along one axis and then along the other."""
-    mesh = _mesh(2, 2)
+    mesh = replica_mesh(2, 2)
     model = fully_shard(nn.Linear(5, 6 if dist.get_rank() == 3 else 5), mesh=mesh)
     (handle,) = get_handles(model)
     axes = (mesh.get_group("shard"), mesh.get_group("replicate"))
@@ -288,7 +275,7 @@ def test_parameter_used_on_one_rank_only(strategy: ShardingStrategy, has_world: 
     """All replicas get its gradient, or they would drift apart; none if no rank used it."""
     torch.manual_seed(0)
     plain = Optional()
-    mesh = _mesh(2, 2)
+    mesh = replica_mesh(2, 2)
     model = fully_shard(copy.deepcopy(plain), strategy=strategy, mesh=mesh)
     (handle,) = get_handles(model)
     if not has_world:
@@ -313,7 +300,7 @@ def test_rank_without_any_gradient_issues_its_collectives_in_the_same_order(
 ) -> None:
     """It learns from the others that there is something to reduce."""
     torch.manual_seed(0)
-    mesh = _mesh(2, 2)
+    mesh = replica_mesh(2, 2)
     model = fully_shard(Optional(), strategy=strategy, mesh=mesh)
     (handle,) = get_handles(model)
     axes = (mesh.get_group("shard"), mesh.get_group("replicate"))
@@ -333,11 +320,11 @@ def test_gradient_divide_factor_replaces_the_number_of_ranks(
     strategy: ShardingStrategy, shape: tuple[int, int] | None
 ) -> None:
     """One rule for every strategy and mesh: the sum over all ranks, divided by the factor."""
-    mesh = None if shape is None else _mesh(*shape)
-    models = [_make(strategy, mesh) for _ in range(2)]
+    mesh = None if shape is None else replica_mesh(*shape)
+    models = [make_net(strategy=strategy, mesh=mesh) for _ in range(2)]
     set_gradient_divide_factor(models[1], 1.0)
     for model in models:
-        _loss(model).backward()
+        loss_of(model).backward()
     for mean, total in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(
             total.grad.full_tensor(), 4 * mean.grad.full_tensor(), rtol=1e-6, atol=1e-7
@@ -349,10 +336,10 @@ def test_submesh_of_some_ranks_and_a_pickle() -> None:
     """A mesh that is not the world has no group of all its ranks; copies find their groups."""
     world = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tensor"))
     mesh = world["replicate", "shard"]
-    model = _make(SHARD_OPTIM, mesh)
+    model = make_net(strategy=SHARD_OPTIM, mesh=mesh)
     twin = copy.deepcopy(model)
     for each in (model, twin):
-        _loss(each).backward()
+        loss_of(each).backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
 
@@ -372,7 +359,7 @@ class _Twice(nn.Module):
 @distributed(4, timeout=20)
 def test_late_gradients_on_some_ranks_do_not_change_the_order() -> None:
     """The all-reduce of a unit's first round comes before its second round on all ranks."""
-    mesh = _mesh(2, 2)
+    mesh = replica_mesh(2, 2)
 
     def shard(model: nn.Module) -> None:
         for module in (model.outer[1], model.outer, model.last, model):

@@ -16,7 +16,7 @@ NUM_BLOCKS = 6
 DIM = 64
 
 
-class Stack(nn.Module):
+class EqualBlocksAndHead(nn.Module):
     """Blocks of equal size, which dominate; batches are small."""
 
     def __init__(self) -> None:
@@ -34,9 +34,9 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def _make(apply: Callable[[nn.Module], object]) -> Stack:
+def _make_equal_blocks(apply: Callable[[nn.Module], object]) -> EqualBlocksAndHead:
     torch.manual_seed(0)
-    model = Stack()
+    model = EqualBlocksAndHead()
     for block in model.blocks:
         apply(block)
     apply(model)
@@ -44,10 +44,10 @@ def _make(apply: Callable[[nn.Module], object]) -> Stack:
 
 
 def _unit_nbytes() -> int:
-    return sum(param.numel() * 4 for param in Stack().blocks[0].parameters())
+    return sum(param.numel() * 4 for param in EqualBlocksAndHead().blocks[0].parameters())
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _step_on_ones(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(2, DIM)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -59,10 +59,10 @@ def test_at_rest_a_rank_holds_its_share_of_parameters_and_optimizer_state(
 ) -> None:
     """3 P / N with AdamW after zero_grad: the shard and two moments, and nothing else."""
     with peak_bytes() as memory:
-        model = _make(fully_shard)
+        model = _make_equal_blocks(fully_shard)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
-            _step(model, optimizer)
+            _step_on_ones(model, optimizer)
     shards = sum(handle.local_shard.nbytes for handle in get_handles(model))
     params = list(model.parameters())
     padding = shards - sum(param.to_local().nbytes for param in params)
@@ -76,8 +76,8 @@ def test_at_rest_a_rank_holds_its_share_of_parameters_and_optimizer_state(
 _shard_frugally = partial(fully_shard, prefetch_nbytes=0)
 
 
-def _peak_of_backward(apply: Callable[[nn.Module], object]) -> int:
-    model = _make(apply)
+def _peak_of_warm_backward(apply: Callable[[nn.Module], object]) -> int:
+    model = _make_equal_blocks(apply)
     optimizer = torch.optim.AdamW(model.parameters())
     peaks = []
     for _ in range(5):
@@ -99,17 +99,20 @@ def test_the_peak_of_backward_is_below_that_of_fsdp2() -> None:
     The profiler sees FSDP2's peak with an error of half a unit, as gloo's threads free late;
     `benchmarks/memory.py` counts every malloc and shows the whole difference.
     """
-    ours, theirs = _peak_of_backward(_shard_frugally), _peak_of_backward(torch_fully_shard)
+    ours, theirs = (
+        _peak_of_warm_backward(_shard_frugally),
+        _peak_of_warm_backward(torch_fully_shard),
+    )
     assert ours <= theirs - _unit_nbytes() // 2 + 1024
 
 
 @distributed(2)
 def test_backward_holds_the_gradient_shards_and_two_units() -> None:
     """Peak beyond the start: half of all gradients, two units, and one layer's own gradient."""
-    model = _make(_shard_frugally)
+    model = _make_equal_blocks(_shard_frugally)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
-        _step(model, optimizer)
+        _step_on_ones(model, optimizer)
     loss = model(torch.ones(2, DIM)).sum()
     with peak_bytes() as memory:
         loss.backward()
@@ -121,7 +124,7 @@ def test_backward_holds_the_gradient_shards_and_two_units() -> None:
 @distributed(2)
 def test_forward_holds_two_units_at_a_time() -> None:
     """The unit that computes and the one gathered ahead; activations are tiny here."""
-    model = _make(_shard_frugally)
+    model = _make_equal_blocks(_shard_frugally)
     x = torch.ones(2, DIM)
     with torch.no_grad():
         model(x)

@@ -32,7 +32,7 @@ class _Slotted:
     value: Any
 
 
-class _Output(OrderedDict[str, Any]):
+class _OutputWithAttributes(OrderedDict[str, Any]):
     """Keeps its items as attributes too, as the outputs of some model libraries do."""
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -44,7 +44,7 @@ def _ones() -> Tensor:
     return torch.ones(2)
 
 
-def _make(kind: str) -> Any:
+def _make_nested(kind: str) -> Any:
     made: dict[str, Any] = {
         "tensor": _ones(),
         "tuple": (_ones(), "text", None, 3),
@@ -54,7 +54,7 @@ def _make(kind: str) -> Any:
         "dict": {"a": _ones(), "b": True},
         "ordered dict": OrderedDict(a=_ones()),
         "user dict": UserDict(a=_ones()),
-        "model output": _Output(a=_ones()),
+        "model output": _OutputWithAttributes(a=_ones()),
         "dataclass": _Plain(_ones()),
         "frozen dataclass": _Frozen(_ones()),
         "slotted dataclass": _Slotted(_ones()),
@@ -92,17 +92,17 @@ KINDS = [
 def test_every_container_yields_its_tensors(kind: str) -> None:
     """No output hides a tensor whose backward must gather the unit."""
     num_tensors = {"torch named tuple": 2, "deep": 3}.get(kind, 1)
-    assert len(list(iter_tensors(_make(kind)))) == num_tensors
+    assert len(list(iter_tensors(_make_nested(kind)))) == num_tensors
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_map_replaces_every_tensor_and_keeps_the_type(kind: str) -> None:
     """What the caller gets back differs in the tensors only."""
-    value = _make(kind)
+    value = _make_nested(kind)
     mapped = map_tensors(value, lambda tensor: tensor * 3)
     assert type(mapped) is type(value)
     assert [tensor.sum().item() for tensor in iter_tensors(mapped)] == [
-        6.0 for _ in iter_tensors(_make(kind))
+        6.0 for _ in iter_tensors(_make_nested(kind))
     ]
 
 
@@ -122,7 +122,7 @@ def test_tensors_come_in_order() -> None:
 
 def test_other_items_survive_a_map() -> None:
     """Strings, numbers and further attributes are kept."""
-    output = _Output(a=_ones(), b="text")
+    output = _OutputWithAttributes(a=_ones(), b="text")
     mapped = map_tensors([output, _Plain(_ones()), Pair(_ones(), 7)], torch.neg)
     assert mapped[0] == {"a": mapped[0].a, "b": "text"}
     assert (mapped[1].note, mapped[2].second) == ("kept", 7)

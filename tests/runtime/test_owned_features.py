@@ -30,6 +30,7 @@ from tests.models import (
     Tied,
     assert_at_rest,
     every_granularity,
+    loss_of,
     pickled,
     rank_input,
     saved,
@@ -69,18 +70,13 @@ def build(kind: str, **options: Any) -> nn.Module:
     return model
 
 
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    """Return the loss of this rank's batch."""
-    return model(rank_input(4, 5, step=step)).float().square().mean()
-
-
 def full_values(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters in full."""
     with unshard_params(model, writeback=False):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def train(model: nn.Module, num_steps: int = 3) -> dict[str, Tensor]:
+def train_accumulating(model: nn.Module, num_steps: int = 3) -> dict[str, Tensor]:
     """Train with microbatches, of which one accumulates unsharded; return the parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(num_steps):
@@ -118,7 +114,7 @@ def test_training_is_that_of_cut_parameters(
     """Three steps of three microbatches give the same parameters; int8 rounds other blocks."""
     models = [build(kind, strategy=strategy)]
     models.append(build(kind, strategy=strategy, granularity=GRANULARITIES[granularity]))
-    expected, actual = (train(model) for model in models)
+    expected, actual = (train_accumulating(model) for model in models)
     if kind == "int8":
         for name, value in actual.items():
             torch.testing.assert_close(value, expected[name], rtol=0.1, atol=0.1)
@@ -134,10 +130,12 @@ def test_copies_of_whole_parameters_stay_equal(granularity: str) -> None:
     """On a 2-D mesh each parameter has an owner in every row, and all of them step alike."""
     mesh = init_device_mesh("cpu", (2, 2))
     options = {"mesh": mesh, "strategy": ShardingStrategy.FULL_SHARD}
-    expected = train(build("plain", **options))
+    expected = train_accumulating(build("plain", **options))
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_OPTIM):
         options["strategy"] = strategy
-        actual = train(build("plain", **options, granularity=GRANULARITIES[granularity]))
+        actual = train_accumulating(
+            build("plain", **options, granularity=GRANULARITIES[granularity])
+        )
         for name, value in actual.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
@@ -147,14 +145,14 @@ def test_copies_of_whole_parameters_stay_equal(granularity: str) -> None:
 def test_copied_model_trains_on(copied: Callable[[nn.Module], nn.Module]) -> None:
     """Owners stay what they are; both go on alike."""
     model = build("plain", granularity="param")
-    train(model, 1)
+    train_accumulating(model, 1)
     twin = copied(model)
     owners = [
         [entry.spec.owner for handle in get_handles(each) for entry in handle.entries]
         for each in (model, twin)
     ]
     assert owners[0] == owners[1]
-    assert_same(train(twin), train(model))
+    assert_same(train_accumulating(twin), train_accumulating(model))
 
 
 @distributed(2)

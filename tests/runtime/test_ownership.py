@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import (
     FlatShard,
@@ -33,6 +32,7 @@ from tests.models import (
     assert_at_rest,
     pickled,
     rank_input,
+    replica_mesh,
     saved,
     shard_blocks,
 )
@@ -102,7 +102,7 @@ def assert_same_everywhere(value: object) -> None:
     assert all(other == value for other in values)
 
 
-def train(twins: Twins, num_steps: int = 2, optimizers: list[Any] | None = None) -> None:
+def train_twins_with(twins: Twins, num_steps: int = 2, optimizers: list[Any] | None = None) -> None:
     """Take steps with both, and compare the parameters after each."""
     for step in range(num_steps):
         for model, optimizer in zip(twins, optimizers or twins.optimizers(), strict=True):
@@ -126,12 +126,12 @@ def test_each_parameter_has_one_owner_for_good(strategy: ShardingStrategy) -> No
         assert_balanced(model)
         assert_whole(model)
     optimizers = twins.optimizers()
-    train(twins, optimizers=optimizers)
+    train_twins_with(twins, optimizers=optimizers)
     for frozen in (True, False):
         for each in twins:
             each.blocks[1].requires_grad_(not frozen)
             each.blocks[0].linear.weight.requires_grad_(not frozen)
-        train(twins, optimizers=optimizers)
+        train_twins_with(twins, optimizers=optimizers)
         assert owners_of(model) == owners
     assert_at_rest(model)
 
@@ -318,19 +318,15 @@ def test_copies_keep_owners(copier: Callable[[nn.Module], nn.Module], is_used: b
     twin(torch.ones(2, 5)).sum().backward()
 
 
-def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
 @distributed(4)
 def test_replicas_have_the_same_owners() -> None:
     """A 2-D mesh: owners are ranks of the shard group; a unit over all ranks is apart."""
     twins = Twins(partial(Layers, 5), nn.Module.train)
     model = twins.sharded
     for block in model.blocks[:2]:
-        fully_shard(block, mesh=_mesh(), granularity="param")
+        fully_shard(block, mesh=replica_mesh(), granularity="param")
     fully_shard(model.blocks[2], granularity="param")
-    fully_shard(model, mesh=_mesh(), granularity="param")
+    fully_shard(model, mesh=replica_mesh(), granularity="param")
     assert_same_everywhere(owners_of(model))
     assert_whole(model)
     by_size: dict[int, list[int]] = {2: [0] * 2, 4: [0] * 4}
@@ -338,7 +334,7 @@ def test_replicas_have_the_same_owners() -> None:
         for entry in handle.entries:
             by_size[handle.shard_group.size][entry.spec.owner] += entry.spec.numel
     assert max(by_size[2]) <= 1.05 * sum(by_size[2]) / 2
-    train(twins)
+    train_twins_with(twins)
 
 
 @distributed(2)

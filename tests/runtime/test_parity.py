@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from composable_shard import MixedPrecisionPolicy, ShardingStrategy, fully_shard, no_sync
-from tests.flat_param.test_mixed_precision import Reference, _assert_close
+from composable_shard import MixedPrecisionPolicy, ShardingStrategy, no_sync
+from tests.flat_param.test_mixed_precision import MixedReference, _assert_close_in_policy
 from tests.helpers import distributed
-from tests.models import Net, assert_at_rest, rank_input, shard_blocks
+from tests.models import Net, assert_at_rest, loss_of, shard_blocks, shard_mixed
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -63,16 +63,9 @@ PRECISIONS = {
 ACCUMULATIONS = {"none": (1, False), "no_sync": (3, True), "synchronised": (3, False)}
 
 
-def _shard_mixed(model: nn.Module, **options: Any) -> None:
-    """Give each unit another strategy."""
-    for block, strategy in zip(model.blocks, (NO_SHARD, FULL_SHARD, SHARD_OPTIM), strict=True):
-        fully_shard(block, strategy=strategy, **options)
-    fully_shard(model, strategy=SHARD_GRAD_OP, **options)
-
-
 SHARDINGS: dict[str, Callable[..., None]] = {
     **{each.name: partial(shard_blocks, strategy=each) for each in ShardingStrategy},
-    "mixed": _shard_mixed,
+    "mixed": shard_mixed,
 }
 # What is added up where, under the "mixed" strategies too, if each term is of the reduce dtype.
 STRATEGY_OF = {each.name: each for each in ShardingStrategy} | {"mixed": FULL_SHARD}
@@ -87,7 +80,7 @@ class _Ours:
     def backward(self, step: int, *, is_reduced: bool, factor: float) -> Tensor:
         with nullcontext() if is_reduced else no_sync(self.main):
             with self._precision.autocast():
-                loss = _loss(self.main, step)
+                loss = loss_of(self.main, step)
             (loss * factor).backward()
         return loss.detach()
 
@@ -110,7 +103,7 @@ class _Ddp:
             self.main.zero_grad()
         with nullcontext() if is_reduced else self._ddp.no_sync():
             with self._precision.autocast():
-                loss = _loss(self._ddp, step)
+                loss = loss_of(self._ddp, step)
             (loss * factor).backward()
         for param, grad in zip(self.main.parameters(), before, strict=False):
             if grad is not None:
@@ -119,11 +112,7 @@ class _Ddp:
         return loss.detach()
 
 
-def _loss(model: nn.Module, step: int) -> Tensor:
-    return model(rank_input(4, 5, step=step)).float().square().mean()
-
-
-def _make(sharding: str, precision: _Precision) -> tuple[Any, Any]:
+def _make_pair(sharding: str, precision: _Precision) -> tuple[Any, Any]:
     torch.manual_seed(0)
     plain = Net().to(precision.model_dtype)
     model = copy.deepcopy(plain)
@@ -133,8 +122,8 @@ def _make(sharding: str, precision: _Precision) -> tuple[Any, Any]:
     if precision.model_dtype is not F32:
         # The reference computes in the model's own dtype.
         policy = MixedPrecisionPolicy(param_dtype=precision.model_dtype, main_dtype=F32)
-        return _OursCast(model, precision), Reference(plain, policy, STRATEGY_OF[sharding])
-    return _Ours(model, precision), Reference(plain, precision.policy, STRATEGY_OF[sharding])
+        return _OursCast(model, precision), MixedReference(plain, policy, STRATEGY_OF[sharding])
+    return _Ours(model, precision), MixedReference(plain, precision.policy, STRATEGY_OF[sharding])
 
 
 class _OursCast(_Ours):
@@ -150,7 +139,7 @@ class _OursCast(_Ours):
 
 
 def _train_both(sharding: str, precision: _Precision, accumulation: str) -> None:
-    both = _make(sharding, precision)
+    both = _make_pair(sharding, precision)
     num_microbatches, uses_no_sync = ACCUMULATIONS[accumulation]
     optimizers = [torch.optim.AdamW(e.main.parameters(), lr=0.01, foreach=True) for e in both]
     is_scaled = precision.scale is not None
@@ -166,7 +155,7 @@ def _train_both(sharding: str, precision: _Precision, accumulation: str) -> None
                 number = 10 * step + micro
                 losses.append(each.backward(number, is_reduced=is_reduced, factor=factor))
             _same(*losses, "loss", precision)
-        _compare(both, "grad", precision)
+        _compare_twins(both, "grad", precision)
         before = both[1].main.inp.bias.detach().clone()
         for optimizer, scaler in zip(optimizers, scalers, strict=True):
             scaler.step(optimizer)
@@ -174,7 +163,7 @@ def _train_both(sharding: str, precision: _Precision, accumulation: str) -> None
             optimizer.zero_grad()
         moved.append(not torch.equal(both[1].main.inp.bias, before))
         assert scalers[0].get_scale() == scalers[1].get_scale()
-        _compare(both, "data", precision)
+        _compare_twins(both, "data", precision)
     assert_at_rest(both[0].main)
     assert moved[0] is not is_scaled
     assert moved[-1]
@@ -183,10 +172,10 @@ def _train_both(sharding: str, precision: _Precision, accumulation: str) -> None
 def _same(actual: Tensor, expected: Tensor, what: str, precision: _Precision) -> None:
     low = precision.autocast_dtype or precision.policy.param_dtype
     low = low or (None if precision.model_dtype is F32 else precision.model_dtype)
-    _assert_close(actual, expected, what, MixedPrecisionPolicy(param_dtype=low))
+    _assert_close_in_policy(actual, expected, what, MixedPrecisionPolicy(param_dtype=low))
 
 
-def _compare(both: tuple[Any, Any], kind: str, precision: _Precision) -> None:
+def _compare_twins(both: tuple[Any, Any], kind: str, precision: _Precision) -> None:
     pairs = zip(both[0].main.named_parameters(), both[1].main.parameters(), strict=True)
     for (name, ours), theirs in pairs:
         assert ours.dtype == F32
@@ -194,14 +183,14 @@ def _compare(both: tuple[Any, Any], kind: str, precision: _Precision) -> None:
         _same(value.full_tensor(), expected.detach(), f"{kind} of {name}", precision)
 
 
-def _rows() -> list[tuple[str, str]]:
+def _table_rows() -> list[tuple[str, str]]:
     rows = [(sharding, precision) for sharding in SHARDINGS for precision in PRECISIONS]
     # There is no one reference where units add up in different dtypes.
     low = ("bf16 model, main fp32", "fp16 params, GradScaler")
     return [row for row in rows if row[0] != "mixed" or row[1] not in low]
 
 
-@pytest.mark.parametrize(("sharding", "precision"), _rows())
+@pytest.mark.parametrize(("sharding", "precision"), _table_rows())
 @distributed(2)
 def test_parity(sharding: str, precision: str) -> None:
     """S2.4, S2.14, S2.17, S3.7: bitwise, with every kind of accumulation."""

@@ -8,30 +8,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import ShardingStrategy, fully_shard, get_handles, no_sync, shard_model
 from composable_shard.comm.collectives import count_collectives
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, Twins, assert_at_rest, pickled, rank_input, shard_blocks
+from tests.models import (
+    Net,
+    Twins,
+    assert_at_rest,
+    loss_of,
+    make_net,
+    pickled,
+    replica_mesh,
+    shard_blocks,
+)
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
-
-
-def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def _make(**options: Any) -> Net:
-    torch.manual_seed(0)
-    model = Net()
-    shard_blocks(model, **options)
-    return model
-
-
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).square().mean()
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM])
@@ -42,15 +36,15 @@ def test_training_and_state_are_those_of_a_1d_mesh_of_all_ranks(
     """Bitwise, accumulation included; a rank holds a fourth of parameters and state."""
     small = {"reshard_after_forward": 2} if strategy is FULL_SHARD else {}
     models = [
-        _make(strategy=strategy, mesh=_mesh(), shard_over_replicas=True),
-        _make(strategy=strategy, **small),
+        make_net(strategy=strategy, mesh=replica_mesh(), shard_over_replicas=True),
+        make_net(strategy=strategy, **small),
     ]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             for micro in range(2):
                 with nullcontext() if micro else no_sync(model):
-                    _loss(model, 10 * step + micro).backward()
+                    loss_of(model, 10 * step + micro).backward()
             optimizer.step()
             optimizer.zero_grad()
     numels = []
@@ -69,11 +63,11 @@ def test_training_and_state_are_those_of_a_1d_mesh_of_all_ranks(
 @distributed(4)
 def test_groups_of_a_step() -> None:
     """Forward gathers and reductions span the mesh; the backward gathers inside an axis."""
-    mesh = _mesh()
-    model = _make(mesh=mesh, shard_over_replicas=True)
-    _loss(model).backward()
+    mesh = replica_mesh()
+    model = make_net(mesh=mesh, shard_over_replicas=True)
+    loss_of(model).backward()
     with count_collectives() as forward:
-        loss = _loss(model)
+        loss = loss_of(model)
     with count_collectives() as backward:
         loss.backward()
     num_units = len(get_handles(model))
@@ -90,7 +84,7 @@ def test_groups_of_a_step() -> None:
 @distributed(4)
 def test_a_group_of_all_ranks_is_made_where_the_mesh_has_none() -> None:
     """As for a mesh that is not the world; once for all units. Copies find it."""
-    mesh = _mesh()
+    mesh = replica_mesh()
     axes = (mesh.get_group(1), mesh.get_group(0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("composable_shard.comm.groups._joint_groups", lambda *_: axes)
@@ -98,15 +92,15 @@ def test_a_group_of_all_ranks_is_made_where_the_mesh_has_none() -> None:
     names = {handle.shard_group.name for handle in get_handles(twins.sharded)}
     assert len(names) == 1
     assert names.isdisjoint(group.group_name for group in (*axes, dist.group.WORLD))
-    twins.step(_loss)
+    twins.step(loss_of)
     model = pickled(twins.sharded)
-    assert_equal(_loss(model).detach(), _loss(twins.sharded).detach())
+    assert_equal(loss_of(model).detach(), loss_of(twins.sharded).detach())
 
 
 @distributed(4)
 def test_a_group_that_torch_would_hang_in_is_refused() -> None:
     """Where ranks know different numbers of groups, on all of them; the model stays as it was."""
-    mesh = _mesh()
+    mesh = replica_mesh()
     axes = (mesh.get_group(1), mesh.get_group(0))
     dist.new_group([0, 1, 2])
     with pytest.MonkeyPatch.context() as patch:
@@ -119,13 +113,13 @@ def test_a_group_that_torch_would_hang_in_is_refused() -> None:
             with pytest.raises(RuntimeError, match="know different numbers of process groups"):
                 fully_shard(model, **options)
             fully_shard(model)
-            _loss(model).backward()
+            loss_of(model).backward()
 
 
 @distributed(4)
 def test_wrong_calls_are_refused_before_anything_changes() -> None:
     """The same on every rank, also by shard_model."""
-    flat, mesh = init_device_mesh("cpu", (4,)), _mesh()
+    flat, mesh = init_device_mesh("cpu", (4,)), replica_mesh()
     calls: list[tuple[dict[str, Any], str]] = [
         ({"mesh": flat}, r"expected a 2-D mesh .* got 1 axes"),
         ({}, r"expected a 2-D mesh .* got none"),
@@ -149,10 +143,10 @@ def test_shard_model_passes_it_on() -> None:
     """The dry run counts all ranks."""
     model = Net()
     plan = shard_model(
-        model, {"blocks.*": {}}, mesh=_mesh(), shard_over_replicas=True, dry_run=True
+        model, {"blocks.*": {}}, mesh=replica_mesh(), shard_over_replicas=True, dry_run=True
     )
     assert {unit.world_size for unit in plan.units} == {4}
-    shard_model(model, {"blocks.*": {}}, mesh=_mesh(), shard_over_replicas=True)
+    shard_model(model, {"blocks.*": {}}, mesh=replica_mesh(), shard_over_replicas=True)
     assert {handle.shard_group.size for handle in get_handles(model)} == {4}
 
 
@@ -160,21 +154,21 @@ def test_shard_model_passes_it_on() -> None:
 def test_ranks_that_differ_are_told() -> None:
     """One digest covers it."""
     model = Net()
-    fully_shard(model, mesh=_mesh(), shard_over_replicas=dist.get_rank() == 0)
+    fully_shard(model, mesh=replica_mesh(), shard_over_replicas=dist.get_rank() == 0)
     with pytest.raises(RuntimeError, match="the first difference is at parameter 0"):
-        _loss(model)
+        loss_of(model)
 
 
 @pytest.mark.parametrize("number", [1, 2])
 @distributed(4)
 def test_a_number_on_a_2d_mesh_speaks_of_the_shard_group(number: int) -> None:
     """`reshard_after_forward=int` without the option: a divisor of the ranks along its axis."""
-    twins = Twins(Net, shard_blocks, mesh=_mesh(), reshard_after_forward=number)
+    twins = Twins(Net, shard_blocks, mesh=replica_mesh(), reshard_after_forward=number)
     for step in range(2):
-        twins.step(lambda model, step=step: _loss(model, step))
+        twins.step(lambda model, step=step: loss_of(model, step))
     assert not any(handle.is_small for handle in get_handles(twins.sharded))
     with pytest.raises(ValueError, match="a divisor of the 2 ranks that share the unit, got 4"):
-        fully_shard(nn.Linear(5, 5), mesh=_mesh(), reshard_after_forward=4)
+        fully_shard(nn.Linear(5, 5), mesh=replica_mesh(), reshard_after_forward=4)
 
 
 @distributed(4)
@@ -182,8 +176,8 @@ def test_a_small_group_inside_the_shard_axis_of_a_2d_mesh() -> None:
     """Of four ranks that share the unit, two keep it together; one replica."""
     mesh = init_device_mesh("cpu", (1, 4))
     twins = Twins(Net, shard_blocks, mesh=mesh, reshard_after_forward=2)
-    twins.step(_loss)
-    loss = _loss(twins.sharded)
+    twins.step(loss_of)
+    loss = loss_of(twins.sharded)
     assert all(handle.is_small for handle in get_handles(twins.sharded))
     loss.backward()
     assert_at_rest(twins.sharded)

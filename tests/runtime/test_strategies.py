@@ -25,10 +25,22 @@ from composable_shard import (
     lazy_init,
     no_sync,
 )
-from composable_shard.comm.collectives import CollectiveLog, count_collectives
+from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.trace import trace_events
 from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Net, Optional, Twins, assert_at_rest, rank_input, shard_blocks
+from tests.models import (
+    EqualBlocks,
+    Net,
+    Optional,
+    Twins,
+    assert_at_rest,
+    collectives_of,
+    loss_of,
+    make_net,
+    rank_input,
+    shard_blocks,
+    shard_mixed,
+)
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)
@@ -36,35 +48,11 @@ KEPT = [SHARD_GRAD_OP, SHARD_OPTIM]
 NUM_UNITS = 4  # of a Net: three blocks and the root
 
 
-def _loss(model: nn.Module, step: int = 0) -> Tensor:
-    return model(rank_input(4, 5, step=step)).square().mean()
-
-
-def _make(strategy: ShardingStrategy, **options: Any) -> Net:
-    torch.manual_seed(0)
-    model = Net()
-    shard_blocks(model, strategy=strategy, **options)
-    return model
-
-
-def _shard_mixed(model: nn.Module) -> None:
-    """Give each unit another strategy."""
-    for block, strategy in zip(model.blocks, (NO_SHARD, FULL_SHARD, SHARD_OPTIM), strict=True):
-        fully_shard(block, strategy=strategy)
-    fully_shard(model, strategy=SHARD_GRAD_OP)
-
-
-def _count(run: Callable[[], object]) -> CollectiveLog:
-    with count_collectives() as log:
-        run()
-    return log
-
-
 # --- parity ---
 
 SHARDINGS: dict[str, Callable[[nn.Module], None]] = {
     **{each.name: partial(shard_blocks, strategy=each) for each in STRATEGIES},
-    "mixed": _shard_mixed,
+    "mixed": shard_mixed,
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9, foreach=False),
@@ -81,7 +69,7 @@ def test_training_equals_the_unsharded_model(sharding: str, optimizer: str) -> N
     twins = Twins(Net, SHARDINGS[sharding])
     optimizers = twins.optimizers(OPTIMIZERS[optimizer])
     for step in range(4):
-        twins.step(partial(_loss, step=step))
+        twins.step(partial(loss_of, step=step))
         for each in optimizers:
             each.step()
             each.zero_grad()
@@ -95,7 +83,7 @@ def test_training_equals_the_unsharded_model(sharding: str, optimizer: str) -> N
 def test_one_clip_takes_all_strategies(sharding: str, norm_type: float) -> None:
     """S2.10: the norm is exact over parameters that are sharded and others that are not."""
     twins = Twins(Net, SHARDINGS[sharding])
-    twins.step(_loss)
+    twins.step(loss_of)
     norms = [clip_grad_norm_(twins.sharded, 0.1, norm_type)]
     norms.append(nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.1, norm_type))
     assert norms[1] > 0.1
@@ -113,7 +101,7 @@ def test_norm_that_is_not_finite_raises_on_all_ranks(sharding: str, value: float
     hook = model.blocks[1].up.bias.register_hook(
         lambda grad: grad + value if dist.get_rank() == 1 else grad
     )
-    _loss(model).backward()
+    loss_of(model).backward()
     hook.remove()
     before = [param.grad.full_tensor() for param in model.parameters()]
     with pytest.raises(RuntimeError, match="non-finite"):
@@ -128,10 +116,10 @@ def test_norm_that_is_not_finite_raises_on_all_ranks(sharding: str, value: float
 @distributed(2)
 def test_flat_parameters_accumulate(strategy: ShardingStrategy) -> None:
     """A second backward adds to the one gradient that is shown, wherever the first one lies."""
-    models = [_make(strategy), _make(strategy, use_orig_params=False)]
+    models = [make_net(strategy=strategy), make_net(strategy=strategy, use_orig_params=False)]
     for model in models:
         for step in range(2):
-            _loss(model, step).backward()
+            loss_of(model, step).backward()
     for handle, flat in zip(*map(get_handles, models), strict=True):
         expected = torch.cat([entry.sharded.grad.to_local() for entry in handle.entries])
         shown = flat.flat.sharded.grad.to_local()
@@ -144,14 +132,14 @@ def test_flat_parameters_accumulate(strategy: ShardingStrategy) -> None:
 def test_gradients_that_are_set_when_a_round_begins_are_added_to(sharding: str) -> None:
     """Also those zeroed in place, and those that no_sync finds; the objects stay the same."""
     twins = Twins(Net, SHARDINGS[sharding])
-    twins.step(_loss)
+    twins.step(loss_of)
     grads = [param.grad for param in twins.sharded.parameters()]
     for model in twins:
         model.zero_grad(set_to_none=False)
-    twins.step(partial(_loss, step=1))
+    twins.step(partial(loss_of, step=1))
     with no_sync(twins.sharded):
         values = [grad.full_tensor() for grad in grads]
-        _loss(twins.sharded, 2).backward()
+        loss_of(twins.sharded, 2).backward()
         for grad, value in zip(grads, values, strict=True):
             assert_equal(grad.full_tensor(), value)
     assert all(p.grad is g for p, g in zip(twins.sharded.parameters(), grads, strict=True))
@@ -162,23 +150,23 @@ def test_gradients_that_are_set_when_a_round_begins_are_added_to(sharding: str) 
 def test_error_inside_no_sync_drops_what_was_not_reduced(sharding: str) -> None:
     """Gradients published before it stay as they were."""
     twins = Twins(Net, SHARDINGS[sharding])
-    twins.step(_loss)
+    twins.step(loss_of)
     model = twins.sharded
     with no_sync(model):
-        _loss(model, 1).backward()
-        hook = model.out.weight.register_hook(_raise)
+        loss_of(model, 1).backward()
+        hook = model.out.weight.register_hook(_raise_in_hook)
         with pytest.raises(ZeroDivisionError):
-            _loss(model, 2).backward()
+            loss_of(model, 2).backward()
         hook.remove()
     twins.assert_equal_gradients()
-    twins.step(partial(_loss, step=3))
+    twins.step(partial(loss_of, step=3))
 
 
-def _raise(_: Tensor) -> None:
+def _raise_in_hook(_: Tensor) -> None:
     raise ZeroDivisionError
 
 
-class _Tied(nn.Module):
+class _TiedLinear(nn.Module):
     """Two units that show one weight, and a weight in two modules of one unit."""
 
     def __init__(self) -> None:
@@ -204,10 +192,10 @@ def test_tied_parameters(strategies: tuple[ShardingStrategy, ...]) -> None:
         for module, strategy in zip([*model.blocks, model], strategies, strict=True):
             fully_shard(module, strategy=strategy)
 
-    twins = Twins(_Tied, shard)
+    twins = Twins(_TiedLinear, shard)
     optimizers = twins.optimizers()
     for step in range(3):
-        twins.step(partial(_loss, step=step))
+        twins.step(partial(loss_of, step=step))
         for each in optimizers:
             each.step()
             each.zero_grad()
@@ -242,10 +230,10 @@ def test_collectives_of_a_second_microbatch_without_sync(
     strategy: ShardingStrategy, expected: int
 ) -> None:
     """Only FULL_SHARD gathers again; nobody reduces."""
-    model = _make(strategy)
+    model = make_net(strategy=strategy)
     with no_sync(model):
-        _loss(model).backward()
-        log = _count(lambda: _loss(model, 1).backward())
+        loss_of(model).backward()
+        log = collectives_of(lambda: loss_of(model, 1).backward())
     assert len(log.events) == log.count("all_gather") == expected
 
 
@@ -258,11 +246,11 @@ def test_collectives_of_a_forward_without_a_step_before(
     strategy: ShardingStrategy, expected: int
 ) -> None:
     """What is kept needs no gather, be it the second forward or the first after a backward."""
-    model = _make(strategy)
-    _loss(model).backward()
+    model = make_net(strategy=strategy)
+    loss_of(model).backward()
     for _ in range(2):
         with torch.no_grad():
-            log = _count(lambda: _loss(model))
+            log = collectives_of(lambda: loss_of(model))
         assert len(log.events) == log.count("all_gather") == expected
 
 
@@ -278,12 +266,12 @@ def test_collectives_of_a_forward_without_a_step_before(
 @distributed(2)
 def test_collectives_of_the_forward_after_a_step(strategy: ShardingStrategy, expected: int) -> None:
     """Each unit that is sharded in any way is gathered once."""
-    model = _make(strategy)
+    model = make_net(strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
-        _loss(model).backward()
+        loss_of(model).backward()
         optimizer.step()
-        log = _count(lambda: _loss(model))
+        log = collectives_of(lambda: loss_of(model))
         assert len(log.events) == log.count("all_gather") == expected
 
 
@@ -299,10 +287,10 @@ def test_collectives_of_the_forward_after_a_step(strategy: ShardingStrategy, exp
 @distributed(2, 3)
 def test_a_backward_reduces_each_gradient_once(strategy: ShardingStrategy, kind: str) -> None:
     """S2.11: the payload is the flat parameters; one more all-reduce tells of their use."""
-    model = _make(strategy, reshard_after_forward=False)
-    _loss(model).backward()
-    loss = _loss(model)
-    log = _count(loss.backward)
+    model = make_net(strategy=strategy, reshard_after_forward=False)
+    loss_of(model).backward()
+    loss = loss_of(model)
+    log = collectives_of(loss.backward)
     padded = sum(handle.layout.padded_numel * 4 for handle in get_handles(model))
     flags = len(list(model.parameters()))
     assert log.nbytes(kind) == padded + (flags if kind == "all_reduce" else 0)
@@ -310,9 +298,9 @@ def test_a_backward_reduces_each_gradient_once(strategy: ShardingStrategy, kind:
 
 
 WRITES: dict[str, Callable[[nn.Module], object]] = {
-    "fused step": lambda model: _step(model, fused=True),
-    "foreach step": lambda model: _step(model, foreach=True),
-    "loop step": lambda model: _step(model, foreach=False),
+    "fused step": lambda model: _adamw_step(model, fused=True),
+    "foreach step": lambda model: _adamw_step(model, foreach=True),
+    "loop step": lambda model: _adamw_step(model, foreach=False),
     "copy_": lambda model: [p.detach().copy_(torch.full(p.shape, 0.1)) for p in model.parameters()],
     "data": lambda model: [p.data.mul_(1.5) for p in model.parameters()],
     "load": lambda model: model.load_state_dict(
@@ -322,7 +310,7 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def _step(model: nn.Module, **options: bool) -> None:
+def _adamw_step(model: nn.Module, **options: bool) -> None:
     for param in model.parameters():
         if param.grad is None:
             param.grad = torch.ones_like(param)
@@ -341,21 +329,21 @@ def test_any_write_is_seen_by_the_next_forward(strategy: ShardingStrategy, write
     for _ in range(2):
         for each in (model, plain):
             with torch.no_grad():
-                _loss(each)
+                loss_of(each)
                 WRITES[write](each)
         with torch.no_grad():
-            assert_equal(_loss(model), _loss(plain))
+            assert_equal(loss_of(model), loss_of(plain))
 
 
 @pytest.mark.parametrize("strategy", KEPT)
 @distributed(2)
 def test_kept_units_are_gathered_ahead(strategy: ShardingStrategy) -> None:
     """S3.5: after a step the next unit's gather is issued before the current one computes."""
-    model = _make(strategy)
-    _loss(model).backward()
-    _step(model)
+    model = make_net(strategy=strategy)
+    loss_of(model).backward()
+    _adamw_step(model)
     with trace_events() as events:
-        _loss(model)
+        loss_of(model)
     kinds = [(event.kind, event.name) for event in events]
     for i in range(1, 3):
         issued = kinds.index(("issue_gather", f"blocks.{i}"))
@@ -365,22 +353,6 @@ def test_kept_units_are_gathered_ahead(strategy: ShardingStrategy) -> None:
 # --- memory ---
 
 DIM = 64
-
-
-class _Stack(nn.Module):
-    """Blocks of equal size, which dominate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.Tanh(), nn.Linear(4 * DIM, DIM))
-            for _ in range(6)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -405,7 +377,7 @@ def test_bytes_at_rest(
     """S2.3, S3.10 for fp32: what is kept of parameters, gradients and two moments, with AdamW."""
     torch.manual_seed(0)
     with peak_bytes() as memory:
-        model = _Stack()
+        model = EqualBlocks()
         shard_blocks(model, strategy=strategy)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
@@ -432,7 +404,7 @@ def test_a_step_allocates_nothing(strategy: ShardingStrategy) -> None:
     allocated = []
     for make in (lambda module: None, partial(shard_blocks, strategy=strategy)):
         torch.manual_seed(0)
-        model = _Stack()
+        model = EqualBlocks()
         make(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
@@ -457,7 +429,7 @@ def test_unsharded_gradients_of_a_backward(strategy: ShardingStrategy) -> None:
     FULL_SHARD packs in the place of the values, the other strategies have one buffer for good.
     """
     torch.manual_seed(0)
-    model = _Stack()
+    model = EqualBlocks()
     shard_blocks(model, strategy=strategy)
     held: list[int] = []
     for param in model.parameters():
@@ -495,13 +467,13 @@ def test_unsharded_gradients_of_a_backward(strategy: ShardingStrategy) -> None:
 @distributed(2, 3)
 def test_kept_parameters_are_stored_once(world_size: int, strategy: ShardingStrategy) -> None:
     """The local shard is this rank's part of the unsharded buffer, which nothing replaces."""
-    model = _make(strategy)
+    model = make_net(strategy=strategy)
     lazy_init(model)
     handles = get_handles(model)
     before = [handle.unsharded.data_ptr() for handle in handles]
     for step in range(2):
-        _loss(model, step).backward()
-        _step(model)
+        loss_of(model, step).backward()
+        _adamw_step(model)
     for handle, pointer in zip(handles, before, strict=True):
         assert handle.is_sharded
         assert handle.unsharded.data_ptr() == pointer
@@ -513,8 +485,8 @@ def test_kept_parameters_are_stored_once(world_size: int, strategy: ShardingStra
 @distributed(2)
 def test_nothing_is_stored_twice_or_gathered_without_shards() -> None:
     """S0.2: under NO_SHARD the unsharded buffer is the local shard, and gradients are views."""
-    model = _make(NO_SHARD)
-    _loss(model).backward()
+    model = make_net(strategy=NO_SHARD)
+    loss_of(model).backward()
     for handle in get_handles(model):
         assert not handle.is_sharded
         assert handle.unsharded.data_ptr() == handle.local_shard.data_ptr()
@@ -529,17 +501,17 @@ def test_nothing_is_stored_twice_or_gathered_without_shards() -> None:
 @distributed(2, 3)
 def test_gradients_lie_in_one_buffer_that_stays(strategy: ShardingStrategy) -> None:
     """S3.4: each unit's are views of it, step after step."""
-    model = _make(strategy)
+    model = make_net(strategy=strategy)
     pointers = set()
     for step in range(3):
-        _loss(model, step).backward()
+        loss_of(model, step).backward()
         for handle in get_handles(model):
             buffer = handle.grad._own.untyped_storage()
             grads = [entry.sharded.grad.to_local() for entry in handle.entries]
             assert all(g.untyped_storage().data_ptr() == buffer.data_ptr() for g in grads)
             assert buffer.size() == handle.layout.padded_numel * 4
             pointers.add(buffer.data_ptr())
-        _step(model)
+        _adamw_step(model)
         model.zero_grad()
     assert len(pointers) == NUM_UNITS
 
@@ -550,7 +522,7 @@ def test_replicas_start_equal() -> None:
     torch.manual_seed(dist.get_rank())
     model = Net()
     shard_blocks(model, strategy=NO_SHARD)
-    _loss(model)
+    loss_of(model)
     for param in model.parameters():
         expected = param.full_tensor()
         dist.broadcast(expected, 0)
@@ -561,15 +533,15 @@ def test_replicas_start_equal() -> None:
 @distributed(1)
 def test_one_rank_alone_copies_no_gradient(strategy: ShardingStrategy) -> None:
     """Neither packing nor reducing: autograd's own gradient becomes the parameter's."""
-    model = _make(strategy)
+    model = make_net(strategy=strategy)
     with count_collectives() as log, peak_bytes() as memory:
-        loss = _loss(model)
+        loss = loss_of(model)
         loss.backward()
     grads = sum(param.grad.to_local().nbytes for param in model.parameters())
     torch.manual_seed(0)
     plain = Net()
     with peak_bytes() as plain_memory:
-        _loss(plain).backward()
+        loss_of(plain).backward()
     assert log.events == []
     assert grads == sum(param.numel() * 4 for param in model.parameters())
     assert memory.current <= plain_memory.current + grads + 1024  # the buffers of the first call
@@ -602,7 +574,7 @@ def test_sub_group_as_mesh(strategy: ShardingStrategy) -> None:
     model = copy.deepcopy(plain)
     shard_blocks(model, mesh=DeviceMesh.from_group(group, "cpu"), strategy=strategy)
     for each in (model, plain):
-        _loss(each).backward()
+        loss_of(each).backward()
     for ours, param in zip(model.parameters(), plain.parameters(), strict=True):
         param.grad /= 2
         dist.all_reduce(param.grad, group=group)
@@ -628,7 +600,7 @@ def test_trainability_may_change_between_steps(strategy: ShardingStrategy) -> No
         for model in twins:
             model.blocks[1].requires_grad_(is_trainable)
         with count_collectives() as log:
-            twins.step(partial(_loss, step=step))
+            twins.step(partial(loss_of, step=step))
         assert log.count(kind) - flags == 3 + is_trainable
         for each in optimizers:
             each.step()
@@ -656,7 +628,7 @@ def test_param_groups_contain_all_parameters_and_their_options_act(
         optimizer = torch.optim.AdamW(groups, lr=0.05)
         pairs.append((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)))
     for step in range(3):
-        twins.step(partial(_loss, step=step))
+        twins.step(partial(loss_of, step=step))
         for optimizer, schedule in pairs:
             optimizer.step()
             schedule.step()
@@ -703,7 +675,7 @@ def test_param_groups_made_before_sharding_stay(strategy: ShardingStrategy) -> N
         torch.testing.assert_close(ours.full_tensor(), param.detach(), rtol=0, atol=1e-6)
 
 
-class _Scaled(torch.optim.SGD):
+class _ScaledSGD(torch.optim.SGD):
     """Takes more than a closure for a step, as optimizers of users do."""
 
     def step(self, closure: Any = None, *, scale: float = 1.0, names: Any = ()) -> Any:
@@ -717,14 +689,14 @@ class _Scaled(torch.optim.SGD):
 def test_closures_and_further_arguments_of_a_step(sharding: str) -> None:
     """S2.5: the closure's forward gathers, its backward reduces, before the step."""
     twins = Twins(Net, SHARDINGS[sharding])
-    pairs = [_Scaled(model.parameters(), lr=1.0, momentum=0.9) for model in twins]
+    pairs = [_ScaledSGD(model.parameters(), lr=1.0, momentum=0.9) for model in twins]
     for step in range(3):
         found = []
         for model, optimizer in zip(twins, pairs, strict=True):
 
             def closure(model: nn.Module = model, step: int = step) -> Tensor:
                 model.zero_grad()
-                loss = _loss(model, step)
+                loss = loss_of(model, step)
                 twins.backward(model, loss)
                 return loss.detach()
 

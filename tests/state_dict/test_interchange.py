@@ -46,7 +46,7 @@ from tests.models import Net, shard_blocks, shard_root
 _States = tuple[dict[str, Any], dict[str, Any]]  # of the model and the optimizer
 
 
-def _make(seed: int) -> Net:
+def _make_seeded(seed: int) -> Net:
     """Return a model of odd shapes, with a parameter that is never trained and a buffer."""
     torch.manual_seed(seed)
     model = Net(num_blocks=0)
@@ -56,7 +56,7 @@ def _make(seed: int) -> Net:
     return model
 
 
-def _optimizer(model: nn.Module, seed: int) -> torch.optim.Optimizer:
+def _two_group_adamw(model: nn.Module, seed: int) -> torch.optim.Optimizer:
     """Return AdamW with two groups, none with part of a unit; options tell the seeds apart."""
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
@@ -66,7 +66,7 @@ def _optimizer(model: nn.Module, seed: int) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01 * (1 + seed))
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+def _train_party(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
     """Take a step with data that is the same on all ranks; return the loss."""
     generator = torch.Generator().manual_seed(step)
     loss = model(torch.randn(4, 5, generator=generator)).square().mean()
@@ -99,7 +99,7 @@ class Party:
         self.library.set_optimizer_state_dict(model, optimizer, states[1], options=options)
 
 
-def _ours(**options: Any) -> Party:
+def _our_party(**options: Any) -> Party:
     def build(model: Net) -> nn.Module:
         shard_blocks(model, **options)
         return model
@@ -107,7 +107,7 @@ def _ours(**options: Any) -> Party:
     return Party(build)
 
 
-def _fsdp2(model: Net) -> nn.Module:
+def _build_fsdp2(model: Net) -> nn.Module:
     for block in model.blocks:
         torch_fully_shard(block)
     return torch_fully_shard(model)
@@ -129,12 +129,12 @@ def _whole(model: Net) -> nn.Module:
     return model
 
 
-def _hybrid(model: Net) -> nn.Module:
+def _build_hybrid(model: Net) -> nn.Module:
     shard_blocks(model, mesh=init_device_mesh("cpu", (2, 2)))
     return model
 
 
-def _tensor_parallel(model: Net) -> nn.Module:
+def _build_tensor_parallel(model: Net) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -146,32 +146,32 @@ _MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_dtype=torch.float
 PARTIES = {
     "one process": Party(lambda model: model, torch_state_dict),
     "DDP": Party(DistributedDataParallel, torch_state_dict),
-    "FSDP2": Party(_fsdp2, torch_state_dict),
-    "units": _ours(),
+    "FSDP2": Party(_build_fsdp2, torch_state_dict),
+    "units": _our_party(),
     "one unit": Party(_whole),
-    "one flat parameter": _ours(use_orig_params=False),
-    "SHARD_GRAD_OP": _ours(strategy=ShardingStrategy.SHARD_GRAD_OP),
-    "SHARD_OPTIM": _ours(strategy=ShardingStrategy.SHARD_OPTIM),
-    "NO_SHARD": _ours(strategy=ShardingStrategy.NO_SHARD),
-    "mixed precision": _ours(mp_policy=_MIXED),
-    "rows": _ours(granularity="row"),
-    "blocks": _ours(granularity=Block(8)),
-    "owned": _ours(granularity="param"),
-    "hybrid": Party(_hybrid),
-    "tensor parallel": Party(_tensor_parallel),
+    "one flat parameter": _our_party(use_orig_params=False),
+    "SHARD_GRAD_OP": _our_party(strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "SHARD_OPTIM": _our_party(strategy=ShardingStrategy.SHARD_OPTIM),
+    "NO_SHARD": _our_party(strategy=ShardingStrategy.NO_SHARD),
+    "mixed precision": _our_party(mp_policy=_MIXED),
+    "rows": _our_party(granularity="row"),
+    "blocks": _our_party(granularity=Block(8)),
+    "owned": _our_party(granularity="param"),
+    "hybrid": Party(_build_hybrid),
+    "tensor parallel": Party(_build_tensor_parallel),
 }
 
 
 # --- through torch.distributed.checkpoint ---
 
 
-def _save(name: str, folder: Path) -> None:
+def _save_party(name: str, folder: Path) -> None:
     """Train two steps and save, sharded and in full."""
     party = PARTIES[name]
-    model = party.build(_make(0))
-    optimizer = _optimizer(model, 0)
+    model = party.build(_make_seeded(0))
+    optimizer = _two_group_adamw(model, 0)
     for step in range(2):
-        _train(model, optimizer, step)
+        _train_party(model, optimizer, step)
     state, optim = party.states(model, optimizer)
     dcp.save({"model": state, "optim": optim}, checkpoint_id=folder / "dcp")
     full = party.states(model, optimizer, full_state_dict=True, cpu_offload=True)
@@ -179,46 +179,46 @@ def _save(name: str, folder: Path) -> None:
         torch.save(full, folder / "full.pt")
 
 
-def _load(name: str, folder: Path) -> None:
+def _load_party(name: str, folder: Path) -> None:
     """Load into a fresh model and a fresh optimizer; compare with what was saved in full."""
     party = PARTIES[name]
-    model = party.build(_make(1))
-    optimizer = _optimizer(model, 1)
+    model = party.build(_make_seeded(1))
+    optimizer = _two_group_adamw(model, 1)
     torch_state_dict._init_optim_state(optimizer)
     states = party.states(model, optimizer)
     found = {"model": states[0], "optim": states[1]}
     dcp.load(found, checkpoint_id=folder / "dcp")
     party.load(model, optimizer, (found["model"], found["optim"]))
-    _check(party, model, optimizer, torch.load(folder / "full.pt"))
+    _check_party(party, model, optimizer, torch.load(folder / "full.pt"))
 
 
-def _check(
+def _check_party(
     party: Party, model: nn.Module, optimizer: torch.optim.Optimizer, saved: _States
 ) -> None:
     """Compare all values with those saved, and a step with that of a plain model."""
     found = party.states(model, optimizer, full_state_dict=True, cpu_offload=True)
     if dist.get_rank() == 0:
-        _assert_same(found[0], saved[0], "model")
-        _assert_same(found[1]["state"], saved[1]["state"], "optimizer")
+        _assert_same_nested(found[0], saved[0], "model")
+        _assert_same_nested(found[1]["state"], saved[1]["state"], "optimizer")
         _assert_same_groups(found[1], saved[1])
     if party is PARTIES["mixed precision"]:
         return
-    plain = _make(2)
-    plain_optimizer = _optimizer(plain, 2)
+    plain = _make_seeded(2)
+    plain_optimizer = _two_group_adamw(plain, 2)
     # A copy: torch's optimizers go on with the very tensors that they load.
     PARTIES["one process"].load(plain, plain_optimizer, copy.deepcopy(saved))
-    loss, expected = _train(model, optimizer, 2), _train(plain, plain_optimizer, 2)
+    loss, expected = _train_party(model, optimizer, 2), _train_party(plain, plain_optimizer, 2)
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
     found = party.states(model, optimizer, full_state_dict=True, cpu_offload=True)
     for key, value in found[0].items() if dist.get_rank() == 0 else ():
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=0, atol=1e-6)
 
 
-def _assert_same(found: Any, expected: Any, what: str) -> None:
+def _assert_same_nested(found: Any, expected: Any, what: str) -> None:
     if isinstance(expected, dict):
         assert set(found) == set(expected), what
         for key, value in expected.items():
-            _assert_same(found[key], value, f"{what} {key}")
+            _assert_same_nested(found[key], value, f"{what} {key}")
     elif isinstance(expected, Tensor):
         assert_equal(found, expected, what)
     else:
@@ -273,8 +273,8 @@ def test_checkpoints_go_from_any_party_to_any_other(
     source: str, before: int, target: str, after: int, tmp_path: Path
 ) -> None:
     """Model, optimizer state and options of groups, bitwise; and the next step is a plain one's."""
-    run_ranks(before, _save, source, tmp_path)
-    run_ranks(after, _load, target, tmp_path)
+    run_ranks(before, _save_party, source, tmp_path)
+    run_ranks(after, _load_party, target, tmp_path)
 
 
 def _muon(model: nn.Module, seed: int) -> list[torch.optim.Optimizer]:
@@ -298,7 +298,7 @@ def _step_muon(model: nn.Module, optimizers: list[torch.optim.Optimizer], step: 
 
 def _save_muon(name: str, folder: Path) -> None:
     party = PARTIES[name]
-    model = party.build(_make(0))
+    model = party.build(_make_seeded(0))
     optimizers = _muon(model, 0)
     _step_muon(model, optimizers, 0)
     state, optim = party.states(model, optimizers)
@@ -311,7 +311,7 @@ def _save_muon(name: str, folder: Path) -> None:
 def _load_muon(name: str, folder: Path) -> None:
     """Load sharded; compare in full; and take the step that a plain model takes."""
     party, saved = PARTIES[name], torch.load(folder / "full.pt")
-    model = party.build(_make(1))
+    model = party.build(_make_seeded(1))
     optimizers = _muon(model, 1)
     _step_muon(model, optimizers, 5)  # so that there is state to load into
     states = party.states(model, optimizers)
@@ -320,9 +320,9 @@ def _load_muon(name: str, folder: Path) -> None:
     party.load(model, optimizers, (found["model"], found["optim"]))
     full = party.states(model, optimizers, full_state_dict=True, cpu_offload=True)
     if dist.get_rank() == 0:
-        _assert_same(full[0], saved[0], "model")
-        _assert_same(full[1]["state"], saved[1]["state"], "optimizer")
-    plain = _make(2)
+        _assert_same_nested(full[0], saved[0], "model")
+        _assert_same_nested(full[1]["state"], saved[1]["state"], "optimizer")
+    plain = _make_seeded(2)
     plain_optimizers = _muon(plain, 2)
     PARTIES["one process"].load(plain, plain_optimizers, saved)
     for step in (1, 2):
@@ -351,13 +351,13 @@ def test_muon_goes_from_any_party_to_any_other(
 # --- in full ---
 
 
-def _trained(name: str) -> tuple[Party, nn.Module, torch.optim.Optimizer, _States]:
+def _trained_party(name: str) -> tuple[Party, nn.Module, torch.optim.Optimizer, _States]:
     """Return a party after two steps, and its full states, on every rank."""
     party = PARTIES[name]
-    model = party.build(_make(0))
-    optimizer = _optimizer(model, 0)
+    model = party.build(_make_seeded(0))
+    optimizer = _two_group_adamw(model, 0)
     for step in range(2):
-        _train(model, optimizer, step)
+        _train_party(model, optimizer, step)
     full = party.states(model, optimizer, full_state_dict=True, rank0_only=False)
     return party, model, optimizer, full
 
@@ -380,9 +380,9 @@ def _full_state_dicts(model: nn.Module) -> Iterator[None]:
 @distributed(2, 3)
 def test_full_state_dicts_of_fsdp1_are_ours(name: str, world_size: int) -> None:
     """Both ways, model and optimizer."""
-    party, _, _, full = _trained(name)
-    theirs = _fsdp1(_make(1))
-    their_optimizer = _optimizer(theirs, 1)
+    party, _, _, full = _trained_party(name)
+    theirs = _fsdp1(_make_seeded(1))
+    their_optimizer = _two_group_adamw(theirs, 1)
     with _full_state_dicts(theirs):
         theirs.load_state_dict(full[0])
         state = FullyShardedDataParallel.optim_state_dict_to_load(theirs, their_optimizer, full[1])
@@ -391,27 +391,27 @@ def test_full_state_dicts_of_fsdp1_are_ours(name: str, world_size: int) -> None:
             {key: value.clone() for key, value in theirs.state_dict().items()},
             FullyShardedDataParallel.optim_state_dict(theirs, their_optimizer),
         )
-    _assert_same(saved[0], full[0], "model")
-    _assert_same(saved[1]["state"], full[1]["state"], "optimizer")
-    ours = party.build(_make(2))
-    our_optimizer = _optimizer(ours, 2)
+    _assert_same_nested(saved[0], full[0], "model")
+    _assert_same_nested(saved[1]["state"], full[1]["state"], "optimizer")
+    ours = party.build(_make_seeded(2))
+    our_optimizer = _two_group_adamw(ours, 2)
     party.load(ours, our_optimizer, saved)
-    _check(party, ours, our_optimizer, full)
+    _check_party(party, ours, our_optimizer, full)
 
 
 @pytest.mark.parametrize("name", ["units", "one flat parameter", "SHARD_OPTIM"])
 @distributed(2)
 def test_consolidated_state_of_zero_redundancy_optimizer_is_ours(name: str) -> None:
     """It is a plain optimizer's state dict, by number; torch's functions name the parameters."""
-    party, model, optimizer, full = _trained(name)
+    party, model, optimizer, full = _trained_party(name)
     plain_party = PARTIES["one process"]
 
     # Ours into a ZeroRedundancyOptimizer, by way of a plain optimizer.
-    plain, ddp = _make(1), DistributedDataParallel(_make(1))
-    plain_optimizer = _optimizer(plain, 1)
+    plain, ddp = _make_seeded(1), DistributedDataParallel(_make_seeded(1))
+    plain_optimizer = _two_group_adamw(plain, 1)
     plain_party.load(plain, plain_optimizer, copy.deepcopy(full))
     ddp.module.load_state_dict(full[0])
-    groups = _optimizer(ddp, 0).param_groups  # it keeps the options that it is made with
+    groups = _two_group_adamw(ddp, 0).param_groups  # it keeps the options that it is made with
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of what the module imports
         optim = importlib.import_module("torch.distributed.optim")
@@ -421,7 +421,7 @@ def test_consolidated_state_of_zero_redundancy_optimizer_is_ours(name: str) -> N
         lr=0.01,
     )
     zero.load_state_dict(plain_optimizer.state_dict())
-    loss, expected = _train(ddp, zero, 2), _train(model, optimizer, 2)
+    loss, expected = _train_party(ddp, zero, 2), _train_party(model, optimizer, 2)
     assert_equal(loss, expected)
 
     # And back.
@@ -432,12 +432,12 @@ def test_consolidated_state_of_zero_redundancy_optimizer_is_ours(name: str) -> N
     plain_optimizer.load_state_dict(sent[0][1])
     saved = plain_party.states(plain, plain_optimizer)
     found = party.states(model, optimizer, full_state_dict=True, rank0_only=False)
-    _assert_same(found[0], saved[0], "model")
-    _assert_same(found[1]["state"], saved[1]["state"], "optimizer")
-    ours = party.build(_make(2))
-    our_optimizer = _optimizer(ours, 2)
+    _assert_same_nested(found[0], saved[0], "model")
+    _assert_same_nested(found[1]["state"], saved[1]["state"], "optimizer")
+    ours = party.build(_make_seeded(2))
+    our_optimizer = _two_group_adamw(ours, 2)
     party.load(ours, our_optimizer, saved)
-    _check(party, ours, our_optimizer, saved)
+    _check_party(party, ours, our_optimizer, saved)
 
 
 # --- from the meta device ---
@@ -447,12 +447,12 @@ def test_consolidated_state_of_zero_redundancy_optimizer_is_ours(name: str) -> N
 @distributed(2)
 def test_a_model_from_meta_is_loaded_by_torchs_checkpoints(name: str, tmp_path: Path) -> None:
     """After `to_empty`, straight into the shards, in place; the buffers too."""
-    _save("FSDP2", tmp_path)
+    _save_party("FSDP2", tmp_path)
     dist.barrier()
     party = PARTIES[name]
     with torch.device("meta"):
-        model = party.build(_make(1))
-    optimizer = _optimizer(model, 1)
+        model = party.build(_make_seeded(1))
+    optimizer = _two_group_adamw(model, 1)
     model.to_empty(device="cpu")
     options = composable_shard.StateDictOptions(init_optimizer_state=True)
     found = {
@@ -463,4 +463,4 @@ def test_a_model_from_meta_is_loaded_by_torchs_checkpoints(name: str, tmp_path: 
     assert all(param.grad is None for param in model.parameters())
     dcp.load(found, checkpoint_id=tmp_path / "dcp")
     composable_shard.set_optimizer_state_dict(model, optimizer, found["optim"])
-    _check(party, model, optimizer, torch.load(tmp_path / "full.pt"))
+    _check_party(party, model, optimizer, torch.load(tmp_path / "full.pt"))

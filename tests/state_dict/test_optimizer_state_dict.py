@@ -45,7 +45,7 @@ from tests.models import (
 )
 
 
-class Model(Net):
+class TrainedModel(Net):
     """A frozen layer, a tie, a parameter that gets no gradient, and one without dims."""
 
     def __init__(self) -> None:
@@ -77,8 +77,8 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def _trained(
-    kind: str, shard: Callable[..., object], make: Any = Model, groups: Any = param_groups
+def _trained_twins(
+    kind: str, shard: Callable[..., object], make: Any = TrainedModel, groups: Any = param_groups
 ) -> tuple[Twins, list[Any]]:
     twins = Twins(make, shard)
     build, options = _KINDS[kind]
@@ -115,7 +115,7 @@ def assert_same_state(
                 assert other == value
 
 
-def _flat(model: nn.Module) -> None:
+def _shard_flat(model: nn.Module) -> None:
     shard_blocks(model, use_orig_params=False)
 
 
@@ -141,7 +141,7 @@ def _zero1(model: nn.Module) -> None:
 @distributed(2)
 def test_s2_7_state_is_that_of_a_plain_optimizer(kind: str, shard: Callable[..., object]) -> None:
     """Frozen, tied, unused and 0-d parameters, groups; whole on the first rank, and on all."""
-    twins, optimizers = _trained(kind, shard)
+    twins, optimizers = _trained_twins(kind, shard)
     expected = expected_state(twins.plain, optimizers[0])
     plain = torch_state_dict.get_optimizer_state_dict(twins.plain, optimizers[0])
     for options in (FULL, EVERYWHERE, StateDictOptions()):
@@ -157,7 +157,9 @@ def test_s2_7_state_is_that_of_a_plain_optimizer(kind: str, shard: Callable[...,
 @distributed(2)
 def test_s2_7_state_loads_into_a_plain_optimizer_by_torch(kind: str) -> None:
     """By torch's own function, into an optimizer that never stepped."""
-    twins, optimizers = _trained(kind, shard_blocks, Net, lambda model: list(model.parameters()))
+    twins, optimizers = _trained_twins(
+        kind, shard_blocks, Net, lambda model: list(model.parameters())
+    )
     saved = get_optimizer_state_dict(twins.sharded, optimizers[1], options=EVERYWHERE)
     build, options = _KINDS[kind]
     fresh = build(twins.plain.parameters(), lr=0.5, **options)
@@ -168,17 +170,17 @@ def test_s2_7_state_loads_into_a_plain_optimizer_by_torch(kind: str) -> None:
 
 
 def _state_after_two_steps(kind: str) -> Any:
-    twins, optimizers = _trained(kind, shard_blocks)
+    twins, optimizers = _trained_twins(kind, shard_blocks)
     return (
         get_model_state_dict(twins.sharded, options=FULL),
         get_optimizer_state_dict(twins.sharded, optimizers[1], options=FULL),
     )
 
 
-def _resume(kind: str, saved: Any, shard: Callable[..., object]) -> None:
+def _load_on_rank0(kind: str, saved: Any, shard: Callable[..., object]) -> None:
     """Load on rank 0 into a fresh optimizer, and compare all that it holds then."""
     torch.manual_seed(1)
-    model = Model()
+    model = TrainedModel()
     shard(model)
     build, options = _KINDS[kind]
     optimizer = build(param_groups(model), lr=0.5, **options)
@@ -197,7 +199,7 @@ def test_s2_7_state_comes_back_at_any_world_size(kind: str) -> None:
     """Of two ranks into one, three and four, from the first rank, into another layout."""
     saved = run_ranks(2, _state_after_two_steps, kind)[0]
     for world_size, shard in ((1, shard_root), (3, _owned), (4, _mixed)):
-        run_ranks(world_size, _resume, kind, saved, shard)
+        run_ranks(world_size, _load_on_rank0, kind, saved, shard)
 
 
 # --- other layouts ---
@@ -216,7 +218,7 @@ def test_state_of_flat_parameters_is_cut_and_joined(kind: str) -> None:
     found = get_optimizer_state_dict(twins[1], optimizers[1], options=EVERYWHERE)
     assert_same_state(found["state"], expected)
     build, options = _KINDS[kind]
-    for shard in (shard_root, _flat, _zero1):
+    for shard in (shard_root, _shard_flat, _zero1):
         model = Net()
         shard(model)
         fresh = build(model.parameters(), lr=0.5, **options)
@@ -224,7 +226,7 @@ def test_state_of_flat_parameters_is_cut_and_joined(kind: str) -> None:
         again = get_optimizer_state_dict(model, fresh, options=EVERYWHERE)
         assert_same_state(again["state"], expected)
         flat = Net()
-        _flat(flat)
+        _shard_flat(flat)
         fresh = build(flat.parameters(), lr=0.5, **options)
         sharded = get_optimizer_state_dict(twins[1], optimizers[1])
         set_optimizer_state_dict(flat, fresh, sharded)
@@ -241,7 +243,7 @@ def _trained_flat(kind: str, groups: Any) -> tuple[list[nn.Module], list[Any]]:
     torch.manual_seed(0)
     models: list[nn.Module] = [Net()]
     models.append(copy.deepcopy(models[0]))
-    _flat(models[1])
+    _shard_flat(models[1])
     build, options = _KINDS[kind]
     optimizers = [build(groups(model), lr=0.05, **options) for model in models]
     x = torch.randn(4, 5)
@@ -327,7 +329,9 @@ def test_full_state_does_not_go_on_with_the_optimizer() -> None:
 @distributed(2)
 def test_torchs_own_functions_give_the_same() -> None:
     """With default options, which return shards; and they take them back."""
-    twins, optimizers = _trained("adamw", shard_blocks, Net, lambda model: list(model.parameters()))
+    twins, optimizers = _trained_twins(
+        "adamw", shard_blocks, Net, lambda model: list(model.parameters())
+    )
     model, optimizer = twins.sharded, optimizers[1]
     found = torch_state_dict.get_optimizer_state_dict(model, optimizer)
     assert_same_state(found["state"], expected_state(twins.plain, optimizers[0]))
@@ -415,13 +419,13 @@ def _whole_params(model: nn.Module, **options: Any) -> None:
 @distributed(2)
 def test_state_of_whole_parameters_is_its_owners(how: str) -> None:
     """What the others hold of it, from a load perhaps, is not asked: nobody steps it there."""
-    twins, optimizers = _trained("nadam", _whole_params)
+    twins, optimizers = _trained_twins("nadam", _whole_params)
     given = {"sharded": StateDictOptions(), "full": EVERYWHERE, "from rank 0": FULL}
     saved = get_optimizer_state_dict(twins.sharded, optimizers[1], options=given[how])
     if saved:
         assert_same_state(saved["state"], expected_state(twins.plain, optimizers[0]))
     torch.manual_seed(1)
-    model = Model()
+    model = TrainedModel()
     _whole_params(model)
     fresh = optim.NAdam(param_groups(model), lr=0.5)
     options = FROM_RANK0 if how == "from rank 0" else StateDictOptions()
@@ -549,7 +553,7 @@ def _with_stranger(saved: Any) -> None:
     saved["state"]["head.weight"] = {"step": torch.tensor(1.0)}
 
 
-def _wrongly_shaped(saved: Any) -> None:
+def _with_wrong_state_shape(saved: Any) -> None:
     saved["state"]["out.weight"]["exp_avg"] = torch.zeros(2, 2)
 
 
@@ -560,7 +564,7 @@ def _by_number(saved: Any) -> None:
 _WRONG = {
     "missing": (_without_group, r"missing \['inp\.bias'\]"),
     "unexpected": (_with_stranger, r"unexpected \['head\.weight'\]"),
-    "shape": (_wrongly_shaped, r"'exp_avg' of 'out\.weight' to have shape \(3, 15\)"),
+    "shape": (_with_wrong_state_shape, r"'exp_avg' of 'out\.weight' to have shape \(3, 15\)"),
     "format": (_by_number, r"by parameter name"),
 }
 

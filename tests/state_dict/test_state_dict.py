@@ -43,9 +43,11 @@ from tests.models import (
     Block,
     Net,
     Tied,
+    assert_holds,
     every_granularity,
     net_without_first_rank,
     rank_input,
+    seeded,
     shard_blocks,
 )
 
@@ -57,21 +59,6 @@ class Buffered(Tied):
         super().__init__()
         self.register_buffer("seen", torch.arange(3.0))
         self.register_buffer("scratch", torch.zeros(1), persistent=False)
-
-
-def make(kind: Callable[[], nn.Module] = Buffered, seed: int = 0) -> nn.Module:
-    """Return a model that is the same on all ranks."""
-    torch.manual_seed(seed)
-    return kind()
-
-
-def assert_holds(state_dict: dict[str, Any], model: nn.Module) -> None:
-    """Assert that a state dict has the names and values of a plain model."""
-    expected = model.state_dict()
-    assert list(state_dict) == list(expected)
-    for name, value in state_dict.items():
-        whole = value.full_tensor() if isinstance(value, FlatShard) else value
-        assert_equal(whole, expected[name], name)
 
 
 def _some_flat(model: nn.Module) -> None:
@@ -104,65 +91,65 @@ _LAYOUTS: dict[str, Callable[[nn.Module], object]] = {
 @distributed(2)
 def test_state_dict_has_shards_under_the_original_names_in_order(layout: str) -> None:
     """And inside a scope, plain full tensors."""
-    model = make()
+    model = seeded(Buffered)
     _LAYOUTS[layout](model)
     num_places = sum(len(entry.slots) for h in get_handles(model) for entry in h.entries)
     found = model.state_dict()
-    assert_holds(found, make())
+    assert_holds(found, seeded(Buffered))
     assert sum(type(value) is FlatShard for value in found.values()) >= num_places
     with unshard_params(model):
         scope = model.state_dict()
         assert all(type(value) is Tensor for value in scope.values())
-        assert_holds(scope, make())
+        assert_holds(scope, seeded(Buffered))
 
 
 @distributed(2)
 def test_state_dict_of_unsharded_units_has_shards() -> None:
     """What unshard shows is freed by reshard; a state dict must outlive it."""
-    model = make()
+    model = seeded(Buffered)
     shard_blocks(model)
     unshard(model, recurse=True)
     found = model.state_dict()
     reshard(model, recurse=True)
-    assert_holds(found, make())
+    assert_holds(found, seeded(Buffered))
 
 
 @pytest.mark.parametrize("layout", ["blocks", "flat", "zero1", "replicated", "bf16"])
 @distributed(2)
 def test_full_state_dict_takes_one_gather_per_flat_parameter(layout: str) -> None:
     """On the first rank alone, or with all-gathers on all."""
-    model = make()
+    model = seeded(Buffered)
     _LAYOUTS[layout](model)
     num_handles = len([handle for handle in get_handles(model) if handle.is_sharded])
     with count_collectives() as log:
         found = get_model_state_dict(model, options=FULL)
     assert [event.kind for event in log.events] == ["gather"] * num_handles
     if dist.get_rank() == 0:
-        assert_holds(found, make())
+        assert_holds(found, seeded(Buffered))
         assert all(type(value) is Tensor for value in found.values())
     else:
         assert found == {}
     with count_collectives() as log:
-        assert_holds(get_model_state_dict(model, options=EVERYWHERE), make())
+        assert_holds(get_model_state_dict(model, options=EVERYWHERE), seeded(Buffered))
     assert [event.kind for event in log.events] == ["all_gather"] * num_handles
 
 
 @distributed(2)
 def test_full_state_dict_of_kept_parameters_is_free() -> None:
     """They are there, until a step writes the shards."""
-    model = make(Net)
+    model = seeded(Net)
     shard_blocks(model, strategy=ShardingStrategy.SHARD_GRAD_OP)
     with torch.no_grad():
         model(rank_input(4, 5))
     with count_collectives() as log:
         found = get_model_state_dict(model, options=FULL)
     assert log.events == []
-    assert dist.get_rank() or list(found) == list(make(Net).state_dict())
+    assert dist.get_rank() or list(found) == list(seeded(Net).state_dict())
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1.0)
     found = get_model_state_dict(model, options=EVERYWHERE)
-    expected = {name: value + 1 for name, value in make(Net).state_dict().items()}
+    expected = {name: value + 1 for name, value in seeded(Net).state_dict().items()}
     for name, value in found.items():
         assert_equal(value, expected[name], name)
 
@@ -177,14 +164,14 @@ _WAYS = {
 
 
 @contextmanager
-def _received(way: str) -> Iterator[None]:
+def _receiving(way: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full_values, "_MIN_ALONE_NBYTES", _WAYS[way][0])
         patch.setattr(algorithms, "_MAX_EXCHANGE_SIZE", _WAYS[way][1])
         yield
 
 
-class _Odd(Buffered):
+class _OddlyStored(Buffered):
     """With parameters that lie in memory in other ways, or have other dtypes."""
 
     def __init__(self) -> None:
@@ -200,17 +187,17 @@ class _Odd(Buffered):
 def test_full_values_are_in_memory_of_their_own(way: str) -> None:
     """Whether they were received there or copied: of their size, and nobody else's."""
     for layout in ("flat", "kept", "mixed", "bf16", "offloaded"):
-        model = make(_Odd)
+        model = seeded(_OddlyStored)
         _LAYOUTS[layout](model)
         if layout == "kept":
             unshard(model, recurse=True)
             reshard(model, recurse=True)
-        with _received(way):
+        with _receiving(way):
             found = get_model_state_dict(model, options=FULL)
             everywhere = get_model_state_dict(model, options=EVERYWHERE)
         if dist.get_rank() == 0:
-            assert_holds(found, make(_Odd))
-        assert_holds(everywhere, make(_Odd))
+            assert_holds(found, seeded(_OddlyStored))
+        assert_holds(everywhere, seeded(_OddlyStored))
         for values in (found, everywhere):
             storages = {each.data_ptr(): each.untyped_storage() for each in values.values()}
             # One is empty, and two are tied.
@@ -218,39 +205,39 @@ def test_full_values_are_in_memory_of_their_own(way: str) -> None:
             for value in values.values():
                 assert value.untyped_storage().nbytes() == value.nbytes
                 value.zero_()
-        assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(_Odd))
+        assert_holds(get_model_state_dict(model, options=EVERYWHERE), seeded(_OddlyStored))
 
 
 @distributed(3)
 def test_only_what_is_wanted_is_gathered() -> None:
     """Of two submodules of a unit; messages have no padding."""
-    model = make(Net)
+    model = seeded(Net)
     fully_shard(model)
     wanted = {model.blocks[0].up, model.out}
-    with _received("some together"), count_collectives() as log:
+    with _receiving("some together"), count_collectives() as log:
         found = get_model_state_dict(model, submodules=wanted, options=FULL)
-    sizes = {name: value.nbytes for name, value in make(Net).state_dict().items()}
+    sizes = {name: value.nbytes for name, value in seeded(Net).state_dict().items()}
     names = ["blocks.0.up.weight", "blocks.0.up.bias", "out.weight", "out.bias"]
     assert log.nbytes("gather") <= sum(sizes[name] for name in names) + 16
     if dist.get_rank() == 0:
         assert list(found) == names
         for name in names:
-            assert_equal(found[name], make(Net).state_dict()[name], name)
+            assert_equal(found[name], seeded(Net).state_dict()[name], name)
 
 
 @distributed(2)
 def test_gathers_that_nobody_waits_for_do_not_disturb_the_next_ones() -> None:
     """The messages of the next unit are under way when something fails."""
-    model = make(Net)
+    model = seeded(Net)
     shard_blocks(model)
-    with _received("alone"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(full_values._Arrival, "finish", _fail)
+    with _receiving("alone"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_values._Arrival, "finish", _run_out_of_memory)
         with pytest.raises(MemoryError):
             get_model_state_dict(model, options=EVERYWHERE)
-    assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(Net))
+    assert_holds(get_model_state_dict(model, options=EVERYWHERE), seeded(Net))
 
 
-def _fail(*_: object, **__: object) -> None:
+def _run_out_of_memory(*_: object, **__: object) -> None:
     raise MemoryError
 
 
@@ -263,12 +250,12 @@ def test_full_state_dict_holds_one_unit_besides_what_it_returns(
     way: str, dtype: torch.dtype | None, num_units: int
 ) -> None:
     """Of twelve equal units the first rank holds the result and one more; the others nothing."""
-    model = make(lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))))
+    model = seeded(lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))))
     for layer in model:
         fully_shard(layer)
     unit_nbytes = 64 * 64 * 4
     options = StateDictOptions(full_state_dict=True, dtype=dtype)
-    with _received(way), peak_bytes() as memory:
+    with _receiving(way), peak_bytes() as memory:
         found = get_model_state_dict(model, options=options)
     assert memory.peak <= (num_units * unit_nbytes if dist.get_rank() == 0 else 0) + 4096
     assert len(found) == (12 if dist.get_rank() == 0 else 0)
@@ -277,14 +264,14 @@ def test_full_state_dict_holds_one_unit_besides_what_it_returns(
 @distributed(2)
 def test_options_cast_move_and_choose_submodules() -> None:
     """`dtype` leaves integers; names begin at the model, or at the submodule."""
-    model = make()
+    model = seeded(Buffered)
     model.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
     shard_blocks(model)
     options = StateDictOptions(full_state_dict=True, rank0_only=False, dtype=torch.bfloat16)
     found = get_model_state_dict(model, options=options)
     assert {key for key, value in found.items() if value.dtype != torch.bfloat16} == {"steps"}
     cast = get_model_state_dict(model, options=StateDictOptions(dtype=torch.float64))
-    assert_equal(cast["inp.weight"].full_tensor(), make().inp.weight.detach().double())
+    assert_equal(cast["inp.weight"].full_tensor(), seeded(Buffered).inp.weight.detach().double())
     chosen = get_model_state_dict(model, submodules={model.blocks[2]})
     assert list(chosen) == [f"blocks.2.{name}" for name in Block().state_dict()]
     options = StateDictOptions(keep_submodule_prefixes=False, cpu_offload=True)
@@ -297,11 +284,11 @@ def test_options_cast_move_and_choose_submodules() -> None:
 # --- what a model takes ---
 
 
-def _full(model: nn.Module) -> dict[str, Any]:
+def _full_state_dict(model: nn.Module) -> dict[str, Any]:
     return model.state_dict()
 
 
-def _sharded(model: nn.Module) -> dict[str, Any]:
+def _sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     shard_blocks(model)
     return model.state_dict()
 
@@ -319,22 +306,27 @@ def _of_fsdp2(model: nn.Module) -> dict[str, Any]:
 @distributed(2)
 def test_load_state_dict_of_the_module_itself_works(layout: str) -> None:
     """Sharded and whole, with the next forward after it; nothing of the given dict changes."""
-    model, values = make(seed=1), make().state_dict()
+    model, values = seeded(Buffered, seed=1), seeded(Buffered).state_dict()
     _LAYOUTS[layout](model)
-    other = make()
+    other = seeded(Buffered)
     fully_shard(other)
     for given in (values, other.state_dict()):
         before = dict(given)
         assert str(model.load_state_dict(given)) == "<All keys matched successfully>"
         assert all(given[name] is before[name] for name in before)
-        assert_holds(model.state_dict(), make())
+        assert_holds(model.state_dict(), seeded(Buffered))
         with torch.no_grad():
-            assert_equal(model(rank_input(4, 5)), make()(rank_input(4, 5)))
+            assert_equal(model(rank_input(4, 5)), seeded(Buffered)(rank_input(4, 5)))
             for param in model.parameters():
                 param.zero_()
 
 
-_GIVEN = {"full": _full, "same": _sharded, "other": _sharded_as_one, "fsdp2": _of_fsdp2}
+_GIVEN = {
+    "full": _full_state_dict,
+    "same": _sharded_state_dict,
+    "other": _sharded_as_one,
+    "fsdp2": _of_fsdp2,
+}
 
 
 _FORMS = [("full", layout) for layout in _LAYOUTS]
@@ -346,11 +338,11 @@ _FORMS += [(given, layout) for given in _GIVEN for layout in ("some flat", "zero
 def test_load_takes_values_of_any_form(layout: str, given: str) -> None:
     """Whole, of the same layout, of another, DTensors; the next forward computes with them."""
     if given == "fsdp2":
-        values = _GIVEN[given](make(Net))
-        model, plain = make(Net, seed=1), make(Net)
+        values = _GIVEN[given](seeded(Net))
+        model, plain = seeded(Net, seed=1), seeded(Net)
     else:
-        values = _GIVEN[given](make())
-        model, plain = make(seed=1), make()
+        values = _GIVEN[given](seeded(Buffered))
+        model, plain = seeded(Buffered, seed=1), seeded(Buffered)
     _LAYOUTS[layout](model)
     x = rank_input(4, 5)
     with torch.no_grad():
@@ -368,24 +360,24 @@ def test_load_takes_values_of_any_form(layout: str, given: str) -> None:
 @distributed(2)
 def test_assign_takes_the_values_over(layout: str, is_meta: bool) -> None:
     """The parameters stay the objects that the optimizer holds; from the meta device too."""
-    model = make(Net, seed=1)
+    model = seeded(Net, seed=1)
     if is_meta:
         model = model.to("meta")
     _LAYOUTS[layout](model)
     params = list(model.parameters())
-    model.load_state_dict(make(Net).state_dict(), assign=True)
+    model.load_state_dict(seeded(Net).state_dict(), assign=True)
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-    assert_holds(model.state_dict(), make(Net))
+    assert_holds(model.state_dict(), seeded(Net))
     optimizer = torch.optim.SGD(params, lr=0.1)
     model(rank_input(4, 5)).sum().backward()
     optimizer.step()
-    assert not torch.equal(model.state_dict()["out.bias"].full_tensor(), make(Net).out.bias)
+    assert not torch.equal(model.state_dict()["out.bias"].full_tensor(), seeded(Net).out.bias)
 
 
 @distributed(2)
 def test_assigned_values_are_gathered_anew() -> None:
     """Where full parameters are kept, too: no op tells of an assignment."""
-    model, plain, x = make(Net, seed=1), make(Net), rank_input(4, 5)
+    model, plain, x = seeded(Net, seed=1), seeded(Net), rank_input(4, 5)
     shard_blocks(model, strategy=ShardingStrategy.SHARD_GRAD_OP)
     with torch.no_grad():
         model(x)
@@ -397,27 +389,27 @@ def test_assigned_values_are_gathered_anew() -> None:
 @distributed(2)
 def test_first_rank_alone_has_the_dict(layout: str) -> None:
     """Others pass none; one scatter for each flat parameter that is shared."""
-    model = make(seed=1)
+    model = seeded(Buffered, seed=1)
     _LAYOUTS[layout](model)
-    given = make().state_dict() if dist.get_rank() == 0 else {}
+    given = seeded(Buffered).state_dict() if dist.get_rank() == 0 else {}
     with count_collectives() as log:
         set_model_state_dict(model, given, options=FROM_RANK0)
     handles = get_handles(model)
     assert log.count("scatter") == len([handle for handle in handles if handle.is_sharded])
-    assert_holds(model.state_dict(), make())
+    assert_holds(model.state_dict(), seeded(Buffered))
 
 
 @distributed(4)
 def test_full_values_cross_a_mesh_with_copies() -> None:
     """(replicate, shard): out of the first copy, into both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    source, target = make(), make(seed=1)
+    source, target = seeded(Buffered), seeded(Buffered, seed=1)
     fully_shard(source, mesh=mesh)
     shard_blocks(target, mesh=mesh)
     found = get_model_state_dict(source, options=FULL)
     assert bool(found) == (dist.get_rank() == 0)
     set_model_state_dict(target, found, options=FROM_RANK0)
-    assert_holds(target.state_dict(), make())
+    assert_holds(target.state_dict(), seeded(Buffered))
 
 
 # --- what is refused ---
@@ -431,20 +423,20 @@ def _unexpected(values: dict[str, Any]) -> None:
     values["head.weight"] = torch.zeros(1)
 
 
-def _wrongly_shaped(values: dict[str, Any]) -> None:
+def _with_wrong_shape(values: dict[str, Any]) -> None:
     values["inp.weight"] = torch.zeros(5, 15)
 
 
-def _empty(values: dict[str, Any]) -> None:
+def _without_values(values: dict[str, Any]) -> None:
     values.clear()
 
 
 _WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "missing": (_missing, r"blocks\.1\.down\.bias"),
     "unexpected": (_unexpected, r"head\.weight"),
-    "shape": (_wrongly_shaped, r"inp\.weight"),
+    "shape": (_with_wrong_shape, r"inp\.weight"),
     # As on the ranks that a full state dict is not gathered on.
-    "empty": (_empty, r"inp\.weight"),
+    "empty": (_without_values, r"inp\.weight"),
 }
 
 
@@ -459,10 +451,10 @@ def test_wrong_dict_raises_on_all_ranks_before_anything_changes(
     layout: str, wrong: str, where: str
 ) -> None:
     """The same text on all of them, naming the key; a right one works afterwards."""
-    model = make(Net)
+    model = seeded(Net)
     _LAYOUTS[layout](model)
     change, key = _WRONG[wrong]
-    values = make(Net, seed=1).state_dict()
+    values = seeded(Net, seed=1).state_dict()
     if where == "all ranks" or dist.get_rank() == 1:
         change(values)
     load: Any = model.load_state_dict
@@ -473,47 +465,47 @@ def test_wrong_dict_raises_on_all_ranks_before_anything_changes(
     told: list[Any] = [None, None]
     dist.all_gather_object(told, str(caught.value))
     assert told[0] == told[1]
-    assert_holds(model.state_dict(), make(Net))
-    set_model_state_dict(model, make(Net, seed=1).state_dict())
-    assert_holds(model.state_dict(), make(Net, seed=1))
+    assert_holds(model.state_dict(), seeded(Net))
+    set_model_state_dict(model, seeded(Net, seed=1).state_dict())
+    assert_holds(model.state_dict(), seeded(Net, seed=1))
 
 
 @pytest.mark.parametrize("wrong", list(_WRONG))
 @distributed(2)
 def test_wrong_dict_of_the_first_rank_raises_on_all(wrong: str) -> None:
     """Only rank 0 can know."""
-    model = make(Net)
+    model = seeded(Net)
     shard_blocks(model)
     change, key = _WRONG[wrong]
-    values = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
+    values = seeded(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
     if dist.get_rank() == 0:
         change(values)
     with pytest.raises(RuntimeError, match=key):
         set_model_state_dict(model, values, options=FROM_RANK0)
-    assert_holds(model.state_dict(), make(Net))
+    assert_holds(model.state_dict(), seeded(Net))
 
 
 @pytest.mark.parametrize("layout", ["blocks", "flat"])
 @distributed(2)
 def test_without_strict_the_rest_is_loaded(layout: str) -> None:
     """And the names are returned."""
-    model = make(Net)
+    model = seeded(Net)
     _LAYOUTS[layout](model)
-    values = make(Net, seed=1).state_dict()
+    values = seeded(Net, seed=1).state_dict()
     _missing(values)
     _unexpected(values)
     result = model.load_state_dict(values, strict=False)
     assert result.missing_keys == ["blocks.1.down.bias"]
     assert result.unexpected_keys == ["head.weight"]
-    expected = make(Net, seed=1)
-    expected.blocks[1].down.bias = make(Net).blocks[1].down.bias
+    expected = seeded(Net, seed=1)
+    expected.blocks[1].down.bias = seeded(Net).blocks[1].down.bias
     assert_holds(model.state_dict(), expected)
 
 
 @distributed(2)
 def test_values_that_lie_differently_on_the_ranks_are_refused() -> None:
     """A gather of which one rank knows nothing would hang."""
-    model, other = make(Net), make(Net, seed=1)
+    model, other = seeded(Net), seeded(Net, seed=1)
     shard_blocks(model)
     values = other.state_dict()
     sharded = copy.deepcopy(other)
@@ -522,37 +514,37 @@ def test_values_that_lie_differently_on_the_ranks_are_refused() -> None:
         values["inp.weight"] = sharded.state_dict()["inp.weight"]
     with pytest.raises(RuntimeError, match=r'different ways for "inp\.weight"'):
         model.load_state_dict(values)
-    assert_holds(model.state_dict(), make(Net))
+    assert_holds(model.state_dict(), seeded(Net))
 
 
 @distributed(2)
 def test_no_load_into_full_values_nor_into_the_meta_device() -> None:
     """Both would have no effect."""
-    model = make(Net)
+    model = seeded(Net)
     shard_blocks(model)
     unshard(model, recurse=True)
     with pytest.raises(RuntimeError, match=r"shows its full parameters.*Call\s+reshard"):
-        model.load_state_dict(make(Net).state_dict())
+        model.load_state_dict(seeded(Net).state_dict())
     reshard(model, recurse=True)
-    model.load_state_dict(make(Net, seed=1).state_dict())
-    assert_holds(model.state_dict(), make(Net, seed=1))
-    empty = make(Net).to("meta")
+    model.load_state_dict(seeded(Net, seed=1).state_dict())
+    assert_holds(model.state_dict(), seeded(Net, seed=1))
+    empty = seeded(Net).to("meta")
     shard_blocks(empty)
     with pytest.raises(RuntimeError, match=r"on the meta device\. Call\s+model\.to_empty"):
-        empty.load_state_dict(make(Net).state_dict())
+        empty.load_state_dict(seeded(Net).state_dict())
 
 
 @distributed(2)
 def test_no_state_dict_inside_a_forward() -> None:
     """The functions are collective; a forward is no place for them."""
-    model = make(Net)
+    model = seeded(Net)
     shard_blocks(model)
     model.blocks[0].register_forward_hook(lambda *_: get_model_state_dict(model))
     with pytest.raises(RuntimeError, match="a state dict can't be made inside the forward"):
         model(rank_input(4, 5))
 
 
-def _wrapped(model: nn.Module) -> nn.Module:
+def _with_wrappers(model: nn.Module) -> nn.Module:
     """Return the model with a wrapped block, and a wrapper inside of a block."""
     model.blocks[1] = checkpoint_wrapper(model.blocks[1])
     model.blocks[2].up = checkpoint_wrapper(model.blocks[2].up)
@@ -563,31 +555,31 @@ def _wrapped(model: nn.Module) -> nn.Module:
 @distributed(2)
 def test_checkpoint_wrappers_leave_no_trace_in_names(layout: str) -> None:
     """They put a name of their own in front, around a unit, in one, and in state dicts halfway."""
-    model = _wrapped(make(Net))
+    model = _with_wrappers(seeded(Net))
     if layout == "inside flat":
         fully_shard(model.blocks[1]._checkpoint_wrapped_module, use_orig_params=False)
         fully_shard(model)
     else:
         _LAYOUTS[layout](model)
-    assert_holds(model.state_dict(), make(Net))
-    assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(Net))
-    values = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
+    assert_holds(model.state_dict(), seeded(Net))
+    assert_holds(get_model_state_dict(model, options=EVERYWHERE), seeded(Net))
+    values = seeded(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
     set_model_state_dict(model, values, options=FROM_RANK0)
-    assert_holds(model.state_dict(), make(Net, seed=1))
+    assert_holds(model.state_dict(), seeded(Net, seed=1))
     for load in (functools.partial(set_model_state_dict, model), model.load_state_dict):
-        values = make(Net, seed=2).state_dict()
+        values = seeded(Net, seed=2).state_dict()
         if dist.get_rank() == 1:
             values["blocks.1.up.bias"] = torch.zeros(3)
         with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.1\.up\.bias"):
             load(values)
-        assert_holds(model.state_dict(), make(Net, seed=1))
-        load(make(Net, seed=2).state_dict())
-        assert_holds(model.state_dict(), make(Net, seed=2))
-        load(make(Net, seed=1).state_dict())
-        assert_holds(model.state_dict(), make(Net, seed=1))
+        assert_holds(model.state_dict(), seeded(Net, seed=1))
+        load(seeded(Net, seed=2).state_dict())
+        assert_holds(model.state_dict(), seeded(Net, seed=2))
+        load(seeded(Net, seed=1).state_dict())
+        assert_holds(model.state_dict(), seeded(Net, seed=1))
 
 
-class _Normed(Net):
+class _NormedNet(Net):
     """With a module that has a way of its own to load old state dicts."""
 
     def __init__(self) -> None:
@@ -598,28 +590,28 @@ class _Normed(Net):
 @distributed(2)
 def test_batch_norm_is_checked_like_the_rest() -> None:
     """Before anything changes, on all ranks; but for its count, which old state dicts lack."""
-    model = make(_Normed)
+    model = seeded(_NormedNet)
     shard_blocks(model)
-    values = make(_Normed, seed=1).state_dict()
+    values = seeded(_NormedNet, seed=1).state_dict()
     values["norm.bias"] += 1
     if dist.get_rank() == 1:
         del values["norm.weight"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "norm\.weight"'):
         model.load_state_dict(values)
-    assert_holds(model.state_dict(), make(_Normed))
-    old = {k: v for k, v in make(_Normed, seed=1).state_dict().items() if "tracked" not in k}
+    assert_holds(model.state_dict(), seeded(_NormedNet))
+    old = {k: v for k, v in seeded(_NormedNet, seed=1).state_dict().items() if "tracked" not in k}
     model.load_state_dict(old)
-    assert_holds(model.state_dict(), make(_Normed, seed=1))
+    assert_holds(model.state_dict(), seeded(_NormedNet, seed=1))
 
 
 @pytest.mark.parametrize("layout", ["blocks", "flat", "flat root"])
 @distributed(2)
 def test_parts_of_a_unit_have_state_dicts_of_their_own(layout: str) -> None:
     """Out and in, where the unit hides their parameters too."""
-    model, values = make(Net), make(Net, seed=1)
+    model, values = seeded(Net), seeded(Net, seed=1)
     _LAYOUTS[layout](model)
     for part in ("blocks.0.up", "blocks", "out"):
-        module, plain = model.get_submodule(part), make(Net).get_submodule(part)
+        module, plain = model.get_submodule(part), seeded(Net).get_submodule(part)
         assert_holds(module.state_dict(), plain)
         assert_holds(get_model_state_dict(module, options=EVERYWHERE), plain)
         given = values.get_submodule(part).state_dict()
@@ -636,22 +628,22 @@ def test_parts_of_a_unit_have_state_dicts_of_their_own(layout: str) -> None:
 @distributed(2)
 def test_modules_of_one_unit_load_one_after_another() -> None:
     """Below a module that is no unit: what the first one's hook has done is not the second's."""
-    model = make(Net).requires_grad_(False)
+    model = seeded(Net).requires_grad_(False)
     fully_shard([model.inp, model.out])
-    source = make(Net, seed=1)
+    source = seeded(Net, seed=1)
     fully_shard(source.inp)
     fully_shard(source.out)
     model.load_state_dict(source.state_dict())
-    assert_holds(model.state_dict(), make(Net, seed=1))
+    assert_holds(model.state_dict(), seeded(Net, seed=1))
 
 
 @distributed(2)
 def test_a_model_without_units_takes_shards() -> None:
     """They are gathered."""
-    source, target = make(Net, seed=1), make(Net)
+    source, target = seeded(Net, seed=1), seeded(Net)
     shard_blocks(source)
     set_model_state_dict(target, source.state_dict())
-    assert_holds(target.state_dict(), make(Net, seed=1))
+    assert_holds(target.state_dict(), seeded(Net, seed=1))
 
 
 @distributed(2)
@@ -662,35 +654,35 @@ def test_parameters_from_the_meta_device_are_loaded_before_any_forward() -> None
         lambda model, values: model.load_state_dict(values),
         lambda model, values: set_model_state_dict(model, values, options=FROM_RANK0),
     ):
-        model = make(Net).to("meta")
+        model = seeded(Net).to("meta")
         shard_blocks(model)
         model.to_empty(device="cpu")
-        load(model, make(Net, seed=1).state_dict())
-        assert_holds(model.state_dict(), make(Net, seed=1))
+        load(model, seeded(Net, seed=1).state_dict())
+        assert_holds(model.state_dict(), seeded(Net, seed=1))
 
 
 @pytest.mark.parametrize("layout", ["blocks", "flat", "kept"])
 @distributed(2)
 def test_torchs_own_functions_move_full_values(layout: str) -> None:
     """Out, which torch does for DTensors alone, and in, from all ranks or the first."""
-    model = make(Net, seed=1)
+    model = seeded(Net, seed=1)
     _LAYOUTS[layout](model)
     options = torch_state_dict.StateDictOptions(full_state_dict=True)
-    torch_state_dict.set_model_state_dict(model, make(Net).state_dict(), options=options)
+    torch_state_dict.set_model_state_dict(model, seeded(Net).state_dict(), options=options)
     found = torch_state_dict.get_model_state_dict(model, options=options)
     assert all(type(value) is Tensor for value in found.values())
-    assert_holds(found, make(Net))
+    assert_holds(found, seeded(Net))
     options = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     found = torch_state_dict.get_model_state_dict(model, options=options)
     assert bool(found) == (dist.get_rank() == 0)
     options = torch_state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    values = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
+    values = seeded(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
     if layout == "flat":  # torch sends what the modules show
         with pytest.raises(RuntimeError, match=r"on ranks \[1\].*\s+Missing key"):
             torch_state_dict.set_model_state_dict(model, values, options=options)
         return
     torch_state_dict.set_model_state_dict(model, values, options=options)
-    assert_holds(model.state_dict(), make(Net, seed=1))
+    assert_holds(model.state_dict(), seeded(Net, seed=1))
 
 
 @distributed(2)
@@ -700,18 +692,18 @@ def test_full_values_have_one_first_rank() -> None:
     with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
         get_model_state_dict(model, options=FULL)
     with pytest.raises(NotImplementedError, match=r"'blocks\.0'.*rank0_only=False"):
-        set_model_state_dict(model, make(Net).state_dict(), options=FROM_RANK0)
-    assert_holds(get_model_state_dict(model, options=EVERYWHERE), make(Net))
+        set_model_state_dict(model, seeded(Net).state_dict(), options=FROM_RANK0)
+    assert_holds(get_model_state_dict(model, options=EVERYWHERE), seeded(Net))
 
 
 @distributed(2)
 def test_what_is_no_dict_is_refused_on_all_ranks() -> None:
     """None on one rank, as if the first rank gave its own."""
-    model = make(Net)
+    model = seeded(Net)
     shard_blocks(model)
-    values: Any = make(Net, seed=1).state_dict() if dist.get_rank() == 0 else None
+    values: Any = seeded(Net, seed=1).state_dict() if dist.get_rank() == 0 else None
     with pytest.raises(RuntimeError, match="expected a state dict, got NoneType"):
         set_model_state_dict(model, values)
-    assert_holds(model.state_dict(), make(Net))
+    assert_holds(model.state_dict(), seeded(Net))
     set_model_state_dict(model, values, options=FROM_RANK0)
-    assert_holds(model.state_dict(), make(Net, seed=1))
+    assert_holds(model.state_dict(), seeded(Net, seed=1))

@@ -31,7 +31,7 @@ from composable_shard import (
     set_optimizer_state_dict,
 )
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, rank_input, shard_blocks
+from tests.models import Net, assert_holds, rank_input, seeded, shard_blocks
 
 
 class Odd(Net):
@@ -46,12 +46,6 @@ class Odd(Net):
         self.register_buffer("count", torch.arange(3.0))
 
 
-def make(kind: Callable[[], nn.Module] = Odd, seed: int = 0) -> nn.Module:
-    """Return a model that is the same on all ranks."""
-    torch.manual_seed(seed)
-    return kind()
-
-
 @contextmanager
 def directory() -> Any:
     """Give all ranks the name of one empty directory."""
@@ -62,36 +56,27 @@ def directory() -> Any:
         dist.barrier()
 
 
-def assert_holds(state_dict: dict[str, Any], model: nn.Module) -> None:
-    """Assert that a state dict, sharded or not, has the values of a plain model."""
-    expected = model.state_dict()
-    assert list(state_dict) == list(expected)
-    for name, value in state_dict.items():
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        assert_equal(whole, expected[name], name)
-
-
-def _save(model: nn.Module, path: Path) -> None:
+def _dcp_save(model: nn.Module, path: Path) -> None:
     dcp.save({"model": model.state_dict()}, checkpoint_id=path)
 
 
-def _load(model: nn.Module, path: Path) -> nn.Module:
+def _dcp_load(model: nn.Module, path: Path) -> nn.Module:
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
     return model
 
 
-def _plain(model: nn.Module) -> nn.Module:
+def _unsharded(model: nn.Module) -> nn.Module:
     return model
 
 
-def _fsdp2(model: nn.Module) -> nn.Module:
+def _shard_fsdp2(model: nn.Module) -> nn.Module:
     return fsdp2(model)
 
 
 _OURS: dict[str, Callable[[nn.Module], object]] = {
-    "plain": _plain,
+    "plain": _unsharded,
     "blocks": shard_blocks,
     "flat": lambda model: fully_shard(model, use_orig_params=False),
     "kept": lambda model: fully_shard(model, strategy=ShardingStrategy.SHARD_GRAD_OP),
@@ -104,54 +89,54 @@ _OURS: dict[str, Callable[[nn.Module], object]] = {
 @distributed(2)
 def test_any_layout_reads_what_any_wrote(written: str) -> None:
     """Plain, in units, flat, with kept parameters, replicated: by value, every kind of tensor."""
-    source = make()
+    source = seeded(Odd)
     _OURS[written](source)
     with directory() as path:
-        _save(source, path)
+        _dcp_save(source, path)
         for name, shard in _OURS.items():
-            target = make(seed=1)
+            target = seeded(Odd, seed=1)
             shard(target)
-            assert_holds(_load(target, path).state_dict(), make()), name
+            assert_holds(_dcp_load(target, path).state_dict(), seeded(Odd)), name
 
 
 @distributed(2)
 def test_checkpoints_are_those_of_fsdp2() -> None:
     """Both ways."""
-    ours, theirs = make(Net), make(Net)
+    ours, theirs = seeded(Net), seeded(Net)
     shard_blocks(ours)
     with directory() as path:
-        _save(_fsdp2(theirs), path)
-        other = make(Net, seed=1)
+        _dcp_save(_shard_fsdp2(theirs), path)
+        other = seeded(Net, seed=1)
         fully_shard(other)
-        assert_holds(_load(other, path).state_dict(), make(Net))
+        assert_holds(_dcp_load(other, path).state_dict(), seeded(Net))
     with directory() as path:
-        _save(ours, path)
-        assert_holds(_load(_fsdp2(make(Net, seed=1)), path).state_dict(), make(Net))
+        _dcp_save(ours, path)
+        assert_holds(_dcp_load(_shard_fsdp2(seeded(Net, seed=1)), path).state_dict(), seeded(Net))
 
 
 @distributed(3)
 def test_empty_slices_are_legal() -> None:
     """More ranks than some parameters have elements."""
-    source, target = make(), make(seed=1)
+    source, target = seeded(Odd), seeded(Odd, seed=1)
     shard_blocks(source)
     fully_shard(target)
     assert any(not p.to_local().numel() for p in source.parameters())
     with directory() as path:
-        _save(source, path)
-        assert_holds(_load(target, path).state_dict(), make())
+        _dcp_save(source, path)
+        assert_holds(_dcp_load(target, path).state_dict(), seeded(Odd))
 
 
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @distributed(2)
 def test_a_load_in_place_is_seen_by_the_next_forward(strategy: ShardingStrategy) -> None:
     """Without load_state_dict: DCP writes into the parameters themselves."""
-    source, target = make(Net), make(Net, seed=1)
+    source, target = seeded(Net), seeded(Net, seed=1)
     fully_shard(target, strategy=strategy)
     x = rank_input(4, 5)
     with torch.no_grad():
         target(x)
     with directory() as path:
-        _save(source, path)
+        _dcp_save(source, path)
         dcp.load({"model": target.state_dict()}, checkpoint_id=path)
     with torch.no_grad():
         assert_equal(target(x), source(x))
@@ -160,7 +145,7 @@ def test_a_load_in_place_is_seen_by_the_next_forward(strategy: ShardingStrategy)
 @distributed(2)
 def test_async_save_keeps_the_values_of_the_call() -> None:
     """Training goes on while it writes."""
-    model = make()
+    model = seeded(Odd)
     shard_blocks(model)
     with directory() as path:
         saving = dcp.async_save({"model": model.state_dict()}, checkpoint_id=path)
@@ -168,7 +153,7 @@ def test_async_save_keeps_the_values_of_the_call() -> None:
             for param in model.parameters():
                 param.zero_()
         saving.result()
-        assert_holds(_load(make(seed=1), path).state_dict(), make())
+        assert_holds(_dcp_load(seeded(Odd, seed=1), path).state_dict(), seeded(Odd))
 
 
 def _tensor_parallel(model: nn.Module, mesh: Any, *, sharded: bool = True) -> nn.Module:
@@ -186,12 +171,12 @@ def _tensor_parallel(model: nn.Module, mesh: Any, *, sharded: bool = True) -> nn
 def test_tensor_parallel_parameters_are_saved_in_logical_coordinates() -> None:
     """2 x 2 to one process, to 4 ranks, to two copies of halves, and back; the optimizer too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    source = _tensor_parallel(make(Net), mesh)
+    source = _tensor_parallel(seeded(Net), mesh)
     optimizer = torch.optim.AdamW(source.parameters())
     for param in source.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    plain = make(Net)
+    plain = seeded(Net)
     other = torch.optim.AdamW(plain.parameters())
     for param in plain.parameters():
         param.grad = torch.ones_like(param)
@@ -203,12 +188,12 @@ def test_tensor_parallel_parameters_are_saved_in_logical_coordinates() -> None:
             "optimizer": get_optimizer_state_dict(source, optimizer),
         }
         dcp.save(state, checkpoint_id=path)
-        assert_holds(_load(make(Net, seed=1), path).state_dict(), plain)
-        target = _tensor_parallel(make(Net, seed=1), mesh)
-        assert_holds(_load(target, path).state_dict(), plain)
-        hybrid = make(Net, seed=1)
+        assert_holds(_dcp_load(seeded(Net, seed=1), path).state_dict(), plain)
+        target = _tensor_parallel(seeded(Net, seed=1), mesh)
+        assert_holds(_dcp_load(target, path).state_dict(), plain)
+        hybrid = seeded(Net, seed=1)
         fully_shard(hybrid, mesh=mesh)
-        assert_holds(_load(hybrid, path).state_dict(), plain)
+        assert_holds(_dcp_load(hybrid, path).state_dict(), plain)
         fresh = torch.optim.AdamW(hybrid.parameters())
         for param in hybrid.parameters():
             fresh.state[param] = {
@@ -225,17 +210,19 @@ def test_tensor_parallel_parameters_are_saved_in_logical_coordinates() -> None:
                 found = found.full_tensor() if isinstance(found, FlatShard) else found
                 assert_equal(found, value, name)
     with directory() as path:
-        _save(hybrid, path)
-        assert_holds(_load(_tensor_parallel(make(Net, seed=1), mesh), path).state_dict(), plain)
+        _dcp_save(hybrid, path)
+        assert_holds(
+            _dcp_load(_tensor_parallel(seeded(Net, seed=1), mesh), path).state_dict(), plain
+        )
 
 
 @distributed(2)
 def test_replicas_write_each_byte_once() -> None:
     """Copies offer the same boxes, of which one is written."""
-    model = make(Net)
+    model = seeded(Net)
     fully_shard(model, strategy=ShardingStrategy.NO_SHARD)
     with directory() as path:
-        _save(model, path)
+        _dcp_save(model, path)
         chunks = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         assert all(len(entry.chunks) == 1 for entry in chunks.values())
 

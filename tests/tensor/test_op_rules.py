@@ -206,7 +206,7 @@ def test_texts_of_the_errors() -> None:
     messages = run_ranks(2, _refusals)[0]
     kinds = ["p @ x", "p + full", "full.add_(p)", "p + other", "p[:, 0].sum()"]
     assert_expected_inline(
-        "\n\n".join(_wrapped(messages[kind]) for kind in kinds),
+        "\n\n".join(_line_wrapped(messages[kind]) for kind in kinds),
         """\
 aten.mm can't run on a sharded parameter, of which each rank holds only a flat range: got
 'fc.weight' (7, 15), Tensor (15, 2). Read and edit the module's full parameters inside
@@ -231,7 +231,7 @@ index, and other ranks hold some of them. Use p.full_tensor(), or unshard_params
     )
 
 
-def _wrapped(text: str) -> str:
+def _line_wrapped(text: str) -> str:
     lines = [""]
     for word in text.split():
         if len(lines[-1]) + len(word) > 90:

@@ -77,7 +77,7 @@ def _operands(dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, FlatShar
     return [(whole, shard(whole)) for whole in wholes]
 
 
-def _check(result: Any, expected: Any, *, tolerance: float) -> None:
+def _check_result(result: Any, expected: Any, *, tolerance: float) -> None:
     if isinstance(expected, Tensor):
         assert type(result) is Tensor
         torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -90,7 +90,7 @@ def _check(result: Any, expected: Any, *, tolerance: float) -> None:
 def test_reduction_that_does_not_round_is_exact(name: str) -> None:
     """Same value, dtype and shape, plain, also where a rank's slice is empty."""
     for whole, sharded in _operands():
-        _check(EXACT[name](sharded), EXACT[name](whole), tolerance=0)
+        _check_result(EXACT[name](sharded), EXACT[name](whole), tolerance=0)
 
 
 @distributed(1, 2, 3)
@@ -101,7 +101,7 @@ def test_reduction_that_rounds_is_close(name: str) -> None:
         if name in ("var", "std") and whole.numel() == 1:
             continue  # torch warns: no degrees of freedom
         result = ROUNDED[name](sharded)
-        _check(result, ROUNDED[name](whole), tolerance=1e-5)
+        _check_result(result, ROUNDED[name](whole), tolerance=1e-5)
         gathered = [torch.zeros_like(result) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, result)
         assert all(torch.equal(other, result) for other in gathered)
@@ -123,10 +123,10 @@ def test_half_precision_sums_accumulate_in_float32() -> None:
 def test_complex_reductions_are_those_of_the_whole() -> None:
     """Sums are complex, norms are real."""
     for whole, sharded in _operands(torch.complex64):
-        _check(sharded.sum(), whole.sum(), tolerance=1e-5)
-        _check(sharded.mean(), whole.mean(), tolerance=1e-5)
-        _check(sharded.norm(), whole.norm(), tolerance=1e-5)
-        _check(sharded.abs().max(), whole.abs().max(), tolerance=0)
+        _check_result(sharded.sum(), whole.sum(), tolerance=1e-5)
+        _check_result(sharded.mean(), whole.mean(), tolerance=1e-5)
+        _check_result(sharded.norm(), whole.norm(), tolerance=1e-5)
+        _check_result(sharded.abs().max(), whole.abs().max(), tolerance=0)
 
 
 @distributed(2, 3)

@@ -91,9 +91,9 @@ def _foreach_mul(targets: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
     return targets
 
 
-def _plain(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_as_plain(item) for item in value]
     if isinstance(value, Tensor) and type(value) is not Tensor:
         return value + torch.zeros(()) if not isinstance(value, FlatShard) else value._whole()
     return value
@@ -107,7 +107,9 @@ def test_op_on_the_owner_is_that_of_the_whole_tensor(name: str) -> None:
     shard = whole(matrix())
     with count_collectives() as log:
         if is_owner():
-            torch.testing.assert_close(_plain(OPS[name](shard)), _plain(expected), rtol=0, atol=0)
+            torch.testing.assert_close(
+                _as_plain(OPS[name](shard)), _as_plain(expected), rtol=0, atol=0
+            )
         else:
             try:
                 result = OPS[name](shard)
