@@ -1242,7 +1242,7 @@ def test_a_forward_gathers_as_much_at_once_as_the_dry_run_says(name: str) -> Non
         for ahead in (0, 2 * block, 4 * block, 1 << 20):
             model = Net(5)
             options = {**FORWARDS[name], "prefetch_nbytes": ahead}
-            plan = _plan(model, rules, **options)
+            plan = plan_of(model, rules, **options)
             shard_model(model, rules, **options)
             assert _most_gathered(model) == plan.peak_gathered_nbytes, (rules, ahead)
 
