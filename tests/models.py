@@ -29,7 +29,7 @@ from composable_shard import (
     shard_model,
 )
 from composable_shard.comm.collectives import CollectiveLog
-from composable_shard.options.policies import Granularity
+from composable_shard.options import Granularity
 from composable_shard.runtime.state import ShardState, TrainingState
 from tests.helpers import assert_equal
 

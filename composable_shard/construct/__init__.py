@@ -3,21 +3,14 @@
 Read `api` (the public function), `plan` (what will change) and `build` (the change) in this order.
 """
 
-from composable_shard.construct.api import (
-    check_options,
-    check_unit,
-    choose_policy,
-    form_unit,
-    fully_shard,
-)
+from composable_shard.construct.api import check_unit, find_shard_group, form_unit, fully_shard
 from composable_shard.construct.build import group_params, lay_out
 from composable_shard.construct.plan import Plan
 
 __all__ = [
     "Plan",
-    "check_options",
     "check_unit",
-    "choose_policy",
+    "find_shard_group",
     "form_unit",
     "fully_shard",
     "group_params",

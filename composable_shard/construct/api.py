@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TypeVar, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,12 +25,13 @@ from composable_shard.construct.plan import (
     check_sync,
     plan_unit,
 )
-from composable_shard.layout import GranularityOption, check_option
 from composable_shard.options import (
-    PREFETCH_NBYTES,
+    GranularityOption,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ReshardAfterForward,
     ShardingStrategy,
+    UnitOptions,
 )
 from composable_shard.runtime import (
     BufferBroadcast,
@@ -39,7 +39,6 @@ from composable_shard.runtime import (
     apply_policy,
     attach_state,
     check_can_broadcast,
-    check_policy,
     find_small_group,
     get_handles,
     read_state,
@@ -48,7 +47,7 @@ from composable_shard.runtime import (
     share_context,
 )
 
-__all__ = ["check_options", "check_unit", "choose_policy", "form_unit", "fully_shard"]
+__all__ = ["check_unit", "find_shard_group", "form_unit", "fully_shard"]
 
 
 _M = TypeVar("_M", bound=nn.Module | Iterable[nn.Module])
@@ -61,7 +60,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     *,
     mesh: DeviceMesh | None = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: ReshardAfterForward = None,
     shard_over_replicas: bool = False,
     mp_policy: MixedPrecisionPolicy = _NO_POLICY,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
@@ -71,7 +70,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     broadcast_buffers: bool = False,
     bucket_cap_mb: float | None = None,
     granularity: GranularityOption = "element",
-    prefetch_nbytes: int = PREFETCH_NBYTES,
+    prefetch_nbytes: int = 4 << 20,
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -138,65 +137,48 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             not initialised.
         NotImplementedError: For sparse or unknown tensor types.
     """
-    options = {
-        "mesh": mesh,
-        "strategy": strategy,
-        "reshard_after_forward": reshard_after_forward,
-        "shard_over_replicas": shard_over_replicas,
-        "mp_policy": mp_policy,
-        "offload_policy": offload_policy,
-        "ignored_params": ignored_params,
-        "use_orig_params": use_orig_params,
-        "sync_module_states": sync_module_states,
-        "broadcast_buffers": broadcast_buffers,
-        "bucket_cap_mb": bucket_cap_mb,
-        "granularity": granularity,
-        "prefetch_nbytes": prefetch_nbytes,
-    }
-    check_options(options)
+    options = UnitOptions(
+        mesh=mesh,
+        strategy=strategy,
+        reshard_after_forward=reshard_after_forward,
+        shard_over_replicas=shard_over_replicas,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        use_orig_params=use_orig_params,
+        sync_module_states=sync_module_states,
+        broadcast_buffers=broadcast_buffers,
+        bucket_cap_mb=bucket_cap_mb,
+        granularity=granularity,
+        prefetch_nbytes=prefetch_nbytes,
+    )
     form_unit(as_modules(module), options)
     return module
 
 
 def form_unit(
     modules: list[nn.Module],
-    options: Mapping[str, Any],
+    options: UnitOptions,
     owners: Mapping[nn.Parameter, int] | None = None,
 ) -> None:
-    """Do what `fully_shard` does, with options that have been checked.
+    """Do what `fully_shard` does.
 
     Args:
         modules: The modules of the unit.
-        options: All options of `fully_shard`.
+        options: Its options.
         owners: The ranks that get the parameters that are owned whole. Default: they are planned
             together with those of all units inside, which may move. [Note: Owners]
     """
-    mesh, strategy = options["mesh"], options["strategy"]
-    shard_over_replicas = options["shard_over_replicas"]
-    shard_group = ShardGroup.from_mesh(
-        mesh,
-        is_replicated=strategy is ShardingStrategy.NO_SHARD,
-        spans_replicas=shard_over_replicas,
-    )
-    plan = check_unit(modules, shard_group, options)
-    policy = check_policy(choose_policy(options), shard_group.size)
-    find_small_group(shard_group, policy)  # the last thing that may fail
-    if options["sync_module_states"]:
+    shard_group = find_shard_group(options)
+    plan = check_unit(modules, options, shard_group.size, shard_group)
+    find_small_group(shard_group, plan.reshard_after_forward)  # the last thing that may fail
+    if options.sync_module_states:
         sync_states(plan, shard_group)
     _set_owners(plan, modules, shard_group, owners)
-    name = type(modules[0]).__name__
-    state = build_state(
-        plan,
-        shard_group,
-        name,
-        strategy=strategy,
-        reshard_after_forward=policy,
-        use_orig_params=options["use_orig_params"],
-    )
-    state.shard_over_replicas = shard_over_replicas
-    if options["broadcast_buffers"]:
+    state = build_state(plan, shard_group)
+    if options.broadcast_buffers:
         state.buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)
-    apply_policy(state, policy)
+    apply_policy(state, plan.reshard_after_forward)
     register_boundaries(plan.kept_modules)
     for root in modules:
         attach_state(root, state)
@@ -205,6 +187,15 @@ def form_unit(
     for root in modules:
         rename(root)
     share_context(modules)
+
+
+def find_shard_group(options: UnitOptions) -> ShardGroup:
+    """Return the ranks that share a unit with these options."""
+    return ShardGroup.from_mesh(
+        options.mesh,
+        is_replicated=options.strategy.facts.is_replicated,
+        spans_replicas=options.shard_over_replicas,
+    )
 
 
 def _set_owners(
@@ -225,108 +216,11 @@ def _set_owners(
         original.owner = owner
 
 
-def choose_policy(options: Mapping[str, Any]) -> bool | int | None:
-    """Return `reshard_after_forward`, or what stands for None where replicas share the unit."""
-    policy: bool | int | None = options["reshard_after_forward"]
-    is_full_shard = options["strategy"] is ShardingStrategy.FULL_SHARD
-    if options["shard_over_replicas"] and policy is None and is_full_shard:
-        return int(options["mesh"].size(1))
-    return policy
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the values of the options of `fully_shard`, all of them given by name.
-
-    Raises:
-        ValueError: For a value that no module could be sharded with.
-    """
-    mesh, strategy = options["mesh"], options["strategy"]
-    if not isinstance(mesh, (DeviceMesh, type(None))):
-        raise ValueError(f"expected mesh to be a DeviceMesh or None, got {mesh!r}")
-    if not isinstance(strategy, ShardingStrategy):
-        raise ValueError(f"expected strategy to be a ShardingStrategy, got {strategy!r}")
-    reshard_after_forward = options["reshard_after_forward"]
-    if not isinstance(reshard_after_forward, (int, type(None))):
-        raise ValueError(
-            "expected reshard_after_forward to be True, False, None or a number of ranks, "
-            f"got {reshard_after_forward!r}"
-        )
-    if reshard_after_forward and strategy is not ShardingStrategy.FULL_SHARD:
-        raise ValueError(
-            f"expected reshard_after_forward to be None or False with {strategy}, which keeps "
-            f"parameters unsharded, got {reshard_after_forward!r}. Use FULL_SHARD to free them."
-        )
-    _check_shard_over_replicas(options["shard_over_replicas"], mesh, strategy)
-    if not isinstance(options["mp_policy"], MixedPrecisionPolicy):
-        raise ValueError(
-            f"expected mp_policy to be a MixedPrecisionPolicy, got {options['mp_policy']!r}"
-        )
-    if not isinstance(options["offload_policy"], OffloadPolicy):
-        raise ValueError(
-            f"expected offload_policy to be an OffloadPolicy, got {options['offload_policy']!r}"
-        )
-    _check_ignored(options["ignored_params"])
-    _check_bucket_cap(options["bucket_cap_mb"])
-    check_option(options["granularity"])
-    _check_prefetch_nbytes(options["prefetch_nbytes"])
-    for name in ("sync_module_states", "broadcast_buffers"):
-        if not isinstance(options[name], bool):
-            raise ValueError(f"expected {name} to be a bool, got {options[name]!r}")
-    use_orig_params = options["use_orig_params"]
-    if not isinstance(use_orig_params, bool):
-        raise ValueError(f"expected use_orig_params to be True or False, got {use_orig_params!r}")
-
-
-def _check_shard_over_replicas(
-    value: object, mesh: DeviceMesh | None, strategy: ShardingStrategy
-) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"expected shard_over_replicas to be True or False, got {value!r}")
-    if value and (mesh is None or mesh.ndim != 2):
-        got = "none" if mesh is None else f"{mesh.ndim} axes"
-        raise ValueError(
-            "expected a 2-D mesh (replicate, shard) with shard_over_replicas=True, got "
-            f"{got}. Without replicas, reshard_after_forward=<number of ranks> is what it does."
-        )
-    if value and strategy is ShardingStrategy.NO_SHARD:
-        raise ValueError(
-            "shard_over_replicas=True shares a unit over all ranks, and NO_SHARD shares nothing. "
-            "Use SHARD_OPTIM to share the optimizer state alone."
-        )
-
-
-def _check_ignored(ignored_params: object) -> None:
-    # Not an iterator: a second unit would find it used up.
-    if ignored_params is None:
-        return
-    if not isinstance(ignored_params, Collection):
-        kind = type(ignored_params).__name__
-        raise ValueError(f"expected ignored_params to be a set of parameters, got a {kind}")
-    for param in ignored_params:
-        if not isinstance(param, nn.Parameter):
-            kind = type(param).__name__
-            raise ValueError(f"expected ignored_params to hold parameters only, got a {kind}")
-
-
-def _check_bucket_cap(cap: object) -> None:
-    is_number = isinstance(cap, (int, float)) and not isinstance(cap, bool)
-    if cap is not None and not (is_number and 0 < cap < math.inf):  # type: ignore[operator]
-        raise ValueError(
-            f"expected bucket_cap_mb to be None or a positive, finite number of MiB, got {cap!r}"
-        )
-
-
-def _check_prefetch_nbytes(nbytes: object) -> None:
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
-        raise ValueError(
-            f"expected prefetch_nbytes to be a number of bytes, 0 or more, got {nbytes!r}"
-        )
-
-
 def check_unit(
     modules: list[nn.Module],
+    options: UnitOptions,
+    shard_size: int,
     shard_group: ShardGroup | None,
-    options: Mapping[str, Any],
     inner: Container[nn.Module] = (),
     managed: Container[nn.Parameter] = (),
 ) -> Plan:
@@ -334,8 +228,9 @@ def check_unit(
 
     Args:
         modules: The modules of the unit.
-        shard_group: The ranks that will share it; None leaves the device type unchecked.
-        options: All options of `fully_shard`, checked by `check_options`.
+        options: Its options.
+        shard_size: How many ranks will share it.
+        shard_group: These ranks; None leaves unchecked whether they can.
         inner: Modules to treat as if they were sharded already.
         managed: Parameters to treat as if those modules' units managed them already.
 
@@ -345,22 +240,17 @@ def check_unit(
     Raises:
         ValueError, RuntimeError, NotImplementedError: As `fully_shard`.
     """
-    ignored = options["ignored_params"] or ()
-    plan = plan_unit(modules, shard_group, ignored, inner, managed)
-    apply_precision(plan, options["mp_policy"])
-    plan.offload = options["offload_policy"]
-    plan.bucket_cap_mb = options["bucket_cap_mb"]
-    plan.prefetch_nbytes = options["prefetch_nbytes"]
-    apply_granularity(plan, options["granularity"])
-    if shard_group is not None:
-        check_policy(options["reshard_after_forward"], shard_group.size)
-        if options["offload_policy"].is_active:
-            shard_group.check_host_collectives()
-    if not options["use_orig_params"]:
+    plan = plan_unit(modules, options, shard_group, inner, managed)
+    plan.reshard_after_forward = options.reshard_policy(shard_size)
+    apply_precision(plan)
+    apply_granularity(plan)
+    if shard_group is not None and options.offload_policy.is_active:
+        shard_group.check_host_collectives()
+    if not options.use_orig_params:
         check_can_be_flat(plan)
-    if options["sync_module_states"]:
+    if options.sync_module_states:
         check_sync(plan)
-    if options["broadcast_buffers"]:
+    if options.broadcast_buffers:
         check_can_broadcast(plan.unmanaged_modules)
     return plan
 

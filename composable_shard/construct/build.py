@@ -29,7 +29,7 @@ from composable_shard.flat_param import (
     take_place,
 )
 from composable_shard.layout import FlatLayout, cut_buckets
-from composable_shard.options import ShardingStrategy
+from composable_shard.options import UnitOptions
 from composable_shard.runtime import (
     Boundary,
     Buckets,
@@ -61,21 +61,18 @@ _MIB = 1 << 20
 _MAX_IMBALANCE = 1.25  # the largest shard of a unit and the mean
 
 
-def group_params(
-    plan: Plan, use_orig_params: bool, *, shard_size: int, is_alone: bool
-) -> list[Group]:
+def group_params(plan: Plan, *, shard_size: int, is_alone: bool) -> list[Group]:
     """Return the original parameters of each handle that the unit will have, and its dtypes.
 
     Args:
         plan: The unit's; the owners of its parameters are known.
-        use_orig_params: Whether it shows them at rest.
         shard_size: The ranks that share a flat parameter.
         is_alone: No other rank has gradients: nothing is reduced, so there are no buckets.
     """
-    groups = _by_kind(plan, use_orig_params, shard_size)
-    if plan.bucket_cap_mb is None or is_alone:
+    groups, cap_mb = _by_kind(plan), plan.options.bucket_cap_mb
+    if cap_mb is None or is_alone:
         return _sort_by_owner(groups)
-    cap_nbytes = int(plan.bucket_cap_mb * _MIB)
+    cap_nbytes = int(cap_mb * _MIB)
     buckets = [
         (precision, [members[index] for index in bucket])
         for precision, members in groups
@@ -121,13 +118,13 @@ def _warn_of_imbalance(members: Sequence[Original], layout: FlatLayout) -> None:
     )
 
 
-def _by_kind(plan: Plan, use_orig_params: bool, shard_size: int) -> list[Group]:
+def _by_kind(plan: Plan) -> list[Group]:
     groups: dict[object, Group] = {}
     for original in plan.originals:
         param, tensor_parallel = original.param, original.tensor_parallel
         mesh = None if tensor_parallel is None else tensor_parallel[0]
-        placements = None if use_orig_params or mesh is None else tensor_parallel
-        precision = Precision.of(plan.policy, param.dtype, is_kept=original.is_kept)
+        placements = None if plan.options.use_orig_params or mesh is None else tensor_parallel
+        precision = Precision.of(plan.options.mp_policy, param.dtype, is_kept=original.is_kept)
         main_dtype = precision.main_dtype or param.dtype
         is_owned = original.is_owned
         kind = (main_dtype, precision, param.requires_grad, mesh, placements, is_owned)
@@ -165,15 +162,7 @@ def sync_states(plan: Plan, shard_group: ShardGroup) -> None:
             tensor.copy_(staged)
 
 
-def build_state(
-    plan: Plan,
-    shard_group: ShardGroup,
-    name: str,
-    *,
-    strategy: ShardingStrategy,
-    reshard_after_forward: bool | int | None,
-    use_orig_params: bool,
-) -> ShardState:
+def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
     """Carry out the plan: build handles, and put FlatShards into the original parameters.
 
     All memory is allocated before the first parameter is changed.
@@ -181,30 +170,26 @@ def build_state(
     Raises:
         RuntimeError: If the parameters of a handle can't be one, and `use_orig_params` is False.
     """
-    state = ShardState(name, strategy, reshard_after_forward, len(plan.modules))
-    state.use_orig_params = use_orig_params
-    state.mp_policy = plan.policy
-    state.offload_policy = plan.offload
-    state.bucket_cap_mb = plan.bucket_cap_mb
-    state.prefetch_nbytes = plan.prefetch_nbytes
+    options = plan.options
+    state = ShardState(type(plan.modules[0]).__name__, options, len(plan.modules))
     is_alone = shard_group.num_ranks == 1
-    state.buckets = None if is_alone or plan.bucket_cap_mb is None else Buckets()
-    groups = group_params(plan, use_orig_params, shard_size=shard_group.size, is_alone=is_alone)
+    state.buckets = None if is_alone or options.bucket_cap_mb is None else Buckets()
+    groups = group_params(plan, shard_size=shard_group.size, is_alone=is_alone)
     built = [
-        (members, _build_handle(members, shard_group, strategy, precision, plan))
+        (members, _build_handle(members, shard_group, precision, options))
         for precision, members in groups
     ]
     for number, (_, handle) in enumerate(built):
         suffix = f"_{number}" if number else ""
         handle.flat_slot = FlatSlot(plan.modules[0], f"{FLAT_PARAM_NAME}{suffix}")
-        if not use_orig_params:
+        if not options.use_orig_params:
             make_flat_entry(handle)
     for members, handle in built:
         for original, entry in zip(members, handle.entries, strict=True):
             entry.slots = original.slots
             _replace_parameter(original.param, entry)
         state.handles.append(handle)
-        if not use_orig_params:
+        if not options.use_orig_params:
             show_flat(handle)
     state.borrowed = list(dict.fromkeys(item.handle for item in plan.borrowed))
     state.needed = state.handles + state.borrowed
@@ -212,8 +197,9 @@ def build_state(
         item.entry.slots = item.entry.slots + item.slots
         item.handle.index_slots()
         item.handle.show_again()
-    if plan.policy.buffer_dtype is not None:
-        cast_buffers(plan.unmanaged_modules, plan.kept_modules, plan.policy.buffer_dtype)
+    buffer_dtype = options.mp_policy.buffer_dtype
+    if buffer_dtype is not None:
+        cast_buffers(plan.unmanaged_modules, plan.kept_modules, buffer_dtype)
     for module in plan.unmanaged_modules:
         watch_meta_buffers(module)
         place_buffers(module, shard_group.device)
@@ -234,9 +220,8 @@ def _keep_parameters() -> None:
 def _build_handle(
     members: list[Original],
     shard_group: ShardGroup,
-    strategy: ShardingStrategy,
     precision: Precision,
-    plan: Plan,
+    options: UnitOptions,
 ) -> FlatParamHandle:
     labels = [ParamLabel(original.fqn) for original in members]
     dense = [original.dense for original in members]
@@ -263,9 +248,9 @@ def _build_handle(
         specs,
         [original.granularity for original in members],
         requires_grad=members[0].param.requires_grad,
-        strategy=strategy,
+        strategy=options.strategy,
         precision=precision,
-        offload=plan.offload,
+        offload=options.offload_policy,
     )
 
 
@@ -295,7 +280,7 @@ def _after_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], 
 def _cast_arguments(
     state: ShardState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    dtype = state.mp_policy.param_dtype
+    dtype = state.options.mp_policy.param_dtype
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
         # unshard_params shows the main parameters.
         dtype = next((h.local_shard.dtype for h in state.needed if h.is_cast), dtype)
@@ -303,7 +288,7 @@ def _cast_arguments(
 
 
 def _cast_output(state: ShardState, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return cast_output(output, state.mp_policy.output_dtype)  # type: ignore[arg-type] # not None
+    return cast_output(output, state.options.mp_policy.output_dtype)  # type: ignore[arg-type] # not None
 
 
 # What torch.compiler.disable does, without the import of the compiler that it costs: no hook
@@ -317,7 +302,7 @@ for _hook in (_before_forward, _after_forward, _cast_arguments, _cast_output, *_
 
 def register_hooks(module: nn.Module, state: ShardState) -> None:
     """Make calls of `module` gather and free the unit, and cast."""
-    policy = state.mp_policy
+    policy = state.options.mp_policy
     is_kept = policy.changes_compute and isinstance(module, policy.keep_fp32_classes)
     if policy.cast_forward_inputs and policy.changes_compute and not is_kept:
         # Before the hook that gathers, so that it runs after it, and a unit whose arguments can't

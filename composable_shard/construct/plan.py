@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,13 +21,13 @@ from composable_shard.flat_param import (
     find_slots,
     is_shown_by_scope,
 )
-from composable_shard.layout import GranularityOption, block_numel, granularity_of
+from composable_shard.layout import block_numel, is_owned
 from composable_shard.options import (
     PRECISIONS,
-    PREFETCH_NBYTES,
     Granularity,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
+    ReshardAfterForward,
+    UnitOptions,
+    granularity_of,
 )
 from composable_shard.runtime import find_applied, has_forward, iter_unmanaged_modules, read_state
 from composable_shard.tensor import FlatShard
@@ -75,7 +75,7 @@ class Original:
     @property
     def is_owned(self) -> bool:
         """Whether one rank gets it whole."""
-        return self.granularity == "param"
+        return is_owned(self.granularity)
 
     @property
     def block_numel(self) -> int:
@@ -107,17 +107,15 @@ class Plan:
     originals: list[Original]
     borrowed: list[Borrowed]
     unmanaged_modules: list[nn.Module]
-    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    options: UnitOptions
+    reshard_after_forward: ReshardAfterForward = None  # for the ranks that share the unit
     kept_modules: list[nn.Module] = field(default_factory=list)  # compute in the main dtype
-    bucket_cap_mb: float | None = None
-    prefetch_nbytes: int = PREFETCH_NBYTES
 
 
 def plan_unit(
     modules: list[nn.Module],
+    options: UnitOptions,
     shard_group: ShardGroup | None,
-    ignored_params: Collection[nn.Parameter],
     inner: Container[nn.Module] = (),
     managed: Container[nn.Parameter] = (),
 ) -> Plan:
@@ -125,8 +123,8 @@ def plan_unit(
 
     Args:
         modules: The modules of the unit.
+        options: Its options.
         shard_group: The ranks that will share it; None leaves the device type unchecked.
-        ignored_params: Parameters that it will not manage.
         inner: Modules that will be units of their own by then, so not part of this one.
         managed: Parameters that those units will manage.
 
@@ -140,7 +138,7 @@ def plan_unit(
     borrowed: dict[int, Borrowed] = {}
     seen: set[int] = set()
     unmanaged: list[nn.Module] = []
-    ignored = {id(param) for param in ignored_params}
+    ignored = {id(param) for param in options.ignored_params or ()}
     for root in modules:
         for prefix, module in iter_unmanaged_modules(root, seen=seen, inner=inner):
             unmanaged.append(module)
@@ -157,7 +155,7 @@ def plan_unit(
                     original = originals.setdefault(id(param), Original(param, fqn))
                     original.slots += slots
     _check_params(list(originals.values()), shard_group)
-    return Plan(modules, list(originals.values()), list(borrowed.values()), unmanaged)
+    return Plan(modules, list(originals.values()), list(borrowed.values()), unmanaged, options)
 
 
 def as_modules(module: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
@@ -359,23 +357,25 @@ def check_sync(plan: Plan) -> None:
         )
 
 
-def apply_granularity(plan: Plan, option: GranularityOption) -> None:
+def apply_granularity(plan: Plan) -> None:
     """Enter into the plan how finely each parameter is cut.
 
     Raises:
         ValueError: If the user's function returned no granularity, naming the parameter.
     """
     for original in plan.originals:
-        original.granularity = granularity_of(original.param, original.fqn, option)
+        original.granularity = granularity_of(
+            original.param, original.fqn, plan.options.granularity
+        )
 
 
-def apply_precision(plan: Plan, policy: MixedPrecisionPolicy) -> None:
-    """Enter a policy into the plan: which modules and parameters it leaves in the main dtype.
+def apply_precision(plan: Plan) -> None:
+    """Enter into the plan which modules and parameters compute in the main dtype.
 
     Raises:
         ValueError: If there are parameters that can't be made of the main dtype.
     """
-    plan.policy = policy
+    policy = plan.options.mp_policy
     if policy.main_dtype is not None:
         for original in plan.originals:
             if original.param.dtype not in PRECISIONS:

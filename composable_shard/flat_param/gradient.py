@@ -72,7 +72,7 @@ class FlatGradient:
         self.name = name
         self.reduction = FlatReduction(shard_group, layout)
         self.is_alone = shard_group.num_ranks == 1
-        self.is_persistent = (is_persistent or shard_group.size == 1) and not self.is_alone
+        self.is_persistent = is_persistent
         self._layout = layout
         self._shard_group = shard_group
         self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)

@@ -117,7 +117,6 @@ class PublishedGradients(ParamViews):
 
 _ALIGNMENT_NBYTES = 16
 _OWNED_ALIGNMENT_NBYTES = 64  # torch's own, on which the rounding of matrix products depends
-_ACCUMULATES_UNSHARDED = (ShardingStrategy.SHARD_OPTIM, ShardingStrategy.NO_SHARD)
 
 
 def plan_layout(
@@ -233,9 +232,9 @@ class FlatParamHandle(PublishedGradients):
 
     def _reset(self) -> None:
         """Set what a new handle, or a copy of one, begins with."""
-        is_full_shard = self.strategy is ShardingStrategy.FULL_SHARD
-        self.is_sharded = self.shard_group.size > 1
-        self.is_kept = not (self.is_sharded and is_full_shard)
+        group, facts = self.shard_group, self.strategy.facts
+        self.is_sharded = group.size > 1
+        self.is_kept = facts.keeps_params(group.size)
         self.guard = WriteGuard(weakref.ref(self))
         self.num_holders = 0  # units in forward, and unshard() calls, that need the full values
         self.end_position: int | None = None  # in the running backward, which needs it until then
@@ -254,10 +253,8 @@ class FlatParamHandle(PublishedGradients):
         self.is_in_scope = self.has_scope_values = False
         self._scope_slots, self.scope_params, self._hides_scope_params = [], (), False
         self.unsharded_flat = None
-        is_persistent = self.strategy in _ACCUMULATES_UNSHARDED
-        self.grad = FlatGradient(
-            self.layout, self.shard_group, self.name, is_persistent=is_persistent
-        )
+        is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
+        self.grad = FlatGradient(self.layout, group, self.name, is_persistent=is_persistent)
         self._held: dict[int, Tensor] = {}  # gradients where no other rank has any
         self._on_gradient: GradientHook | None = None
         self.is_attached = False

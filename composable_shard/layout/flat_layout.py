@@ -7,84 +7,20 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from math import lcm, prod
-from typing import Any, TypeAlias
+from math import lcm
+from typing import Any
 
-from torch import Tensor, nn
-
-from composable_shard.options import Block, Granularity
+from composable_shard.layout.ranges import intersect
 
 __all__ = [
     "FlatLayout",
-    "GranularityOption",
-    "block_numel",
-    "check_option",
     "cut_buckets",
-    "granularity_of",
-    "intersect",
     "round_up",
     "snap",
 ]
-
-
-GranularityOption: TypeAlias = Granularity | Callable[[nn.Parameter], Granularity]
-
-_NAMES = ("element", "row", "param")
-_EXPECTED = '"element", "row", "param" or Block(n)'
-
-
-def check_option(value: object) -> None:
-    """Check what a user passed for all parameters of a unit.
-
-    Raises:
-        ValueError: If it is neither a granularity nor a function that returns one.
-    """
-    if not (_is_granularity(value) or callable(value)) or isinstance(value, type):
-        raise ValueError(
-            f"expected granularity to be {_EXPECTED}, or a function of a parameter that returns "
-            f"one of these, got {value!r}"
-        )
-
-
-def granularity_of(param: nn.Parameter, fqn: str, option: GranularityOption) -> Granularity:
-    """Return the granularity of one parameter.
-
-    Raises:
-        ValueError: If the user's function returned something else, naming the parameter.
-    """
-    if isinstance(option, (str, Block)):
-        return option
-    value = option(param)
-    if not _is_granularity(value):
-        raise ValueError(
-            f"expected the granularity function to return {_EXPECTED}, got {value!r} for '{fqn}'"
-        )
-    return value
-
-
-def _is_granularity(value: object) -> bool:
-    return isinstance(value, Block) or (isinstance(value, str) and value in _NAMES)
-
-
-def block_numel(dense: Tensor, granularity: Granularity) -> int:
-    """Return how many consecutive elements of a dense tensor, in memory order, stay together.
-
-    A row is what one index of the outermost dimension in memory selects: of the first one, unless
-    the tensor is laid out otherwise (channels_last, a transposed weight).
-    """
-    if isinstance(granularity, Block):
-        return granularity.numel
-    if granularity == "element" or dense.numel() == 0:
-        return 1
-    if granularity == "param":
-        return dense.numel()
-    outermost = max(range(dense.dim()), key=lambda dim: dense.stride(dim), default=None)
-    if outermost is None:
-        return 1
-    return prod(size for dim, size in enumerate(dense.shape) if dim != outermost)
 
 
 _MAX_EQUAL_PADDING = 1.03  # of the buffer of a layout with blocks of one element
@@ -94,15 +30,6 @@ _MAX_ATTEMPTS = 4
 def round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
-
-
-def intersect(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
-    """Return the overlap of two half-open ranges; an empty one is `(start, start)`.
-
-    Example: `intersect((0, 10), (4, 20))` is `(4, 10)`.
-    """
-    start = max(first[0], second[0])
-    return start, max(start, min(first[1], second[1]))
 
 
 def snap(position: int, numel: int, block_numel: int) -> int:

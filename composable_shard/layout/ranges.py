@@ -6,7 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "boxes_of_range"]
+__all__ = ["Box", "boxes_of_range", "intersect"]
+
+
+def intersect(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    """Return the overlap of two half-open ranges; an empty one is `(start, start)`.
+
+    Example: `intersect((0, 10), (4, 20))` is `(4, 10)`.
+    """
+    start = max(first[0], second[0])
+    return start, max(start, min(first[1], second[1]))
 
 
 _Ints = tuple[int, ...]

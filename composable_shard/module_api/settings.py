@@ -8,14 +8,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from composable_shard.comm import CommHook
-from composable_shard.runtime import (
-    ReshardAfterForward,
-    StateRef,
-    apply_policy,
-    check_is_idle,
-    check_policy,
-    select_states,
-)
+from composable_shard.options import ReshardAfterForward, check_reshard_after_forward
+from composable_shard.runtime import StateRef, apply_policy, check_is_idle, select_states
 
 __all__ = [
     "register_comm_hook",
@@ -103,7 +97,7 @@ def set_reshard_after_forward(
     """
     states = select_states(module, recurse)
     sizes = {handle.shard_group.size for state in states for handle in state.handles}
-    checked = {size: check_policy(flag, size) for size in sizes}
+    checked = {size: check_reshard_after_forward(flag, size) for size in sizes}
     for state in states:
         for handle in state.handles[:1]:  # all handles of a unit have one shard group
             apply_policy(state, checked[handle.shard_group.size])

@@ -1,26 +1,39 @@
 """What a user asks for, frozen and validated.
 
-Read `policies` first.
+Read `unit_options` first, then `strategy` (what each strategy keeps, frees and sends).
 """
 
-from composable_shard.options.policies import (
-    PRECISIONS,
-    PREFETCH_NBYTES,
+from composable_shard.options.granularity import (
     Block,
     Granularity,
+    GranularityOption,
+    granularity_of,
+)
+from composable_shard.options.policies import (
+    PRECISIONS,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ShardingStrategy,
     StateDictOptions,
+)
+from composable_shard.options.strategy import ShardingStrategy, StrategyFacts
+from composable_shard.options.unit_options import (
+    ReshardAfterForward,
+    UnitOptions,
+    check_reshard_after_forward,
 )
 
 __all__ = [
     "PRECISIONS",
-    "PREFETCH_NBYTES",
     "Block",
     "Granularity",
+    "GranularityOption",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReshardAfterForward",
     "ShardingStrategy",
     "StateDictOptions",
+    "StrategyFacts",
+    "UnitOptions",
+    "check_reshard_after_forward",
+    "granularity_of",
 ]

@@ -1,53 +1,19 @@
-"""What users ask for: frozen records, free of behaviour."""
+"""Policies: dtypes, offload and state dicts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
-from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
 
 __all__ = [
     "PRECISIONS",
-    "Block",
-    "Granularity",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "ShardingStrategy",
     "StateDictOptions",
 ]
 
-
-@dataclass(frozen=True)
-class Block:
-    """A granularity: blocks of so many elements of a parameter stay on one rank.
-
-    Blocks begin at the parameter's first element, in memory order; the last one may be shorter. As
-    optimizers with block-wise quantised state want them, `Block(256)`.
-
-    Attributes:
-        numel: Elements in a block, at least 1.
-    """
-
-    numel: int
-
-    def __post_init__(self) -> None:
-        """Check the size.
-
-        Raises:
-            ValueError: If it is not a whole number of at least 1.
-        """
-        if not isinstance(self.numel, int) or isinstance(self.numel, bool) or self.numel < 1:
-            raise ValueError(f"expected Block(n) with n >= 1 elements, got {self.numel!r}")
-
-
-# How finely a parameter is cut: anywhere, between rows, between blocks, or not at all.
-Granularity: TypeAlias = Literal["element", "row", "param"] | Block
-
-# Up to how many bytes of small units are gathered at once, where nothing else is said.
-PREFETCH_NBYTES = 4 << 20
 
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIRE_PRECISIONS = (*PRECISIONS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -59,22 +25,6 @@ _DTYPE_FIELDS = (
     "output_dtype",
     "buffer_dtype",
 )
-
-
-class ShardingStrategy(Enum):
-    """What each rank keeps of a unit; every strategy trains the same way."""
-
-    # Parameters, gradients and optimizer state are sharded at rest; a unit is gathered for its
-    # forward and again for its backward. Known as ZeRO-3 and as FSDP.
-    FULL_SHARD = "full_shard"
-    # Parameters stay unsharded, and are gathered again, in place, by the first forward after they
-    # were written; gradients and optimizer state are sharded. Known as ZeRO-2.
-    SHARD_GRAD_OP = "shard_grad_op"
-    # Only optimizer state is sharded: gradients have a buffer that is as large as the parameters,
-    # accumulate in it, and are reduced once. Known as ZeRO-1.
-    SHARD_OPTIM = "shard_optim"
-    # Every rank holds everything; gradients are all-reduced. Known as data parallelism.
-    NO_SHARD = "no_shard"
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard.comm import ShardGroup
-from composable_shard.construct import Plan, check_unit, choose_policy, form_unit
+from composable_shard.construct import Plan, check_unit, find_shard_group, form_unit
 from composable_shard.layout import balance
-from composable_shard.options import ShardingStrategy
+from composable_shard.options import UnitOptions
 from composable_shard.planning.costs import RankCounts, unit_cost
 from composable_shard.planning.report import Call, PlannedUnit, ShardingPlan, most_held
 from composable_shard.planning.rules import Rules, parse_rules
 from composable_shard.planning.units import Unit, choose_units, listed
-from composable_shard.runtime import ModuleTree, ReshardAfterForward, check_policy, is_sharded
+from composable_shard.runtime import ModuleTree, is_sharded
 
 __all__ = ["shard_model"]
 
@@ -115,7 +114,7 @@ def shard_model(
     # They hold the parameters as they are now.
     del checked
     for unit in units:
-        form_unit([unit.module], unit.all_options, owners)
+        form_unit([unit.module], unit.options, owners)
     return model
 
 
@@ -125,7 +124,6 @@ class _CheckedUnit:
     plan: Plan
     shard_group: ShardGroup | None
     ranks: RankCounts
-    policy: ReshardAfterForward
 
 
 class _ShardGroups:
@@ -136,28 +134,18 @@ class _ShardGroups:
         self._world_size = world_size
         self._groups: dict[tuple[int, bool, bool], ShardGroup | None] = {}
 
-    def get(
-        self, mesh: DeviceMesh | None, strategy: ShardingStrategy, spans_replicas: bool
-    ) -> tuple[ShardGroup | None, RankCounts]:
+    def get(self, options: UnitOptions) -> tuple[ShardGroup | None, RankCounts]:
         """Return the group, None where a dry run has to do without, and its size."""
-        is_replicated = strategy is ShardingStrategy.NO_SHARD
-        key = id(mesh), is_replicated, spans_replicas
+        mesh, facts = options.mesh, options.strategy.facts
+        key = id(mesh), facts.is_replicated, options.shard_over_replicas
         if key not in self._groups:
-            self._groups[key] = self._find(mesh, is_replicated, spans_replicas)
+            is_known = self._world_size is None and (mesh is not None or dist.is_initialized())
+            has_none = self.is_dry_run and not is_known
+            self._groups[key] = None if has_none else find_shard_group(options)
         group = self._groups[key]
         if group is None:
-            return None, RankCounts.of_all(self._world_size or 1, strategy)
+            return None, RankCounts.of_all(self._world_size or 1, facts)
         return group, RankCounts.of(group)
-
-    def _find(
-        self, mesh: DeviceMesh | None, is_replicated: bool, spans_replicas: bool
-    ) -> ShardGroup | None:
-        is_known = self._world_size is None and (mesh is not None or dist.is_initialized())
-        if not is_known and self.is_dry_run:
-            return None
-        return ShardGroup.from_mesh(
-            mesh, is_replicated=is_replicated, spans_replicas=spans_replicas
-        )
 
 
 def _check_call(model: object, dry_run: bool, world_size: int | None) -> None:
@@ -196,22 +184,20 @@ def _check_units(
     managed: set[nn.Parameter] = set()
     inner: set[nn.Module] = set()
     for unit in units:
-        options = unit.all_options
-        shard_group, ranks = groups.get(
-            options["mesh"], options["strategy"], options["shard_over_replicas"]
-        )
-        # A dry run on the meta device is about a model that will be real.
-        options["sync_module_states"] &= not groups.is_dry_run
+        options = unit.options
+        shard_group, ranks = groups.get(options)
+        if groups.is_dry_run:
+            # A dry run on the meta device is about a model that will be real.
+            options = replace(options, sync_module_states=False)
         try:
-            plan = check_unit([unit.module], shard_group, options, inner, managed)
-            policy = check_policy(choose_policy(options), ranks.shard)
+            plan = check_unit([unit.module], options, ranks.shard, shard_group, inner, managed)
         except (ValueError, RuntimeError) as error:
             # The parameters in the text are named as seen from the unit.
             raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error
         _check_disjoint(tree, unit, plan.unmanaged_modules, owners)
         managed.update(original.param for original in plan.originals)
         inner.add(unit.module)
-        checked.append(_CheckedUnit(unit, plan, shard_group, ranks, policy))
+        checked.append(_CheckedUnit(unit, plan, shard_group, ranks))
     return checked
 
 
@@ -236,7 +222,7 @@ def _check_disjoint(
     tree: ModuleTree, unit: Unit, modules: Sequence[nn.Module], owners: dict[nn.Module, Unit]
 ) -> None:
     """Enter `unit` as the owner of the parameters of `modules`; raise if they have one already."""
-    ignored = {id(param) for param in unit.options.get("ignored_params") or ()}
+    ignored = {id(param) for param in unit.options.ignored_params or ()}
     for module in modules:
         params = [param for param in module._parameters.values() if param is not None]
         if all(id(param) in ignored for param in params):
@@ -256,7 +242,7 @@ def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPla
     units = []
     for each in checked:
         params = [original.param for original in each.plan.originals]
-        unit, options = each.unit, each.unit.all_options
+        unit = each.unit
         planned = PlannedUnit(
             fqns=tuple(tree.fqns[unit.module]),
             class_name=type(unit.module).__name__,
@@ -264,14 +250,8 @@ def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPla
             num_params=len(params),
             numel=sum(param.numel() for param in params),
             ranks=each.ranks,
-            cost=unit_cost(
-                each.plan,
-                each.ranks,
-                options["strategy"],
-                reshard_after_forward=_frees(tree, each),
-                use_orig_params=options["use_orig_params"],
-            ),
-            options=unit.options,
+            cost=unit_cost(each.plan, each.ranks, reshard_after_forward=_frees(tree, each)),
+            options=unit.given,
         )
         units.append(planned)
     peak = _peak_gathered_nbytes(tree, checked, units)
@@ -280,7 +260,8 @@ def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPla
 
 def _frees(tree: ModuleTree, each: _CheckedUnit) -> bool | int:
     """Return `reshard_after_forward`; None keeps the unit that leads the call: the model."""
-    return each.unit.module is not tree.root if each.policy is None else each.policy
+    policy = each.plan.reshard_after_forward
+    return each.unit.module is not tree.root if policy is None else policy
 
 
 def _peak_gathered_nbytes(
@@ -292,7 +273,7 @@ def _peak_gathered_nbytes(
             unit.fqn,
             unit.cost.gathered_nbytes,
             is_freed=_frees(tree, each) is not False,
-            prefetch_nbytes=each.plan.prefetch_nbytes,
+            prefetch_nbytes=each.unit.options.prefetch_nbytes,
         )
         for each, unit in zip(checked, planned, strict=True)
     }

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import ceil
+from math import ceil, prod
 
 import torch
 
@@ -28,13 +28,12 @@ from composable_shard.comm import QUANTISED, ShardGroup, wire_nbytes
 from composable_shard.construct import Plan, group_params, lay_out
 from composable_shard.flat_param import Precision
 from composable_shard.layout import FlatLayout
-from composable_shard.options import OffloadPolicy, ShardingStrategy
+from composable_shard.options import OffloadPolicy, ShardingStrategy, StrategyFacts
 
 __all__ = ["Cost", "FlatParamCost", "RankCounts", "sent_nbytes", "unit_cost"]
 
 
 _NUM_MOMENTS = 2  # AdamW's states of the size of a parameter
-_KEEPS_GRADIENTS = (ShardingStrategy.SHARD_OPTIM, ShardingStrategy.NO_SHARD)
 
 Payloads = Mapping[tuple[str, int], int]  # by kind of collective and number of ranks
 _Calls = tuple[tuple[str, int], int, int]  # these two, bytes of one collective, how many
@@ -64,11 +63,10 @@ class RankCounts:
         return cls(group.size, replicate, joint)
 
     @classmethod
-    def of_all(cls, world_size: int, strategy: ShardingStrategy) -> RankCounts:
+    def of_all(cls, world_size: int, facts: StrategyFacts) -> RankCounts:
         """Return the counts where there is no mesh, only so many ranks."""
         everyone = (world_size,) if world_size > 1 else ()
-        is_replicated = strategy is ShardingStrategy.NO_SHARD
-        return cls(1, everyone, everyone) if is_replicated else cls(world_size, (), everyone)
+        return cls(1, everyone, everyone) if facts.is_replicated else cls(world_size, (), everyone)
 
     def __str__(self) -> str:
         """Return the ranks that share, after those that hold copies: "4" or "2x4"."""
@@ -284,12 +282,11 @@ class FlatParamCost:
 
     @property
     def _is_kept(self) -> bool:
-        return self.ranks.shard == 1 or self.strategy is not ShardingStrategy.FULL_SHARD
+        return self.strategy.facts.keeps_params(self.ranks.shard)
 
     @property
     def _keeps_gradients(self) -> bool:
-        keeps = self.strategy in _KEEPS_GRADIENTS or self.ranks.shard == 1
-        return keeps and bool(self.ranks.joint)
+        return self.strategy.facts.keeps_gradients(self.ranks.shard, prod(self.ranks.joint))
 
     @property
     def _param_dtype(self) -> torch.dtype:
@@ -305,37 +302,27 @@ class FlatParamCost:
         return self.precision.reduces_in(self.main_dtype)
 
 
-def unit_cost(
-    plan: Plan,
-    ranks: RankCounts,
-    strategy: ShardingStrategy,
-    *,
-    reshard_after_forward: bool | int,
-    use_orig_params: bool,
-) -> Cost:
+def unit_cost(plan: Plan, ranks: RankCounts, *, reshard_after_forward: bool | int) -> Cost:
     """Return the cost of a unit that `fully_shard` is going to form.
 
     Args:
-        plan: The unit's parameters and precision.
+        plan: The unit's.
         ranks: Who takes part.
-        strategy: What each rank keeps.
         reshard_after_forward: True, False, or the size of a small group.
-        use_orig_params: Whether optimizers see the original parameters.
     """
-    total = Cost()
-    groups = group_params(plan, use_orig_params, shard_size=ranks.shard, is_alone=not ranks.joint)
+    total, options = Cost(), plan.options
+    groups = group_params(plan, shard_size=ranks.shard, is_alone=not ranks.joint)
     for precision, members in groups:
-        dense = [original.dense for original in members]
         handle = FlatParamCost(
             layout=lay_out(members, ranks.shard, precision),
             ranks=ranks,
-            strategy=strategy,
-            main_dtype=precision.main_dtype or dense[0].dtype,
+            strategy=options.strategy,
+            main_dtype=precision.main_dtype or members[0].dense.dtype,
             precision=precision,
             requires_grad=members[0].param.requires_grad,
             reshard_after_forward=reshard_after_forward,
-            shows_flat=not use_orig_params,
-            offload=plan.offload,
+            shows_flat=not options.use_orig_params,
+            offload=options.offload_policy,
         )
         total += handle.cost
     return total

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from composable_shard.construct import check_options, fully_shard
+from composable_shard.options import UnitOptions
 from composable_shard.planning.rules import Rule, Scope
 from composable_shard.runtime import ModuleTree, has_forward
 
@@ -22,21 +20,19 @@ _MAX_NAMES = 10  # in a message
 
 @dataclass(frozen=True)
 class Unit:
-    """A module that becomes a unit, the rule that took it, and the options that were given."""
+    """A module that becomes a unit, the rule that took it, and its options.
+
+    Attributes:
+        module: The module.
+        rule: What the rule is called in messages.
+        given: The options that the rule and the defaults gave by name.
+        options: All options.
+    """
 
     module: nn.Module
     rule: str
-    options: dict[str, Any]
-
-    @property
-    def all_options(self) -> dict[str, Any]:
-        """All options of `fully_shard`, its defaults filled in."""
-        return {**_option_defaults(), **self.options}
-
-
-def _option_defaults() -> dict[str, Any]:
-    parameters = inspect.signature(fully_shard).parameters.values()
-    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    given: dict[str, Any]
+    options: UnitOptions
 
 
 @dataclass(frozen=True)
@@ -56,9 +52,9 @@ def choose_units(
         ValueError: For options that `fully_shard` does not have or take, for a rule that takes no
             module, and for one that makes a container a unit.
     """
-    _check_options("the defaults", defaults)
+    _merge("the defaults", defaults)
     for rule in rules:
-        _check_options(rule.label, {**defaults, **(rule.options or {})})
+        _merge(rule.label, {**defaults, **(rule.options or {})})
     taken: dict[nn.Module, _Taken] = {}
     for rule in rules:
         new = _find(tree, rule, defaults, taken)
@@ -69,7 +65,8 @@ def choose_units(
     for module in tree.fqns:
         entry = taken.get(module) or _Taken("defaults", {} if module is tree.root else None)
         if entry.options is not None:
-            units.append(Unit(module, entry.rule, {**defaults, **entry.options}))
+            given = {**defaults, **entry.options}
+            units.append(Unit(module, entry.rule, given, _merge(entry.rule, given)))
             _check_forward(tree, units[-1])
     return units
 
@@ -81,9 +78,9 @@ def _find(
     taken: Mapping[nn.Module, _Taken],
 ) -> dict[nn.Module, _Taken]:
     """Return what `rule` takes of what no rule has taken yet."""
-    options = {**_option_defaults(), **defaults, **(rule.options or {})}
+    options = _merge(rule.label, {**defaults, **(rule.options or {})})
     is_unit = {module: entry.options is not None for module, entry in taken.items()}
-    scope = Scope(tree, frozenset(options["ignored_params"] or ()), is_unit)
+    scope = Scope(tree, frozenset(options.ignored_params or ()), is_unit)
     found: dict[nn.Module, _Taken] = {}
     for module, extra in rule.selector.find(scope):
         # The root has no unit around it that it could stay in.
@@ -91,7 +88,7 @@ def _find(
             continue
         merged = None if rule.options is None else {**rule.options, **extra}
         if extra:
-            _check_options(f"{rule.label}, {tree.describe(module)}", {**defaults, **(merged or {})})
+            _merge(f"{rule.label}, {tree.describe(module)}", {**defaults, **(merged or {})})
         found[module] = _Taken(rule.label, merged)
     return found
 
@@ -130,18 +127,12 @@ def listed(names: Sequence[str]) -> str:
     return shown if len(names) <= _MAX_NAMES else f"{shown}, ... ({len(names)} in all)"
 
 
-def _check_options(owner: str, options: Mapping[Any, Any]) -> None:
-    """Check names and values of options, and say whose they are."""
-    known = _option_defaults()
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), list(known), 1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(known)}."
-            raise ValueError(f"{owner}: fully_shard has no option {name!r}. {hint}")
+def _merge(owner: str, given: Mapping[Any, Any]) -> UnitOptions:
+    """Return the defaults of `fully_shard` with these options, and say whose are not valid."""
     try:
-        check_options({**known, **options})
-    except (ValueError, NotImplementedError) as error:
-        raise type(error)(f"{owner}: {error}") from error
+        return UnitOptions().override(given)
+    except ValueError as error:
+        raise ValueError(f"{owner}: {error}") from error
 
 
 def _check_forward(tree: ModuleTree, unit: Unit) -> None:

@@ -16,9 +16,7 @@ from composable_shard.runtime.forward import post_forward, pre_forward
 from composable_shard.runtime.initialization import lazy_init, lazy_init_params, share_context
 from composable_shard.runtime.ownership import settle_owners
 from composable_shard.runtime.prefetch import (
-    ReshardAfterForward,
     apply_policy,
-    check_policy,
     find_small_group,
 )
 from composable_shard.runtime.state import (
@@ -47,7 +45,6 @@ __all__ = [
     "Buckets",
     "BufferBroadcast",
     "ModuleTree",
-    "ReshardAfterForward",
     "ShardState",
     "StateRef",
     "TrainingState",
@@ -58,7 +55,6 @@ __all__ = [
     "cast_output",
     "check_can_broadcast",
     "check_is_idle",
-    "check_policy",
     "find_applied",
     "find_small_group",
     "get_handles",

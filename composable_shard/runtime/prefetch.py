@@ -14,13 +14,11 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
 from composable_shard.comm import ShardGroup, SmallGroup
-from composable_shard.options import ShardingStrategy
+from composable_shard.options import ReshardAfterForward
 from composable_shard.runtime.state import ShardState, StateRef, TrainingState, TreeContext
 
 __all__ = [
-    "ReshardAfterForward",
     "apply_policy",
-    "check_policy",
     "choose_ahead",
     "drop_prefetched",
     "find_small_group",
@@ -29,38 +27,13 @@ __all__ = [
 ]
 
 
-ReshardAfterForward = bool | int | None
-
-
-def check_policy(value: ReshardAfterForward, shard_size: int) -> ReshardAfterForward:
-    """Check `reshard_after_forward` and return it, as a truth value where a number means one.
-
-    Args:
-        value: What the user gave.
-        shard_size: Ranks that share the unit.
-
-    Raises:
-        ValueError: If it is neither a truth value, None nor a divisor of `shard_size`.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    if not isinstance(value, int) or value < 1 or shard_size % value:
-        raise ValueError(
-            "expected reshard_after_forward to be True, False, None or a divisor of the "
-            f"{shard_size} ranks that share the unit, got {value!r}"
-        )
-    if value in (1, shard_size):
-        return value == shard_size
-    return value
-
-
 def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
     """Make a checked value count from the unit's next forward on.
 
     A number makes a process group, the first time: all ranks must call this alike. Units whose
     strategy keeps parameters unsharded stay as they are.
     """
-    if state.strategy is not ShardingStrategy.FULL_SHARD:
+    if not state.options.strategy.facts.frees_params:
         return
     state.reshard_after_forward = value
     for handle in state.handles:
@@ -98,7 +71,7 @@ def choose_ahead(
             break
         for handle in target.needed:
             nbytes += handle.unsharded.nbytes
-        if targets and nbytes > state.prefetch_nbytes:
+        if targets and nbytes > state.options.prefetch_nbytes:
             break
         targets.append(target)
     return targets

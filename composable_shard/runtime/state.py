@@ -19,12 +19,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from composable_shard.comm import UseExchange, make_streams
 from composable_shard.flat_param import FlatParamHandle, FullParams, ScratchPool
-from composable_shard.options import (
-    PREFETCH_NBYTES,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-)
+from composable_shard.options import UnitOptions
 from composable_shard.runtime.buckets import Buckets
 from composable_shard.runtime.buffers import BufferBroadcast
 
@@ -150,23 +145,18 @@ class ShardState:
 
     Attributes:
         name: FQN of the unit's module, as seen from the outermost sharded module so far.
+        options: What the user asked for.
         handles: Handles of the parameters this unit manages.
         borrowed: Handles of other units whose parameters this unit shows too (tied weights); it
             gathers them for its own forward and backward, their owner reduces them.
         needed: Both: those whose full parameters it computes with.
-        reshard_after_forward: True frees the full parameters between forward and backward, False
-            keeps them, None keeps them only where this unit leads the call, and a number keeps the
-            part that this rank has among so many.
-        strategy: What each rank keeps.
-        shard_over_replicas: Both axes of a 2-D mesh share it.
+        reshard_after_forward: That of the options, or what was set since. True frees the full
+            parameters between forward and backward, False keeps them, None keeps them only where
+            this unit leads the call, and a number n keeps 1/n of them.
         forward_prefetch: Units to gather when its forward begins; None: the one that is expected.
         backward_prefetch: Likewise for its backward.
-        mp_policy: In which dtypes it computes and communicates.
-        offload_policy: What of it lives on the host.
         buffers: Broadcasts its buffers before forwards, on request.
-        bucket_cap_mb: What each of its handles reduces at most, None without limit.
         buckets: Decides which of them are reduced before the unit's end, if any may.
-        prefetch_nbytes: Up to how many bytes of full values are gathered at once while it runs.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
         requires_all_reduce: False reduces gradients over the shard group only.
@@ -180,27 +170,15 @@ class ShardState:
         forward_order: The units that ran in the calls this unit led.
     """
 
-    def __init__(
-        self,
-        name: str,
-        strategy: ShardingStrategy,
-        reshard_after_forward: bool | int | None,
-        num_modules: int,
-    ) -> None:
+    def __init__(self, name: str, options: UnitOptions, num_modules: int) -> None:
         self.name = name
-        self.strategy = strategy
+        self.options = options
         self.handles: list[FlatParamHandle] = []
         self.borrowed: list[FlatParamHandle] = []
         self.needed = self.handles
-        self.reshard_after_forward = reshard_after_forward
-        self.shard_over_replicas = False
-        self.use_orig_params = True
-        self.mp_policy = MixedPrecisionPolicy()
-        self.offload_policy = OffloadPolicy()
+        self.reshard_after_forward = options.reshard_after_forward
         self.buffers: BufferBroadcast | None = None
-        self.bucket_cap_mb: float | None = None
         self.buckets: Buckets | None = None
-        self.prefetch_nbytes = PREFETCH_NBYTES
         self.num_modules = num_modules
         self.modules_to_run = num_modules
         self.training_state = TrainingState.IDLE
@@ -270,25 +248,13 @@ class ShardState:
 
     def describe_options(self) -> str:
         """Return the options that all ranks must agree on."""
-        options = (
-            f"in unit '{self.name}' strategy={self.strategy.name} "
-            f"reshard_after_forward={self.reshard_after_forward}"
+        text = (
+            f"in unit '{self.name}' strategy={self.options.strategy.name} "
+            f"reshard_after_forward={self.reshard_after_forward}{self.options.describe()}"
         )
-        if self.shard_over_replicas:
-            options += " shard_over_replicas=True"
-        if self.mp_policy != MixedPrecisionPolicy():
-            options += f" mp_policy={self.mp_policy}"
         if self.handles and (hook_name := self.handles[0].grad.reduction.hook_name):
-            options += f" comm_hook={hook_name}"
-        if self.buffers is not None:
-            options += " broadcast_buffers=True"
-        if self.offload_policy.is_active:
-            options += f" offload_policy={self.offload_policy}"
-        if self.bucket_cap_mb is not None:
-            options += f" bucket_cap_mb={self.bucket_cap_mb}"
-        if self.prefetch_nbytes != PREFETCH_NBYTES:
-            options += f" prefetch_nbytes={self.prefetch_nbytes}"
-        return options if self.use_orig_params else f"{options} use_orig_params=False"
+            text += f" comm_hook={hook_name}"
+        return text
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or to a running step, for copies and pickles."""

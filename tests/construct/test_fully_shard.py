@@ -441,13 +441,13 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         Block,
         {"sync_module_states": None},
         ValueError,
-        "expected sync_module_states to be a bool, got None",
+        "expected sync_module_states to be True or False, got None",
     ),
     "broadcast_buffers": (
         Block,
         {"broadcast_buffers": 1},
         ValueError,
-        "expected broadcast_buffers to be a bool, got 1",
+        "expected broadcast_buffers to be True or False, got 1",
     ),
     "broadcast_buffers: sparse": (
         _SparseBuffer,

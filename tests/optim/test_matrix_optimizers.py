@@ -25,7 +25,7 @@ from composable_shard import (
     shard_optimizer_state,
 )
 from composable_shard.comm.collectives import count_collectives
-from composable_shard.options.policies import Granularity
+from composable_shard.options import Granularity
 from tests.helpers import assert_equal, distributed, run_ranks
 from tests.models import (
     Net,

@@ -678,7 +678,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ALL,
         {"sync_module_states": "yes"},
         ValueError,
-        "the defaults: expected sync_module_states to be a bool, got 'yes'",
+        "the defaults: expected sync_module_states to be True or False, got 'yes'",
     ),
     "world_size": (
         Net,
@@ -943,7 +943,7 @@ def test_a_call_is_refused_if_and_only_if_a_unit_would_be() -> None:
         by_hand, rules, options = _random_case(seed)
         units = choose_units(ModuleTree(by_hand), parse_rules(rules), options)
         reason = _reason(
-            lambda units=units: [fully_shard(unit.module, **unit.options) for unit in units]
+            lambda units=units: [fully_shard(unit.module, **unit.given) for unit in units]
         )
         model, rules, options = _random_case(seed)
         before = [fingerprint(module) for module in model.modules()]
@@ -1104,34 +1104,6 @@ def test_meta_models_can_be_sharded() -> None:
             module.reset_parameters()
     model(rank_input(4, 5)).sum().backward()
     assert_at_rest(model)
-
-
-@distributed(2)
-def test_options_are_those_of_fully_shard_whatever_they_are() -> None:
-    """An option that `fully_shard` gets later is taken and passed on, with no change here."""
-    seen = []
-
-    def later(module: nn.Module, *, new_option: int = 3, **rest: Any) -> nn.Module:
-        raise NotImplementedError
-
-    signature = inspect.signature(fully_shard)
-    extra = inspect.signature(later).parameters["new_option"]
-    parameters = [*signature.parameters.values(), extra]
-
-    def extended(module: nn.Module, **options: Any) -> nn.Module:
-        raise NotImplementedError
-
-    def form(modules: list[nn.Module], options: dict[str, Any], owners: object) -> None:
-        seen.append((type(modules[0]).__name__, options["new_option"]))
-        form_unit(modules, options, owners)
-
-    extended.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    form_unit = sys.modules["composable_shard.construct.api"].form_unit
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["composable_shard.planning.units"], "fully_shard", extended)
-        patch.setattr(sys.modules["composable_shard.planning.api"], "form_unit", form)
-        shard_model(Net(1), {Block: {"new_option": 4}})
-    assert seen == [("Block", 4), ("Net", 3)]
 
 
 # --- the dry run ---

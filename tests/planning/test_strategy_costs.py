@@ -28,8 +28,8 @@ from composable_shard import (
     shard_model,
 )
 from composable_shard.comm.collectives import CollectiveLog, resolve_group
-from composable_shard.options.policies import Block as Granule
-from composable_shard.options.policies import Granularity
+from composable_shard.options import Block as Granule
+from composable_shard.options import Granularity
 from composable_shard.planning.costs import FlatParamCost, RankCounts, sent_nbytes
 from tests.helpers import distributed
 from tests.models import Block, Net, rank_input

@@ -1,0 +1,99 @@
+"""`ShardingStrategy`: what each rank keeps of a unit, as facts that everything else reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["ShardingStrategy", "StrategyFacts"]
+
+
+@dataclass(frozen=True)
+class StrategyFacts:
+    """What a strategy keeps, frees and sends. Code asks these, never which strategy it is.
+
+    Attributes:
+        frees_params: A rank keeps its shard alone, at rest and between forward and backward, and
+            each pass gathers. False: the full parameters stay in one buffer, and the first forward
+            after a write gathers into it.
+        accumulates_unsharded: Gradients accumulate in one persistent buffer of full size, and are
+            reduced once. False: each backward leaves shards, unless `no_sync` forbids it to reduce.
+        is_replicated: Each rank steps all parameters: nothing is gathered, gradients are
+            all-reduced. False: each rank steps its shard, gradients are reduce-scattered.
+        known_as: Names of the same thing elsewhere.
+    """
+
+    frees_params: bool
+    accumulates_unsharded: bool
+    is_replicated: bool
+    known_as: str
+
+    def keeps_params(self, shard_size: int) -> bool:
+        """Return whether full parameters stay, where `shard_size` ranks share the unit."""
+        return shard_size == 1 or not self.frees_params
+
+    def keeps_gradients(self, shard_size: int, num_ranks: int) -> bool:
+        """Return whether full gradients stay in one buffer.
+
+        Args:
+            shard_size: Ranks that share the unit.
+            num_ranks: These, and those that hold copies.
+        """
+        return num_ranks > 1 and (shard_size == 1 or self.accumulates_unsharded)
+
+
+class ShardingStrategy(Enum):
+    """What each rank keeps of a unit; every strategy trains the same way."""
+
+    facts: StrategyFacts
+
+    def __new__(cls, value: str, facts: StrategyFacts) -> ShardingStrategy:
+        """Make a member whose value is its name in lower case."""
+        member = object.__new__(cls)
+        member._value_ = value
+        member.facts = facts
+        return member
+
+    # Parameters, gradients and optimizer state are sharded at rest; a unit is gathered for its
+    # forward and again for its backward.
+    FULL_SHARD = (
+        "full_shard",
+        StrategyFacts(
+            frees_params=True,
+            accumulates_unsharded=False,
+            is_replicated=False,
+            known_as="ZeRO-3, FSDP",
+        ),
+    )
+    # Parameters stay unsharded, and are gathered again, in place, by the first forward after they
+    # were written; gradients and optimizer state are sharded.
+    SHARD_GRAD_OP = (
+        "shard_grad_op",
+        StrategyFacts(
+            frees_params=False,
+            accumulates_unsharded=False,
+            is_replicated=False,
+            known_as="ZeRO-2",
+        ),
+    )
+    # Only optimizer state is sharded: gradients have a buffer that is as large as the parameters,
+    # accumulate in it, and are reduced once.
+    SHARD_OPTIM = (
+        "shard_optim",
+        StrategyFacts(
+            frees_params=False,
+            accumulates_unsharded=True,
+            is_replicated=False,
+            known_as="ZeRO-1, OSS, DistributedOptimizer",
+        ),
+    )
+    # Every rank holds everything; gradients are all-reduced.
+    NO_SHARD = (
+        "no_shard",
+        StrategyFacts(
+            frees_params=False,
+            accumulates_unsharded=True,
+            is_replicated=True,
+            known_as="DDP",
+        ),
+    )

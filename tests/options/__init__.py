@@ -1,0 +1,1 @@
+"""Tests of composable_shard.options."""

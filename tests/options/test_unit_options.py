@@ -1,0 +1,99 @@
+"""Options are said once: names and defaults, checks, and the facts that follow from a strategy."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import composable_shard
+from composable_shard import Block, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from composable_shard.options import UnitOptions
+
+PACKAGE = Path(composable_shard.__file__).parent
+STRATEGIES = PACKAGE / "options" / "strategy.py"
+FIELDS = dataclasses.fields(UnitOptions)
+
+
+def test_fully_shard_takes_exactly_these_options() -> None:
+    """The same names in the same order, with the same defaults."""
+    parameters = inspect.signature(fully_shard).parameters.values()
+    taken = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert list(taken.items()) == [(field.name, field.default) for field in FIELDS]
+
+
+def test_the_defaults_are_overridden_by_name() -> None:
+    """What is given is checked, and a wrong name says which one may be meant."""
+    options = UnitOptions().override({"reshard_after_forward": False, "granularity": Block(4)})
+    assert (options.reshard_after_forward, options.granularity) == (False, Block(4))
+    assert options.override({"reshard_after_forward": 2}).granularity == Block(4)
+    with pytest.raises(ValueError, match=r"no option 'stratgy'\. Did you mean 'strategy'"):
+        options.override({"stratgy": ShardingStrategy.NO_SHARD})
+    with pytest.raises(ValueError, match=r"no option 3\. It has mesh, strategy, "):
+        options.override({3: None})
+    with pytest.raises(ValueError, match="use_orig_params to be True or False, got 1"):
+        options.override({"use_orig_params": 1})
+
+
+def test_only_what_differs_is_described() -> None:
+    """Of what ranks have to agree on; the strategy is described apart."""
+    assert UnitOptions().describe() == ""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    options = UnitOptions(
+        strategy=ShardingStrategy.NO_SHARD, mp_policy=policy, sync_module_states=True
+    )
+    assert options.describe() == f" mp_policy={policy}"
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_leave_out_what_belongs_to_the_process(clone) -> None:  # type: ignore[no-untyped-def]
+    """A function and parameters could not be pickled, or would be other ones in the copy."""
+    options = UnitOptions(
+        strategy=ShardingStrategy.SHARD_OPTIM,
+        ignored_params={nn.Parameter(torch.ones(2))},
+        granularity=lambda param: "row",
+        prefetch_nbytes=3,
+    )
+    expected = UnitOptions(strategy=ShardingStrategy.SHARD_OPTIM, prefetch_nbytes=3)
+    assert clone(options) == expected
+
+
+def test_only_its_own_file_knows_the_strategies() -> None:
+    """Elsewhere code asks for facts, so that a new strategy is one entry in one file.
+
+    The default of `fully_shard` and `UnitOptions` is the only member that is named.
+    """
+    named = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            of = node.value if isinstance(node, ast.Attribute) else None
+            if isinstance(of, ast.Name) and of.id == "ShardingStrategy" and path != STRATEGIES:
+                named.append((path.relative_to(PACKAGE).as_posix(), node.attr))
+    assert named == [("construct/api.py", "FULL_SHARD"), ("options/unit_options.py", "FULL_SHARD")]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keeps_params", "keeps_gradients"),
+    [
+        (ShardingStrategy.FULL_SHARD, False, False),
+        (ShardingStrategy.SHARD_GRAD_OP, True, False),
+        (ShardingStrategy.SHARD_OPTIM, True, True),
+    ],
+)
+def test_facts_depend_on_the_ranks(
+    strategy: ShardingStrategy, keeps_params: bool, keeps_gradients: bool
+) -> None:
+    """Where one rank has everything, it keeps everything, and alone it accumulates nothing."""
+    facts = strategy.facts
+    assert facts.keeps_params(4) is keeps_params
+    assert facts.keeps_gradients(4, 8) is keeps_gradients
+    assert facts.keeps_params(1)
+    assert facts.keeps_gradients(1, 2)
+    assert not facts.keeps_gradients(1, 1)
