@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composable_shard.tensor import Box, Region, whole_box
+from composable_shard.layout import Bounds, Region, whole_box
 
 __all__ = [
     "CHUNK_NBYTES",
@@ -268,7 +268,7 @@ def _parse_tensor(
 
 def _check_disjoint(name: str, pieces: list[Piece]) -> None:
     """Check that no element is in two pieces; a reader counts those that it finds."""
-    boxes: dict[Box, list[Region]] = {}
+    boxes: dict[Bounds, list[Region]] = {}
     for piece in pieces:
         boxes.setdefault(piece.region.box, []).append(piece.region)
     is_disjoint = not any(

@@ -19,7 +19,8 @@ from composable_shard.checkpoint.file_format import (
     parse_folder_name,
     parse_metadata,
 )
-from composable_shard.tensor import Region, find_places, overlap, whole
+from composable_shard.layout import Region, overlap, whole
+from composable_shard.tensor import find_places
 
 __all__ = ["CheckpointReader", "byte_view", "find_checkpoint", "list_checkpoints"]
 

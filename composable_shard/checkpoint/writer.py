@@ -39,7 +39,8 @@ from composable_shard.checkpoint.file_format import (
 )
 from composable_shard.checkpoint.reader import byte_view, list_checkpoints
 from composable_shard.comm import HostGroup
-from composable_shard.tensor import FlatShard, Region, local_part, region_of, whole_box
+from composable_shard.layout import Region, whole_box
+from composable_shard.tensor import FlatShard, local_part, region_of
 
 __all__ = ["SavePlan", "list_items", "plan_save", "write_checkpoint"]
 

@@ -9,14 +9,12 @@ tensor is a box of the whole, so its rows are too.
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_shard.comm import raise_together
@@ -29,7 +27,7 @@ from composable_shard.state_dict import (
     materialize,
     mesh_groups,
 )
-from composable_shard.tensor import ShardSpec
+from composable_shard.tensor import region_of
 
 __all__ = ["load_safetensors"]
 
@@ -130,8 +128,7 @@ def _check_complete(
         )
     tensors.check_none_stays_meta(files.tensors)
     for each in tensors.sharded:
-        _, offsets = _place_of(each.entry.spec)
-        assert len(offsets) == len(each.shape)
+        assert len(each.entry.spec.region.box) == len(each.shape)
 
 
 def _read_all(tensors: ModelTensors, files: TensorFiles) -> None:
@@ -158,49 +155,9 @@ def _read_shard(files: TensorFiles, name: str, tensor: ShardedTensor) -> None:
     start, end = spec.local_range
     if start == end:
         return
-    # In the order of memory, the outermost dim first.
-    order = sorted(range(len(spec.dense_shape)), key=lambda dim: -spec.dense_stride[dim])
-    shape = [spec.dense_shape[dim] for dim in order]
-    rows, skipped = _covering_rows(shape, start, end)
-    _, offsets = _place_of(spec)
-    index = [slice(low, low + size) for low, size in zip(offsets, spec.dense_shape, strict=True)]
-    for dim, part in zip(order, rows, strict=False):
-        index[dim] = slice(offsets[dim] + part.start, offsets[dim] + part.stop)
-    elements = files.read(name, tuple(index)).permute(order).flatten()
+    index, skipped = spec.region.covering_rows()
+    elements = files.read(name, index).permute(spec.region.order).flatten()
     target.copy_(elements[start - skipped : end - skipped])
-
-
-def _covering_rows(shape: list[int], start: int, end: int) -> tuple[list[slice], int]:
-    """Return the fewest leading rows that hold a range of a row-major tensor's elements.
-
-    Returns:
-        Slices for leading dims, all but the last of length one, and the elements before them.
-
-    Example: the range `(4, 6)` of shape `(3, 2, 2)` gives `[slice(1, 2), slice(0, 1)]` and 4.
-    """
-    rows: list[slice] = []
-    skipped, numel = 0, math.prod(shape)
-    for size in shape:
-        numel //= size
-        first, last = (start - skipped) // numel, -(-(end - skipped) // numel)
-        rows.append(slice(first, last))
-        skipped += first * numel
-        if last - first > 1:
-            break
-    return rows, skipped
-
-
-def _place_of(spec: ShardSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of a parameter's dense tensor, and where in the whole tensor it begins."""
-    if spec.tensor_parallel is None:
-        return tuple(spec.dense_shape), (0,) * len(spec.dense_shape)
-    mesh, placements = spec.tensor_parallel
-    if not all(type(placement) in (Shard, Replicate) for placement in placements):
-        raise NotImplementedError(
-            f"expected '{spec.label}' to lie on its tensor-parallel mesh as Shard or Replicate, "
-            f"got {placements}"
-        )
-    return compute_local_shape_and_global_offset(spec.shape, mesh, placements)
 
 
 def _read_other(files: TensorFiles, name: str, other: OtherTensor, device: torch.device) -> None:
@@ -208,10 +165,6 @@ def _read_other(files: TensorFiles, name: str, other: OtherTensor, device: torch
     if tensor.is_meta:
         tensor = other.materialize(device)
     if isinstance(tensor, DTensor):
-        shape, offsets = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-        for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
-            values = values.narrow(dim, offset, size)
+        values = values[tuple(slice(*bounds) for bounds in region_of(tensor).box)]
         tensor = tensor.to_local()
     tensor.detach().copy_(values)

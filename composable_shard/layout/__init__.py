@@ -6,16 +6,30 @@ Read `flat_layout` first, then `granularity`, `owners` and `ranges`.
 from composable_shard.layout.flat_layout import FlatLayout, cut_buckets
 from composable_shard.layout.granularity import block_numel, is_owned
 from composable_shard.layout.owners import balance, fullest
-from composable_shard.layout.ranges import Box, boxes_of_range, intersect
+from composable_shard.layout.ranges import (
+    Bounds,
+    Box,
+    Region,
+    intersect,
+    memory_order,
+    overlap,
+    whole,
+    whole_box,
+)
 
 __all__ = [
+    "Bounds",
     "Box",
     "FlatLayout",
+    "Region",
     "balance",
     "block_numel",
-    "boxes_of_range",
     "cut_buckets",
     "fullest",
     "intersect",
     "is_owned",
+    "memory_order",
+    "overlap",
+    "whole",
+    "whole_box",
 ]

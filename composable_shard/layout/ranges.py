@@ -1,12 +1,36 @@
-"""A flat range of an n-d tensor as axis-aligned boxes: arithmetic on integers alone."""
+"""Which elements of a tensor: ranges, and boxes of them. Arithmetic on integers alone.
+
+[Note: Regions]
+A region is a range of the elements of a box of the logical tensor, counted in the order in which
+they lie in memory. A FlatShard is a range of the whole tensor, one of a DTensor of a
+tensor-parallel mesh is a range of this rank's box, a DTensor is a whole box, and a plain tensor is
+everything. Between two regions of the same box and order the overlap is one range; otherwise each
+element's place is computed.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
-__all__ = ["Box", "boxes_of_range", "intersect"]
+__all__ = [
+    "Bounds",
+    "Box",
+    "Overlap",
+    "Region",
+    "intersect",
+    "memory_order",
+    "overlap",
+    "whole",
+    "whole_box",
+]
+
+
+_Ints = tuple[int, ...]
+# A box as a half-open range of indices for each dim of the logical tensor.
+Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def intersect(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
@@ -18,16 +42,25 @@ def intersect(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int
     return start, max(start, min(first[1], second[1]))
 
 
-_Ints = tuple[int, ...]
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> _Ints:
+    """Return the dims, that with the largest stride first.
+
+    Where their order makes no difference they ascend, so that equal regions compare equal.
+    """
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    by_stride = sorted(dims, key=lambda dim: -stride[dim])
+    if by_stride == dims or 0 in shape:
+        return tuple(range(len(shape)))
+    return (*by_stride, *(dim for dim, size in enumerate(shape) if size == 1))
 
 
 class Box(NamedTuple):
-    """A block of a tensor whose elements are consecutive in the tensor's memory order.
+    """A part of a tensor whose elements are consecutive in a region's order.
 
     Attributes:
-        offsets: Where it begins, in each dim.
+        offsets: Where it begins, in each dim of the logical tensor.
         sizes: How long it is, in each dim.
-        start: Number of its first element, in memory order.
+        start: Number of its first element, counted as the region's `start`.
     """
 
     offsets: _Ints
@@ -35,31 +68,96 @@ class Box(NamedTuple):
     start: int
 
 
-def boxes_of_range(shape: Sequence[int], stride: Sequence[int], start: int, end: int) -> list[Box]:
-    """Return the boxes that make up the elements `[start, end)` of a tensor, in that order.
+@dataclass(frozen=True)
+class Region:
+    """Elements `[start, end)` of a box of a tensor, in memory order. [Note: Regions]
 
-    At most `2 * len(shape) - 1` boxes, one for a 0-d tensor, none for an empty range.
-
-    Args:
-        shape: Of the tensor.
-        stride: Of the tensor, which is dense: its dims are nested in memory, in any order.
-        start: First element, in memory order.
-        end: Past the last element.
-
-    Example: elements `[2, 11)` of a row-major `(4, 3)` are the box `(0, 2)` of sizes `(1, 1)`, the
-    box `(1, 0)` of sizes `(2, 3)`, and the box `(3, 0)` of sizes `(1, 2)`.
+    Attributes:
+        box: A half-open range of indices for each dim of the logical tensor.
+        order: The dims, that with the largest stride first.
+        start: Counted in the box.
+        end: Likewise.
     """
-    # From the outermost dim in memory to the innermost.
-    order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
-    place = {dim: position for position, dim in enumerate(order)}
-    return [
-        Box(
-            tuple(box.offsets[place[dim]] for dim in range(len(shape))),
-            tuple(box.sizes[place[dim]] for dim in range(len(shape))),
-            box.start,
-        )
-        for box in _row_major(tuple(shape[dim] for dim in order), (), start, end)
-    ]
+
+    box: Bounds
+    order: _Ints
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the range."""
+        return self.end - self.start
+
+    @property
+    def _row_major_sizes(self) -> _Ints:
+        return tuple(self.box[dim][1] - self.box[dim][0] for dim in self.order)
+
+    def boxes(self) -> list[Box]:
+        """Return the boxes that make up the region, in its order.
+
+        At most `2 * dims - 1` boxes, one for a 0-d tensor, none for an empty range.
+
+        Example: elements `[2, 11)` of a row-major `(4, 3)` are the box `(0, 2)` of sizes `(1, 1)`,
+        the box `(1, 0)` of sizes `(2, 3)`, and the box `(3, 0)` of sizes `(1, 2)`.
+        """
+        place = {dim: position for position, dim in enumerate(self.order)}
+        return [
+            Box(
+                tuple(low + box.offsets[place[dim]] for dim, (low, _) in enumerate(self.box)),
+                tuple(box.sizes[place[dim]] for dim in range(len(self.box))),
+                box.start,
+            )
+            for box in _row_major(self._row_major_sizes, (), self.start, self.end)
+        ]
+
+    def covering_rows(self) -> tuple[tuple[slice, ...], int]:
+        """Return the fewest leading rows that hold a region that is not empty.
+
+        Returns:
+            An index of the logical tensor: for leading dims in memory order, all but the last of
+            length one. And the number of the first element there, counted as `start`.
+
+        Example: the range `(4, 6)` of shape `(3, 2, 2)` gives rows `[1:2, 0:1, 0:2]` and 4.
+        """
+        rows = [slice(*bounds) for bounds in self.box]
+        sizes = self._row_major_sizes
+        skipped, numel = 0, math.prod(sizes)
+        for dim, size in zip(self.order, sizes, strict=True):
+            numel //= size
+            first, last = (self.start - skipped) // numel, -(-(self.end - skipped) // numel)
+            low = self.box[dim][0]
+            rows[dim] = slice(low + first, low + last)
+            skipped += first * numel
+            if last - first > 1:
+                break
+        return tuple(rows), skipped
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """Return the region of all elements, row by row."""
+    return Region(whole_box(shape), tuple(range(len(shape))), 0, math.prod(shape))
+
+
+def whole_box(shape: Sequence[int]) -> Bounds:
+    """Return the box of all elements."""
+    return tuple((0, size) for size in shape)
+
+
+class Overlap(NamedTuple):
+    """What two regions share, where it is one range in both."""
+
+    target_start: int  # counted from the target's first element
+    source_start: int  # likewise
+    numel: int
+
+
+def overlap(target: Region, source: Region) -> Overlap | None:
+    """Return what two regions share, or None where that need not be one range."""
+    if target.box != source.box or target.order != source.order:
+        return None
+    start, end = intersect((target.start, target.end), (source.start, source.end))
+    return Overlap(start - target.start, start - source.start, end - start)
 
 
 def _row_major(sizes: _Ints, prefix: _Ints, start: int, end: int) -> Iterator[Box]:

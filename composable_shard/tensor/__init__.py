@@ -28,23 +28,16 @@ from composable_shard.tensor.operands import (
 from composable_shard.tensor.reduction_rules import reduction_groups
 from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec, WriteGuard
 from composable_shard.tensor.tensor_region import (
-    Box,
-    Region,
     find_places,
     local_part,
-    overlap,
     region_of,
-    whole,
-    whole_box,
 )
 
 __all__ = [
-    "Box",
     "DTensorSlots",
     "FlatShard",
     "FlatShardOfDTensor",
     "ParamLabel",
-    "Region",
     "ShardSpec",
     "Slices",
     "WriteGuard",
@@ -57,13 +50,10 @@ __all__ = [
     "norms_of",
     "note_owned",
     "note_write",
-    "overlap",
     "reduction_groups",
     "region_of",
     "register_op_rules",
     "slice_given",
     "total_norms",
-    "whole",
-    "whole_box",
     "wrap",
 ]

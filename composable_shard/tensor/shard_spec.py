@@ -10,7 +10,7 @@ boxes of a parameter of a tensor-parallel mesh are in the coordinates of the log
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,13 +26,21 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from composable_shard.layout import Box, FlatLayout, boxes_of_range, intersect
+from composable_shard.layout import (
+    Bounds,
+    Box,
+    FlatLayout,
+    Region,
+    intersect,
+    memory_order,
+    whole_box,
+)
 from composable_shard.torch_private import (
     compute_local_shape_and_global_offset,
     current_backward_id,
 )
 
-__all__ = ["Checkpointable", "ParamLabel", "ShardSpec", "WriteGuard"]
+__all__ = ["Checkpointable", "ParamLabel", "ShardSpec", "WriteGuard", "local_box"]
 
 
 _MAX_READS = 4  # that are waited for one by one; older ones have long been done
@@ -218,6 +226,25 @@ class ShardSpec:
         return self.range_of(self.rank)
 
     @cached_property
+    def region(self) -> Region:
+        """This rank's elements in the logical tensor, [Note: Regions].
+
+        Raises:
+            NotImplementedError: For a DTensor of other placements than shards and replicas.
+        """
+        box = whole_box(self.shape)
+        if self.tensor_parallel is not None:
+            mesh, placements = self.tensor_parallel
+            if not all(isinstance(placement, Shard | Replicate) for placement in placements):
+                raise NotImplementedError(
+                    f"parameter '{self.label.fqn}' has placements {placements} on its "
+                    "tensor-parallel mesh, and only Shard and Replicate can be saved or loaded in "
+                    "parts. Save p.full_tensor() instead."
+                )
+            box = local_box(self.shape, mesh, placements)
+        return Region(box, memory_order(self.dense_shape, self.dense_stride), *self.local_range)
+
+    @cached_property
     def numels(self) -> list[int]:
         """Elements that each rank of the shard group holds."""
         return [end - start for start, end in map(self.range_of, range(self.world_size))]
@@ -258,6 +285,12 @@ class ShardSpec:
         return DTensor.from_local(
             dense, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
         )
+
+
+def local_box(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> Bounds:
+    """Return this rank's box of a tensor that lies on a mesh as shards and replicas."""
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 class Checkpointable:
@@ -304,35 +337,11 @@ class Checkpointable:
 
 
 def _chunks(spec: ShardSpec) -> list[tuple[ChunkStorageMetadata, Box]]:
-    """Return this rank's boxes, in coordinates of the logical and of the dense tensor."""
+    """Return this rank's boxes, as torch and as this library write them."""
+    boxes = spec.region.boxes()
     if not spec.shape.numel():
         # Without an entry in the checkpoint a load would miss the tensor.
-        nowhere = (0,) * len(spec.shape)
-        boxes = [Box(nowhere, tuple(spec.shape), 0)]
-        return [(ChunkStorageMetadata(torch.Size(nowhere), spec.shape), boxes[0])]
-    corner = _corner(spec)
+        boxes = [Box((0,) * len(spec.shape), tuple(spec.shape), 0)]
     return [
-        (
-            ChunkStorageMetadata(
-                torch.Size([low + inner for low, inner in zip(corner, box.offsets, strict=True)]),
-                torch.Size(box.sizes),
-            ),
-            box,
-        )
-        for box in boxes_of_range(spec.dense_shape, spec.dense_stride, *spec.local_range)
+        (ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), box) for box in boxes
     ]
-
-
-def _corner(spec: ShardSpec) -> tuple[int, ...]:
-    """Return where the dense tensor begins in the logical one."""
-    if spec.tensor_parallel is None:
-        return (0,) * len(spec.shape)
-    mesh, placements = spec.tensor_parallel
-    if not all(isinstance(placement, Shard | Replicate) for placement in placements):
-        raise NotImplementedError(
-            f"parameter '{spec.label.fqn}' has placements {placements} on its tensor-parallel "
-            "mesh, and only Shard and Replicate can be saved as boxes. Save "
-            "p.full_tensor() instead."
-        )
-    _, offsets = compute_local_shape_and_global_offset(spec.shape, mesh, placements)
-    return tuple(offsets)

@@ -42,7 +42,6 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.huggingface.files import TensorFiles, TensorWriter, parse_nbytes
-from composable_shard.huggingface.load import _covering_rows
 from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
 from tests.models import (
     Net,
@@ -411,18 +410,6 @@ def test_each_rank_reads_its_own_rows_alone(tmp_path: Path, world_size: int) -> 
     dist.all_reduce(total)
     everything = sum(param.numel() for param in model.parameters())
     assert everything <= total < everything + 2 * 128 * world_size * 6
-
-
-@pytest.mark.parametrize("bounds", [(0, 24), (0, 1), (23, 24), (5, 6), (3, 9), (8, 16), (7, 8)])
-def test_covering_rows_hold_the_range_and_not_a_row_more(bounds: tuple[int, int]) -> None:
-    """Against the elements themselves."""
-    start, end = bounds
-    values = torch.arange(24).view(3, 4, 2)
-    rows, skipped = _covering_rows([3, 4, 2], start, end)
-    covered = values[tuple(rows)].flatten().tolist()
-    assert covered[start - skipped : end - skipped] == list(range(start, end))
-    assert len(covered) - (end - start) < 2 * values[tuple(rows)][..., 0:1, :].shape[-1] + 14
-    assert all(part.stop - part.start == 1 for part in rows[:-1])
 
 
 # --- from the meta device ---

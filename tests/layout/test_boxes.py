@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from composable_shard.layout.ranges import Box, boxes_of_range
+from composable_shard.layout.ranges import Box, Region, memory_order, whole_box
+
+
+def boxes_of_range(shape: Sequence[int], stride: Sequence[int], start: int, end: int) -> list[Box]:
+    """Return the boxes of elements `[start, end)` of a dense tensor."""
+    return Region(whole_box(shape), memory_order(shape, stride), start, end).boxes()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -53,3 +59,17 @@ def test_empty_ranges_and_scalars() -> None:
     assert boxes_of_range((0, 3), (3, 1), 0, 0) == []
     assert boxes_of_range((), (), 0, 0) == []
     assert boxes_of_range((), (), 0, 1) == [Box((), (), 0)]
+
+
+@pytest.mark.parametrize("bounds", [(0, 24), (0, 1), (23, 24), (5, 6), (3, 9), (8, 16), (7, 8)])
+def test_covering_rows_hold_the_range_and_not_a_row_more(bounds: tuple[int, int]) -> None:
+    """Against the elements themselves: rows of one dim, single ones of those outside it."""
+    start, end = bounds
+    values = torch.arange(24).view(3, 4, 2)
+    rows, skipped = Region(whole_box((3, 4, 2)), (0, 1, 2), start, end).covering_rows()
+    covered = values[rows].flatten().tolist()
+    assert covered[start - skipped : end - skipped] == list(range(start, end))
+    assert len(covered) - (end - start) < 2 * values[rows][..., 0:1, :].shape[-1] + 14
+    lengths = [part.stop - part.start for part in rows]
+    several = next((dim for dim, length in enumerate(lengths) if length > 1), 2)
+    assert lengths[several + 1 :] == [3, 4, 2][several + 1 :]

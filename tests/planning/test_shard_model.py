@@ -451,7 +451,7 @@ def test_fsdp1_policies_give_the_units_of_fsdp1(name: str, make: Callable[[], nn
             continue
         units = choose_units(tree, parse_rules(rules), {})
         assert {tree.fqn(unit.module) for unit in units} == {*expected, ""}
-        assert all(unit.options == options for unit in units[:-1]) is isinstance(rules, dict)
+        assert all(unit.given == options for unit in units[:-1]) is isinstance(rules, dict)
 
 
 def test_fsdp1_policies_leave_the_root_and_containers_alone() -> None:
