@@ -1,19 +1,16 @@
 """Composable sharded training for PyTorch: `fully_shard(module)`, and parameters stay yours."""
 
 from composable_shard.checkpoint import (
-    CheckpointSave,
-    LoadedCheckpoint,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from composable_shard.comm import ReductionStage, count_collectives
+from composable_shard.comm import count_collectives
 from composable_shard.construct import fully_shard
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.huggingface import load_safetensors, save_safetensors
 from composable_shard.layout import FlatLayout
 from composable_shard.module_api import (
-    UnshardWork,
     no_sync,
     register_comm_hook,
     register_flat_param,
@@ -39,13 +36,7 @@ from composable_shard.options import (
     ShardingStrategy,
     StateDictOptions,
 )
-from composable_shard.planning import (
-    ShardingPlan,
-    by_class,
-    by_size,
-    shard_model,
-    transformer_blocks,
-)
+from composable_shard.planning import shard_model
 from composable_shard.runtime import get_handles, get_root_states, get_states, is_sharded, lazy_init
 from composable_shard.state_dict import (
     get_model_state_dict,
@@ -60,21 +51,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Block",
-    "CheckpointSave",
     "FlatLayout",
     "FlatParamHandle",
     "FlatShard",
-    "LoadedCheckpoint",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "ReductionStage",
     "ShardedGradScaler",
-    "ShardingPlan",
     "ShardingStrategy",
     "StateDictOptions",
-    "UnshardWork",
-    "by_class",
-    "by_size",
     "clip_grad_norm_",
     "count_collectives",
     "find_checkpoint",
@@ -107,7 +91,6 @@ __all__ = [
     "set_reshard_after_forward",
     "shard_model",
     "shard_optimizer_state",
-    "transformer_blocks",
     "unshard",
     "unshard_params",
     "writeback",

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from composable_shard import Block as UnitBlock
 from composable_shard import (
     FlatShard,
-    ShardingPlan,
     ShardingStrategy,
     StateDictOptions,
     count_collectives,
@@ -30,6 +29,7 @@ from composable_shard import (
 )
 from composable_shard.comm.collectives import CollectiveLog
 from composable_shard.options import Granularity
+from composable_shard.planning import ShardingPlan
 from composable_shard.runtime.state import ShardState, TrainingState
 from tests.helpers import assert_equal
 

@@ -39,10 +39,14 @@ from composable_shard.comm.devices import (
 from composable_shard.comm.groups import HostGroup, ShardGroup, SmallGroup, get_host_group
 from composable_shard.comm.hooks import (
     CommHook,
+    ErrorFeedback,
     HookedReduction,
     ReductionStage,
     StageKey,
+    bf16_compress_hook,
     call_hook,
+    error_feedback_hook,
+    fp16_compress_hook,
 )
 from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_nbytes
 
@@ -51,6 +55,7 @@ __all__ = [
     "QUANTISED",
     "AllGather",
     "CommHook",
+    "ErrorFeedback",
     "HookedReduction",
     "HostCopies",
     "HostGroup",
@@ -69,6 +74,7 @@ __all__ = [
     "all_reduce",
     "alloc_host",
     "as_received",
+    "bf16_compress_hook",
     "broadcast",
     "call_hook",
     "collectives",
@@ -76,6 +82,8 @@ __all__ = [
     "copies_for",
     "count_collectives",
     "digest_of",
+    "error_feedback_hook",
+    "fp16_compress_hook",
     "gather_bytes",
     "gather_in",
     "gather_rows",

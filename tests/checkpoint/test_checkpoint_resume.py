@@ -19,9 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import (
-    CheckpointSave,
     FlatShard,
-    LoadedCheckpoint,
     ShardingStrategy,
     clip_grad_norm_,
     find_checkpoint,
@@ -29,7 +27,7 @@ from composable_shard import (
     load_checkpoint,
     save_checkpoint,
 )
-from composable_shard.checkpoint import files
+from composable_shard.checkpoint import CheckpointSave, LoadedCheckpoint, files
 from composable_shard.comm.collectives import count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
 from tests.models import Net, every_granularity, rank_input, shard_blocks, shard_root

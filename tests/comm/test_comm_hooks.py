@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import (
     MixedPrecisionPolicy,
-    ReductionStage,
     ShardingStrategy,
     fully_shard,
     get_handles,
@@ -24,14 +23,16 @@ from composable_shard import (
     set_gradient_divide_factor,
     set_requires_all_reduce,
 )
-from composable_shard.comm import algorithms, collectives
-from composable_shard.comm.collectives import count_collectives
-from composable_shard.comm.hooks import (
+from composable_shard.comm import (
     ErrorFeedback,
+    ReductionStage,
+    algorithms,
     bf16_compress_hook,
+    collectives,
     error_feedback_hook,
     fp16_compress_hook,
 )
+from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.wire import encoded_nbytes, round_trip
 from tests.helpers import Planned, assert_equal, distributed
 from tests.models import (

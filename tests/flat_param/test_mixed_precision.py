@@ -28,7 +28,6 @@ from composable_shard import (
     FlatShard,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    by_class,
     fully_shard,
     get_handles,
     get_states,
@@ -42,6 +41,7 @@ from composable_shard import (
 )
 from composable_shard.comm import algorithms
 from composable_shard.comm.collectives import count_collectives
+from composable_shard.planning import by_class
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import (
     Block,

@@ -29,15 +29,13 @@ from torch.distributed.fsdp.wrap import (
 from composable_shard import (
     FlatShard,
     ShardingStrategy,
-    by_class,
-    by_size,
     fully_shard,
     get_handles,
     get_states,
     is_sharded,
     shard_model,
-    transformer_blocks,
 )
+from composable_shard.planning import by_class, by_size, transformer_blocks
 from composable_shard.planning.rules import Scope, compile_glob, parse_rules
 from composable_shard.planning.units import choose_units
 from composable_shard.runtime.traversal import ModuleTree, has_forward

@@ -17,9 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_shard import (
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ShardingPlan,
     ShardingStrategy,
-    by_class,
     count_collectives,
     fully_shard,
     get_handles,
@@ -30,6 +28,7 @@ from composable_shard import (
 from composable_shard.comm.collectives import CollectiveLog, resolve_group
 from composable_shard.options import Block as Granule
 from composable_shard.options import Granularity
+from composable_shard.planning import ShardingPlan, by_class
 from composable_shard.planning.costs import FlatParamCost, RankCounts, sent_nbytes
 from tests.helpers import distributed
 from tests.models import Block, Net, rank_input

@@ -1,0 +1,93 @@
+"""Adding or removing a public name is a decision, not an accident."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import composable_shard
+
+TOP = [
+    "Block",
+    "FlatLayout",
+    "FlatParamHandle",
+    "FlatShard",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardedGradScaler",
+    "ShardingStrategy",
+    "StateDictOptions",
+    "clip_grad_norm_",
+    "count_collectives",
+    "find_checkpoint",
+    "fully_shard",
+    "get_handles",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_root_states",
+    "get_states",
+    "is_sharded",
+    "lazy_init",
+    "load_checkpoint",
+    "load_safetensors",
+    "no_sync",
+    "register_comm_hook",
+    "register_flat_param",
+    "register_orig_params",
+    "reshard",
+    "save_checkpoint",
+    "save_safetensors",
+    "set_backward_prefetch",
+    "set_forward_prefetch",
+    "set_gradient_divide_factor",
+    "set_is_last_backward",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
+    "set_reshard_after_backward",
+    "set_reshard_after_forward",
+    "shard_model",
+    "shard_optimizer_state",
+    "unshard",
+    "unshard_params",
+    "writeback",
+]
+# What users find only in a package; the other exports of these are for packages above them.
+BELOW = {
+    "checkpoint": ["CheckpointSave", "LoadedCheckpoint"],
+    "comm": [
+        "CommHook",
+        "ErrorFeedback",
+        "ReductionStage",
+        "bf16_compress_hook",
+        "error_feedback_hook",
+        "fp16_compress_hook",
+    ],
+    "module_api": ["UnshardWork"],
+    "planning": ["ShardingPlan", "by_class", "by_size", "transformer_blocks"],
+}
+# These packages export nothing but public names.
+FOR_USERS = ["huggingface", "module_api", "planning"]
+
+
+def test_top_level_names() -> None:
+    """What most programs need; DESIGN section 4, as far as it exists."""
+    assert composable_shard.__all__ == TOP
+    assert all(hasattr(composable_shard, name) for name in TOP)
+
+
+@pytest.mark.parametrize("package", BELOW)
+def test_names_of_packages(package: str) -> None:
+    """They are exported by their package, and not at the top too."""
+    module = importlib.import_module(f"composable_shard.{package}")
+    assert set(BELOW[package]) <= set(module.__all__)
+    assert not set(BELOW[package]) & set(TOP)
+
+
+@pytest.mark.parametrize("package", FOR_USERS)
+def test_packages_for_users_export_nothing_else(package: str) -> None:
+    """Each name is at the top or listed here."""
+    module = importlib.import_module(f"composable_shard.{package}")
+    assert set(module.__all__) <= {*TOP, *BELOW.get(package, [])}
