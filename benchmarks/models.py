@@ -60,7 +60,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """A pre-norm transformer block of nine parameters: 4 attention, 3 SwiGLU, 2 norms."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -85,7 +85,7 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
 

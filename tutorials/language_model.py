@@ -72,7 +72,7 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """One layer: attention and feed-forward, each behind a norm and around a residual."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -98,7 +98,7 @@ class Transformer(nn.Module):
                 f"dim {config.dim} is no multiple of an even head_dim {config.head_dim}"
             )
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
         cos, sin = rotary_table(config.max_length, config.head_dim)

@@ -74,7 +74,7 @@ def shard_model(
     defaults, or with the options of a rule about a class or predicate that it meets. A module with
     several FQNs forms one unit, a rule about any of them is about it.
 
-        shard_model(model, {Block: {}, "head": {"reshard_after_forward": False}})
+        shard_model(model, {Layer: {}, "head": {"reshard_after_forward": False}})
         shard_model(model, transformer_blocks(model), dry_run=True, world_size=64)
 
     Everything is checked for all units before the first one is formed: a call that is refused

@@ -115,7 +115,7 @@ def _pairs(rules: object) -> Iterator[tuple[object, object]]:
                 raise ValueError(
                     f"rule {number}: expected a pair of what it is about and options or None, "
                     f"got {type(item).__name__}. Unpack ready-made rules among others: "
-                    "[*by_class(Block), ('head', None)]."
+                    "[*by_class(Layer), ('head', None)]."
                 )
     else:
         got = repr(rules) if isinstance(rules, str) else _name(rules)
@@ -426,7 +426,7 @@ def transformer_blocks(model: nn.Module, **options: Any) -> list[tuple[Any, dict
         raise ValueError(
             f"no ModuleList or Sequential in {type(model).__name__} holds two or more modules that "
             "have parameters and are all of one class. Say which modules are the blocks: "
-            "by_class(Block), or an FQN glob as in [('layers.*', {})], or by_size(min_numel)."
+            "by_class(Layer), or an FQN glob as in [('layers.*', {})], or by_size(min_numel)."
         )
     largest = _block_numel(max(outermost.values(), key=_numel))
     return [

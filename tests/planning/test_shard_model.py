@@ -357,7 +357,7 @@ def test_transformer_blocks_says_what_to_pass_where_there_is_no_list() -> None:
         assert str(caught.value) == (
             f"no ModuleList or Sequential in {type(model).__name__} holds two or more modules that "
             "have parameters and are all of one class. Say which modules are the blocks: "
-            "by_class(Block), or an FQN glob as in [('layers.*', {})], or by_size(min_numel)."
+            "by_class(Layer), or an FQN glob as in [('layers.*', {})], or by_size(min_numel)."
         )
 
 
@@ -563,7 +563,7 @@ EXPECTED_KEY = (
 )
 EXPECTED_PAIR = (
     "rule 2: expected a pair of what it is about and options or None, got {}. Unpack ready-made "
-    "rules among others: [*by_class(Block), ('head', None)]."
+    "rules among others: [*by_class(Layer), ('head', None)]."
 )
 NET = (
     "takes no module of Net, which holds 'inp', 'blocks', 'out' and has the classes 'Net', "
