@@ -13,6 +13,7 @@ class StrategyFacts:
     """What a strategy keeps, frees and sends. Code asks these, never which strategy it is.
 
     Attributes:
+        known_as: Names of the same thing elsewhere.
         frees_params: A rank keeps its shard alone, at rest and between forward and backward, and
             each pass gathers. False: the full parameters stay in one buffer, and the first forward
             after a write gathers into it.
@@ -20,13 +21,12 @@ class StrategyFacts:
             reduced once. False: each backward leaves shards, unless `no_sync` forbids it to reduce.
         is_replicated: Each rank steps all parameters: nothing is gathered, gradients are
             all-reduced. False: each rank steps its shard, gradients are reduce-scattered.
-        known_as: Names of the same thing elsewhere.
     """
 
-    frees_params: bool
-    accumulates_unsharded: bool
-    is_replicated: bool
     known_as: str
+    frees_params: bool = False
+    accumulates_unsharded: bool = False
+    is_replicated: bool = False
 
     def keeps_params(self, shard_size: int) -> bool:
         """Return whether full parameters stay, where `shard_size` ranks share the unit."""
@@ -56,44 +56,18 @@ class ShardingStrategy(Enum):
 
     # Parameters, gradients and optimizer state are sharded at rest; a unit is gathered for its
     # forward and again for its backward.
-    FULL_SHARD = (
-        "full_shard",
-        StrategyFacts(
-            frees_params=True,
-            accumulates_unsharded=False,
-            is_replicated=False,
-            known_as="ZeRO-3, FSDP",
-        ),
-    )
+    FULL_SHARD = "full_shard", StrategyFacts("ZeRO-3, FSDP", frees_params=True)
     # Parameters stay unsharded, and are gathered again, in place, by the first forward after they
     # were written; gradients and optimizer state are sharded.
-    SHARD_GRAD_OP = (
-        "shard_grad_op",
-        StrategyFacts(
-            frees_params=False,
-            accumulates_unsharded=False,
-            is_replicated=False,
-            known_as="ZeRO-2",
-        ),
-    )
+    SHARD_GRAD_OP = "shard_grad_op", StrategyFacts("ZeRO-2")
     # Only optimizer state is sharded: gradients have a buffer that is as large as the parameters,
     # accumulate in it, and are reduced once.
     SHARD_OPTIM = (
         "shard_optim",
-        StrategyFacts(
-            frees_params=False,
-            accumulates_unsharded=True,
-            is_replicated=False,
-            known_as="ZeRO-1, OSS, DistributedOptimizer",
-        ),
+        StrategyFacts("ZeRO-1, OSS, DistributedOptimizer", accumulates_unsharded=True),
     )
     # Every rank holds everything; gradients are all-reduced.
     NO_SHARD = (
         "no_shard",
-        StrategyFacts(
-            frees_params=False,
-            accumulates_unsharded=True,
-            is_replicated=True,
-            known_as="DDP",
-        ),
+        StrategyFacts("DDP", accumulates_unsharded=True, is_replicated=True),
     )

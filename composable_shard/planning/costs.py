@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from math import ceil, prod
 
@@ -28,15 +28,15 @@ from composable_shard.comm import QUANTISED, ShardGroup, wire_nbytes
 from composable_shard.construct import Plan, group_params, lay_out
 from composable_shard.flat_param import Precision
 from composable_shard.layout import FlatLayout
-from composable_shard.options import OffloadPolicy, ShardingStrategy, StrategyFacts
+from composable_shard.options import StrategyFacts, UnitOptions
 
 __all__ = ["Cost", "FlatParamCost", "RankCounts", "sent_nbytes", "unit_cost"]
 
 
 _NUM_MOMENTS = 2  # AdamW's states of the size of a parameter
 
-Payloads = Mapping[tuple[str, int], int]  # by kind of collective and number of ranks
-_Calls = tuple[tuple[str, int], int, int]  # these two, bytes of one collective, how many
+_Kind = tuple[str, int]  # of a collective, and its number of ranks
+Payloads = Counter[_Kind]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RankCounts:
 
     @classmethod
     def of_all(cls, world_size: int, facts: StrategyFacts) -> RankCounts:
-        """Return the counts where there is no mesh, only so many ranks."""
+        """Return the counts for this many ranks without a mesh."""
         everyone = (world_size,) if world_size > 1 else ()
         return cls(1, everyone, everyone) if facts.is_replicated else cls(world_size, (), everyone)
 
@@ -91,22 +91,13 @@ class Cost:
     grad_nbytes: int = 0
     optimizer_nbytes: int = 0
     host_nbytes: int = 0
-    payloads: Payloads = field(default_factory=dict)
+    payloads: Payloads = field(default_factory=Counter)
     num_collectives: int = 0
     gathered_nbytes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        payloads = Counter(self.payloads)
-        payloads.update(other.payloads)
-        return Cost(
-            self.param_nbytes + other.param_nbytes,
-            self.grad_nbytes + other.grad_nbytes,
-            self.optimizer_nbytes + other.optimizer_nbytes,
-            self.host_nbytes + other.host_nbytes,
-            payloads,
-            self.num_collectives + other.num_collectives,
-            self.gathered_nbytes + other.gathered_nbytes,
-        )
+        names = [each.name for each in fields(self)]
+        return Cost(*(getattr(self, name) + getattr(other, name) for name in names))
 
     @property
     def sent_nbytes(self) -> int:
@@ -114,7 +105,7 @@ class Cost:
         return sent_nbytes(self.payloads)
 
 
-def sent_nbytes(payloads: Payloads) -> int:
+def sent_nbytes(payloads: Mapping[_Kind, int]) -> int:
     """Return what each rank sends for collectives of these payloads, see [Note: Costs].
 
     Example: an all-reduce and a gather of 100 bytes among 4 ranks are 150 and 75 bytes.
@@ -133,24 +124,20 @@ class FlatParamCost:
     Attributes:
         layout: Where its parameters lie.
         ranks: Who takes part.
-        strategy: What each rank keeps.
+        options: Those of its unit.
         main_dtype: Of the shard.
         precision: The dtypes that differ from it.
         requires_grad: Whether its parameters are trainable.
-        reshard_after_forward: True, False, or the size of a small group; for `FULL_SHARD`.
-        shows_flat: Whether optimizers see one parameter in place of the originals.
-        offload: What lives on the host.
+        reshard_after_forward: True, False, or the size of a small group.
     """
 
     layout: FlatLayout
     ranks: RankCounts
-    strategy: ShardingStrategy
+    options: UnitOptions
     main_dtype: torch.dtype
     precision: Precision
     requires_grad: bool = True
     reshard_after_forward: bool | int = True
-    shows_flat: bool = False
-    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
 
     @property
     def param_nbytes(self) -> int:
@@ -158,13 +145,19 @@ class FlatParamCost:
 
         An offloaded shard is beside that buffer, or beside a copy that the device keeps.
         """
-        shard = self._shard_nbytes
-        if not self._is_kept:
-            is_copied = self.offload.is_active and not self.offload.params
-            return shard + (self._device_copy_nbytes if is_copied else 0)
-        full = self.layout.padded_numel * self._param_dtype.itemsize
-        is_cast = {self._param_dtype, self._wire_dtype} != {self.main_dtype}
-        return full + shard if is_cast or self.offload.is_active else full
+        shard, offload, wire_dtype = (
+            self._shard_nbytes,
+            self.options.offload_policy,
+            self._wire_dtype,
+        )
+        if self._is_kept:
+            full = self.layout.padded_numel * self._param_dtype.itemsize
+            is_cast = {self._param_dtype, wire_dtype} != {self.main_dtype}
+            return full + shard if is_cast or offload.is_active else full
+        if not offload.is_active or offload.params:
+            return shard
+        held_dtype = self.main_dtype if wire_dtype in QUANTISED else wire_dtype
+        return shard + self.layout.cut(1) * held_dtype.itemsize
 
     @property
     def grad_nbytes(self) -> int:
@@ -172,16 +165,16 @@ class FlatParamCost:
 
         Offloaded shards are beside that buffer.
         """
-        shard, is_offloaded = self._shard_nbytes, self.offload.is_active
+        shard, is_offloaded = self._shard_nbytes, self.options.offload_policy.is_active
         if not self.requires_grad:
             return 0
-        if not (self.ranks.joint or self.shows_flat or is_offloaded):
+        if not (self.ranks.joint or self._shows_flat or is_offloaded):
             return self.layout.unpadded_numel * self.main_dtype.itemsize
-        if not self._keeps_gradients:
+        facts = self.options.strategy.facts
+        if not facts.keeps_gradients(self.ranks.shard, prod(self.ranks.joint)):
             return shard
         full = self.layout.padded_numel * self._reduce_dtype.itemsize
-        num_shards = int(self._reduce_dtype != self.main_dtype) + int(is_offloaded)
-        return full + num_shards * shard
+        return full + shard * ((self._reduce_dtype != self.main_dtype) + is_offloaded)
 
     @property
     def optimizer_nbytes(self) -> int:
@@ -189,14 +182,14 @@ class FlatParamCost:
         if not self.requires_grad:
             return 0
         owned = sum(self.layout.piece_numels(0)[1::2])
-        if self.shows_flat:
+        if self._shows_flat:
             owned = min(self.layout.cut(1), self.layout.end)
         return _NUM_MOMENTS * owned * self.main_dtype.itemsize
 
     @property
     def host_nbytes(self) -> int:
         """What is in host memory: shards of parameters and gradients, and moments."""
-        if not self.offload.is_active:
+        if not self.options.offload_policy.is_active:
             return 0
         return self._shard_nbytes * (1 + self.requires_grad) + self.optimizer_nbytes
 
@@ -207,51 +200,45 @@ class FlatParamCost:
             num_passes: Forwards with backwards in the step.
             num_reductions: How many of the backwards reduce gradients.
         """
-        payloads: Counter[tuple[str, int]] = Counter()
-        calls = [*self._gathers(num_passes), *self._reductions(num_reductions)]
+        payloads = Payloads()
+        for key, nbytes, number in self._collectives(num_passes, num_reductions):
+            payloads[key] += nbytes * number
         for size in self.ranks.joint if self.requires_grad else ():
             # A flag for each parameter tells which ranks used it.
-            calls.append((("all_reduce", size), len(self.layout.numels), num_reductions))
-        for key, nbytes, number in calls:
-            payloads[key] += nbytes * number
-        return {key: nbytes for key, nbytes in payloads.items() if nbytes}
+            payloads["all_reduce", size] += len(self.layout.numels) * num_reductions
+        return +payloads
+
+    def _collectives(
+        self, num_passes: int = 1, num_reductions: int = 1
+    ) -> Iterator[tuple[_Kind, int, int]]:
+        """Yield the kinds of gathers and reductions, the bytes of each, and how many there are."""
+        shard, small = self.ranks.shard, self.reshard_after_forward
+        each = self.layout.uneven_numels or (self.layout.shard_numel,) * shard
+        gather = ("all_gather", shard)
+        wire = sum(wire_nbytes(self._wire_dtype, numel) for numel in each)
+        if shard > 1 and self._is_kept:
+            # Else never written; but a step counts as a write to whole parameters of any kind.
+            is_written = self.requires_grad or (self.layout.owners and not self._shows_flat)
+            yield gather, wire, int(bool(is_written))
+        elif shard > 1:
+            yield gather, wire, num_passes * (2 if small is True else 1)
+            if not isinstance(small, bool):
+                yield ("all_gather", small), self.gathered_nbytes, num_passes
+        itemsize = self._reduce_dtype.itemsize if self.requires_grad else 0
+        if shard > 1:
+            yield ("reduce_scatter", shard), sum(each) * itemsize, num_reductions
+        for size in self.ranks.replicate:
+            yield ("all_reduce", size), self.layout.cut(1) * itemsize, num_reductions
 
     @property
     def num_collectives(self) -> int:
         """Gathers and reductions of a step with one forward and backward."""
-        calls = [*self._gathers(1), *self._reductions(1)]
-        return sum(number for _, nbytes, number in calls if nbytes)
+        return sum(number for _, nbytes, number in self._collectives() if nbytes)
 
     @property
     def gathered_nbytes(self) -> int:
         """The full parameters, where they are not held at rest."""
         return 0 if self._is_kept else self.layout.padded_numel * self._param_dtype.itemsize
-
-    def _gathers(self, num_passes: int) -> Iterator[_Calls]:
-        shard, each = self.ranks.shard, self.layout.uneven_numels
-        if each is None:
-            wire = shard * wire_nbytes(self._wire_dtype, self.layout.shard_numel)
-        else:
-            wire = sum(wire_nbytes(self._wire_dtype, numel) for numel in each)
-        if shard > 1 and self._is_kept:
-            # Else never written; but a step counts as a write to whole parameters of any kind.
-            is_written = self.requires_grad or (self.layout.owners and not self.shows_flat)
-            yield ("all_gather", shard), wire, int(bool(is_written))
-        elif shard > 1:
-            small = self.reshard_after_forward
-            yield ("all_gather", shard), wire, num_passes * (2 if small is True else 1)
-            if not isinstance(small, bool):
-                yield ("all_gather", small), self.gathered_nbytes, num_passes
-
-    def _reductions(self, num_reductions: int) -> Iterator[_Calls]:
-        if not self.requires_grad:
-            return
-        itemsize, each = self._reduce_dtype.itemsize, self.layout.uneven_numels
-        if self.ranks.shard > 1:
-            numel = self.layout.padded_numel if each is None else sum(each)
-            yield ("reduce_scatter", self.ranks.shard), numel * itemsize, num_reductions
-        for size in self.ranks.replicate:
-            yield ("all_reduce", size), self._shard_numel * itemsize, num_reductions
 
     @property
     def cost(self) -> Cost:
@@ -267,26 +254,16 @@ class FlatParamCost:
         )
 
     @property
-    def _shard_numel(self) -> int:
-        return self.layout.cut(1)
-
-    @property
     def _shard_nbytes(self) -> int:
-        return self._shard_numel * self.main_dtype.itemsize
-
-    @property
-    def _device_copy_nbytes(self) -> int:
-        wire_dtype = self._wire_dtype
-        held_dtype = self.main_dtype if wire_dtype in QUANTISED else wire_dtype
-        return self._shard_numel * held_dtype.itemsize
+        return self.layout.cut(1) * self.main_dtype.itemsize
 
     @property
     def _is_kept(self) -> bool:
-        return self.strategy.facts.keeps_params(self.ranks.shard)
+        return self.options.strategy.facts.keeps_params(self.ranks.shard)
 
     @property
-    def _keeps_gradients(self) -> bool:
-        return self.strategy.facts.keeps_gradients(self.ranks.shard, prod(self.ranks.joint))
+    def _shows_flat(self) -> bool:
+        return not self.options.use_orig_params
 
     @property
     def _param_dtype(self) -> torch.dtype:
@@ -310,19 +287,17 @@ def unit_cost(plan: Plan, ranks: RankCounts, *, reshard_after_forward: bool | in
         ranks: Who takes part.
         reshard_after_forward: True, False, or the size of a small group.
     """
-    total, options = Cost(), plan.options
     groups = group_params(plan, shard_size=ranks.shard, is_alone=not ranks.joint)
-    for precision, members in groups:
-        handle = FlatParamCost(
-            layout=lay_out(members, ranks.shard, precision),
-            ranks=ranks,
-            strategy=options.strategy,
-            main_dtype=precision.main_dtype or members[0].dense.dtype,
-            precision=precision,
-            requires_grad=members[0].param.requires_grad,
-            reshard_after_forward=reshard_after_forward,
-            shows_flat=not options.use_orig_params,
-            offload=options.offload_policy,
-        )
-        total += handle.cost
-    return total
+    costs = [
+        FlatParamCost(
+            lay_out(members, ranks.shard, precision),
+            ranks,
+            plan.options,
+            precision.main_dtype or members[0].dense.dtype,
+            precision,
+            members[0].param.requires_grad,
+            reshard_after_forward,
+        ).cost
+        for precision, members in groups
+    ]
+    return sum(costs, Cost())

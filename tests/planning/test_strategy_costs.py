@@ -92,7 +92,7 @@ def _costs(model: nn.Module) -> Iterable[FlatParamCost]:
             yield FlatParamCost(
                 layout=handle.layout,
                 ranks=RankCounts.of(handle.shard_group),
-                strategy=handle.strategy,
+                options=state.options,
                 main_dtype=handle.local_shard.dtype,
                 precision=handle.precision,
                 requires_grad=handle.requires_grad,
