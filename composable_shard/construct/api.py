@@ -74,59 +74,60 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
-    The parameters of `module` that no unit inside it manages form a new unit. From then on each
-    rank holds one slice of them, of their gradients and of their optimizer state, or more of them
-    as the strategy says. The unit is gathered for its forward and backward, and its gradients are
-    averaged over the ranks. Call it on inner modules first, on the outermost last:
+    The parameters of `module` that no unit inside it manages form a new unit. Each rank keeps a
+    shard of them, of their gradients and of their optimizer state, or more as the strategy says.
+    The unit is all-gathered for its forward and backward, and its gradients are averaged over the
+    ranks. Call it on inner modules first, on the outermost last:
 
-        for block in model.layers:
-            fully_shard(block)
+        for layer in model.layers:
+            fully_shard(layer)
         fully_shard(model)
 
-    The same object comes back, its class and FQNs are unchanged, and its Parameter objects stay
-    the same objects, so an optimizer (without state) may be built before or after. A call that
-    raises leaves the module as it was.
+    The module's class and FQNs and its Parameter objects stay the same, so an optimizer (without
+    state) may be built before or after. A call that raises leaves the module as it was.
 
     Args:
         module: A module, or a list of modules that form one unit.
-        mesh: 1-D mesh of the ranks that share the unit, or a 2-D one `(replicate, shard)`: copies
-            along its first axis of what is shared along its second. Default: all ranks share it.
-        strategy: What ranks keep; strategies of units in one tree may differ.
+        mesh: 1-D mesh of the ranks that share the unit, or a 2-D mesh `(replicate, shard)`: copies
+            along the first axis of what is sharded along the second. Default: all ranks share it.
+        strategy: What ranks keep. Units of one tree may have different strategies.
         reshard_after_forward: For `FULL_SHARD`. True frees the full parameters between forward
-            and backward, False keeps them, None keeps them only for the outermost unit of a call,
-            whose backward begins at once. A divisor of the number of ranks keeps a part of them:
-            so many consecutive ranks hold them all, and the backward gathers from those.
-        shard_over_replicas: For a 2-D mesh. True shares parameters, gradients and optimizer state
-            over all its ranks, copies none, and uses the second axis for what is near: with
-            `FULL_SHARD` and `reshard_after_forward=None` its ranks keep all parameters together
-            between forward and backward. `NO_SHARD` can't be combined with it.
-        mp_policy: In which dtypes the unit computes and communicates, and in which it is optimized.
+            and backward. False keeps them, which saves the backward's all-gather. None keeps them
+            only for the outermost unit of a call, whose backward begins at once. An integer n that
+            divides the number of ranks keeps 1/n of each parameter, so that the backward
+            all-gathers inside groups of n neighbouring ranks.
+        shard_over_replicas: For a 2-D mesh. True shards over all its ranks and copies nothing. With
+            `FULL_SHARD` and `reshard_after_forward=None` the ranks of the second axis keep all
+            parameters together between forward and backward, so that the backward all-gathers only
+            there: put near ranks on it. Not for `NO_SHARD`.
+        mp_policy: Dtypes for compute, communication and the optimizer.
         offload_policy: What of the unit lives in host memory; the optimizer then steps there.
         ignored_params: Parameters to leave alone: not sharded, not moved, not reduced.
         use_orig_params: True shows the original parameters at rest. False shows one 1-D parameter
             `_flat_param` for each handle instead (`_flat_param_1` and so on where a unit has
-            several), the fewest tensors for an elementwise optimizer, which must then be built
-            after this call; in forward, and inside `unshard_params`, the originals are shown. What
-            got no gradient, where another parameter of its handle did, counts as zero gradient.
-            `register_orig_params` and `register_flat_param` change it later.
+            several). An elementwise optimizer then steps the fewest tensors; build it after this
+            call. Forwards and `unshard_params` show the originals. If some parameter of a handle
+            got a gradient, those without one count as zero gradient. `register_orig_params` and
+            `register_flat_param` change it later.
         sync_module_states: Broadcast parameters and buffers from the mesh's first rank.
-        broadcast_buffers: As in DistributedDataParallel: before a forward give all ranks the
-            buffers of the mesh's first rank, in one broadcast for the unit; not while gradients
+        broadcast_buffers: Before each forward give all ranks the buffers of the mesh's first rank,
+            as DistributedDataParallel does, in one broadcast for the unit. Skipped while gradients
             accumulate without being reduced.
-        bucket_cap_mb: The most MiB (2**20 bytes) of gradients that are reduced together; a larger
-            parameter is alone. Each bucket is a handle of its own, reduced in the backward as soon
-            as it is complete; its full parameters are then freed. So one call on a whole model
-            overlaps reductions with the backward. Not before the end of the unit's backward,
-            though, where that would not be safe on all ranks: if units run inside this one, or it
-            runs in a checkpointed region. None: one handle for each kind of parameters.
+        bucket_cap_mb: Reduce gradients in buckets of at most this many MiB (2**20 bytes), a larger
+            parameter alone. Each bucket is a handle of its own. The backward reduces it and frees
+            its full parameters as soon as its gradients are complete, so that one call on a whole
+            model overlaps reductions with the backward. Use it on a module that contains no other
+            sharded module and does not run inside a checkpointed region. Otherwise buckets are
+            reduced only when the unit's backward ends. None: one handle for each kind of
+            parameters.
         granularity: How finely the unit's parameters are cut: `"element"` anywhere, `"row"` between
             rows, `Block(n)` between blocks of n elements, `"param"` not at all: one rank holds the
-            whole parameter. Or a function that returns one of these for a parameter, the same on
-            all ranks. Parameters of `"param"` have a handle of their own in their unit.
-        prefetch_nbytes: While the unit computes the next one is gathered; small ones that come
-            after it are gathered along with it while all of them have at most so many bytes, in the
-            dtype in which they compute. What is gathered ahead is thus the next unit, or so much.
-            0: one unit at a time. `set_forward_prefetch` and `set_backward_prefetch` go before.
+            whole parameter. Or a function of a parameter that returns one of these, the same on all
+            ranks. Parameters of `"param"` have a handle of their own in their unit.
+        prefetch_nbytes: While the unit computes, the next one is all-gathered, and with it the
+            small units after that, as long as all of them have at most this many bytes in their
+            compute dtype. 0: one unit at a time. Overridden by `set_forward_prefetch` and
+            `set_backward_prefetch`.
 
     Returns:
         `module`.

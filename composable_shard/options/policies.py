@@ -29,7 +29,7 @@ _DTYPE_FIELDS = (
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """In which dtypes a unit computes, communicates and is optimized; None changes nothing.
+    """Dtypes for compute, communication and the optimizer. `None` leaves a dtype unchanged.
 
     Each dtype is float16, bfloat16, float32 or float64, `gather_dtype` also an 8-bit one.
     Parameters of other dtypes (complex ones) are left as they are.
@@ -39,23 +39,24 @@ class MixedPrecisionPolicy:
     Forward and backward compute with a copy of them in `param_dtype`.
 
     Attributes:
-        param_dtype: In which the unit computes, gradients included. Default: as before the call.
-        gather_dtype: In which parameters are gathered, if they are. Default: `param_dtype`. With a
-            narrower one every rank, also the owner, computes with values rounded for the way. With
-            int8, float8_e4m3fn or float8_e5m2 they travel as one byte each and one fp32 scale for
+        param_dtype: Compute dtype of the unit, of its gradients too. Default: as before the call.
+        gather_dtype: Dtype in which parameters are all-gathered. Default: `param_dtype`. With a
+            narrower one every rank, the owner too, computes with the rounded values. With int8,
+            float8_e4m3fn or float8_e5m2 an element is sent as one byte, with one fp32 scale for
             each block of 128 within a shard: n elements take n + 4 * ceil(n / 128) bytes. In int8
             no element is off by more than 1/254 of its block's largest. Where nothing is gathered
-            (`NO_SHARD`, one rank), nothing is rounded. The backward's gather of a unit that keeps a
-            part for a small group moves values as they were received, in `param_dtype`.
-        reduce_dtype: In which gradients are packed, sent and added up while a buffer holds them
-            unsharded. Default: `param_dtype`. Where this library adds up what ranks sent, it does
-            so in the wider one of this and the main dtype.
-        main_dtype: What the sharded parameters are made, for example float32 for a bfloat16 model,
-            which then goes on computing in bfloat16. Default: as before the call.
-        output_dtype: What floating-point tensors in the output of the unit's forward are cast to.
+            (`NO_SHARD`, one rank), nothing is rounded. With `reshard_after_forward=n` the
+            backward's all-gather sends received values in `param_dtype`.
+        reduce_dtype: Dtype in which gradients are packed and sent. Default: `param_dtype`. Where
+            this library sums what ranks sent, it does so in the wider one of this and the main
+            dtype.
+        main_dtype: Dtype of the sharded parameters, for example float32 for a bfloat16 model, which
+            then still computes in bfloat16. Default: as before the call.
+        output_dtype: Dtype to which floating-point tensors in the output of the unit's forward are
+            cast.
         cast_forward_inputs: Cast floating-point tensors in the arguments of the unit's forward to
             `param_dtype`. Containers are copied where something in them changes.
-        buffer_dtype: What the unit's floating-point buffers are cast to, once, by the call.
+        buffer_dtype: Dtype to which the unit's floating-point buffers are cast, once, by the call.
         keep_fp32_classes: Modules of these classes, and what is in them, compute with their main
             parameters, on inputs cast to their dtype; their outputs get the dtype of the inputs
             again, and their buffers keep theirs. Costs one more collective each way in a unit that
@@ -96,13 +97,13 @@ class MixedPrecisionPolicy:
 
     @property
     def changes_compute(self) -> bool:
-        """Whether units compute with something else than their main parameters, or may."""
+        """Whether units may compute with other values than their main parameters."""
         return self.param_dtype is not None or self.main_dtype is not None
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """What of a unit lives in host memory between uses, one flat buffer each.
+    """Which parts of a unit live in host memory between uses, in one flat buffer each.
 
     An optimizer needs a parameter, its gradient and its state on one device, so where the state is
     on the host, the step runs there, on the CPU: `model.parameters()` then are CPU tensors, and so
@@ -135,7 +136,7 @@ class OffloadPolicy:
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        """Check the fields, and say what None stands for.
+        """Check the fields, and replace None by what it stands for.
 
         Raises:
             ValueError: For a combination in which no optimizer could step, with the remedy.
@@ -174,10 +175,10 @@ class StateDictOptions:
     Attributes:
         full_state_dict: Return whole plain tensors instead of FlatShards.
         cpu_offload: Return tensors in host memory.
-        rank0_only: With `full_state_dict`: the first rank alone gets them, by one gather for each
-            flat parameter, and the other ranks an empty dict. False: all ranks, by all-gathers.
-        broadcast_from_rank0: For loading: the first rank alone passes a dict, of whole tensors, the
-            others an empty one; every rank is sent its own part, a unit at a time.
+        rank0_only: With `full_state_dict`: True gathers each flat parameter to the first rank, and
+            the other ranks get an empty dict. False all-gathers: all ranks get the tensors.
+        broadcast_from_rank0: For loading: only the first rank passes a dict, of whole tensors, the
+            others pass an empty one. Each rank is sent its own part, one unit at a time.
         strict: Raise for names that are missing or unexpected; False ignores them.
         keep_submodule_prefixes: With `submodules`: names begin at the model, not at the submodule.
         init_optimizer_state: For reading: give an optimizer that has not stepped its state, as
