@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
 from torch import nn
@@ -16,15 +16,7 @@ from composable_shard.construct.build import (
     register_state_dict_hooks,
     sync_states,
 )
-from composable_shard.construct.plan import (
-    Plan,
-    apply_granularity,
-    apply_precision,
-    as_modules,
-    check_can_be_flat,
-    check_sync,
-    plan_unit,
-)
+from composable_shard.construct.plan import Plan, as_modules, plan_unit
 from composable_shard.options import (
     GranularityOption,
     MixedPrecisionPolicy,
@@ -38,7 +30,6 @@ from composable_shard.runtime import (
     ShardState,
     apply_policy,
     attach_state,
-    check_can_broadcast,
     find_small_group,
     get_handles,
     read_state,
@@ -47,7 +38,7 @@ from composable_shard.runtime import (
     share_context,
 )
 
-__all__ = ["check_unit", "find_shard_group", "form_unit", "fully_shard"]
+__all__ = ["find_shard_group", "form_unit", "fully_shard"]
 
 
 _M = TypeVar("_M", bound=nn.Module | Iterable[nn.Module])
@@ -171,7 +162,7 @@ def form_unit(
             together with those of all units inside, which may move. [Note: Owners]
     """
     shard_group = find_shard_group(options)
-    plan = check_unit(modules, options, shard_group.size, shard_group)
+    plan = plan_unit(modules, options, shard_group.size, shard_group)
     find_small_group(shard_group, plan.reshard_after_forward)  # the last thing that may fail
     if options.sync_module_states:
         sync_states(plan, shard_group)
@@ -215,45 +206,6 @@ def _set_owners(
         found = [owners[original.param] for original in whole]
     for original, owner in zip(whole, found, strict=True):
         original.owner = owner
-
-
-def check_unit(
-    modules: list[nn.Module],
-    options: UnitOptions,
-    shard_size: int,
-    shard_group: ShardGroup | None,
-    inner: Container[nn.Module] = (),
-    managed: Container[nn.Parameter] = (),
-) -> Plan:
-    """Check all that `fully_shard` checks of its modules before it changes anything.
-
-    Args:
-        modules: The modules of the unit.
-        options: Its options.
-        shard_size: How many ranks will share it.
-        shard_group: These ranks; None leaves unchecked whether they can.
-        inner: Modules to treat as if they were sharded already.
-        managed: Parameters to treat as if those modules' units managed them already.
-
-    Returns:
-        What the call is going to change.
-
-    Raises:
-        ValueError, RuntimeError, NotImplementedError: As `fully_shard`.
-    """
-    plan = plan_unit(modules, options, shard_group, inner, managed)
-    plan.reshard_after_forward = options.reshard_policy(shard_size)
-    apply_precision(plan)
-    apply_granularity(plan)
-    if shard_group is not None and options.offload_policy.is_active:
-        shard_group.check_host_collectives()
-    if not options.use_orig_params:
-        check_can_be_flat(plan)
-    if options.sync_module_states:
-        check_sync(plan)
-    if options.broadcast_buffers:
-        check_can_broadcast(plan.unmanaged_modules)
-    return plan
 
 
 def _state_of(module: nn.Module) -> ShardState | None:

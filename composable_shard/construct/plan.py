@@ -29,7 +29,13 @@ from composable_shard.options import (
     UnitOptions,
     granularity_of,
 )
-from composable_shard.runtime import find_applied, has_forward, iter_unmanaged_modules, read_state
+from composable_shard.runtime import (
+    check_can_broadcast,
+    find_applied,
+    has_forward,
+    iter_unmanaged_modules,
+    read_state,
+)
 from composable_shard.tensor import FlatShard
 
 __all__ = [
@@ -37,11 +43,7 @@ __all__ = [
     "Borrowed",
     "Original",
     "Plan",
-    "apply_granularity",
-    "apply_precision",
     "as_modules",
-    "check_can_be_flat",
-    "check_sync",
     "plan_unit",
     "states_to_sync",
 ]
@@ -115,25 +117,53 @@ class Plan:
 def plan_unit(
     modules: list[nn.Module],
     options: UnitOptions,
+    shard_size: int,
     shard_group: ShardGroup | None,
     inner: Container[nn.Module] = (),
     managed: Container[nn.Parameter] = (),
 ) -> Plan:
-    """Find what a new unit over `modules` will manage, and check that it can.
+    """Find what a new unit over `modules` will manage, and check all that can be checked before.
 
     Args:
         modules: The modules of the unit.
         options: Its options.
-        shard_group: The ranks that will share it; None leaves the device type unchecked.
-        inner: Modules that will be units of their own by then, so not part of this one.
-        managed: Parameters that those units will manage.
+        shard_size: How many ranks will share it.
+        shard_group: These ranks; None leaves unchecked whether they can.
+        inner: Modules to treat as if they were sharded already.
+        managed: Parameters to treat as if those modules' units managed them already.
 
     Raises:
-        ValueError: For modules and parameters that can't be sharded, naming them.
+        ValueError: For modules, parameters and options that can't be combined, naming them.
         NotImplementedError: For kinds of parameters that are not supported.
         RuntimeError: For parameters that a live autograd graph refers to.
     """
     _check_modules(modules)
+    plan = _find_params(modules, options, inner, managed)
+    _check_params(plan.originals, shard_group)
+    plan.reshard_after_forward = options.reshard_policy(shard_size)
+    _apply_precision(plan)
+    for each in plan.originals:
+        each.granularity = granularity_of(each.param, each.fqn, options.granularity)
+    if shard_group is not None and options.offload_policy.is_active:
+        shard_group.check_host_collectives()
+    if not options.use_orig_params:
+        _check_can_be_flat(plan)
+    if options.sync_module_states and any(tensor.is_meta for tensor in states_to_sync(plan)):
+        raise ValueError(
+            "sync_module_states=True needs real parameters and buffers, got some on the meta "
+            "device. Initialise or load them after fully_shard instead."
+        )
+    if options.broadcast_buffers:
+        check_can_broadcast(plan.unmanaged_modules)
+    return plan
+
+
+def _find_params(
+    modules: list[nn.Module],
+    options: UnitOptions,
+    inner: Container[nn.Module],
+    managed: Container[nn.Parameter],
+) -> Plan:
     originals: dict[int, Original] = {}
     borrowed: dict[int, Borrowed] = {}
     seen: set[int] = set()
@@ -154,7 +184,6 @@ def plan_unit(
                 else:
                     original = originals.setdefault(id(param), Original(param, fqn))
                     original.slots += slots
-    _check_params(list(originals.values()), shard_group)
     return Plan(modules, list(originals.values()), list(borrowed.values()), unmanaged, options)
 
 
@@ -263,7 +292,7 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
     _check_devices(originals, shard_group)
 
 
-def check_can_be_flat(plan: Plan) -> None:
+def _check_can_be_flat(plan: Plan) -> None:
     """Check that the unit can show a flat parameter instead of its originals.
 
     Raises:
@@ -344,32 +373,7 @@ def states_to_sync(plan: Plan) -> list[Tensor]:
     return tensors
 
 
-def check_sync(plan: Plan) -> None:
-    """Check that there are values that `sync_states` can send.
-
-    Raises:
-        ValueError: If something is on the meta device, on any rank alike.
-    """
-    if any(tensor.is_meta for tensor in states_to_sync(plan)):
-        raise ValueError(
-            "sync_module_states=True needs real parameters and buffers, got some on the meta "
-            "device. Initialise or load them after fully_shard instead."
-        )
-
-
-def apply_granularity(plan: Plan) -> None:
-    """Enter into the plan how finely each parameter is cut.
-
-    Raises:
-        ValueError: If the user's function returned no granularity, naming the parameter.
-    """
-    for original in plan.originals:
-        original.granularity = granularity_of(
-            original.param, original.fqn, plan.options.granularity
-        )
-
-
-def apply_precision(plan: Plan) -> None:
+def _apply_precision(plan: Plan) -> None:
     """Enter into the plan which modules and parameters compute in the main dtype.
 
     Raises:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard.comm import ShardGroup
-from composable_shard.construct import Plan, check_unit, find_shard_group, form_unit
+from composable_shard.construct import Plan, find_shard_group, form_unit, plan_unit
 from composable_shard.layout import balance
 from composable_shard.options import UnitOptions
 from composable_shard.planning.costs import RankCounts, unit_cost
@@ -56,29 +56,29 @@ def shard_model(
     world_size: int | None = None,
     **defaults: Any,
 ) -> _M | ShardingPlan:
-    """Apply `fully_shard` to the modules that `rules` name, inner ones first, and to `model`.
+    """Apply `fully_shard` to the modules that `rules` select, inner ones first, and to `model`.
 
-    A rule is a pair of what it is about and a dict of options for `fully_shard`, which go before
-    the defaults, or None: such a module stays in the unit around it. It can be about
+    A rule is `(selector, options)`. The options override the defaults; `None` means "not a unit of
+    its own". A selector is
 
     - a module class or a tuple of classes, subclasses included;
     - an FQN glob: `*`, `?` and `[ab]` stay within one component, `**` goes across, so "layers.*"
-      is about the layers, "layers.**" also about everything in them, "**.mlp" about every mlp;
+      selects the layers, "layers.**" also everything in them, "**.mlp" every mlp;
     - a predicate, called with an FQN and a module;
     - an auto-wrap policy of FSDP1 (`functools.partial(transformer_auto_wrap_policy, ...)`,
       `ModuleWrapPolicy`, `CustomPolicy`, ...), which forms the units that FSDP1 would, containers
       without forward left out.
 
-    `by_class`, `by_size` and `transformer_blocks` make rules. The first rule that is about a
-    module decides; units may lie in units. `model` is the root unit, of all that is left: with the
-    defaults, or with the options of a rule about a class or predicate that it meets. A module with
-    several FQNs forms one unit, a rule about any of them is about it.
+    `by_class`, `by_size` and `transformer_blocks` make rules. The first rule that selects a module
+    decides; units may lie in units. `model` is the root unit, of all that is left: with the
+    defaults, or with the options of a rule whose class or predicate selects it. A module with
+    several FQNs forms one unit, and a rule for any of them selects it.
 
         shard_model(model, {Layer: {}, "head": {"reshard_after_forward": False}})
         shard_model(model, transformer_blocks(model), dry_run=True, world_size=64)
 
-    Everything is checked for all units before the first one is formed: a call that is refused
-    leaves the model as it was. Only running out of memory leaves the units formed so far.
+    All units are checked before the first one is formed: a call that is refused leaves the model as
+    it was. Only running out of memory leaves the units formed so far.
 
     Args:
         model: The model; no module in it is sharded yet.
@@ -94,9 +94,9 @@ def shard_model(
         `model`; with `dry_run=True` the `ShardingPlan`.
 
     Raises:
-        ValueError: If a rule or option is not valid, a rule is about no module or only about ones
-            that earlier rules took, a unit would have no forward, one module would be in two
-            units, or `fully_shard` refuses a unit; the text names the rule or the unit.
+        ValueError: If a rule or option is not valid, a rule selects no module or only ones that
+            earlier rules selected, a unit would have no forward, one module would be in two units,
+            or `fully_shard` refuses a unit; the text names the rule or the unit.
         RuntimeError, NotImplementedError: As `fully_shard`.
     """
     _check_call(model, dry_run, world_size)
@@ -190,7 +190,7 @@ def _check_units(
             # A dry run on the meta device is about a model that will be real.
             options = replace(options, sync_module_states=False)
         try:
-            plan = check_unit([unit.module], options, ranks.shard, shard_group, inner, managed)
+            plan = plan_unit([unit.module], options, ranks.shard, shard_group, inner, managed)
         except (ValueError, RuntimeError) as error:
             # The parameters in the text are named as seen from the unit.
             raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error

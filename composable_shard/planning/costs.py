@@ -145,11 +145,8 @@ class FlatParamCost:
 
         An offloaded shard is beside that buffer, or beside a copy that the device keeps.
         """
-        shard, offload, wire_dtype = (
-            self._shard_nbytes,
-            self.options.offload_policy,
-            self._wire_dtype,
-        )
+        shard, wire_dtype = self._shard_nbytes, self._wire_dtype
+        offload = self.options.offload_policy
         if self._is_kept:
             full = self.layout.padded_numel * self._param_dtype.itemsize
             is_cast = {self._param_dtype, wire_dtype} != {self.main_dtype}

@@ -42,13 +42,12 @@ _EXPECTED_RULES = (
 
 @dataclass(frozen=True)
 class Scope:
-    """What a rule looks at.
+    """What a rule selects from.
 
     Attributes:
         tree: The modules.
         ignored: Parameters that the rule's units would not manage.
-        taken: Modules that earlier rules took, and whether they become units (options) or stay in
-            their parent's (None).
+        taken: Modules that earlier rules selected, and whether they become units.
     """
 
     tree: ModuleTree
@@ -67,13 +66,13 @@ class Selector(Protocol):
     """The left side of a rule."""
 
     def find(self, scope: Scope) -> Iterator[Match]:
-        """Yield the modules that the rule is about, whether other rules took them or not."""
+        """Yield the modules it selects, whether earlier rules selected them or not."""
         ...
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: what it is about, and the options of the units or None for no units."""
+    """A selector and the options of its units; None leaves its modules in the unit around them."""
 
     label: str
     selector: Selector
@@ -127,13 +126,14 @@ def _selector(key: object, label: str) -> tuple[Selector, str]:
     if isinstance(key, SizeSelector):
         return key, f"by_size({key.min_numel})"
     if isinstance(key, str):
-        return _Glob(compile_glob(key)), repr(key)
+        return _matching_glob(key), repr(key)
     if _is_policy(key):
         return _policy_selector(key, label), _name(key)
     classes = key if isinstance(key, tuple) else (key,)
     if classes and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
         names = ", ".join(each.__name__ for each in classes)
-        return _Classes(classes), f"({names})" if isinstance(key, tuple) else names
+        text = f"({names})" if isinstance(key, tuple) else names
+        return _Matching(lambda _, module: isinstance(module, classes)), text
     if isinstance(key, (type, nn.Module)) or not callable(key):
         kind = f"the class {key.__name__}" if isinstance(key, type) else type(key).__name__
         raise ValueError(
@@ -145,7 +145,7 @@ def _selector(key: object, label: str) -> tuple[Selector, str]:
             f"{label}: expected a predicate that is called with an FQN and a module, "
             f"got {_name(key)}{_signature(key)}"
         )
-    return _Predicate(cast("Callable[[str, nn.Module], bool]", key)), f"predicate {_name(key)}"
+    return _Matching(cast("Callable[[str, nn.Module], bool]", key)), f"predicate {_name(key)}"
 
 
 def _name(key: object) -> str:
@@ -175,46 +175,33 @@ def _accepts(key: Callable[..., object], *args: object, **kwargs: object) -> boo
 
 
 @dataclass(frozen=True)
-class _Classes:
-    classes: tuple[type[nn.Module], ...]
-
-    def find(self, scope: Scope) -> Iterator[Match]:
-        return ((module, {}) for module in scope.tree.fqns if isinstance(module, self.classes))
-
-
-@dataclass(frozen=True)
-class _Glob:
-    pattern: re.Pattern[str]
+class _Matching:
+    is_match: Callable[[str, nn.Module], bool]
 
     def find(self, scope: Scope) -> Iterator[Match]:
         for module, fqns in scope.tree.fqns.items():
-            # The root has no FQN: "**" is about everything in the model.
-            if any(fqn and self.pattern.fullmatch(fqn) for fqn in fqns):
+            if any(self.is_match(fqn, module) for fqn in fqns):
                 yield module, {}
 
 
-@dataclass(frozen=True)
-class _Predicate:
-    predicate: Callable[[str, nn.Module], bool]
-
-    def find(self, scope: Scope) -> Iterator[Match]:
-        for module, fqns in scope.tree.fqns.items():
-            if any(self.predicate(fqn, module) for fqn in fqns):
-                yield module, {}
+def _matching_glob(glob: str) -> _Matching:
+    pattern = compile_glob(glob)
+    # The root has no FQN: "**" selects everything in the model.
+    return _Matching(lambda fqn, _: bool(fqn and pattern.fullmatch(fqn)))
 
 
 _GLOB_TOKEN = re.compile(r"(?P<gap>(?:^|(?<=\.))\*\*\.)|\*\*|\*|\?|\[!?[^\].]+\]|.", re.DOTALL)
 
 
 def compile_glob(glob: str) -> re.Pattern[str]:
-    """Return the pattern that fully matches the FQNs that `glob` is about.
+    """Return the pattern that fully matches the FQNs that `glob` selects.
 
     `*` stands for any characters of one component, `?` for one, `[ab]` and `[!ab]` for one of a
     set; `**` for any characters across components. As a component before others it may also stand
     for nothing.
 
-    Example: "layers.*" is about layers.0 and not about layers.0.up; "layers.**" about both;
-    "**.up" about up and layers.0.up.
+    Example: "layers.*" selects layers.0 and not layers.0.up; "layers.**" both; "**.up" selects up
+    and layers.0.up.
     """
     return re.compile("".join(_translate(token) for token in _GLOB_TOKEN.finditer(glob)))
 
@@ -437,7 +424,7 @@ def transformer_blocks(model: nn.Module, **options: Any) -> list[tuple[Any, dict
 
 
 def escape_glob(fqn: str) -> str:
-    """Return a glob that is about `fqn` alone."""
+    """Return a glob that selects `fqn` alone."""
     return re.sub(r"([*?\[])", r"[\1]", fqn)
 
 
