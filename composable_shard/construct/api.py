@@ -81,7 +81,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         module: A module, or a list of modules that form one unit.
         mesh: 1-D mesh of the ranks that share the unit, or a 2-D mesh `(replicate, shard)`: copies
             along the first axis of what is sharded along the second. Default: all ranks share it.
-        strategy: What ranks keep. Units of one tree may have different strategies.
+        strategy: The parts that each rank keeps. Units of one tree may have different ones.
         reshard_after_forward: For `FULL_SHARD`. True frees the full parameters between forward
             and backward. False keeps them, which saves the backward's all-gather. None keeps them
             only for the outermost unit of a call, whose backward begins at once. An integer n that
@@ -92,7 +92,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             parameters together between forward and backward, so that the backward all-gathers only
             there: put near ranks on it. Not for `NO_SHARD`.
         mp_policy: Dtypes for compute, communication and the optimizer.
-        offload_policy: What of the unit lives in host memory; the optimizer then steps there.
+        offload_policy: The parts of the unit that live in host memory; the optimizer steps there.
         ignored_params: Parameters to leave alone: not sharded, not moved, not reduced.
         use_orig_params: True shows the original parameters at rest. False shows one 1-D parameter
             `_flat_param` for each handle instead (`_flat_param_1` and so on where a unit has

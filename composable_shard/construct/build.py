@@ -291,7 +291,7 @@ def _cast_output(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     return cast_output(output, state.options.mp_policy.output_dtype)  # type: ignore[arg-type] # not None
 
 
-# What torch.compiler.disable does, without the import of the compiler that it costs: no hook
+# As torch.compiler.disable does, without the import of the compiler that it costs: no hook
 # becomes part of a graph, and what it calls is not compiled either.
 _NEVER_COMPILE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 _BOUNDARY_HOOKS = (Boundary.before, Boundary.after)
@@ -322,7 +322,7 @@ def register_state_dict_hooks(
     """Make the state dicts of a unit's modules right, [Note: State dicts].
 
     Args:
-        roots: What `fully_shard` was called on.
+        roots: The modules that `fully_shard` was called on.
         modules: These and what is in the unit below them.
         state: The unit.
     """

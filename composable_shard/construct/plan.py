@@ -1,4 +1,4 @@
-"""What a new unit will manage: found and checked, nothing changed yet."""
+"""The plan of a new unit: its parameters found and checked, nothing changed yet."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Borrowed:
 
 @dataclass
 class Plan:
-    """What one `fully_shard` call is going to change; nothing has been changed yet."""
+    """All that one `fully_shard` call is going to change; nothing has been changed yet."""
 
     modules: list[nn.Module]
     originals: list[Original]

@@ -1,4 +1,4 @@
-"""What each granularity means: which elements of a parameter stay together."""
+"""The meaning of each granularity: how many elements of a parameter stay together."""
 
 from __future__ import annotations
 

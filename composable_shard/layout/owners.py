@@ -1,4 +1,4 @@
-"""Which rank gets which of many items of different sizes, so that no rank gets much more.
+"""Balance of parameters that are owned whole: each goes to one rank, and no rank gets much more.
 
 Pure arithmetic on integers, the same on every rank.
 
@@ -36,7 +36,7 @@ def balance(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> 
     Args:
         sizes: Of the items.
         num_ranks: How many ranks there are.
-        loads: What each rank has already. Default: nothing.
+        loads: The total that each rank has already. Default: nothing.
 
     Example: sizes `(3, 3, 2, 2, 2)` on two ranks give `[0, 1, 1, 0, 1]`, then `[0, 0, 1, 1, 1]`.
     """

@@ -145,7 +145,7 @@ def whole_box(shape: Sequence[int]) -> Bounds:
 
 
 class Overlap(NamedTuple):
-    """What two regions share, where it is one range in both."""
+    """The elements that two regions share, where they are one range in both."""
 
     target_start: int  # counted from the target's first element
     source_start: int  # likewise
@@ -153,7 +153,7 @@ class Overlap(NamedTuple):
 
 
 def overlap(target: Region, source: Region) -> Overlap | None:
-    """Return what two regions share, or None where that need not be one range."""
+    """Return the elements that two regions share, or None where they may not be one range."""
     if target.box != source.box or target.order != source.order:
         return None
     start, end = intersect((target.start, target.end), (source.start, source.end))

@@ -1,4 +1,4 @@
-"""What a user asks for, frozen and validated.
+"""The options of a unit and the policies in them, frozen and validated.
 
 Read `unit_options` first, then `strategy` (what each strategy keeps, frees and sends).
 """

@@ -97,7 +97,7 @@ class MixedPrecisionPolicy:
 
     @property
     def changes_compute(self) -> bool:
-        """Whether units may compute with other values than their main parameters."""
+        """Whether units may compute with values that differ from their main parameters."""
         return self.param_dtype is not None or self.main_dtype is not None
 
 
@@ -107,7 +107,7 @@ class OffloadPolicy:
 
     An optimizer needs a parameter, its gradient and its state on one device, so where the state is
     on the host, the step runs there, on the CPU: `model.parameters()` then are CPU tensors, and so
-    are their gradients and whatever state an optimizer makes for them. Two choices have a meaning:
+    are their gradients and the state that an optimizer makes for them. Two choices have a meaning:
 
     - `OffloadPolicy(params=True)`: parameters, gradients and state. A gather copies the shard to
       the device, into its own place in the full parameters; under `FULL_SHARD` the device holds

@@ -1,4 +1,4 @@
-"""`ShardingStrategy`: what each rank keeps of a unit, as facts that everything else reads."""
+"""`ShardingStrategy`, and the facts that follow from it: the only code that knows the members."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ShardingStrategy", "StrategyFacts"]
 
 @dataclass(frozen=True)
 class StrategyFacts:
-    """What a strategy keeps, frees and sends. Code asks these, never which strategy it is.
+    """The facts of one strategy. Other code asks these, never which strategy it is.
 
     Attributes:
         known_as: Names of the same thing elsewhere.
@@ -43,7 +43,7 @@ class StrategyFacts:
 
 
 class ShardingStrategy(Enum):
-    """What each rank keeps of a unit; every strategy trains the same way."""
+    """The parts of a unit that each rank keeps. Every strategy trains the same way."""
 
     facts: StrategyFacts
 

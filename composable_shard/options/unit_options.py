@@ -176,7 +176,7 @@ def check_reshard_after_forward(value: ReshardAfterForward, shard_size: int) -> 
     """Check `reshard_after_forward` and return it, as a truth value where a number means one.
 
     Args:
-        value: What the user gave.
+        value: The value that the user gave.
         shard_size: Ranks that share the unit.
 
     Raises:

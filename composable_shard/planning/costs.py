@@ -1,4 +1,4 @@
-"""What a unit costs a rank: bytes that it holds, bytes that it sends in a step.
+"""Cost of a unit for a rank: bytes that it holds, bytes that it sends in a step.
 
 [Note: Costs]
 All of it follows from the layout, the mesh, the strategy and the dtypes. A *payload* is the
@@ -7,7 +7,7 @@ full-size buffer of a collective. Of a gather or reduce-scatter over n ranks eac
 that is freed again within a pass, save for `gathered_nbytes`, scratch memory for the terms of a
 reduction on the CPU, a unit's gathers of parameters that another unit manages, the byte with which
 a backward with buckets begins, and those of early hooks. `num_collectives` leaves out the
-all-reduce of flags, one for each backward and mesh, whatever the units are.
+all-reduce of flags, one for each backward and mesh.
 
 Shards may differ in size: bytes held are those of the first rank. They are those of the device and
 the host together; `host_nbytes` says how much of them is on the host. There, the further backward
@@ -41,7 +41,7 @@ Payloads = Counter[_Kind]
 
 @dataclass(frozen=True)
 class RankCounts:
-    """What costs depend on of a `ShardGroup`, which needs process groups.
+    """The numbers of ranks that costs depend on; a `ShardGroup` needs process groups.
 
     Attributes:
         shard: Ranks that share a flat parameter.
@@ -123,8 +123,8 @@ class FlatParamCost:
 
     Attributes:
         layout: Where its parameters lie.
-        ranks: Who takes part.
-        options: Those of its unit.
+        ranks: How many ranks take part.
+        options: The options of its unit.
         main_dtype: Of the shard.
         precision: The dtypes that differ from it.
         requires_grad: Whether its parameters are trainable.
@@ -185,7 +185,7 @@ class FlatParamCost:
 
     @property
     def host_nbytes(self) -> int:
-        """What is in host memory: shards of parameters and gradients, and moments."""
+        """Offloaded to host memory: shards of parameters and gradients, and moments."""
         if not self.options.offload_policy.is_active:
             return 0
         return self._shard_nbytes * (1 + self.requires_grad) + self.optimizer_nbytes
@@ -281,7 +281,7 @@ def unit_cost(plan: Plan, ranks: RankCounts, *, reshard_after_forward: bool | in
 
     Args:
         plan: The unit's.
-        ranks: Who takes part.
+        ranks: How many ranks take part.
         reshard_after_forward: True, False, or the size of a small group.
     """
     groups = group_params(plan, shard_size=ranks.shard, is_alone=not ranks.joint)

@@ -1,4 +1,4 @@
-"""What `shard_model` is going to do, as plain data and as a table."""
+"""The plan of `shard_model`, as plain data and as a table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PlannedUnit:
         num_params: Parameters that the unit will manage: none of units inside it, none ignored.
         numel: Elements of these parameters.
         ranks: How many ranks will share them, and how many will hold copies.
-        cost: What the unit costs a rank.
+        cost: The cost of the unit for a rank.
         options: The options of `fully_shard` that the rule and the defaults give.
     """
 
@@ -66,7 +66,7 @@ class ShardingPlan:
     """The units of a model, in the order in which they will be formed, the root last.
 
     `str(plan)` is a table. A parameter of several modules counts in the first unit that has it.
-    What is sent is for a step with one forward and one backward that reach every unit once.
+    Bytes sent are those of a step with one forward and one backward that reach every unit once.
 
     Attributes:
         model_name: The name of the model's class.
@@ -90,7 +90,7 @@ class ShardingPlan:
 
     @property
     def cost(self) -> Cost:
-        """What all units together cost a rank."""
+        """The cost of all units together."""
         return sum((unit.cost for unit in self.units), Cost())
 
     def _total(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class Call(NamedTuple):
 
     Attributes:
         fqn: Its name.
-        nbytes: What the unit holds while it is gathered.
+        nbytes: The bytes that the unit holds while it is gathered.
         is_freed: Whether that is freed when the module has returned.
         prefetch_nbytes: The unit's option.
     """

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-# What a user may pass: pairs, or one policy. The keys are checked by parse_rules.
+# A user may pass pairs, or one policy. The keys are checked by parse_rules.
 Rules: TypeAlias = (
     Mapping[Any, Mapping[str, Any] | None] | Sequence[Any] | Callable[..., bool] | _Policy
 )
@@ -42,7 +42,7 @@ _EXPECTED_RULES = (
 
 @dataclass(frozen=True)
 class Scope:
-    """What a rule selects from.
+    """The modules and parameters that a rule selects from.
 
     Attributes:
         tree: The modules.
@@ -112,7 +112,7 @@ def _pairs(rules: object) -> Iterator[tuple[object, object]]:
                 yield item[0], item[1]
             else:
                 raise ValueError(
-                    f"rule {number}: expected a pair of what it is about and options or None, "
+                    f"rule {number}: expected a pair (selector, options or None), "
                     f"got {type(item).__name__}. Unpack ready-made rules among others: "
                     "[*by_class(Layer), ('head', None)]."
                 )

@@ -20,11 +20,11 @@ _MAX_NAMES = 10  # in a message
 
 @dataclass(frozen=True)
 class Unit:
-    """A module that becomes a unit, the rule that took it, and its options.
+    """A module that becomes a unit, the rule that selected it, and its options.
 
     Attributes:
         module: The module.
-        rule: What the rule is called in messages.
+        rule: The rule's name in messages.
         given: The options that the rule and the defaults gave by name.
         options: All options.
     """
@@ -37,7 +37,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class _Taken:
-    """A module that a rule took; options None leave it in the unit around it."""
+    """A module that a rule selected; options None leave it in the unit around it."""
 
     rule: str
     options: dict[str, Any] | None
@@ -46,11 +46,11 @@ class _Taken:
 def choose_units(
     tree: ModuleTree, rules: Sequence[Rule], defaults: Mapping[str, Any]
 ) -> list[Unit]:
-    """Let the first rule about a module take it; return the units, inner ones first, root last.
+    """Let the first rule that selects a module decide; return the units, inner ones first.
 
     Raises:
-        ValueError: For options that `fully_shard` does not have or take, for a rule that takes no
-            module, and for one that makes a container a unit.
+        ValueError: For options that `fully_shard` does not have or take, for a rule that selects
+            no module, and for one that makes a container a unit.
     """
     _merge("the defaults", defaults)
     for rule in rules:
@@ -77,7 +77,7 @@ def _find(
     defaults: Mapping[str, Any],
     taken: Mapping[nn.Module, _Taken],
 ) -> dict[nn.Module, _Taken]:
-    """Return what `rule` takes of what no rule has taken yet."""
+    """Return the modules that `rule` selects of those that no rule has selected yet."""
     options = _merge(rule.label, {**defaults, **(rule.options or {})})
     is_unit = {module: entry.options is not None for module, entry in taken.items()}
     scope = Scope(tree, frozenset(options.ignored_params or ()), is_unit)
@@ -99,24 +99,24 @@ def _why_idle(
     alone: Mapping[nn.Module, _Taken],
     taken: Mapping[nn.Module, _Taken],
 ) -> str:
-    """Return the text for a rule that takes nothing, given what it would take alone."""
+    """Return the text for a rule that selects nothing, given what it would select alone."""
     shadowing = dict.fromkeys(taken[module].rule for module in alone if module in taken)
     if shadowing:
         return (
-            f"{rule.label} takes no module: all it is about, "
-            f"{listed([tree.fqn(module) for module in alone])}, was taken by "
-            f"{' and '.join(shadowing)} before it. Remove it, or move it to the front."
+            f"{rule.label} selects no module, as earlier rules select all of "
+            f"{listed([tree.fqn(module) for module in alone])}: {' and '.join(shadowing)}. "
+            "Remove it, or move it to the front."
         )
     if alone:
         # by_size and the like count what is left.
         return (
-            f"{rule.label} takes no module: the rules before it left too few parameters for it. "
+            f"{rule.label} selects no module, as earlier rules leave too few parameters for it. "
             "Remove it, or move it to the front."
         )
     names = [name for name, _ in tree.root.named_children()]
     classes = dict.fromkeys(type(module).__name__ for module in tree.root.modules())
     return (
-        f"{rule.label} takes no module of {type(tree.root).__name__}, which holds "
+        f"{rule.label} selects no module of {type(tree.root).__name__}, which holds "
         f"{listed(names)} and has the classes {listed(list(classes))}. Correct or remove it."
     )
 
@@ -146,7 +146,7 @@ def _check_forward(tree: ModuleTree, unit: Unit) -> None:
         )
     fqn = tree.fqn(unit.module)
     raise ValueError(
-        f"{unit.rule} takes '{fqn}', a {kind}, which has no forward, so its unit would never be "
-        f"gathered. Take the modules in it ('{fqn}.*'), or leave it out by a rule before this one "
+        f"{unit.rule} selects '{fqn}', a {kind}, which has no forward, so its unit would never be "
+        f"gathered. Select the modules in it ('{fqn}.*'), or leave it out by an earlier rule "
         f"(('{fqn}', None))."
     )

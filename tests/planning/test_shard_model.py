@@ -247,7 +247,7 @@ def test_a_rule_about_the_model_gives_the_root_its_options() -> None:
     assert [(unit.fqn, len(unit.options)) for unit in plan.units] == [("0", 1), ("", 1)]
     assert _fqns(model, [(nn.Sequential, None), ("**", {})]) == ["0.0"]
     assert plan_of(model, [("**", {"reshard_after_forward": True})]).units[-1].options == {}
-    with pytest.raises(ValueError, match="takes no module of Linear"):
+    with pytest.raises(ValueError, match="selects no module of Linear"):
         plan_of(nn.Linear(2, 2), {nn.Linear: None})
 
 
@@ -256,7 +256,7 @@ def test_a_shared_module_is_one_unit_under_any_of_its_names() -> None:
     for rules in ({"left.0": {}}, {"right.0": {}}, [(lambda fqn, _: fqn == "right.0", {})]):
         plan = plan_of(_SharedLinear(), rules)
         assert [unit.fqns for unit in plan.units] == [("left.0", "right.0"), ("",)]
-    with pytest.raises(ValueError, match=r"rule 2 \('right.0'\) takes no module: all it is about"):
+    with pytest.raises(ValueError, match=r"rule 2 \('right.0'\) selects no module, as earlier"):
         plan_of(_SharedLinear(), {"left.0": {}, "right.0": {}})
 
 
@@ -444,7 +444,7 @@ def test_fsdp1_policies_give_the_units_of_fsdp1(name: str, make: Callable[[], nn
     options = {"reshard_after_forward": True}
     for rules in (policy, [policy], {policy: options}):
         if not expected:
-            with pytest.raises(ValueError, match=r"^rule 1 \(\w+\) takes no module of Sequential"):
+            with pytest.raises(ValueError, match=r"^rule 1 \(\w+\) selects no module of Seq"):
                 choose_units(tree, parse_rules(rules), {})
             continue
         units = choose_units(tree, parse_rules(rules), {})
@@ -562,11 +562,11 @@ EXPECTED_KEY = (
     "policy of FSDP1, got "
 )
 EXPECTED_PAIR = (
-    "rule 2: expected a pair of what it is about and options or None, got {}. Unpack ready-made "
+    "rule 2: expected a pair (selector, options or None), got {}. Unpack ready-made "
     "rules among others: [*by_class(Layer), ('head', None)]."
 )
 NET = (
-    "takes no module of Net, which holds 'inp', 'blocks', 'out' and has the classes 'Net', "
+    "selects no module of Net, which holds 'inp', 'blocks', 'out' and has the classes 'Net', "
     "'Linear', 'ModuleList', 'Block'. Correct or remove it."
 )
 ALL = {"blocks.*": {}}
@@ -719,24 +719,23 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         [("blocks.0", {}), (Block, {}), ("blocks.[01]", {})],
         {},
         ValueError,
-        "rule 3 ('blocks.[01]') takes no module: all it is about, 'blocks.0', 'blocks.1', was "
-        "taken by rule 1 ('blocks.0') and rule 2 (Block) before it. Remove it, or move it to the "
-        "front.",
+        "rule 3 ('blocks.[01]') selects no module, as earlier rules select all of 'blocks.0', "
+        "'blocks.1': rule 1 ('blocks.0') and rule 2 (Block). Remove it, or move it to the front.",
     ),
     "shadowed by None": (
         Net,
         [(Block, None), ("blocks.*", {})],
         {},
         ValueError,
-        "rule 2 ('blocks.*') takes no module: all it is about, 'blocks.0', 'blocks.1', "
-        "'blocks.2', was taken by rule 1 (Block) before it. Remove it, or move it to the front.",
+        "rule 2 ('blocks.*') selects no module, as earlier rules select all of 'blocks.0', "
+        "'blocks.1', 'blocks.2': rule 1 (Block). Remove it, or move it to the front.",
     ),
     "too little left": (
         lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))),
         [("0.0", {}), *by_size(12)],
         {},
         ValueError,
-        "rule 2 (by_size(12)) takes no module: the rules before it left too few parameters for "
+        "rule 2 (by_size(12)) selects no module, as earlier rules leave too few parameters for "
         "it. Remove it, or move it to the front.",
     ),
     "container": (
@@ -744,9 +743,9 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         {"blocks.*": {}},
         {},
         ValueError,
-        "rule 1 ('blocks.*') takes 'blocks.1', a ModuleList, which has no forward, so its unit "
-        "would never be gathered. Take the modules in it ('blocks.1.*'), or leave it out by a "
-        "rule before this one (('blocks.1', None)).",
+        "rule 1 ('blocks.*') selects 'blocks.1', a ModuleList, which has no forward, so its unit "
+        "would never be gathered. Select the modules in it ('blocks.1.*'), or leave it out by an "
+        "earlier rule (('blocks.1', None)).",
     ),
     "model without forward": (
         lambda: nn.ModuleList([Block()]),
