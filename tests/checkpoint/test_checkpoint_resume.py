@@ -369,7 +369,8 @@ import atexit, os, sys, time
 status = [1]
 atexit.register(lambda: os._exit(status[0]))  # before gloo's threads abort, as they do now and then
 import torch, torch.distributed as dist
-from composable_shard import fully_shard, save_checkpoint, _checkpoint_files as files
+from composable_shard import fully_shard, save_checkpoint
+from composable_shard.checkpoint import files
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 create = files.create
