@@ -30,7 +30,7 @@ from composable_shard import (
 from composable_shard.comm.collectives import CollectiveLog
 from composable_shard.options import Granularity
 from composable_shard.planning import ShardingPlan
-from composable_shard.runtime.state import ShardState, TrainingState
+from composable_shard.runtime.unit import ShardState, TrainingState
 from tests.helpers import assert_equal
 
 __all__ = [

@@ -6,7 +6,7 @@ compares what ranks say, `hooks` replaces reductions, `trace` observes.
 
 from composable_shard.comm import collectives, trace
 from composable_shard.comm.agreement import (
-    UseExchange,
+    FlagReduction,
     all_messages,
     compare_rows,
     digest_of,
@@ -56,6 +56,7 @@ __all__ = [
     "AllGather",
     "CommHook",
     "ErrorFeedback",
+    "FlagReduction",
     "HookedReduction",
     "HostCopies",
     "HostGroup",
@@ -67,7 +68,6 @@ __all__ = [
     "StageKey",
     "StreamPoint",
     "Streams",
-    "UseExchange",
     "Waitable",
     "all_gather_uneven",
     "all_messages",

@@ -15,7 +15,7 @@ from composable_shard.comm import collectives
 from composable_shard.comm.groups import ShardGroup
 
 __all__ = [
-    "UseExchange",
+    "FlagReduction",
     "all_messages",
     "compare_rows",
     "digest_of",
@@ -145,27 +145,27 @@ def raise_together(groups: _GroupSequence, device: torch.device, problem: Except
 _GroupTuple = tuple[dist.ProcessGroup, ...]
 
 
-class UseExchange:
-    """An exchange of small numbers, the largest of which counts; in flight until `finish`.
+class FlagReduction:
+    """The maximum over all ranks of small numbers, one byte each; in flight until `finish`.
 
-    A byte for each number. One all-reduce for each process group. Where a mesh has several groups,
-    what the first one tells goes on to the next.
+    One all-reduce for each process group. Where a mesh has several groups, the result of the first
+    one goes on to the next.
     """
 
     def __init__(self, values: Sequence[tuple[ShardGroup, list[int]]], *, highest: int) -> None:
-        """Start the exchange.
+        """Start the all-reduces.
 
         Args:
             values: For each flat parameter the ranks that share it or have copies, and numbers.
             highest: The highest number that any rank may have.
         """
         self._sizes = [len(numbers) for _, numbers in values]
-        self._meshes: dict[_GroupTuple, _MeshExchange] = {}
+        self._meshes: dict[_GroupTuple, _MeshReduction] = {}
         self._keys = [group.joint_groups for group, _ in values]
         for key, (group, _) in zip(self._keys, values, strict=True):
             if key not in self._meshes:
                 sent = [n for g, numbers in values if g.joint_groups == key for n in numbers]
-                self._meshes[key] = _MeshExchange(key, sent, highest, group.device)
+                self._meshes[key] = _MeshReduction(key, sent, highest, group.device)
 
     def finish(self) -> list[list[int]]:
         """Wait, and return the largest numbers that any rank gave, in the order of `values`."""
@@ -184,8 +184,8 @@ class UseExchange:
             mesh.abandon()
 
 
-class _MeshExchange:
-    """The exchange of one mesh.
+class _MeshReduction:
+    """The reduction over one mesh.
 
     When this returns, the all-reduces of all groups have been issued, for they must come before
     the reductions on every rank.

@@ -30,19 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
-
 from composable_shard.flat_param import FlatParamHandle
 
-__all__ = ["LATE", "Buckets", "is_recomputed"]
+__all__ = ["LATE", "Buckets"]
 
 
 LATE = 2  # some rank has gradients of a bucket that are not reduced yet
-
-
-def is_recomputed() -> bool:
-    """Return whether the running forward may be in a region of non-reentrant checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 class Buckets:
@@ -69,13 +62,14 @@ class Buckets:
         """Whether some rank may have reduced buckets early, and the unit's end is still to come."""
         return self._is_under_way and not self._is_late
 
-    def may_go_early(self, handle: FlatParamHandle) -> bool:
-        """Return whether a bucket that is full may be reduced before its unit's end."""
-        return (
-            handle.end_position == self._position
-            and not self._is_late
-            and not handle.has_early_hooks
-        )
+    def may_go_early(self, handle: FlatParamHandle, position: int) -> bool:
+        """Return whether a bucket that is full may be reduced before its unit's end.
+
+        Args:
+            handle: The bucket.
+            position: Where it ends in the running backward.
+        """
+        return position == self._position and not self._is_late and not handle.has_early_hooks
 
     def fills(self, handle: FlatParamHandle, index: int) -> bool:
         """Count the gradient of parameter `index` of a bucket; return whether that made it full."""
