@@ -18,12 +18,7 @@ from composable_shard.runtime.backward_pass import (
 from composable_shard.runtime.prefetch import gather_ahead_in_backward
 from composable_shard.runtime.unit import ShardState, TrainingState, TreeContext
 
-__all__ = ["OutputReached", "is_checkpointed", "on_gradient", "recompute"]
-
-
-def is_checkpointed() -> bool:
-    """Return whether the running forward may be in a region of non-reentrant checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+__all__ = ["OutputReached", "on_gradient", "recompute"]
 
 
 class OutputReached:
@@ -34,17 +29,19 @@ class OutputReached:
 
     __slots__ = ("_end", "_num_writes", "_runs_alone", "_start", "_state")
 
-    def __init__(self, state: ShardState, context: TreeContext) -> None:
+    def __init__(self, state: ShardState, context: TreeContext, *, runs_alone: bool) -> None:
+        """Take down what the backward must know of the unit's call, which is ending.
+
+        Args:
+            state: The unit.
+            context: Its tree.
+            runs_alone: Whether no other unit ran in this call, [Note: Buckets].
+        """
         self._state = state
         self._num_writes = _count_writes(state)
         # [Note: End of a unit]
         self._start, self._end = state.call_number, context.num_forwards
-        # [Note: Buckets]
-        self._runs_alone = (
-            state.buckets is not None
-            and context.num_calls == state.last_call
-            and not is_checkpointed()
-        )
+        self._runs_alone = runs_alone
 
     def __call__(self, *_: Any) -> None:
         """End the units that are over; make the unit whose output was reached ready.
@@ -60,10 +57,8 @@ class OutputReached:
         if context is None:
             raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
         _check_not_in_scope(state)
-        backward = begin_backward(context)
-        backward.reaches_earlier_call |= self._start < context.call_start
-        backward.open_unit(state, self._start)
-        backward.end_units_after(self._end)
+        backward: BackwardPass = context.backward or begin_backward(context)
+        backward.reach(state, self._start, self._end)
         if state.buckets is not None:
             is_safe = self._runs_alone and backward.is_sure_to_reduce
             is_safe = is_safe and context.is_only_one_armed()
@@ -144,13 +139,15 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
         return  # [Note: Buckets]: a late gradient stays where it is
     if backward.early is not None:
         backward.early.note_accumulated(handle, index)
-    if handle.grad.packs_always or state.reduces(handle):
+    if handle.grad.packs_always or handle in backward.reducing:
         counts_each = state.buckets is not None or position == -1 or handle.has_early_hooks
         _pack(backward, state, handle, index, counts_each=counts_each)
     if state.buckets is not None:
         _end_full_buckets(backward, state, handle, index)
-    elif position == -1 and handle.grad.awaited.count(index):
-        _end_unannounced(backward, state, handle)
+    elif position == -1:
+        backward.counted.add(handle)
+        if handle.grad.awaited.count(index):
+            _end_unannounced(backward, state, handle)
 
 
 def _enter(state: ShardState, handle: FlatParamHandle, index: int) -> BackwardPass:
@@ -225,7 +222,7 @@ def _end_full_buckets(
         for bucket in buckets.take_full(queue):
             _end_unannounced(backward, state, bucket)
         return
-    may_go = buckets.may_go_early(handle, position) and state.reduces(handle)
+    may_go = buckets.may_go_early(handle, position) and handle in backward.reducing
     if not may_go or not buckets.fills(handle, index):
         return
     first = takewhile(lambda item: item[0] == position and item[1] is state, backward.open_handles)

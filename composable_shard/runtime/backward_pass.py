@@ -43,12 +43,13 @@ class BackwardPass:
         context: The tree.
         graph_task_id: Autograd's number of the backward.
         following: The unit whose backward is expected after that of each.
+        reducing: The handles whose gradients it reduces; it leaves the others' unsharded.
         accumulates: It accumulates gradients of parameters.
         is_sure_to_reduce: All ranks know that some rank does.
-        reaches_earlier_call: It has reached a call before the last one that led the tree.
         open_handles: The handles that it needs: (position, unit, handle), in the order in which
             they end.
         positions: The position of each of these, -1 for the end of the backward.
+        counted: Handles whose accumulated gradients have been counted.
         recomputed: Units whose forward it has run again.
         prefetched: Units whose gathers it issued ahead, until they run; True for those that the
             user chose.
@@ -59,15 +60,17 @@ class BackwardPass:
         self.context = context
         self.graph_task_id = torch._C._current_graph_task_id()
         self.following: dict[StateRef, StateRef] = {}
+        self.reducing: set[FlatParamHandle] = set()
         self.accumulates = False
         self.is_sure_to_reduce = False
-        self.reaches_earlier_call = False
         self.open_handles: list[tuple[int, ShardState, FlatParamHandle]] = []
         self.positions: dict[FlatParamHandle, int] = {}
+        self.counted: set[FlatParamHandle] = set()
         self.recomputed: set[ShardState] = set()
         self.prefetched: dict[ShardState, bool] = {}
         self.early: EarlyGradients | None = None
         self._engine_callback: weakref.ref[_EngineCallback] | None = None
+        self._reaches_earlier_call = False  # than the last one that led the tree
         self._is_ending = False  # autograd has run all of it
         self._reduced: dict[FlatParamHandle, None] = {}
         self._in_flight: list[FlatParamHandle] = []  # reductions issued and not waited for
@@ -88,6 +91,8 @@ class BackwardPass:
         for state in states:
             for handle in state.handles:
                 handle.guard.is_in_backward = True
+                if state.reduces(handle):
+                    self.reducing.add(handle)
                 if handle.has_early_hooks and self.early is None:
                     self.early = EarlyGradients(context.flag_reductions)
         self.accumulates = any(h.will_get_gradient() for state in states for h in state.handles)
@@ -124,6 +129,19 @@ class BackwardPass:
         return self._engine_callback is callback
 
     # Units begin and end
+
+    def reach(self, state: ShardState, start: int, end: int) -> None:
+        """Note that a call of the unit was reached; end the units that are over.
+
+        Args:
+            state: The unit.
+            start: Number of the call.
+            end: Number of the first call that began after it.
+        """
+        if start < self.context.call_start:
+            self._reaches_earlier_call = True
+        self.open_unit(state, start)
+        self.end_units_after(end)
 
     def open_unit(self, state: ShardState, position: int) -> None:
         """Let a unit's handles end when the backward has passed the call of this number.
@@ -163,7 +181,7 @@ class BackwardPass:
         """Reduce a handle that is over, or note that it waits for it; free its full parameters."""
         if state.buckets is not None and state.buckets.end(handle):
             pass  # reduced already
-        elif handle.requires_grad and state.reduces(handle):
+        elif handle.requires_grad and handle in self.reducing:
             if self.early is not None:
                 self._go_early(self.early, state, handle)
             if self.accumulates and not (self.early and self.early.is_final(handle)):
@@ -262,7 +280,9 @@ class BackwardPass:
         if self.early is not None:
             self._deliver(self.early)
         published = self._publish(handles, flags)
-        self.context.backward, self.context.spans_calls = None, self.reaches_earlier_call
+        self.context.backward, self.context.spans_calls = None, self._reaches_earlier_call
+        for handle in self.counted:
+            handle.grad.awaited.reset()
         _return_to_idle(self.context)
         # Last of all: a user's hook may raise, or step an optimizer.
         self._run_last_hooks(published)
@@ -272,7 +292,7 @@ class BackwardPass:
         still_open = [
             handle
             for _, state, handle in self.open_handles
-            if handle.requires_grad and state.reduces(handle) and not state.has_issued(handle)
+            if handle.requires_grad and handle in self.reducing and not state.has_issued(handle)
         ]
         for handle in still_open + unsynced:
             handle.pack_rest(may_overwrite=not self._keeps_values(handle))
@@ -295,7 +315,7 @@ class BackwardPass:
             for handle in state.handles
             if handle not in self.positions
             and handle not in self._reduced
-            and state.reduces(handle)
+            and handle in self.reducing
             and (
                 handle.is_unsynced
                 or (handle.grad.is_partial and not state.defers_all_reduce(handle))
@@ -443,7 +463,6 @@ def _return_to_idle(context: TreeContext) -> None:
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
         for handle in state.handles:
             handle.guard.is_in_backward = False
-            handle.grad.awaited.reset()
             if handle.is_registered_unsharded or handle.is_unsharded or handle.is_small:
                 release_after_backward(context, handle)
 

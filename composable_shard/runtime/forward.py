@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm import trace
-from composable_shard.runtime.backward import OutputReached, is_checkpointed, recompute
+from composable_shard.runtime.backward import OutputReached, recompute
 from composable_shard.runtime.backward_pass import drop_aborted
 from composable_shard.runtime.casts import iter_tensors, map_tensors
 from composable_shard.runtime.initialization import attach_or_refresh, lazy_init, share_context
@@ -98,9 +98,14 @@ def _number_call(context: TreeContext, state: ShardState) -> None:
         state.call_number = context.num_forwards
         state.call_sequence_nr = _next_sequence_nr()
         context.num_forwards += 1
-        state.is_checkpointed = is_checkpointed()
+        state.is_checkpointed = _is_checkpointed()
     elif any([handle.has_early_hooks for handle in state.needed]) and _is_in_function():
         context.may_recompute.add(state.ref)
+
+
+def _is_checkpointed() -> bool:
+    """Return whether the running forward may be in a region of non-reentrant checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _is_in_function() -> bool:
@@ -239,7 +244,11 @@ def _register(context: TreeContext, state: ShardState, tensors: Sequence[Tensor]
     for tensor in tensors:
         if tensor.requires_grad and tensor.grad_fn is not None:
             if hook is None:
-                hook = OutputReached(state, context)
+                has_units_inside = context.num_calls != state.last_call
+                runs_alone = state.buckets is not None and not has_units_inside
+                hook = OutputReached(
+                    state, context, runs_alone=runs_alone and not _is_checkpointed()
+                )
             tensor.grad_fn.register_prehook(hook)
             base = tensor._base
             if base is not None and not _is_older(base, state.call_sequence_nr) and base.grad_fn:
