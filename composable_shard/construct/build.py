@@ -33,6 +33,7 @@ from composable_shard.options import UnitOptions
 from composable_shard.runtime import (
     Boundary,
     Buckets,
+    BufferBroadcast,
     ShardState,
     TrainingState,
     cast_arguments,
@@ -171,9 +172,7 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
         RuntimeError: If the parameters of a handle can't be one, and `use_orig_params` is False.
     """
     options = plan.options
-    state = ShardState(type(plan.modules[0]).__name__, options, len(plan.modules))
     is_alone = shard_group.num_ranks == 1
-    state.buckets = None if is_alone or options.bucket_cap_mb is None else Buckets()
     groups = group_params(plan, shard_size=shard_group.size, is_alone=is_alone)
     built = [
         (members, _build_handle(members, shard_group, precision, options))
@@ -190,8 +189,6 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
             _replace_parameter(original.param, entry)
         if not options.use_orig_params:
             show_flat(handle)
-    borrowed = list(dict.fromkeys(item.handle for item in plan.borrowed))
-    state.set_handles([handle for _, handle in built], borrowed)
     for item in plan.borrowed:
         item.entry.slots = item.entry.slots + item.slots
         item.handle.index_slots()
@@ -203,7 +200,18 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
         watch_meta_buffers(module)
         place_buffers(module, shard_group.device)
         _keep_rnn_parameters(module, shard_group.device)
-    return state
+    has_buckets = options.bucket_cap_mb is not None and not is_alone
+    buffers = None
+    if options.broadcast_buffers:
+        buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)
+    return ShardState(
+        options,
+        plan.modules,
+        [handle for _, handle in built],
+        list(dict.fromkeys(item.handle for item in plan.borrowed)),
+        buckets=Buckets() if has_buckets else None,
+        buffers=buffers,
+    )
 
 
 def _keep_rnn_parameters(module: nn.Module, device: torch.device) -> None:

@@ -7,7 +7,7 @@ when it ends, so nothing of it is reset by hand.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -142,19 +142,28 @@ class ShardState:
         call_sequence_nr: Number of the next autograd node when that call began.
         is_checkpointed: Non-reentrant checkpointing may run that call again.
         forward_order: The units that ran in the calls this unit led.
+        load_call: What `note_load` noted of the last load_state_dict.
     """
 
-    def __init__(self, name: str, options: UnitOptions, num_modules: int) -> None:
-        self.name = name
+    def __init__(
+        self,
+        options: UnitOptions,
+        modules: Sequence[nn.Module],
+        handles: list[FlatParamHandle],
+        borrowed: list[FlatParamHandle],
+        *,
+        buckets: Buckets | None,
+        buffers: BufferBroadcast | None,
+    ) -> None:
+        self.name = type(modules[0]).__name__
         self.options = options
-        self.handles: list[FlatParamHandle] = []
-        self.borrowed: list[FlatParamHandle] = []
-        self.needed = self.handles
+        self.handles = handles
+        self.borrowed = borrowed
+        self.needed = handles + borrowed
         self.reshard_after_forward = options.reshard_after_forward
-        self.buffers: BufferBroadcast | None = None
-        self.buckets: Buckets | None = None
-        self.num_modules = num_modules
-        self.modules_to_run = num_modules
+        self.buffers = buffers
+        self.buckets = buckets
+        self.num_modules = self.modules_to_run = len(modules)
         self.training_state = TrainingState.IDLE
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
@@ -171,7 +180,6 @@ class ShardState:
         self.is_checkpointed = False
         self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.context: TreeContext | None = None
-        # The missing keys of the last load_state_dict, and the modules that it has been through.
         self.load_call: tuple[list[str], frozenset[int]] | None = None
         self.ref: StateRef = weakref.ref(self)
 
@@ -202,11 +210,6 @@ class ShardState:
     def is_in_scope(self) -> bool:
         """Whether `unshard_params` shows any of its handles, perhaps for a unit it borrows from."""
         return any([handle.is_in_scope for handle in self.needed])
-
-    def set_handles(self, handles: list[FlatParamHandle], borrowed: list[FlatParamHandle]) -> None:
-        """Take over the handles of the unit, and those of other units that it shows too."""
-        self.handles, self.borrowed = handles, borrowed
-        self.needed = handles + borrowed
 
     def set_gradient_sync(
         self,
@@ -257,6 +260,10 @@ class ShardState:
         self.full_params = {}
         if self.training_state is TrainingState.UNSHARDED_PARAMS:
             self.transition(TrainingState.IDLE)
+
+    def note_load(self, missing_keys: list[str], modules: frozenset[int]) -> None:
+        """Note a load_state_dict: its missing keys, and the modules that it has been through."""
+        self.load_call = missing_keys, modules
 
     def transition(self, target: TrainingState) -> None:
         """Change the training state.
