@@ -1,20 +1,20 @@
-"""What can only be done once a tree is complete: owners, buffers, hooks, a look at other ranks.
+"""Lazy initialization: owners, buffers, hooks, and a comparison with the other ranks.
 
 [Note: Owners]
-Where parameters are owned whole, a unit alone can't be balanced: its largest parameter is on one
-rank. So ranks are balanced over all such parameters of a tree that the same ranks share, in bytes,
-see [Note: Balance]. As inner modules are sharded first, a unit begins with owners of its own
+Where parameters are owned whole, one unit can't be balanced: one rank holds its largest parameter.
+So ranks are balanced over all such parameters of a tree that the same ranks share, in bytes, see
+[Note: Balance]. Inner modules are sharded first, so a unit begins with owners planned for its own
 parameters alone. A call of `fully_shard` on a module around it plans anew, for all units inside and
-the new one together, and those units' parameters move: one unit at a time, all of them gathered
-once; on the meta device there is nothing to send. Whether another plan is better is decided from
-what all ranks know, and they compare it before anything moves.
+the new one together, and the parameters of those units move: one unit at a time, each gathered
+once; on the meta device nothing is sent. Whether another plan is better is decided from facts that
+all ranks know, and they compare the plan before anything moves.
 
 So owners are settled when the outermost call has returned. `lazy_init`, or the first forward, fixes
 them for good: freezing, adding units around, copies and pickles do not change them after that.
 Units that no call encloses together are balanced together only by a `lazy_init` of a module around
 them. Parameters that are fixed, or that have a gradient, stay where they are and count as load.
-What an optimizer made for a parameter that moved does not belong to it any more: torch's Adagrad,
-which makes its state at construction, must be built after the outermost call.
+Optimizer state of a parameter that moved is lost: torch's Adagrad, which makes its state at
+construction, must be built after the outermost call.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
 
 
 def attach_or_refresh(state: ShardState) -> None:
-    """Make the handles of one unit ready: buffers, hooks, and parameters changed from outside.
+    """Make the buffers and hooks of a unit, and adopt what was done to its parameters at rest.
 
-    Idempotent, and cheap when there is nothing to do: it touches no tensor then.
+    Idempotent; touches no tensor when there is nothing to do.
     """
     for handle in state.handles:
         if not handle.is_attached:
@@ -80,10 +80,10 @@ def attach_or_refresh(state: ShardState) -> None:
 def lazy_init(module: nn.Module) -> None:
     """Do now what otherwise happens at the first forward of `module`.
 
-    Allocates buffers, takes over parameters that `.to()` or `to_empty()` gave new data, and
-    compares with the other ranks that all shard the same model in the same way. A second call
-    touches no tensor. The first time, one small all-gather for each process group, and a broadcast
-    of each shard to the ranks that hold copies of it: replicas start equal.
+    Allocates buffers, adopts parameters that `.to()` or `to_empty()` gave new data, and checks that
+    all ranks shard the same model in the same way. A second call touches no tensor. The first time:
+    one small all-gather for each process group, and a broadcast of each shard to the ranks that
+    hold copies of it, so that replicas start equal.
 
     Raises:
         ValueError: If no module in `module` was sharded.
@@ -101,7 +101,7 @@ def lazy_init(module: nn.Module) -> None:
 
 
 def lazy_init_params(module: nn.Module) -> None:
-    """Do what `lazy_init` does, but let buffers be: a scope may be there to initialise them.
+    """Do what `lazy_init` does, except for buffers: a scope may be there to initialise them.
 
     Raises:
         ValueError: If no module in `module` was sharded.
@@ -153,7 +153,10 @@ def _check_trees(contexts: list[TreeContext], module: nn.Module) -> None:
                 handle.check_registered()
     for context in contexts:
         _check_agreement(context.live_states())
-        _copy_to_replicas(context.live_states())
+        # Ranks that initialised copies of a shard differently would train different models.
+        for state in context.live_states():
+            for handle in state.handles:
+                handle.copy_to_replicas()
     _warn_unmanaged(_outermost(contexts, module), states)
     for context in contexts:
         context.has_agreed = True
@@ -235,20 +238,20 @@ def _check_agreement(states: list[ShardState]) -> None:
     for groups, mesh in meshes.items():
         has_hooks = [handle.has_gradient_hooks for handle in mesh.handles]
         if _compare_lines(groups, mesh.device, mesh.lines, any(has_hooks)):
-            exchange = FlagReduction(
+            flags = FlagReduction(
                 [
                     (handle.shard_group, [int(flag)])
                     for handle, flag in zip(mesh.handles, has_hooks, strict=True)
                 ],
                 highest=1,
             )
-            for handle, (flag,) in zip(mesh.handles, exchange.finish(), strict=True):
+            for handle, (flag,) in zip(mesh.handles, flags.finish(), strict=True):
                 handle.has_early_hooks = bool(flag)
 
 
 @dataclass
 class _Mesh:
-    """What ranks that are reached through the same groups have to agree on."""
+    """All that ranks in the same process groups must agree on."""
 
     device: torch.device
     handles: list[FlatParamHandle] = field(default_factory=list)
@@ -283,16 +286,6 @@ def _check_same(shard_group: ShardGroup, lines: list[str]) -> None:
         RuntimeError: As `_check_agreement`.
     """
     _compare_lines(shard_group.joint_groups, shard_group.device, lines, False)
-
-
-def _copy_to_replicas(states: list[ShardState]) -> None:
-    """Give all ranks that hold copies of a shard the first one's: one broadcast for each handle.
-
-    Ranks that initialised differently would train different models for ever.
-    """
-    for state in states:
-        for handle in state.handles:
-            handle.copy_to_replicas()
 
 
 def _raise_difference(all_lines: list[list[str]]) -> None:
