@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Two at a time, each with ranks of its own: most of a test on ranks is waiting.
+PARALLEL := -n 2 --dist loadfile
 ARGS ?=
 
 .PHONY: train test test-fast check house coverage clean
@@ -15,12 +17,12 @@ train: $(STAMP)
 		tutorials/train_language_model.py --ranks $$procs $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
 
 # For the inner loop, in less than a minute: what is marked "fast". That is all that needs no ranks
 # and little time, and of each other test file some tests that compare a step, a file or a message.
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest -q -m fast $(ARGS)
+	@$(BIN)/python -m pytest -q -m fast $(PARALLEL) $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check --quiet .

@@ -84,9 +84,10 @@ def pytest_terminal_summary(
     if os.environ.get("CI"):
         for skip in _unknown_skips(config):
             terminalreporter.write_line(f"SKIP NOT ALLOWED IN CI: {skip}", red=True)
-        if house.TABLE in config.stash:
-            terminalreporter.section("the house")
-            terminalreporter.write_line(config.stash[house.TABLE])
+        for report in terminalreporter.stats.get("passed", []):
+            if table := dict(report.user_properties).get(house.TABLE):
+                terminalreporter.section(house.TABLE)
+                terminalreporter.write_line(table)
 
 
 def _unknown_skips(config: pytest.Config) -> list[str]:
