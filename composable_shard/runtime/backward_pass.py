@@ -368,8 +368,12 @@ class BackwardPass:
         for handle in handles:
             if handle not in accumulating:
                 self._run_hooks(handle)
-        if self._hook_error is not None:
-            raise self._hook_error
+        error, self._hook_error = self._hook_error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: a cycle
 
 
 class _EngineCallback:
