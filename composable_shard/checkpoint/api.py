@@ -155,11 +155,11 @@ def save_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
             all ranks alike, and nothing is left behind.
     """
     group = _quiet_group()
-    with _agreed(group):
+    with group.agreed():
         _check_arguments(step, keep_last)
         objects = {"scheduler": _as_dict(scheduler), "scaler": _as_dict(scaler)}
         tree, tensors = _describe(model, objects, extra, group.rank)
-    with _agreed(group):
+    with group.agreed():
         # Collectives of training's groups, which raise on all ranks: all of them have got here.
         states = {
             name: get_optimizer_state_dict(model, each)
@@ -223,10 +223,10 @@ def load_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
     """
     group = _quiet_group()
     text: list[str] = group.on_first(lambda: _find(path, step))
-    with _agreed(group):
+    with group.agreed():
         reader = CheckpointReader(Path(text[0]), text[1].encode())
     group.on_first(reader.check_files)
-    with reader, _agreed(group), _reading(reader.folder / METADATA):
+    with reader, group.agreed(), _reading(reader.folder / METADATA):
         staged = StagedModel.read(reader, model, is_strict=strict)
         staged_optimizers = _stage_optimizers(reader, model, _as_dict(optimizer), strict)
         apply = _stage_objects(reader, "scheduler", _as_dict(scheduler))
@@ -238,7 +238,7 @@ def load_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
         staged.apply()  # optimizers look at their parameters
     else:
         apply.insert(0, staged.apply)
-    with _agreed(group):
+    with group.agreed():
         # Collectives of training's groups, which raise on all ranks: all of them have got here.
         apply += [each.prepare() for each in staged_optimizers]
     for function in apply:
@@ -272,17 +272,6 @@ def _quiet_group() -> HostGroup:
         error = RuntimeError(f"the save before this call failed: {error}")
     group.agree(error)
     return group
-
-
-@contextmanager
-def _agreed(group: HostGroup) -> Iterator[None]:
-    """Raise on all ranks if the body raises on any."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    group.agree(error)
 
 
 def _as_dict(objects: _OneOrMore) -> dict[str, Any]:

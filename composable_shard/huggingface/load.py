@@ -10,6 +10,7 @@ tensor is a box of the whole, so its rows are too.
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from composable_shard.comm import raise_together
+from composable_shard.comm import Ranks
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.huggingface.files import TensorFiles, require_safetensors
 from composable_shard.state_dict import (
@@ -65,25 +66,14 @@ def load_safetensors(
     """
     require_safetensors()
     tensors = ModelTensors(model, "load_safetensors can't run")
-    files: TensorFiles | None = None
-    problem: Exception | None = None
-    keys = _IncompatibleKeys([], [])
-    try:
-        files = TensorFiles(Path(directory))
-        keys = _compare(tensors, files)
-        _check_complete(tensors, files, keys, strict)
-    except Exception as error:  # of any kind: the other ranks wait to be told
-        problem = error
-    try:
-        device = tensors.handles[0].shard_group.device
-        raise_together(mesh_groups(tensors.handles), device, problem)
-        assert files is not None
+    ranks = Ranks(mesh_groups(tensors.handles), tensors.handles[0].shard_group.device)
+    with ExitStack() as stack:
+        with ranks.agreed():
+            files = stack.enter_context(TensorFiles(Path(directory)))
+            keys = _compare(tensors, files)
+            _check_complete(tensors, files, keys, strict)
         with torch.inference_mode(False), torch.no_grad():
             _read_all(tensors, files)
-    finally:
-        problem = None  # its traceback has this frame
-        if files is not None:
-            files.close()
     return keys
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import HOST
 from composable_shard.huggingface.files import TensorWriter, parse_nbytes, require_safetensors
-from composable_shard.state_dict import ModelTensors, Ranks, Shares, gather_full
+from composable_shard.state_dict import ModelRanks, ModelTensors, Shares, gather_full
 
 __all__ = ["save_safetensors"]
 
@@ -61,31 +61,24 @@ def save_safetensors(
     tensors = ModelTensors(model, "save_safetensors can't run")
     for handle in tensors.handles:
         handle.check_materialized()
-    ranks = Ranks(model)
+    ranks = ModelRanks(model)
     ranks.check_one_is_first()
     writer: TensorWriter | None = None
-    problem: Exception | None = None
-    try:
+    with ranks.agreed():
         if ranks.is_first:
             writer = TensorWriter(Path(directory), max_nbytes, dtype=dtype, metadata=metadata)
-    except Exception as error:
-        problem = error
-    ranks.raise_together(problem)
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            problem = _write_all(tensors, writer)
-        ranks.raise_together(problem)
+        with torch.inference_mode(False), torch.no_grad(), ranks.agreed():
+            _write_all(tensors, writer)
     finally:
-        problem = None  # its traceback has this frame
         if writer is not None:
             writer.discard()
 
 
-def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> Exception | None:
+def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> None:
     """Gather everything, and write it where this rank is the writer.
 
-    Returns:
-        What failed in writing, if anything: the gathers went on, for the other ranks wait in them.
+    What fails in writing is raised at the end: the other ranks wait in the gathers.
     """
     problem: Exception | None = None
     for name, tensor in _full_tensors(tensors):
@@ -96,12 +89,13 @@ def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> Exception 
                 problem = error
                 writer.discard()
         del tensor  # before the next unit is gathered
-    if writer is not None and problem is None:
-        try:
+    try:
+        if problem is not None:
+            raise problem
+        if writer is not None:
             writer.publish()
-        except Exception as error:
-            problem = error
-    return problem
+    finally:
+        problem = None  # its traceback has this frame
 
 
 def _full_tensors(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_shard.comm import ShardGroup, Waitable, collectives
+from composable_shard.comm import Ranks, ShardGroup, Waitable
 from composable_shard.flat_param import (
     FlatParamHandle,
     FullParams,
@@ -111,7 +110,7 @@ class Scope:
                 problem is not None or not (flag or entry.spec.is_elsewhere)
                 for flag, entry in zip(flags, entries, strict=True)
             ]
-            both = _exchange(flags + lacks, group.joint_groups, group.device)
+            both = Ranks(group.joint_groups, group.device).any_of(flags + lacks)
             told = iter(both)
             for handle in handles:
                 self.has_gradient[handle] = [bool(next(told)) for _ in handle.entries]
@@ -254,7 +253,7 @@ class Scope:
             flags = [knows and rank == group.position for rank in ranks]
             for handle in with_grads:
                 flags += self._dropped_gradients(handle)
-            received = iter(_exchange(flags, group.joint_groups, group.device, problem))
+            received = iter(Ranks(group.joint_groups, group.device).any_of(flags, problem))
             told = [rank for rank in ranks if next(received)]
             failed = failed or told
             dropped |= {h: [bool(next(received)) for _ in h.entries] for h in with_grads}
@@ -263,7 +262,7 @@ class Scope:
             # They hold other parts of the same parameters, in shard groups of their own.
             flags = [problem is not None or bool(where)]
             device = self.handles[0].shard_group.device
-            if _exchange(flags, (mesh_group,), device, problem)[0]:
+            if Ranks([mesh_group], device).any_of(flags, problem)[0]:
                 where = where or "another rank of the tensor-parallel mesh"
         if where and problem is None:
             raise RuntimeError(
@@ -327,7 +326,6 @@ class Scope:
                 stack.callback(keep_requires_grad, handle)
 
 
-_MAX = dist.ReduceOp.MAX
 _DISCARDED = (
     "inside unshard_params(writeback=False) are discarded. Pass writeback=True to keep them."
 )
@@ -341,27 +339,6 @@ def _end_state(state: ShardState) -> None:
     state.full_params = {}
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
         state.transition(TrainingState.IDLE)
-
-
-def _exchange(
-    flags: list[bool],
-    groups: Sequence[dist.ProcessGroup],
-    device: torch.device,
-    problem: BaseException | None = None,
-) -> list[int]:
-    """Return for each flag whether it is set on any rank; with a problem, perhaps one's own."""
-    sent = torch.tensor(flags, dtype=torch.uint8, device=device)
-    if problem is None:
-        for group in groups:
-            collectives.all_reduce(sent, group, _MAX).wait()
-        return sent.tolist()
-    for group in groups:
-        with suppress(RuntimeError):  # the first error is the one that counts
-            work = collectives.all_reduce(sent, group, _MAX)
-            if isinstance(problem, Exception):
-                work.wait()
-            # Ctrl-C: the others learn of it, but nothing must keep this rank from ending.
-    return [int(flag) for flag in flags]
 
 
 def _tensor_parallel_groups(handles: list[FlatParamHandle]) -> list[dist.ProcessGroup]:

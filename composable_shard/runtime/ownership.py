@@ -19,21 +19,12 @@ which makes its state at construction, must be built after the outermost call.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
-from composable_shard.comm import (
-    ShardGroup,
-    UseExchange,
-    compare_rows,
-    digest_of,
-    gather_rows,
-    gather_texts,
-)
+from composable_shard.comm import Ranks, ShardGroup, UseExchange
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.layout import balance, fullest
 from composable_shard.runtime.state import ShardState
@@ -59,7 +50,7 @@ def check_agreement(states: list[ShardState]) -> None:
     meshes: dict[_Groups, _Mesh] = {}
 
     def mesh_of(shard_group: ShardGroup) -> _Mesh:
-        return meshes.setdefault(shard_group.joint_groups, _Mesh(shard_group.device))
+        return meshes.setdefault(shard_group.joint_groups, _Mesh(_ranks_of(shard_group)))
 
     for state in states:
         if state.buffers is not None:
@@ -69,9 +60,9 @@ def check_agreement(states: list[ShardState]) -> None:
             mesh = mesh_of(handle.shard_group)
             mesh.handles.append(handle)
             mesh.lines.extend(handle.describe_entries(state.describe_options()))
-    for groups, mesh in meshes.items():
+    for mesh in meshes.values():
         has_hooks = [handle.has_gradient_hooks for handle in mesh.handles]
-        if _compare_lines(groups, mesh.device, mesh.lines, any(has_hooks)):
+        if _compare_lines(mesh.ranks, mesh.lines, any(has_hooks)):
             exchange = UseExchange(
                 [
                     (handle.shard_group, [int(flag)])
@@ -87,27 +78,19 @@ def check_agreement(states: list[ShardState]) -> None:
 class _Mesh:
     """What ranks that are reached through the same groups have to agree on."""
 
-    device: torch.device
+    ranks: Ranks
     handles: list[FlatParamHandle] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
 
-def _compare_lines(
-    groups: _Groups, device: torch.device, lines: list[str], has_hooks: bool
-) -> bool:
+def _ranks_of(shard_group: ShardGroup) -> Ranks:
+    return Ranks(shard_group.joint_groups, shard_group.device)
+
+
+def _compare_lines(ranks: Ranks, lines: list[str], has_hooks: bool) -> bool:
     """Compare descriptions; return whether any rank has hooks."""
-    digest = digest_of(json.dumps(lines).encode())
-    # Axis by axis: a digest of digests tells every rank of the mesh of a difference anywhere.
-    is_same = True
-    for group in groups:
-        rows = gather_rows(group, device, digest + bytes([has_hooks]))
-        has_hooks = bool(rows[:, -1].any())
-        is_alike, digest = compare_rows(rows, digest)
-        is_same &= is_alike
-    if is_same:
-        return has_hooks
-    texts = gather_texts(groups, device, json.dumps(lines))
-    _raise_difference([json.loads(text) for text in texts])
+    all_lines, has_hooks = ranks.compare(lines, has_hooks)
+    _raise_difference(all_lines)
     return has_hooks
 
 
@@ -119,7 +102,7 @@ def check_same(shard_group: ShardGroup, lines: list[str]) -> None:
     Raises:
         RuntimeError: As `check_agreement`.
     """
-    _compare_lines(shard_group.joint_groups, shard_group.device, lines, False)
+    _compare_lines(_ranks_of(shard_group), lines, False)
 
 
 def copy_to_replicas(states: list[ShardState]) -> None:

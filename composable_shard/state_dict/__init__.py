@@ -18,14 +18,14 @@ from composable_shard.state_dict.model_state import (
     show_whole_values,
 )
 from composable_shard.state_dict.model_tensors import ModelTensors, OtherTensor, ShardedTensor
-from composable_shard.state_dict.names import Ranks, handles_of, mesh_groups
+from composable_shard.state_dict.names import ModelRanks, handles_of, mesh_groups
 from composable_shard.state_dict.optimizer_load import prepare_load
 from composable_shard.state_dict.optimizer_view import params_by_fqn, view_optimizers
 
 __all__ = [
+    "ModelRanks",
     "ModelTensors",
     "OtherTensor",
-    "Ranks",
     "ShardedTensor",
     "Shares",
     "adopt_new_data",

@@ -19,7 +19,7 @@ from composable_shard.runtime import check_is_idle, get_states
 from composable_shard.state_dict.broadcast import broadcast_model
 from composable_shard.state_dict.full_values import Shares, gather_full
 from composable_shard.state_dict.model_state import agree_on_values, find_problems, make_whole
-from composable_shard.state_dict.names import Ranks, handles_of
+from composable_shard.state_dict.names import ModelRanks, handles_of
 from composable_shard.state_dict.optimizer_load import load_optimizers
 from composable_shard.state_dict.optimizer_state import read_optimizers
 from composable_shard.state_dict.optimizer_view import canonical, params_by_fqn
@@ -117,7 +117,7 @@ def _names_in(
 def _make_full(
     model: nn.Module, found: dict[str, Any], names: _Names, options: StateDictOptions
 ) -> dict[str, Any]:
-    ranks = Ranks(model)
+    ranks = ModelRanks(model)
     if options.rank0_only:
         ranks.check_one_is_first()
     found = {key: value for key, value in found.items() if names(key) is not None}

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.state_dict.full_values import decode, encode, scatter_full
 from composable_shard.state_dict.model_state import materialize
-from composable_shard.state_dict.names import Ranks
+from composable_shard.state_dict.names import ModelRanks
 from composable_shard.state_dict.optimizer_view import canonical, params_by_fqn
 from composable_shard.tensor import FlatShard
 
@@ -28,7 +28,7 @@ def broadcast_model(
     Raises:
         RuntimeError: On all ranks alike, if it does not fit; nothing has been changed then.
     """
-    ranks, template = Ranks(model), model.state_dict()
+    ranks, template = ModelRanks(model), model.state_dict()
     ranks.check_can_broadcast()
     expected = {canonical(name): value for name, value in template.items()}
     is_dict = isinstance(state_dict, Mapping)
@@ -48,7 +48,7 @@ def broadcast_model(
     if shown:
         problems.append(f"units {shown} show their full parameters: call reshard(module) first")
     text = f"the state dict does not fit {type(model).__name__}: " + "; ".join(problems)
-    ranks.raise_together(RuntimeError(text) if problems else None)
+    ranks.agree(RuntimeError(text) if problems else None)
     mine = [names, missing, extra, encoded] if ranks.is_first else None
     told = [message for message in ranks.all_messages(mine) if message is not None]
     names, missing, extra, encoded = told[0]
@@ -68,7 +68,7 @@ def _check(key: str, value: Any, wanted: Any, encoded: dict[str, Any]) -> list[s
     if not isinstance(wanted, Tensor):
         try:
             encoded[key] = encode(value)
-        except TypeError:
+        except ValueError:
             return [f"'{key}' is a {type(value).__name__}, which can't be sent to other ranks"]
         return []
     if not isinstance(value, Tensor) or isinstance(value, FlatShard | DTensor):
@@ -79,7 +79,7 @@ def _check(key: str, value: Any, wanted: Any, encoded: dict[str, Any]) -> list[s
 
 
 def _scatter_params(
-    ranks: Ranks, model: nn.Module, state_dict: Mapping[str, Any], names: set[str]
+    ranks: ModelRanks, model: nn.Module, state_dict: Mapping[str, Any], names: set[str]
 ) -> None:
     places: dict[FlatParamHandle, dict[int, str]] = {}
     for fqn, param in params_by_fqn(model).items():
@@ -98,7 +98,7 @@ def _scatter_params(
             handle.slice_of(entry, handle.local_shard).copy_(handle.slice_of(entry, shard))
 
 
-def _broadcast(ranks: Ranks, like: Tensor, value: Tensor | None) -> Tensor:
+def _broadcast(ranks: ModelRanks, like: Tensor, value: Tensor | None) -> Tensor:
     """Return what the first rank has for a tensor that no unit manages."""
     whole = torch.empty(like.shape, dtype=like.dtype, device=ranks.device)
     if value is not None:

@@ -36,7 +36,7 @@ def encode(value: Any) -> dict[str, Any]:
     """Return a number, a list of them, or a tensor as JSON; a large tensor without its elements.
 
     Raises:
-        TypeError: For anything else.
+        ValueError: For anything else.
     """
     if isinstance(value, Tensor):
         told: dict[str, Any] = {
@@ -53,7 +53,10 @@ def encode(value: Any) -> dict[str, Any]:
         return {"kind": kind, "items": [encode(item) for item in value]}
     if isinstance(value, bool | int | float | str | None):
         return {"kind": "plain", "value": value}
-    raise TypeError(f"expected a tensor, a number, a string or a list, got {type(value).__name__}")
+    raise ValueError(
+        "only tensors, numbers, strings and lists can be sent to other ranks, got a "
+        f"{type(value).__name__}"
+    )
 
 
 def decode(told: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.comm import HOST, all_messages, raise_together
+from composable_shard.comm import HOST, Ranks
 from composable_shard.flat_param import FlatParamHandle, take_place
 from composable_shard.runtime import ShardState, get_states
 from composable_shard.state_dict.names import (
@@ -403,10 +403,9 @@ def agree_on_values(
         RuntimeError: On all ranks alike.
     """
     handles = handles_of(module, around)
-    device = handles[0].shard_group.device
-    groups = mesh_groups(handles)
+    ranks = Ranks(mesh_groups(handles), handles[0].shard_group.device)
     text = "\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *problems])
-    raise_together(groups, device, RuntimeError(text) if problems else None)
+    ranks.agree(RuntimeError(text) if problems else None)
     given = _given_params(find_params(module, around), state_dict, prefix)
     gathered = [
         unwrapped(key.removeprefix(prefix))
@@ -414,7 +413,7 @@ def agree_on_values(
         if isinstance(value := state_dict[key], Tensor) and needs_gather(value, param.entry.spec)
     ]
     gathered += _to_make_whole(module, state_dict, prefix)
-    told = all_messages(groups, device, gathered)
+    told = ranks.all_messages(gathered)
     if len(told) > 1:
         odd = sorted({name for names in told for name in names})
         quoted = ", ".join(f'"{name}"' for name in odd)

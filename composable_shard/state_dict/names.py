@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.comm import HOST, all_messages, collectives, raise_together
+from composable_shard.comm import HOST, Ranks, collectives
 from composable_shard.flat_param import FlatParamHandle, ParamEntry, slot_key
 from composable_shard.runtime import ShardState, get_states
 
 __all__ = [
     "ManagedParam",
-    "Ranks",
+    "ModelRanks",
     "find_params",
     "flat_names",
     "handles_of",
@@ -112,14 +111,12 @@ def tensor_meshes(handles: list[FlatParamHandle]) -> list[DeviceMesh]:
     return list(dict.fromkeys(meshes))
 
 
-class Ranks:
+class ModelRanks(Ranks):
     """The ranks that share a model.
 
     Attributes:
         handles: Of the model.
         meshes: The tensor-parallel ones.
-        groups: What goes through them, one after another, reaches all ranks.
-        device: Where they communicate.
         is_first: Whether this rank is the first of them.
     """
 
@@ -129,17 +126,12 @@ class Ranks:
             if not handle.is_in_scope:
                 handle.adopt_changes()
         self.meshes = tensor_meshes(self.handles)
-        self.groups = mesh_groups(self.handles)
-        self.device = HOST
+        device = self.handles[0].shard_group.device if self.handles else HOST
+        super().__init__(mesh_groups(self.handles), device)
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._is_first_part = all(not any(mesh.get_coordinate() or ()) for mesh in self.meshes)
         if self.handles:
-            self.device = self.handles[0].shard_group.device
             self.is_first = self._is_first_part and self.handles[0].shard_group.is_first
-
-    def raise_together(self, problem: Exception | None) -> None:
-        """Raise on all ranks what any of them has found."""
-        raise_together(self.groups, self.device, problem)
 
     def check_one_is_first(self) -> None:
         """Check that the first rank is the first of every unit's.
@@ -160,7 +152,7 @@ class Ranks:
                 "different ranks. Pass StateDictOptions(rank0_only=False) to get a state dict, and "
                 "give every rank the whole one to load it."
             )
-        self.raise_together(problem)
+        self.agree(problem)
 
     def check_can_broadcast(self) -> None:
         """Check that the first rank can give values to all others.
@@ -174,10 +166,6 @@ class Ranks:
                 "are, and this one has none. Give every rank the whole state dict."
             )
         self.check_one_is_first()
-
-    def all_messages(self, message: Any) -> list[Any]:
-        """Return the different messages of all ranks."""
-        return all_messages(self.groups, self.device, message)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Give all ranks the first one's tensor; return it where it was."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from composable_shard.optim import find_scalar_keys
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict.full_values import decode, describe, encode, scatter_full
-from composable_shard.state_dict.names import Ranks
+from composable_shard.state_dict.names import ModelRanks
 from composable_shard.state_dict.optimizer_state import by_handle, view_together
 from composable_shard.state_dict.optimizer_view import Group, States, join_state
 from composable_shard.tensor import (
@@ -57,7 +57,7 @@ def prepare_load(
         options: `strict` and `broadcast_from_rank0` count.
         is_given_away: Whether optimizers may go on with the very tensors of the dict.
     """
-    optimizers, ranks = list(optimizers), Ranks(model)
+    optimizers, ranks = list(optimizers), ModelRanks(model)
     groups = view_together(ranks, model, optimizers)
     specs = {
         fqn: handle.entries[index].spec
@@ -65,24 +65,16 @@ def prepare_load(
         for index, fqn in names.items()
     }
     given = _Given(groups, specs, is_given_away=is_given_away)
-    problem: Exception | None = None
-    if not options.broadcast_from_rank0 or ranks.is_first:
-        try:
+    with ranks.agreed():
+        if not options.broadcast_from_rank0 or ranks.is_first:
             given.take(state_dict, is_strict=options.strict)
-        except (ValueError, NotImplementedError) as error:
-            problem = error
-    ranks.raise_together(problem)
     if options.broadcast_from_rank0:
         ranks.check_can_broadcast()
         given.spread(ranks)
     else:
         given.cut(ranks)
-    joined: list[list[dict[str, Any]]] = []
-    try:
+    with ranks.agreed():
         joined = [[join_state(m, given.states) for m in group.members] for group in groups]
-    except ValueError as error:
-        problem = error
-    ranks.raise_together(problem)
 
     def load() -> None:
         for handle in ranks.handles:
@@ -220,7 +212,7 @@ class _Given:
         is_plain = not isinstance(self._plain.get(fqn), DTensor)
         return is_plain and isinstance(value, FlatShard | DTensor)
 
-    def cut(self, ranks: Ranks) -> None:
+    def cut(self, ranks: ModelRanks) -> None:
         """Cut what has a parameter's shape like the parameter.
 
         Raises:
@@ -263,19 +255,13 @@ class _Given:
     def _owned(self, value: Tensor) -> Tensor:
         return value if self._is_given_away else value.clone()
 
-    def spread(self, ranks: Ranks) -> None:
+    def spread(self, ranks: ModelRanks) -> None:
         """Give every rank its part of what the first rank has taken, a handle at a time."""
         mine: Any = None
-        problem: Exception | None = None
-        if ranks.is_first:
-            try:
+        with ranks.agreed():
+            if ranks.is_first:
                 self._check_is_whole()
                 mine = [[encode_options(o) for o in self.options], self._describe()]
-            except TypeError as error:
-                problem = ValueError(f"state or options that can't be sent to other ranks: {error}")
-            except ValueError as error:
-                problem = error
-        ranks.raise_together(problem)
         messages = [message for message in ranks.all_messages(mine) if message is not None]
         options, told = messages[0]
         self.options = [{key: decode(value) for key, value in each.items()} for each in options]
@@ -315,7 +301,7 @@ class _Given:
                         "StateDictOptions() and give every rank its part."
                     )
 
-    def _send(self, ranks: Ranks, fqn: str, name: str, what: dict[str, Any]) -> Any:
+    def _send(self, ranks: ModelRanks, fqn: str, name: str, what: dict[str, Any]) -> Any:
         value = decode(what)
         if what["kind"] != "tensor" or "bytes" in what:
             return value

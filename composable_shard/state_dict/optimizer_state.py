@@ -11,18 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_shard.comm import HOST, gather_bytes
+from composable_shard.comm import HOST, all_bytes
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict.full_values import Shares, decode, describe, gather_full
-from composable_shard.state_dict.names import Ranks
+from composable_shard.state_dict.names import ModelRanks
 from composable_shard.state_dict.optimizer_view import Group, States, split_state, view_optimizers
 from composable_shard.tensor import FlatShard, ShardSpec
 
 __all__ = ["by_handle", "read_optimizers", "view_together"]
 
 
-_ERRORS = (ValueError, RuntimeError, NotImplementedError)
 _Told = dict[str, dict[str, dict[str, Any]]]  # by name and state, what `describe` says
 
 
@@ -36,15 +35,12 @@ def by_handle(groups: list[Group]) -> dict[FlatParamHandle, dict[int, str]]:
     return found
 
 
-def view_together(ranks: Ranks, model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Group]:
+def view_together(
+    ranks: ModelRanks, model: nn.Module, optimizers: Iterable[Optimizer]
+) -> list[Group]:
     """Return the optimizers' groups, or raise on all ranks."""
-    groups: list[Group] = []
-    problem: Exception | None = None
-    try:
+    with ranks.agreed():
         groups = view_optimizers(model, optimizers)
-    except _ERRORS as error:
-        problem = error
-    ranks.raise_together(problem)
     return groups
 
 
@@ -52,19 +48,15 @@ def read_optimizers(
     model: nn.Module, optimizers: Iterable[Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
     """Return `{"state": {fqn: {name: value}}, "param_groups": [...]}`; for all ranks together."""
-    ranks = Ranks(model)
+    ranks = ModelRanks(model)
     groups = view_together(ranks, model, optimizers)
     if options.full_state_dict and options.rank0_only:
         ranks.check_one_is_first()
     states: States = {}
-    problem: Exception | None = None
-    try:
+    with ranks.agreed():
         for group in groups:
             for member in group.members:
                 states |= split_state(member, group.optimizer.state.get(member.param))
-    except _ERRORS as error:
-        problem = error
-    ranks.raise_together(problem)
     states = {fqn: states[fqn] for group in groups for fqn in group.fqns if fqn in states}
     states = _complete(ranks, groups, states, takes_large=options.full_state_dict)
     device = HOST if options.cpu_offload else None
@@ -82,7 +74,9 @@ def _map(state: dict[str, Any], convert: Any) -> dict[str, Any]:
     return {k: convert(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def _complete(ranks: Ranks, groups: list[Group], states: States, *, takes_large: bool) -> States:
+def _complete(
+    ranks: ModelRanks, groups: list[Group], states: States, *, takes_large: bool
+) -> States:
     """Add what only other ranks have: the owners of whole parameters.
 
     Shards are empty then, numbers and small tensors the same; large tensors, which are no shards,
@@ -115,7 +109,7 @@ def _complete(ranks: Ranks, groups: list[Group], states: States, *, takes_large:
                 completed[fqn][name] = _empty_shard(what["dtype"], *places[fqn])
             elif what["kind"] != "tensor" or "bytes" in what:
                 completed[fqn][name] = decode(what)
-    ranks.raise_together(problem)
+    ranks.agree(problem)
     if takes_large:
         _fetch_large(messages, places, completed)
     return completed
@@ -155,11 +149,7 @@ def _fetch_large(
         group = places[fqn][0].shard_group
         value: Tensor | None = states[fqn].get(name)
         data = b"" if value is None else bytes(_as_bytes(value).tolist())
-        sizes = gather_bytes(
-            group.group, group.device, len(data).to_bytes(8, "little"), [8] * group.group.size()
-        )
-        numels = [int.from_bytes(size, "little") for size in sizes]
-        found = gather_bytes(group.group, group.device, data, numels)
+        found = all_bytes(group.group, group.device, data)
         if value is None:
             payload = bytearray(next(part for part in found if part))
             flat = torch.frombuffer(payload, dtype=getattr(torch, what["dtype"]))
@@ -171,7 +161,7 @@ def _as_bytes(value: Tensor) -> Tensor:
 
 
 def _make_full(
-    ranks: Ranks,
+    ranks: ModelRanks,
     groups: list[Group],
     states: States,
     device: torch.device | None,
