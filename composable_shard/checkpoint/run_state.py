@@ -214,7 +214,7 @@ class StagedModel:
             if other.is_meta:
                 other.materialize(device).copy_(self._take(other.names))
 
-    def _take(self, names: tuple[str, ...]) -> Tensor:
+    def _take(self, names: list[str]) -> Tensor:
         values = [self.state.pop(name) for name in names if name in self.state]
         assert isinstance(values[0], Tensor)
         return values[0]

@@ -22,9 +22,9 @@ from composable_shard.comm import Ranks
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.huggingface.files import TensorFiles, require_safetensors
 from composable_shard.state_dict import (
+    ManagedParam,
     ModelTensors,
     OtherTensor,
-    ShardedTensor,
     materialize,
     mesh_groups,
 )
@@ -77,7 +77,7 @@ def load_safetensors(
     return keys
 
 
-def _name_in(files: TensorFiles, tensor: ShardedTensor | OtherTensor) -> str | None:
+def _name_in(files: TensorFiles, tensor: ManagedParam | OtherTensor) -> str | None:
     """Return the first of a tensor's names that the checkpoint has."""
     return next((name for name in tensor.names if name in files.tensors), None)
 
@@ -138,7 +138,7 @@ def _read_all(tensors: ModelTensors, files: TensorFiles) -> None:
             _read_other(files, name, other, tensors.handles[0].shard_group.device)
 
 
-def _read_shard(files: TensorFiles, name: str, tensor: ShardedTensor) -> None:
+def _read_shard(files: TensorFiles, name: str, tensor: ManagedParam) -> None:
     """Copy this rank's range of a parameter into its shard; see [Note: Own ranges]."""
     spec, target = tensor.entry.spec, tensor.entry.shard_view
     assert target is not None

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from composable_shard.comm import HOST
-from composable_shard.flat_param import FlatParamHandle
 from composable_shard.optim import init_state
 from composable_shard.options import StateDictOptions
-from composable_shard.runtime import check_is_idle, get_states
-from composable_shard.state_dict.broadcast import broadcast_model
-from composable_shard.state_dict.full_values import Shares, gather_full
-from composable_shard.state_dict.model_state import agree_on_values, find_problems, make_whole
-from composable_shard.state_dict.names import ModelRanks, handles_of
-from composable_shard.state_dict.optimizer_load import load_optimizers
+from composable_shard.state_dict.full_values import (
+    Shares,
+    copied,
+    decode,
+    encode,
+    gather_full,
+    scatter_full,
+)
+from composable_shard.state_dict.model_state import (
+    agree_on_values,
+    find_problems,
+    make_whole,
+    write_shard,
+)
+from composable_shard.state_dict.model_tensors import (
+    ModelRanks,
+    by_handle,
+    canonical,
+    check_model_is_idle,
+    handles_of,
+    params_by_fqn,
+)
+from composable_shard.state_dict.optimizer_load import prepare_load
 from composable_shard.state_dict.optimizer_state import read_optimizers
-from composable_shard.state_dict.optimizer_view import canonical, params_by_fqn
 from composable_shard.tensor import FlatShard
 
 __all__ = [
@@ -65,73 +80,57 @@ def get_model_state_dict(
         RuntimeError: Inside forward or backward.
     """
     options = options or StateDictOptions()
-    _check_is_idle(model, "a state dict can't be made")
+    check_model_is_idle(model, "a state dict can't be made")
     found = {canonical(name): value for name, value in model.state_dict().items()}
     names = _names_in(model, submodules, options)
+    device = HOST if options.cpu_offload else None
     if options.full_state_dict and not any(h.is_in_scope for h in handles_of(model)):
         with torch.no_grad():
-            found = _make_full(model, found, names, options)
-    else:
-        device = HOST if options.cpu_offload else None
-        found = {key: _moved(value, device) for key, value in found.items()}
-    kept = {names(key): value for key, value in found.items()}
-    return {key: _cast(value, options.dtype) for key, value in kept.items() if key is not None}
+            found, device = _make_full(model, found, names, options), None
+    kept = {names(key): _convert(value, device, options.dtype) for key, value in found.items()}
+    return {key: value for key, value in kept.items() if key is not None}
 
 
-def _check_is_idle(model: nn.Module, what: str) -> None:
-    for context in dict.fromkeys(state.context for state in get_states(model)):
-        if context is not None:
-            check_is_idle(context, what)
-
-
-class _Names:
-    """Which names are wanted, and what they shall be."""
-
-    def __init__(self, prefixes: list[str] | None, keeps_prefixes: bool) -> None:
-        self._prefixes = prefixes
-        self._keeps_prefixes = keeps_prefixes
-
-    def __call__(self, key: str) -> str | None:
-        """Return the name under which `key` is returned, None if it is not."""
-        if self._prefixes is None:
-            return key
-        for prefix in self._prefixes:
-            if key.startswith(prefix):
-                return key if self._keeps_prefixes else key.removeprefix(prefix)
-        return None
+_Naming = Callable[[str], str | None]  # what a name shall be, None if it is not wanted
 
 
 def _names_in(
     model: nn.Module, submodules: set[nn.Module] | None, options: StateDictOptions
-) -> _Names:
+) -> _Naming:
     if not submodules:
-        return _Names(None, True)
+        return lambda key: key
     paths = {module: canonical(f"{name}.") for name, module in model.named_modules() if name}
     unknown = [type(module).__name__ for module in submodules if module not in paths]
     if unknown:
         raise ValueError(f"expected submodules of the model, got others: {unknown}")
     prefixes = [path for module, path in paths.items() if module in submodules]
-    return _Names(prefixes, options.keep_submodule_prefixes)
+
+    def rename(key: str) -> str | None:
+        prefix = next((each for each in prefixes if key.startswith(each)), None)
+        if prefix is None or options.keep_submodule_prefixes:
+            return None if prefix is None else key
+        return key.removeprefix(prefix)
+
+    return rename
 
 
 def _make_full(
-    model: nn.Module, found: dict[str, Any], names: _Names, options: StateDictOptions
+    model: nn.Module, found: dict[str, Any], names: _Naming, options: StateDictOptions
 ) -> dict[str, Any]:
     ranks = ModelRanks(model)
     if options.rank0_only:
         ranks.check_one_is_first()
     found = {key: value for key, value in found.items() if names(key) is not None}
-    places: dict[FlatParamHandle, dict[int, list[str]]] = {}
-    for fqn, param in params_by_fqn(model).items():
-        if fqn in found:
-            places.setdefault(param.handle, {}).setdefault(param.index, []).append(fqn)
+    params = {param: param.names for fqn, param in params_by_fqn(model).items() if fqn in found}
+    places = by_handle(params.items())
     wanted = (Shares(handle, indices=list(keys)) for handle, keys in places.items())
     device = HOST if options.cpu_offload else None
     done: set[str] = set()
     for shares, values in gather_full(
         wanted, to_first=options.rank0_only, device=device, dtype=options.dtype
     ):
-        for index, keys in places[shares.handle].items():
+        for index, fqns in places[shares.handle].items():
+            keys = [fqn for fqn in fqns if fqn in found]
             done.update(keys)
             if index in values:
                 found.update(dict.fromkeys(keys, values[index]))
@@ -141,23 +140,14 @@ def _make_full(
             found[key] = value.full_tensor()
     if options.rank0_only and not ranks.is_first:
         return {}
-    return {key: value if key in done else _copied(value, device) for key, value in found.items()}
+    return {key: value if key in done else copied(value, device) for key, value in found.items()}
 
 
-def _copied(value: Any, device: torch.device | None) -> Any:
+def _convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.detach().to(value.device if device is None else device, copy=True)
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    return value.to(device) if device is not None and isinstance(value, Tensor) else value
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    return value.to(dtype)
+    value = value if device is None else value.to(device)
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def set_model_state_dict(
@@ -188,9 +178,9 @@ def set_model_state_dict(
             ranks.
     """
     options = options or StateDictOptions()
-    _check_is_idle(model, "a state dict can't be loaded")
+    check_model_is_idle(model, "a state dict can't be loaded")
     if options.broadcast_from_rank0:
-        return broadcast_model(model, model_state_dict, is_strict=options.strict)
+        return _broadcast_model(model, model_state_dict, is_strict=options.strict)
     raw = {name.replace(_COMPILED, ""): name for name in model.state_dict()}
     given = model_state_dict
     if isinstance(given, Mapping):
@@ -208,6 +198,94 @@ def set_model_state_dict(
 
 
 _COMPILED = "_orig_mod."
+
+
+# What only the first rank has
+
+
+def _broadcast_model(
+    model: nn.Module, state_dict: Mapping[str, Any], *, is_strict: bool
+) -> _IncompatibleKeys:
+    """Write the first rank's state dict of whole tensors into the model of every rank.
+
+    Raises:
+        RuntimeError: On all ranks alike, if it does not fit; nothing has been changed then.
+    """
+    ranks, template = ModelRanks(model), model.state_dict()
+    ranks.check_can_broadcast()
+    expected = {canonical(name): value for name, value in template.items()}
+    is_dict = isinstance(state_dict, Mapping)
+    state_dict = state_dict if is_dict else {}
+    names = [key for key in state_dict if key in expected]
+    missing = [key for key in expected if key not in state_dict]
+    extra = [key for key in state_dict if key not in expected]
+    encoded: dict[str, Any] = {}
+    problems = []
+    if ranks.is_first:
+        problems += ["expected a dict"] * (not is_dict)
+        problems += [f"missing {missing}"] * bool(missing and is_strict)
+        problems += [f"unexpected {extra}"] * bool(extra and is_strict)
+        for key in names:
+            problems += _check(key, state_dict[key], expected[key], encoded)
+    shown = [handle.name for handle in ranks.handles if handle.is_registered_unsharded]
+    if shown:
+        problems.append(f"units {shown} show their full parameters: call reshard(module) first")
+    text = f"the state dict does not fit {type(model).__name__}: " + "; ".join(problems)
+    ranks.agree(RuntimeError(text) if problems else None)
+    mine = [names, missing, extra, encoded] if ranks.is_first else None
+    told = [message for message in ranks.all_messages(mine) if message is not None]
+    names, missing, extra, encoded = told[0]
+    with torch.inference_mode(False), torch.no_grad():
+        _scatter_params(ranks, model, state_dict, set(names))
+        rest: dict[str, Any] = {key: decode(value) for key, value in encoded.items()}
+        for raw, value in template.items():
+            key = canonical(raw)
+            if key in names and isinstance(value, Tensor) and not isinstance(value, FlatShard):
+                rest[raw] = _broadcast(ranks, value, state_dict.get(key))
+        model.load_state_dict(rest, strict=False)
+    return _IncompatibleKeys(missing, extra)
+
+
+def _check(key: str, value: Any, wanted: Any, encoded: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a value; put what is no tensor into `encoded`."""
+    if not isinstance(wanted, Tensor):
+        try:
+            encoded[key] = encode(value)
+        except ValueError:
+            return [f"'{key}' is a {type(value).__name__}, which can't be sent to other ranks"]
+        return []
+    if not isinstance(value, Tensor) or isinstance(value, FlatShard | DTensor):
+        return [f"expected '{key}' to be a whole plain tensor, got a {type(value).__name__}"]
+    if value.shape != wanted.shape:
+        return [f"expected '{key}' of shape {tuple(wanted.shape)}, got {tuple(value.shape)}"]
+    return []
+
+
+def _scatter_params(
+    ranks: ModelRanks, model: nn.Module, state_dict: Mapping[str, Any], names: set[str]
+) -> None:
+    named = ((param, fqn) for fqn, param in params_by_fqn(model).items() if fqn in names)
+    for handle, keys in by_handle(named).items():
+        write_shard(handle, ())
+        given = {index: state_dict[key] for index, key in keys.items() if key in state_dict}
+        dtype = handle.local_shard.dtype
+        shard = scatter_full(handle, given, list(keys), dtype, meshes=ranks.meshes)
+        write_shard(handle, ((i, handle.slice_of(handle.entries[i], shard)) for i in keys))
+
+
+def _broadcast(ranks: ModelRanks, like: Tensor, value: Tensor | None) -> Tensor:
+    """Return what the first rank has for a tensor that no unit manages."""
+    whole = torch.empty(like.shape, dtype=like.dtype, device=ranks.device)
+    if value is not None:
+        whole.copy_(value)
+    whole = ranks.broadcast(whole)
+    if isinstance(like, DTensor):
+        # src_data_rank=None: cut locally, as every rank has the same values.
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return whole
+
+
+# Optimizers
 
 
 def get_optimizer_state_dict(
@@ -284,7 +362,7 @@ def set_optimizer_state_dict(
     """
     options = options or StateDictOptions()
     with torch.no_grad():
-        load_optimizers(model, _as_list(optimizers), optim_state_dict, options)
+        prepare_load(model, _as_list(optimizers), optim_state_dict, options)()
 
 
 def _as_list(optimizers: _Optimizers) -> list[Optimizer]:

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composable_shard.comm import Waitable, collectives, is_exchange
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.layout import FlatLayout, intersect
-from composable_shard.state_dict.names import tensor_meshes
+from composable_shard.state_dict.model_tensors import tensor_meshes
 from composable_shard.tensor import FlatShard, ShardSpec
 
-__all__ = ["Shares", "decode", "describe", "encode", "gather_full", "scatter_full"]
+__all__ = ["Shares", "copied", "decode", "describe", "encode", "gather_full", "scatter_full"]
 
 
 _MAX_NUMEL = 16  # of tensors that are told by value
@@ -73,6 +73,15 @@ def decode(told: dict[str, Any]) -> Any:
     if not data:
         return torch.empty(told["shape"], dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).clone().view(told["shape"])
+
+
+def copied(value: Any, device: torch.device | None) -> Any:
+    """Return a whole copy of a value, on the device or where it is; what is no tensor as it is."""
+    if isinstance(value, FlatShard | DTensor):
+        value = value.full_tensor()
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(value.device if device is None else device, copy=True)
 
 
 def _name(dtype: torch.dtype) -> str:

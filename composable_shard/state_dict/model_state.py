@@ -12,8 +12,9 @@ was given, so that what torch does after it, assignments included, changes nothi
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -23,11 +24,12 @@ from torch.distributed.tensor import DTensor
 from composable_shard.comm import HOST, Ranks
 from composable_shard.flat_param import FlatParamHandle, take_place
 from composable_shard.runtime import ShardState, get_states
-from composable_shard.state_dict.names import (
+from composable_shard.state_dict.model_tensors import (
     ManagedParam,
+    by_handle,
     find_params,
-    flat_names,
     handles_of,
+    iter_slots,
     mesh_groups,
     unwrapped,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "materialize",
     "show_shards",
     "show_whole_values",
+    "write_shard",
 ]
 
 
@@ -110,12 +113,9 @@ def find_problems(
     for name, shape in expected.items():
         if name in checked and name in given and shape is not None:
             problems += _find_value_problem(name, given[name], shape, params.get(name))
-    by_handle: dict[FlatParamHandle, set[int]] = {}
-    for name, param in params.items():
-        if name in given:
-            by_handle.setdefault(param.handle, set()).add(param.index)
-    for handle, indices in by_handle.items():
-        problems += _find_handle_problem(handle, indices, is_assigned)
+    named = by_handle((param, name) for name, param in params.items() if name in given)
+    for handle, by_index in named.items():
+        problems += _find_handle_problem(handle, by_index, is_assigned)
     return problems
 
 
@@ -126,12 +126,10 @@ def _find_name_problems(
     needed = [name for name in expected if not name.endswith("num_batches_tracked")]
     missing = [name for name in needed if name in checked and name not in given]
     extra = [name for name in given if name in checked and name not in expected]
-    problems = []
-    if missing:
-        problems.append(f"Missing key(s) in state_dict: {_quoted(missing)}.")
-    if extra:
-        problems.append(f"Unexpected key(s) in state_dict: {_quoted(extra)}.")
-    return problems
+    lists = {"Missing": missing, "Unexpected": extra}
+    return [
+        f"{kind} key(s) in state_dict: {_quoted(each)}." for kind, each in lists.items() if each
+    ]
 
 
 def _translates(module: nn.Module) -> bool:
@@ -167,7 +165,9 @@ def _find_value_problem(
     ]
 
 
-def _find_handle_problem(handle: FlatParamHandle, given: set[int], is_assigned: bool) -> list[str]:
+def _find_handle_problem(
+    handle: FlatParamHandle, given: Mapping[int, str], is_assigned: bool
+) -> list[str]:
     if handle.is_registered_unsharded:
         return [
             f"unit '{handle.name}' shows its full parameters, which would not get the values. Call "
@@ -210,8 +210,11 @@ def show_shards(
     if not any(h.shows_flat or h.is_registered_unsharded or h.is_in_scope for h in state.needed):
         return
     with torch.no_grad():
-        for name in flat_names(module):
-            state_dict.pop(prefix + name, None)
+        flats = {id(h.flat.sharded) for h in state.needed if h.flat is not None}
+        flats |= {id(h.unsharded_flat) for h in state.needed if h.unsharded_flat is not None}
+        for name, child, key in iter_slots(module):
+            if id(child._parameters.get(key)) in flats:
+                state_dict.pop(prefix + name, None)
         for name, param in find_params(module, state).items():
             value = _value_of(param)
             if value is not None:
@@ -233,7 +236,8 @@ def _value_of(param: ManagedParam) -> Tensor | None:
 
 def _restore_order(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Put the module's part of a state dict in the order of names."""
-    expected = {prefix + unwrapped(name): i for i, name in enumerate(_local_names(module))}
+    names = [name for name, _, _ in iter_slots(module)]
+    expected = {prefix + unwrapped(name): i for i, name in enumerate(names)}
     # It is the end of the dict, unless that held something before.
     mine = list(takewhile(lambda key: key.startswith(prefix), reversed(state_dict)))[::-1]
     places: dict[str, tuple[int, int]] = {}
@@ -246,36 +250,35 @@ def _restore_order(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
         state_dict[key] = state_dict.pop(key)
 
 
-def _local_names(module: nn.Module) -> Iterator[str]:
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        for name in (*child._parameters, *child._buffers):
-            yield f"{prefix}.{name}".lstrip(".")
-
-
 def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     """Gather what torch's own `get_model_state_dict` is to return as whole tensors.
 
     A state-dict hook of units, after `show_shards`. Torch gathers DTensors only, and would return
     FlatShards as if they were whole. One all-gather for each parameter; for all ranks.
     """
-    if not _is_full_wanted():
+    # What torch's get_model_state_dict was asked for, it tells no hook.
+    info = _local_of_caller(
+        "_get_model_state_dict", "torch.distributed.checkpoint.state_dict", "info"
+    )
+    if not getattr(info, "full_state_dict", False):
         return
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if isinstance(state_dict[key], FlatShard):
             state_dict[key] = state_dict[key].full_tensor()
 
 
-def _is_full_wanted() -> bool:
-    frame = sys._getframe()
+def _local_of_caller(function: str, module: str, name: str) -> Any:
+    """Return a local variable of the function of torch's that is running, None if it is not.
+
+    The only walk over the stack: users call these functions of torch directly, which pass the
+    argument in question neither to hooks nor to anything else that a hook can reach.
+    """
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        is_getter = frame.f_code.co_name == "_get_model_state_dict"
-        if is_getter and frame.f_globals.get("__name__") == _TORCHS_FUNCTIONS:
-            return bool(getattr(frame.f_locals.get("info"), "full_state_dict", False))
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-_TORCHS_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+            return frame.f_locals.get(name)
+        frame = frame.f_back
+    return None
 
 
 # Load
@@ -313,7 +316,8 @@ def load_values(  # noqa: PLR0913 -- torch's hook
         state_dict,
         prefix,
         around=state,
-        is_strict=_is_strict(),
+        # Torch tells every hook True, and raises for names only when all else has been loaded.
+        is_strict=bool(_local_of_caller("load_state_dict", "torch.nn.modules.module", "strict")),
         is_assigned=bool(metadata.get("assign_to_params_buffers", False)),
     )
     given = _given_params(params, state_dict, prefix)
@@ -371,22 +375,6 @@ def _given_params(
     return {keys[name]: param for name, param in named.items() if name in keys}
 
 
-def _is_strict() -> bool:
-    """Return the argument of the running `load_state_dict`.
-
-    Torch tells every hook True, and raises for names only when all else has been loaded.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _LOAD_CODE:
-            return bool(frame.f_locals["strict"])
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-_LOAD_CODE = nn.Module.load_state_dict.__code__
-
-
 def agree_on_values(
     module: nn.Module,
     state_dict: dict[str, Any],
@@ -416,9 +404,8 @@ def agree_on_values(
     told = ranks.all_messages(gathered)
     if len(told) > 1:
         odd = sorted({name for names in told for name in names})
-        quoted = ", ".join(f'"{name}"' for name in odd)
         raise RuntimeError(
-            f"the ranks gave values that lie on them in different ways for {quoted}. Load "
+            f"the ranks gave values that lie on them in different ways for {_quoted(odd)}. Load "
             "the same kind of state dict on every rank."
         )
 
@@ -443,23 +430,25 @@ def _to_make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
 
 def _write_values(given: dict[str, ManagedParam], state_dict: dict[str, Any]) -> None:
     """Write the values that a state dict has of managed parameters into the shards."""
+    values = by_handle((param, state_dict[key]) for key, param in given.items())
     with torch.inference_mode(False), torch.no_grad():
-        by_handle: dict[FlatParamHandle, dict[int, Tensor]] = {}
-        for key, param in given.items():
-            by_handle.setdefault(param.handle, {})[param.index] = state_dict[key]
-        for handle, values in by_handle.items():
-            if handle.local_shard.is_meta:
-                materialize(handle)
-            _write_handle(handle, values)
+        for handle, by_index in values.items():
+            # Cut one by one: each may be gathered for it. What does not fit, a module translates.
+            pieces = (
+                (index, slice_given(value, handle.entries[index].spec))
+                for index, value in by_index.items()
+                if has_fitting_shape(value, handle.entries[index].spec)
+            )
+            write_shard(handle, pieces)
 
 
-def _write_handle(handle: FlatParamHandle, given: dict[int, Tensor]) -> None:
+def write_shard(handle: FlatParamHandle, pieces: Iterable[tuple[int, Tensor]]) -> None:
+    """Write this rank's pieces of parameters, by index, into a handle's shard; meta gets memory."""
+    if handle.local_shard.is_meta:
+        materialize(handle)
     handle.adopt_changes()
-    for index, value in given.items():
+    for index, piece in pieces:
         entry = handle.entries[index]
-        if not has_fitting_shape(value, entry.spec):
-            continue  # what a module is going to translate
-        piece = slice_given(value, entry.spec)
         handle.guard.note_write(entry.label.fqn)
         handle.slice_of(entry, handle.local_shard).copy_(piece)
 

@@ -1,30 +1,78 @@
-"""The tensors of a model under the names that its unsharded twin's state dict would have."""
+"""The tensors of a model by the names that its unsharded twin's state dict would have."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.flat_param import FlatParamHandle, ParamEntry
-from composable_shard.runtime import check_is_idle, select_states
-from composable_shard.state_dict.names import ManagedParam, flat_names
-from composable_shard.state_dict.optimizer_view import canonical, params_by_fqn
+from composable_shard.comm import HOST, Ranks, collectives
+from composable_shard.flat_param import FlatParamHandle, ParamEntry, slot_key
+from composable_shard.runtime import ShardState, check_is_idle, get_states, select_states
 
-__all__ = ["ModelTensors", "OtherTensor", "ShardedTensor"]
+__all__ = [
+    "ManagedParam",
+    "ModelRanks",
+    "ModelTensors",
+    "OtherTensor",
+    "by_handle",
+    "canonical",
+    "check_model_is_idle",
+    "find_params",
+    "handles_of",
+    "iter_slots",
+    "mesh_groups",
+    "params_by_fqn",
+    "tensor_meshes",
+    "unwrapped",
+]
+
+
+T = TypeVar("T")
+
+
+# Names
+
+
+def unwrapped(name: str) -> str:
+    """Return a name without what torch's checkpoint wrapper takes out of state dicts."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def canonical(name: str) -> str:
+    """Return a name without what checkpoint wrappers and torch.compile put into it."""
+    return unwrapped(name).replace("_orig_mod.", "")
+
+
+def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the name of every parameter and buffer, tied ones by each, its module, and its key."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for key in (*child._parameters, *child._buffers):
+            yield f"{prefix}.{key}".lstrip("."), child, key
+
+
+# Parameters of units
 
 
 @dataclass(frozen=True)
-class ShardedTensor:
-    """A parameter of a unit, with all names it has in the model."""
+class ManagedParam:
+    """A parameter that a unit manages. Equal to any other that stands for the same one.
+
+    Attributes:
+        handle: What manages it.
+        index: Among the handle's entries.
+        names: Canonical, in the module that was asked; several if it is tied.
+    """
 
     is_persistent: ClassVar[bool] = True
-    names: tuple[str, ...]
     handle: FlatParamHandle
-    index: int  # among the handle's entries
+    index: int
+    names: list[str] = field(default_factory=list, compare=False)
 
     @property
     def entry(self) -> ParamEntry:
@@ -42,14 +90,140 @@ class ShardedTensor:
         return self.handle.local_shard.is_meta
 
 
-@dataclass(frozen=True)
+def handles_of(module: nn.Module, around: ShardState | None = None) -> list[FlatParamHandle]:
+    """Return the handles whose parameters `module` shows, of units outside of it too.
+
+    Args:
+        module: Any module.
+        around: The unit that `module` is a part of, if it is none itself.
+    """
+    states = [*get_states(module), *([] if around is None else [around])]
+    return list(dict.fromkeys(h for state in states for h in state.needed))
+
+
+def find_params(module: nn.Module, around: ShardState | None = None) -> dict[str, ManagedParam]:
+    """Return every managed parameter by name, a tied one by each of its names, in order."""
+    places: dict[tuple[int, str], ManagedParam] = {}
+    for handle in handles_of(module, around):
+        for index, entry in enumerate(handle.entries):
+            places |= dict.fromkeys(map(slot_key, entry.slots), ManagedParam(handle, index))
+    found: dict[str, ManagedParam] = {}
+    for name, child, key in iter_slots(module):
+        param = places.get((id(child._parameters), key))
+        if param is not None:
+            found[name] = param
+            param.names.append(canonical(name))
+    return found
+
+
+def params_by_fqn(model: nn.Module) -> dict[str, ManagedParam]:
+    """Return every managed parameter by its canonical name, a tied one by each, in order."""
+    return {canonical(name): param for name, param in find_params(model).items()}
+
+
+def by_handle(
+    params: Iterable[tuple[ManagedParam, T]],
+) -> dict[FlatParamHandle, dict[int, T]]:
+    """Return what belongs to parameters, by handle and index."""
+    found: dict[FlatParamHandle, dict[int, T]] = {}
+    for param, value in params:
+        found.setdefault(param.handle, {})[param.index] = value
+    return found
+
+
+# Ranks
+
+
+def mesh_groups(handles: list[FlatParamHandle]) -> list[dist.ProcessGroup]:
+    """Return groups through which, one after another, a message reaches all ranks concerned.
+
+    Those of the data-parallel meshes, then the axes of the tensor-parallel ones.
+    """
+    groups = [group for handle in handles for group in handle.shard_group.joint_groups]
+    groups += [mesh.get_group(axis) for mesh in tensor_meshes(handles) for axis in range(mesh.ndim)]
+    return list(dict.fromkeys(groups))
+
+
+def tensor_meshes(handles: list[FlatParamHandle]) -> list[DeviceMesh]:
+    """Return the tensor-parallel meshes of parameters, each once."""
+    placed = (entry.spec.tensor_parallel for handle in handles for entry in handle.entries)
+    return list(dict.fromkeys(each[0] for each in placed if each is not None))
+
+
+class ModelRanks(Ranks):
+    """The ranks that share a model.
+
+    Attributes:
+        handles: Of the model.
+        meshes: The tensor-parallel ones.
+        is_first: Whether this rank is the first of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.handles = handles_of(model)
+        for handle in self.handles:
+            if not handle.is_in_scope:
+                handle.adopt_changes()
+        self.meshes = tensor_meshes(self.handles)
+        device = self.handles[0].shard_group.device if self.handles else HOST
+        super().__init__(mesh_groups(self.handles), device)
+        self.is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._is_first_part = all(not any(mesh.get_coordinate() or ()) for mesh in self.meshes)
+        if self.handles:
+            self.is_first = self._is_first_part and self.handles[0].shard_group.is_first
+
+    def check_one_is_first(self) -> None:
+        """Check that the first rank is the first of every unit's.
+
+        An all-gather of 31 bytes for each process group, where units have different ones.
+
+        Raises:
+            NotImplementedError: On all ranks.
+        """
+        if len({handle.shard_group.joint_groups for handle in self.handles}) < 2:
+            return
+        odd = [h.name for h in self.handles if h.shard_group.is_first != self.is_first]
+        with self.agreed():
+            if odd and self._is_first_part:
+                raise NotImplementedError(
+                    "full values come from, and go to, one rank only where the meshes of all units "
+                    f"begin with it, and those of {odd} and '{self.handles[0].name}' begin with "
+                    "different ranks. Pass StateDictOptions(rank0_only=False) to get a state dict, "
+                    "and give every rank the whole one to load it."
+                )
+
+    def check_can_broadcast(self) -> None:
+        """Check that the first rank can give values to all others.
+
+        Raises:
+            NotImplementedError: On all ranks.
+        """
+        if not self.handles and dist.is_initialized() and dist.get_world_size() > 1:
+            raise NotImplementedError(
+                "broadcast_from_rank0 needs a model with sharded units, which say who the ranks "
+                "are, and this one has none. Give every rank the whole state dict."
+            )
+        self.check_one_is_first()
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Give all ranks the first one's tensor; return it where it was."""
+        sent = tensor.to(self.device).contiguous()
+        for group in self.groups:
+            collectives.broadcast(sent, 0, group).wait()
+        return tensor.copy_(sent)
+
+
+# Everything in a model
+
+
+@dataclass
 class OtherTensor:
     """A parameter that no unit manages, or a buffer, with all names and places it has."""
 
-    names: tuple[str, ...]
-    places: tuple[tuple[nn.Module, str], ...]
     tensor: Tensor
-    is_persistent: bool  # belongs in state dicts
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    is_persistent: bool = False  # belongs in state dicts
 
     @property
     def shape(self) -> torch.Size:
@@ -99,24 +273,23 @@ class ModelTensors:
             ValueError: If there is no unit.
             RuntimeError: In a forward or backward, or while units show full parameters.
         """
-        states = select_states(model, recurse=True)
-        for context in dict.fromkeys(state.context for state in states):
-            if context is not None:
-                check_is_idle(context, what)
-        names: dict[ManagedParam, list[str]] = {}
-        for fqn, param in params_by_fqn(model).items():
-            names.setdefault(param, []).append(fqn)
-        handles = dict.fromkeys(handle for state in states for handle in state.needed)
-        self.sharded: list[ShardedTensor] = []
+        select_states(model, recurse=True)
+        check_model_is_idle(model, what)
+        found = set(params_by_fqn(model).values())
+        handles = handles_of(model)
         for handle in handles:
-            _check_at_rest(handle, what)
+            if handle.is_in_scope or handle.is_registered_unsharded:
+                raise RuntimeError(
+                    f"{what} while unit '{handle.name}' shows full parameters. Call it outside "
+                    "unshard_params, and after reshard(module)."
+                )
             handle.adopt_changes()
-            for index in range(len(handle.entries)):
-                if found := names.get(ManagedParam(handle, index)):
-                    self.sharded.append(ShardedTensor(tuple(found), handle, index))
-        self.handles = list(dict.fromkeys(each.handle for each in self.sharded))
+        order = {handle: number for number, handle in enumerate(handles)}
+        self.sharded = sorted(found, key=lambda param: (order[param.handle], param.index))
+        self.handles = list(dict.fromkeys(param.handle for param in self.sharded))
         managed = {id(entry.sharded) for handle in handles for entry in handle.entries}
-        self.others = _find_others(model, managed | _ids_of_flat(model))
+        managed |= {id(handle.flat.sharded) for handle in handles if handle.flat is not None}
+        self.others = _find_others(model, managed)
 
     def check_none_stays_meta(self, given: Container[str]) -> None:
         """Check that everything on the meta device will get values.
@@ -137,54 +310,33 @@ class ModelTensors:
             )
 
     @property
-    def all(self) -> Sequence[ShardedTensor | OtherTensor]:
+    def all(self) -> Sequence[ManagedParam | OtherTensor]:
         """All parameters and buffers."""
         return [*self.sharded, *self.others]
 
-    def by_name(self) -> dict[str, ShardedTensor | OtherTensor]:
+    def by_name(self) -> dict[str, ManagedParam | OtherTensor]:
         """Return everything that belongs in a state dict, under every name it has."""
         return {name: each for each in self.all if each.is_persistent for name in each.names}
 
 
-def _check_at_rest(handle: FlatParamHandle, what: str) -> None:
-    if handle.is_in_scope or handle.is_registered_unsharded:
-        raise RuntimeError(
-            f"{what} while unit '{handle.name}' shows full parameters. Call it outside "
-            "unshard_params, and after reshard(module)."
-        )
-
-
-def _ids_of_flat(model: nn.Module) -> set[int]:
-    return {id(handle.flat.sharded) for handle in flat_names(model).values() if handle.flat}
-
-
-@dataclass
-class _Found:
-    """Where a tensor was found, and its names there."""
-
-    tensor: Tensor
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    hidden_names: list[str] = field(default_factory=list)  # where it is not persistent
+def check_model_is_idle(model: nn.Module, what: str) -> None:
+    """Check that no forward or backward of the model is running; `what` begins the message."""
+    for context in dict.fromkeys(state.context for state in get_states(model)):
+        if context is not None:
+            check_is_idle(context, what)
 
 
 def _find_others(model: nn.Module, managed: set[int]) -> list[OtherTensor]:
-    found: dict[int, _Found] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or id(tensor) in managed:
-                continue
-            each = found.setdefault(id(tensor), _Found(tensor))
-            each.places.append((module, key))
-            is_hidden = key in module._non_persistent_buffers_set
-            names = each.hidden_names if is_hidden else each.names
-            names.append(canonical(f"{prefix}.{key}".lstrip(".")))
-    return [
-        OtherTensor(
-            tuple(each.names or each.hidden_names),
-            tuple(each.places),
-            each.tensor,
-            bool(each.names),
-        )
-        for each in found.values()
-    ]
+    found: dict[int, OtherTensor] = {}
+    for name, module, key in iter_slots(model):
+        tensor = module._parameters.get(key, module._buffers.get(key))
+        if tensor is None or id(tensor) in managed:
+            continue
+        each = found.setdefault(id(tensor), OtherTensor(tensor))
+        each.places.append((module, key))
+        is_hidden = key in module._non_persistent_buffers_set
+        if not is_hidden and not each.is_persistent:
+            each.names, each.is_persistent = [], True  # only names in state dicts count
+        if is_hidden != each.is_persistent:
+            each.names.append(canonical(name))
+    return list(found.values())

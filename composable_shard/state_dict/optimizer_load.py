@@ -13,9 +13,15 @@ from torch.optim import Optimizer
 from composable_shard.optim import find_scalar_keys
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict.full_values import decode, describe, encode, scatter_full
-from composable_shard.state_dict.names import ModelRanks
-from composable_shard.state_dict.optimizer_state import by_handle, view_together
-from composable_shard.state_dict.optimizer_view import Group, States, join_state
+from composable_shard.state_dict.model_tensors import ModelRanks
+from composable_shard.state_dict.optimizer_state import (
+    Group,
+    States,
+    group_kinds,
+    join_state,
+    names_by_handle,
+    view_together,
+)
 from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
@@ -24,20 +30,10 @@ from composable_shard.tensor import (
     slice_given,
 )
 
-__all__ = ["load_optimizers", "prepare_load"]
+__all__ = ["prepare_load"]
 
 
 _KEPT_OPTIONS = ("params", "param_names")
-
-
-def load_optimizers(
-    model: nn.Module,
-    optimizers: Iterable[Optimizer],
-    state_dict: Mapping[str, Any],
-    options: StateDictOptions,
-) -> None:
-    """Put state by name into optimizers, which may be fresh; for all ranks together."""
-    prepare_load(model, optimizers, state_dict, options)()
 
 
 def prepare_load(
@@ -61,7 +57,7 @@ def prepare_load(
     groups = view_together(ranks, model, optimizers)
     specs = {
         fqn: handle.entries[index].spec
-        for handle, names in by_handle(groups).items()
+        for handle, names in names_by_handle(groups).items()
         for index, fqn in names.items()
     }
     given = _Given(groups, specs, is_given_away=is_given_away)
@@ -271,19 +267,14 @@ class _Given:
             for name, what in state.items():
                 if what["kind"] != "shard":
                     states[fqn][name] = self._send(ranks, fqn, name, what)
-        for handle, names in by_handle(self._groups).items():
-            kinds = {
-                (name, what["dtype"]): None
-                for fqn in names.values()
-                for name, what in told.get(fqn, {}).items()
-                if what["kind"] == "shard"
-            }
-            for key, dtype in kinds:
-                what = {"kind": "shard", "dtype": dtype}
-                indices = [i for i, fqn in names.items() if told.get(fqn, {}).get(key) == what]
+        dtypes = {
+            fqn: {k: getattr(torch, w["dtype"]) for k, w in state.items() if w["kind"] == "shard"}
+            for fqn, state in told.items()
+        }
+        for handle, names in names_by_handle(self._groups).items():
+            for (key, dtype), indices in group_kinds(names, dtypes).items():
                 given = {i: self.states[names[i]][key].tensor for i in indices if ranks.is_first}
-                target: torch.dtype = getattr(torch, dtype)
-                shard = scatter_full(handle, given, indices, target, meshes=ranks.meshes)
+                shard = scatter_full(handle, given, indices, dtype, meshes=ranks.meshes)
                 for index in indices:
                     entry = handle.entries[index]
                     piece = handle.slice_of(entry, shard).clone()

@@ -1,31 +1,215 @@
-"""Optimizer state read by parameter name: sharded on every rank, or whole on the first."""
+"""Optimizers by parameter name: their groups, and their state, cut, joined, completed, gathered."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard.comm import HOST, all_bytes
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.options import StateDictOptions
-from composable_shard.state_dict.full_values import Shares, decode, describe, gather_full
-from composable_shard.state_dict.names import ModelRanks
-from composable_shard.state_dict.optimizer_view import Group, States, split_state, view_optimizers
-from composable_shard.tensor import FlatShard, ShardSpec
+from composable_shard.state_dict.full_values import Shares, copied, decode, describe, gather_full
+from composable_shard.state_dict.model_tensors import (
+    ModelRanks,
+    by_handle,
+    canonical,
+    params_by_fqn,
+)
+from composable_shard.tensor import FlatShard, ShardSpec, is_elsewhere
 
-__all__ = ["by_handle", "read_optimizers", "view_together"]
+__all__ = [
+    "Group",
+    "Member",
+    "States",
+    "group_kinds",
+    "join_state",
+    "names_by_handle",
+    "read_optimizers",
+    "split_state",
+    "view_optimizers",
+    "view_together",
+]
 
 
 _Told = dict[str, dict[str, dict[str, Any]]]  # by name and state, what `describe` says
+States = dict[str, dict[str, Any]]
 
 
-def by_handle(groups: list[Group]) -> dict[FlatParamHandle, dict[int, str]]:
+@dataclass(frozen=True)
+class Member:
+    """One parameter of an optimizer.
+
+    Attributes:
+        param: The object that the optimizer holds.
+        fqns: Its name; of a flat parameter the names of all its originals.
+        handle: What manages it, None for a plain parameter.
+        indices: Of the originals in the handle.
+        is_flat: Whether it is a flat parameter.
+    """
+
+    param: Tensor
+    fqns: tuple[str, ...]
+    handle: FlatParamHandle | None = None
+    indices: tuple[int, ...] = ()
+    is_flat: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """One of an optimizer's `param_groups`.
+
+    Attributes:
+        optimizer: Whose.
+        options: All but its parameters.
+        members: Its parameters.
+        fqns: Names of the originals; in the model's order where one of them is flat.
+    """
+
+    optimizer: Optimizer
+    options: dict[str, Any]
+    members: list[Member]
+    fqns: list[str]
+
+
+def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Group]:
+    """Return the groups of all optimizers, empty ones too, with the parameters' names.
+
+    Raises:
+        ValueError: If one holds a parameter that is none of the model's.
+    """
+    members = _members(model)
+    order = {canonical(name): i for i, name in enumerate(model.state_dict())}
+    groups = []
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            unknown = [i for i, param in enumerate(group["params"]) if id(param) not in members]
+            if unknown:
+                raise ValueError(
+                    f"expected an optimizer over the model's parameters, and the parameters "
+                    f"{unknown} of its group {number} are not among them. Pass the model that it "
+                    "was built for, and build it from model.parameters()."
+                )
+            found = [members[id(param)] for param in group["params"]]
+            fqns = [fqn for member in found for fqn in member.fqns]
+            if any(member.is_flat for member in found):
+                fqns.sort(key=lambda fqn: order.get(fqn, len(order)))
+            groups.append(Group(optimizer, options, found, fqns))
+    return groups
+
+
+def _members(model: nn.Module) -> dict[int, Member]:
+    found = {id(p): Member(p, (canonical(name),)) for name, p in model.named_parameters()}
+    named = by_handle((param, param.names[0]) for param in params_by_fqn(model).values())
+    for handle, names in named.items():
+        for index in sorted(names):
+            sharded = handle.entries[index].sharded
+            found[id(sharded)] = Member(sharded, (names[index],), handle, (index,))
+        if handle.flat is not None:
+            indices, fqns = zip(*sorted(names.items()), strict=True)
+            flat = handle.flat.sharded
+            found[id(flat)] = Member(flat, fqns, handle, indices, is_flat=True)
+    return found
+
+
+def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
+    """Return an optimizer's state of one parameter by name; that of a flat one cut into originals.
+
+    None of a parameter that another rank owns whole: what Adagrad made of it here, no step has
+    brought forward.
+
+    Raises:
+        NotImplementedError: For state that is no tensor and no number, as LBFGS has, or that can't
+            be cut like a flat parameter.
+    """
+    if not state or is_elsewhere(member.param):
+        return {}
+    found: States = {fqn: {} for fqn in member.fqns}
+    for name, value in state.items():
+        if not isinstance(value, Tensor | int | float | str | None):
+            raise NotImplementedError(
+                f"the optimizer state '{name}' of '{member.fqns[0]}' is a {type(value).__name__}, "
+                "which belongs to no parameter alone, as the history of LBFGS. Only tensors and "
+                "numbers can be saved by parameter name."
+            )
+        for fqn, index in zip(member.fqns, member.indices or (0,), strict=True):
+            found[fqn][name] = _cut_flat(member, name, value, index) if member.is_flat else value
+    return found
+
+
+def _cut_flat(member: Member, name: str, value: Any, index: int) -> Any:
+    handle = member.handle
+    assert handle is not None
+    assert handle.flat is not None
+    if isinstance(value, FlatShard) and value._shard_spec == handle.flat.spec:
+        entry, rank = handle.entries[index], handle.shard_group.rank
+        start, end = handle.layout.world_range(index, rank)
+        base = handle.flat.spec.local_range[0]
+        low = min(max(start - base, 0), value._local.numel())
+        return FlatShard(value._local[low : low + end - start], entry.spec)
+    if isinstance(value, Tensor):
+        if value.numel() > 1:
+            raise NotImplementedError(
+                f"the optimizer state '{name}' of '{handle.flat.label}' has shape "
+                f"{tuple(value.shape)}, which can't be cut like the parameter. Call "
+                "register_orig_params(module) before building the optimizer."
+            )
+        return value.clone()
+    return value
+
+
+def join_state(member: Member, states: States) -> dict[str, Any]:
+    """Return what an optimizer holds for one parameter, from its state by name; empty without.
+
+    A flat parameter takes zeros for originals that have no state. Of a parameter that one rank owns
+    whole, the others hold no state.
+
+    Raises:
+        ValueError: If originals of one flat parameter have numbers that differ.
+    """
+    given = {fqn: states[fqn] for fqn in member.fqns if states.get(fqn)}
+    if is_elsewhere(member.param):
+        return {}
+    if not member.is_flat or not given:
+        return dict(given.get(member.fqns[0], {}))
+    handle = member.handle
+    assert handle is not None
+    assert handle.flat is not None
+    joined: dict[str, Any] = {}
+    for name in dict.fromkeys(name for state in given.values() for name in state):
+        values = {fqn: state[name] for fqn, state in given.items() if name in state}
+        first = next(iter(values.values()))
+        if not isinstance(first, FlatShard):
+            _check_equal(name, values)
+            joined[name] = first
+            continue
+        whole = torch.zeros_like(handle.local_shard, dtype=first.dtype)
+        for fqn, index in zip(member.fqns, member.indices, strict=True):
+            if fqn in values:
+                handle.slice_of(handle.entries[index], whole).copy_(values[fqn]._local)
+        joined[name] = FlatShard(handle.slice_of(handle.flat, whole), handle.flat.spec)
+    return joined
+
+
+def _check_equal(name: str, values: dict[str, Any]) -> None:
+    told = {fqn: v.item() if isinstance(v, Tensor) else v for fqn, v in values.items()}
+    if len(set(told.values())) > 1:
+        raise ValueError(
+            f"expected one '{name}' for the parameters of a flat parameter, which has one for all, "
+            f"got {told}. Call register_orig_params(module) before building the optimizer."
+        )
+
+
+# Read
+
+
+def names_by_handle(groups: list[Group]) -> dict[FlatParamHandle, dict[int, str]]:
     """Return the names of the optimizers' managed parameters, by handle and index."""
     found: dict[FlatParamHandle, dict[int, str]] = {}
     for member in [member for group in groups for member in group.members]:
@@ -91,7 +275,7 @@ def _complete(
         return states
     places = {
         fqn: (handle, handle.entries[index].spec)
-        for handle, names in by_handle(groups).items()
+        for handle, names in names_by_handle(groups).items()
         for index, fqn in names.items()
     }
     order = [fqn for group in groups for fqn in group.fqns]
@@ -169,7 +353,7 @@ def _make_full(
     to_first: bool,
 ) -> States:
     full = {fqn: dict(state) for fqn, state in states.items()}
-    names = by_handle(groups)
+    names = names_by_handle(groups)
     for shares, values in gather_full(_shares(names, states), to_first=to_first, device=device):
         for index, value in values.items():
             full[names[shares.handle][index]][shares.kind] = value
@@ -178,7 +362,7 @@ def _make_full(
     return {
         fqn: {
             # Not the optimizer's own `step`, which goes on counting.
-            name: _copied(value, device) if value is states[fqn].get(name) else value
+            name: copied(value, device) if value is states[fqn].get(name) else value
             for name, value in state.items()
         }
         for fqn, state in full.items()
@@ -187,9 +371,12 @@ def _make_full(
 
 def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Iterator[Shares]:
     """Yield each kind of state of each handle, joined as the handle's parameters are."""
+    dtypes = {
+        fqn: {key: value.dtype for key, value in state.items() if isinstance(value, FlatShard)}
+        for fqn, state in states.items()
+    }
     for handle, fqns in names.items():
-        for key, dtype in _shard_kinds(fqns, states):
-            indices = [i for i, fqn in fqns.items() if _is_kind(states.get(fqn), key, dtype)]
+        for (key, dtype), indices in group_kinds(fqns, dtypes).items():
             shard = torch.zeros_like(handle.local_shard, dtype=dtype)
             for index in indices:
                 piece = states[fqns[index]][key]._local
@@ -197,25 +384,17 @@ def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Ite
             yield Shares(handle, shard, indices, key)
 
 
-def _copied(value: Any, device: torch.device | None) -> Any:
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(value.device if device is None else device, copy=True)
+def group_kinds(
+    names: Mapping[int, str], dtypes: Mapping[str, Mapping[str, torch.dtype]]
+) -> dict[tuple[str, torch.dtype], list[int]]:
+    """Return which of a handle's parameters have each kind of state, by its name and dtype.
 
-
-def _shard_kinds(names: dict[int, str], states: States) -> list[tuple[str, torch.dtype]]:
-    """Return the states of a handle's parameters that are shards, each with its dtype, in order."""
-    kinds = {
-        (key, value.dtype): None
-        for fqn in names.values()
-        for key, value in states.get(fqn, {}).items()
-        if isinstance(value, FlatShard)
-    }
-    return list(kinds)
-
-
-def _is_kind(state: dict[str, Any] | None, key: str, dtype: torch.dtype) -> bool:
-    value = None if state is None else state.get(key)
-    return isinstance(value, FlatShard) and value.dtype == dtype
+    Args:
+        names: Of the parameters, by index.
+        dtypes: Of each parameter's sharded states, by name.
+    """
+    kinds: dict[tuple[str, torch.dtype], list[int]] = {}
+    for index, fqn in names.items():
+        for kind in dtypes.get(fqn, {}).items():
+            kinds.setdefault(kind, []).append(index)
+    return kinds
