@@ -14,23 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from composable_shard.checkpoint import json_tree
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint
 from composable_shard.checkpoint.run_state import (
     StagedModel,
-    StagedOptimizer,
     check_rng_state,
     describe_model,
-    describe_optimizer,
     get_rng_state,
+    read_optimizer,
     set_rng_state,
 )
 from composable_shard.checkpoint.writer import list_items, plan_save, write_checkpoint
 from composable_shard.comm import HostGroup, get_host_group
-from composable_shard.state_dict import get_optimizer_state_dict
+from composable_shard.options import StateDictOptions
+from composable_shard.state_dict import get_optimizer_state_dict, prepare_load
 
 __all__ = ["CheckpointSave", "LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -166,7 +165,7 @@ def save_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
             for name, each in _as_dict(optimizer).items()
         }
         tree["optimizer"] = {
-            name: describe_optimizer(state, _prefix("optimizer", name), tensors)
+            name: json_tree.encode(state, _prefix("optimizer", name), tensors)
             for name, state in states.items()
         }
         items = list_items(tensors)
@@ -228,19 +227,28 @@ def load_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
     group.on_first(reader.check_files)
     with reader, group.agreed(), _reading(reader.folder / METADATA):
         staged = StagedModel.read(reader, model, is_strict=strict)
-        staged_optimizers = _stage_optimizers(reader, model, _as_dict(optimizer), strict)
+        optimizers = _as_dict(optimizer)
+        stored = _stored(reader, "optimizer", optimizers)
+        states = [
+            read_optimizer(reader, model, each, stored[name], is_strict=strict)
+            for name, each in optimizers.items()
+        ]
         apply = _stage_objects(reader, "scheduler", _as_dict(scheduler))
         apply += _stage_objects(reader, "scaler", _as_dict(scaler))
         tree = reader.metadata.tree
-        extra = json_tree.decode(tree["extra"], _read_whole(reader))
+        extra = json_tree.decode(tree["extra"], reader.read_whole)
         rng_state = _read_rng_state(reader, group)
     if staged.meta is not None:
         staged.apply()  # optimizers look at their parameters
     else:
         apply.insert(0, staged.apply)
-    with group.agreed():
+    lenient = StateDictOptions(strict=False)
+    with group.agreed(), torch.no_grad():
         # Collectives of training's groups, which raise on all ranks: all of them have got here.
-        apply += [each.prepare() for each in staged_optimizers]
+        apply += [
+            prepare_load(model, [each], state, lenient, is_given_away=True)
+            for each, state in zip(optimizers.values(), states, strict=True)
+        ]
     for function in apply:
         function()
     if rng_state is not None:
@@ -348,16 +356,6 @@ def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:
     return [str(folder.absolute()), text.decode(errors="replace")]
 
 
-def _stage_optimizers(
-    reader: CheckpointReader, model: nn.Module, optimizers: dict[str, Optimizer], strict: bool
-) -> list[StagedOptimizer]:
-    stored = _stored(reader, "optimizer", optimizers)
-    return [
-        StagedOptimizer.read(reader, model, each, stored[name], is_strict=strict)
-        for name, each in optimizers.items()
-    ]
-
-
 def _stored(reader: CheckpointReader, kind: str, wanted: dict[str, Any]) -> dict[str, Any]:
     """Return the encoded states of all objects of a kind.
 
@@ -386,23 +384,13 @@ def _stage_objects(
         )
         return []
     stored = _stored(reader, kind, objects)
-    states = {
-        name: json_tree.decode(stored[name], _read_whole(reader)) for name in objects if stored
-    }
+    states = {name: json_tree.decode(stored[name], reader.read_whole) for name in objects if stored}
 
     def apply() -> None:
         for name, each in objects.items():
             each.load_state_dict(states[name])
 
     return [apply]
-
-
-def _read_whole(reader: CheckpointReader) -> Callable[[str], Tensor]:
-    def read(name: str) -> Tensor:
-        values = reader.read(name)
-        return values.view(reader.metadata.tensors[name].shape)
-
-    return read
 
 
 def _read_rng_state(reader: CheckpointReader, group: HostGroup) -> dict[str, Any] | None:

@@ -154,6 +154,10 @@ class CheckpointReader:
             )
         return output
 
+    def read_whole(self, name: str) -> Tensor:
+        """Read all of a tensor, in its shape."""
+        return self.read(name).view(self.metadata.tensors[name].shape)
+
     def _read_piece(
         self, stored: StoredTensor, piece: Piece, target: Region, output: Tensor
     ) -> int:

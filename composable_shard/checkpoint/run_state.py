@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from composable_shard.state_dict import (
     handles_of,
     materialize,
     params_by_fqn,
-    prepare_load,
     set_model_state_dict,
     view_optimizers,
 )
@@ -30,29 +30,24 @@ from composable_shard.tensor import FlatShard, local_part, region_of
 
 __all__ = [
     "StagedModel",
-    "StagedOptimizer",
     "check_rng_state",
     "describe_model",
-    "describe_optimizer",
     "get_rng_state",
+    "read_optimizer",
     "set_rng_state",
 ]
 
 
 def get_rng_state() -> dict[str, Any]:
     """Return the states of Python, of torch, of its accelerator, and of numpy if it is loaded."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "torch": _to_bytes(torch.get_rng_state()),
-    }
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and torch.accelerator.is_available():
-        module: Any = torch.get_device_module(accelerator)
-        state["accelerator"] = _to_bytes(module.get_rng_state())
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (device := _accelerator()) is not None:
+        state["accelerator"] = device.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (str(kind), keys.tolist(), *rest)
+    for name in state.keys() & {"torch", "accelerator"}:
+        state[name] = bytes(state[name].cpu().tolist())
     return state
 
 
@@ -65,8 +60,7 @@ def check_rng_state(state: dict[str, Any]) -> None:
     try:
         random.Random().setstate(state["python"])
         torch.Generator().set_state(_to_tensor(state["torch"]))
-        numpy: Any = sys.modules.get("numpy")
-        if "numpy" in state and numpy is not None:
+        if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.RandomState().set_state(state["numpy"])
     except Exception as error:
         raise ValueError(f"no state of a random number generator: {error}") from error
@@ -76,17 +70,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Go on with these states; a generator that is not in them, or not here, stays as it is."""
     random.setstate(state["python"])
     torch.set_rng_state(_to_tensor(state["torch"]))
-    accelerator = torch.accelerator.current_accelerator()
-    if "accelerator" in state and accelerator is not None and torch.accelerator.is_available():
-        module: Any = torch.get_device_module(accelerator)
-        module.set_rng_state(_to_tensor(state["accelerator"]))
-    numpy: Any = sys.modules.get("numpy")
-    if "numpy" in state and numpy is not None:
+    if "accelerator" in state and (device := _accelerator()) is not None:
+        device.set_rng_state(_to_tensor(state["accelerator"]))
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.set_state(state["numpy"])
 
 
-def _to_bytes(state: Tensor) -> bytes:
-    return bytes(state.cpu().tolist())
+def _accelerator() -> Any:
+    kind = torch.accelerator.current_accelerator()
+    is_there = kind is not None and torch.accelerator.is_available()
+    return torch.get_device_module(kind) if is_there else None
 
 
 def _to_tensor(state: bytes) -> Tensor:
@@ -127,17 +120,6 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
     return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
-def describe_optimizer(state: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return an optimizer's state, encoded.
-
-    Args:
-        state: What `get_optimizer_state_dict` returned.
-        name: What names of tensors begin with.
-        tensors: Gets this rank's tensors, by name.
-    """
-    return json_tree.encode(state, name, tensors)
-
-
 # Loading
 
 
@@ -169,22 +151,22 @@ class StagedModel:
             raise ValueError(f"{reader.folder} has no model")
         if is_strict:
             _compare_names(reader, "parameters and buffers", state, tree)
-        common = [fqn for fqn in state if fqn in tree]
-        pairs = [(fqn, json_tree.tensor_name(tree[fqn]), state[fqn]) for fqn in common]
-        problems = [p for pair in pairs for p in _mismatch(reader, *pair, is_strict=is_strict)]
-        if problems:
-            raise ValueError(f"{reader.folder} does not fit the model: {_listing(problems)}")
+        common = {fqn: json_tree.tensor_name(tree[fqn]) for fqn in state if fqn in tree}
+        problems = [_mismatch(reader, n, state[fqn], is_strict) for fqn, n in common.items()]
+        named = [f"'{fqn}' {text}" for fqn, text in zip(common, problems, strict=True) if text]
+        if named:
+            raise ValueError(f"{reader.folder} does not fit the model: {_listing(named)}")
         meta = _find_meta(reader, model, state, common)
         staged: dict[str, Any] = {}
         places = params_by_fqn(model)
         known: dict[Any, Tensor] = {}
-        for fqn, name, target in pairs:
+        for fqn, name in common.items():
             if name is None:
                 staged[fqn] = json_tree.decode(tree[fqn], _no_tensor)
             else:
                 key = places.get(fqn, fqn)
                 if key not in known:  # tied parameters are read once
-                    known[key] = _read_like(reader, name, target)
+                    known[key] = _read_like(reader, name, state[fqn])
                 staged[fqn] = known[key]
         return cls(model, staged, meta)
 
@@ -240,67 +222,36 @@ def _find_meta(
     return found
 
 
-@dataclass
-class StagedOptimizer:
-    """An optimizer's new state in host memory."""
+def read_optimizer(
+    reader: CheckpointReader, model: nn.Module, optimizer: Optimizer, tree: Any, *, is_strict: bool
+) -> dict[str, Any]:
+    """Read and verify the state that this rank needs of an optimizer, by name; changes nothing.
 
-    model: nn.Module
-    optimizer: Optimizer
-    state: dict[str, Any]
+    State of a parameter's shape is read like the parameter is sharded, everything else whole.
 
-    @classmethod
-    def read(
-        cls,
-        reader: CheckpointReader,
-        model: nn.Module,
-        optimizer: Optimizer,
-        tree: Any,
-        *,
-        is_strict: bool,
-    ) -> StagedOptimizer:
-        """Read and verify what this rank needs; changes nothing.
-
-        State of a parameter's shape is read like the parameter is sharded, everything else whole.
-
-        Raises:
-            ValueError: If the checkpoint does not fit or is damaged.
-        """
-        groups = json_tree.decode(tree["param_groups"], _no_tensor)
-        own = [group.fqns for group in view_optimizers(model, [optimizer])]
-        _compare_groups(reader, own, groups, is_strict=is_strict)
-        wanted = {fqn for fqns in own for fqn in fqns}
-        params = get_model_state_dict(model)
-        state: dict[str, dict[str, Any]] = {}
-        for fqn, entries in tree["state"].items():
-            if fqn in wanted:
-
-                def find(name: str, param: Tensor = params[fqn]) -> Tensor:
-                    return _read_state(reader, name, param)
-
-                state[fqn] = json_tree.decode(entries, find)
-                _check_state(fqn, state[fqn])
-        return cls(model, optimizer, {"state": state, "param_groups": groups})
-
-    def prepare(self) -> Callable[[], None]:
-        """Return what changes the optimizer; a collective, which changes nothing.
-
-        Raises:
-            ValueError: On all ranks alike, if the state does not fit.
-        """
-        options = StateDictOptions(strict=False)
-        with torch.no_grad():
-            return prepare_load(
-                self.model, [self.optimizer], self.state, options, is_given_away=True
-            )
+    Raises:
+        ValueError: If the checkpoint does not fit or is damaged.
+    """
+    groups = json_tree.decode(tree["param_groups"], _no_tensor)
+    own = [group.fqns for group in view_optimizers(model, [optimizer])]
+    _compare_groups(reader, own, groups, is_strict=is_strict)
+    wanted = {fqn for fqns in own for fqn in fqns}
+    params = get_model_state_dict(model)
+    state: dict[str, dict[str, Any]] = {}
+    for fqn, entries in tree["state"].items():
+        if fqn in wanted:
+            find = partial(_read_state, reader, params[fqn])
+            state[fqn] = json_tree.decode(entries, find)
+            _check_state(fqn, state[fqn])
+    return {"state": state, "param_groups": groups}
 
 
-def _read_state(reader: CheckpointReader, name: str, param: Tensor) -> Tensor:
+def _read_state(reader: CheckpointReader, param: Tensor, name: str) -> Tensor:
     stored = reader.metadata.tensors.get(name)
     # One element may be a number for the whole parameter: that is the same everywhere.
     if stored is not None and stored.shape == param.shape and param.numel() != 1:
         return _read_like(reader, name, param, stored.dtype)
-    values = reader.read(name)
-    return values.view(reader.metadata.tensors[name].shape)
+    return reader.read_whole(name)
 
 
 def _check_state(fqn: str, state: dict[str, Any]) -> None:
@@ -337,33 +288,29 @@ def _no_tensor(name: str) -> Any:
 # Checks
 
 
-def _mismatch(
-    reader: CheckpointReader, fqn: str, name: str | None, target: Any, *, is_strict: bool
-) -> list[str]:
+def _mismatch(reader: CheckpointReader, name: str | None, target: Any, is_strict: bool) -> str:
+    """Return what is wrong with a value of the checkpoint, if anything."""
     if name is None or not isinstance(target, Tensor):
         is_same = name is None and not isinstance(target, Tensor)
-        return [] if is_same else [f"'{fqn}' is a tensor on one side only"]
+        return "" if is_same else "is a tensor on one side only"
     stored = reader.metadata.tensors.get(name)
     if stored is None:
-        return [f"'{fqn}' has no data"]
+        return "has no data"
     if stored.shape != target.shape:
         shapes = tuple(stored.shape), tuple(target.shape)
-        return [f"'{fqn}' was saved with shape {shapes[0]}, the model has {shapes[1]}"]
+        return f"was saved with shape {shapes[0]}, the model has {shapes[1]}"
     # A wider dtype takes the values as they are.
     if is_strict and torch.promote_types(stored.dtype, target.dtype) != target.dtype:
-        return [
-            f"'{fqn}' was saved as {stored.dtype}, the model has {target.dtype}; strict=False casts"
-        ]
-    return []
+        return f"was saved as {stored.dtype}, the model has {target.dtype}; strict=False casts"
+    return ""
 
 
 def _compare_names(
     reader: CheckpointReader, what: str, own: Iterable[str], stored: Iterable[str]
 ) -> None:
-    missing, unexpected = sorted(set(own) - set(stored)), sorted(set(stored) - set(own))
-    if missing or unexpected:
-        parts = [f"missing: {_listing(missing)}"] if missing else []
-        parts += [f"unexpected: {_listing(unexpected)}"] if unexpected else []
+    lists = {"missing": set(own) - set(stored), "unexpected": set(stored) - set(own)}
+    parts = [f"{kind}: {_listing(sorted(names))}" for kind, names in lists.items() if names]
+    if parts:
         raise ValueError(
             f"{reader.folder} has other {what} than the model; {'; '.join(parts)}. Pass "
             "strict=False to load the common ones."
