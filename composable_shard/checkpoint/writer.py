@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -45,6 +47,7 @@ from composable_shard.tensor import FlatShard, local_part, region_of
 __all__ = ["SavePlan", "list_items", "plan_save", "write_checkpoint"]
 
 
+_Piece = tuple[str, tuple[Any, ...], int, int]  # tensor, box, start, end
 _BUFFER_NBYTES = 16 * CHUNK_NBYTES  # what is copied from a device at a time
 
 
@@ -58,15 +61,11 @@ class Item:
     values: Tensor  # (region.numel,), until it is chosen the tensor itself
 
     @property
-    def is_whole_box(self) -> bool:
-        """Whether the region's box is the whole tensor."""
-        return self.region.box == whole_box(self.shape)
-
-    @property
-    def key(self) -> str:
-        """What the piece is called in the data file."""
-        start, end = self.region.start, self.region.end
-        return f"{self.name}[{start}:{end}]"
+    def line(self) -> list[Any]:
+        """What rank 0 is told of it."""
+        region, is_shard = self.region, isinstance(self.values, FlatShard | DTensor)
+        place = [region.box, region.order, region.start, region.end]
+        return [self.name, list(self.shape), dtype_name(self.values.dtype), *place, is_shard]
 
 
 @dataclass
@@ -113,10 +112,7 @@ def plan_save(group: HostGroup, step: int, tree: dict[str, Any], items: list[Ite
         ValueError: On all ranks, if ranks disagree about the step or about a tensor, or have not
             all of its elements together.
     """
-    lines = [
-        [item.name, list(item.shape), dtype_name(item.values.dtype), *_to_json(item)]
-        for item in items
-    ]
+    lines = [item.line for item in items]
     gathered = group.gather({"step": step, "tree": tree, "lines": lines})
     content: dict[str, Any] = {}
 
@@ -134,18 +130,12 @@ def plan_save(group: HostGroup, step: int, tree: dict[str, Any], items: list[Ite
     return SavePlan(step, own, content)
 
 
-def _to_json(item: Item) -> list[Any]:
-    region = item.region
-    is_shard = isinstance(item.values, FlatShard | DTensor)
-    return [region.box, region.order, region.start, region.end, is_shard]
-
-
 def _assign(ranks: list[Any]) -> tuple[dict[str, Any], list[list[int]]]:
     """Return the content of the metadata, and the numbers of the lines that each rank writes."""
     if len({rank["step"] for rank in ranks}) > 1:
         raise ValueError(f"the ranks save different steps: {[rank['step'] for rank in ranks]}")
     tensors: dict[str, dict[str, Any]] = {}
-    holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    holders: dict[_Piece, list[tuple[int, int]]] = {}
     for number, rank in enumerate(ranks):
         for index, line in enumerate(rank["lines"]):
             name, shape, dtype, box, order, start, end, is_shard = line
@@ -158,20 +148,25 @@ def _assign(ranks: list[Any]) -> tuple[dict[str, Any], list[list[int]]]:
                     "ranks must save the same model, optimizer and extra values"
                 )
             if end > start:
-                piece = (name, tuple(map(tuple, box)), start, end)
-                known = holders.setdefault(piece, [])
+                known = holders.setdefault((name, tuple(map(tuple, box)), start, end), [])
                 if is_shard or not known:
                     known.append((number, index))
-    _check_complete(tensors, holders)
-    tree = ranks[0]["tree"]
-    for rank in ranks[1:]:
-        tree = json_tree.merge(tree, rank["tree"])
+    tree = reduce(json_tree.merge, [rank["tree"] for rank in ranks])
     return {"tree": tree, "tensors": tensors}, _share(holders, len(ranks), tensors)
 
 
-def _check_complete(tensors: dict[str, dict[str, Any]], pieces: dict[tuple[Any, ...], Any]) -> None:
+def _share(
+    holders: dict[_Piece, list[tuple[int, int]]],
+    world_size: int,
+    tensors: dict[str, dict[str, Any]],
+) -> list[list[int]]:
+    """Choose one rank for each piece: for the largest first, that with the least to write.
+
+    Raises:
+        ValueError: If the pieces of a tensor are not all of it.
+    """
     numels = dict.fromkeys(tensors, 0)
-    for name, _, start, end in pieces:
+    for name, _, start, end in holders:
         numels[name] += end - start
     for name, numel in numels.items():
         expected = torch.Size(tensors[name]["shape"]).numel()
@@ -180,18 +175,10 @@ def _check_complete(tensors: dict[str, dict[str, Any]], pieces: dict[tuple[Any, 
                 f"expected the ranks to hold the {expected} elements of '{name}' once, found "
                 f"{numel}: all ranks of its mesh, and all of the default process group, must save"
             )
-
-
-def _share(
-    holders: dict[tuple[Any, ...], list[tuple[int, int]]],
-    world_size: int,
-    tensors: dict[str, dict[str, Any]],
-) -> list[list[int]]:
-    """Choose one rank for each piece: for the largest first, that with the least to write."""
     chosen: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
 
-    def nbytes(piece: tuple[Any, ...]) -> int:
+    def nbytes(piece: _Piece) -> int:
         name, _, start, end = piece
         dtype: torch.dtype = getattr(torch, tensors[name]["dtype"])
         return int((end - start) * dtype.itemsize)
@@ -223,8 +210,13 @@ def write_checkpoint(
     name: str = group.on_first(lambda: _prepare(path, plan.step))
     folder = path / temporary_name(name)
     try:
-        report, failure = _try_to_write(folder / data_file_name(group.rank, group.size), plan.items)
-        group.agree(failure)
+        file = folder / data_file_name(group.rank, group.size)
+        with group.agreed():
+            try:
+                report = _write_data(file, plan.items)
+            except Exception as failure:
+                reason = f"{type(failure).__name__}: {failure}"
+                raise RuntimeError(f"can't write {file}: {reason}") from failure
         reports = group.gather(report)
         group.on_first(lambda: _publish(path, name, plan, reports, group.size))
     except BaseException:
@@ -253,36 +245,38 @@ def _prepare(path: Path, step: int) -> str:
     return name
 
 
-def _try_to_write(path: Path, items: list[Item]) -> tuple[dict[str, Any], Exception | None]:
-    try:
-        return _write_data(path, items), None
-    except Exception as error:
-        return {}, RuntimeError(f"can't write {path}: {type(error).__name__}: {error}")
-
-
 def _write_data(path: Path, items: list[Item]) -> dict[str, Any]:
     """Write this rank's file; return where the pieces are in it."""
     if not items:
         return {"name": path.name, "nbytes": 0, "pieces": []}
-    header = make_header([(i.key, i.values.dtype, i.region.numel) for i in items])
+    placed = [(item, item.region) for item in items]
+    header = make_header(
+        [(f"{i.name}[{r.start}:{r.end}]", i.values.dtype, r.numel) for i, r in placed]
+    )
     pieces = []
-    file = files.create(path)
-    try:
+    with _created(path) as file:
         files.write(file, header)
         offset = len(header)
-        for item in items:
+        for item, region in placed:
             checksums = _write_values(file, item.values)
-            box = [] if item.is_whole_box else [item.region.box]
-            region = item.region
+            box = [] if region.box == whole_box(item.shape) else [region.box]
             pieces.append([item.name, offset, region.start, region.end, checksums, *box])
             offset += item.values.nbytes
-        files.sync(file)
-    finally:
-        files.close(file)
     return {"name": path.name, "nbytes": offset, "pieces": pieces}
 
 
-def _write_values(file: Any, values: Tensor) -> str:
+@contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file; it is on the disk when the body has succeeded."""
+    file = files.create(path)
+    try:
+        yield file
+        files.sync(file)
+    finally:
+        files.close(file)
+
+
+def _write_values(file: BinaryIO, values: Tensor) -> str:
     """Write a piece, and return the checksums of its chunks, 8 hexadecimal digits each."""
     checksums = []
     step = _BUFFER_NBYTES // values.dtype.itemsize
@@ -315,13 +309,15 @@ def _publish(
         "tree": plan.content["tree"],
     }
     folder = path / temporary_name(name)
-    _write_file(folder / METADATA, write_metadata(metadata))
+    with _created(folder / METADATA) as file:
+        files.write(file, write_metadata(metadata))
     files.sync_path(folder)
     files.rename(folder, path / name)
     try:
         files.sync_path(path)
         pointer = path / temporary_name(LATEST)
-        _write_file(pointer, f"{name}\n".encode())
+        with _created(pointer) as file:
+            files.write(file, f"{name}\n".encode())
         files.rename(pointer, path / LATEST)
         files.sync_path(path)
     except BaseException:
@@ -329,15 +325,6 @@ def _publish(
         with suppress(OSError):
             files.rename(path / name, folder)
         raise
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    file = files.create(path)
-    try:
-        files.write(file, data)
-        files.sync(file)
-    finally:
-        files.close(file)
 
 
 def _remove(folder: Path) -> None:
