@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from composable_shard.checkpoint import json_tree
 from composable_shard.checkpoint.file_format import METADATA
-from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint
+from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint, reading
 from composable_shard.checkpoint.run_state import (
     StagedModel,
     check_rng_state,
@@ -225,7 +225,7 @@ def load_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
     with group.agreed():
         reader = CheckpointReader(Path(text[0]), text[1].encode())
     group.on_first(reader.check_files)
-    with reader, group.agreed(), _reading(reader.folder / METADATA):
+    with reader, group.agreed(), _parsing(reader.folder / METADATA):
         staged = StagedModel.read(reader, model, is_strict=strict)
         optimizers = _as_dict(optimizer)
         stored = _stored(reader, "optimizer", optimizers)
@@ -333,7 +333,7 @@ def _rng_name(rank: int) -> str:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _parsing(path: Path) -> Iterator[None]:
     """Name the file where the body finds something that no save has written."""
     try:
         yield
@@ -349,10 +349,8 @@ def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:
     if folder is None:
         which = "" if step is None else f" of step {step}"
         raise ValueError(f"there is no complete checkpoint{which} in {Path(path).absolute()}")
-    try:
+    with reading(folder / METADATA):
         text = (folder / METADATA).read_bytes()
-    except OSError as error:
-        raise ValueError(f"can't read {folder / METADATA}: {error}") from error
     return [str(folder.absolute()), text.decode(errors="replace")]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,10 +24,19 @@ from composable_shard.checkpoint.file_format import (
 from composable_shard.layout import Region, overlap, whole
 from composable_shard.tensor import find_places
 
-__all__ = ["CheckpointReader", "byte_view", "find_checkpoint", "list_checkpoints"]
+__all__ = ["CheckpointReader", "byte_view", "find_checkpoint", "list_checkpoints", "reading"]
 
 
 _BLOCK_NUMEL = 1 << 20  # elements whose places are computed at a time
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an error of the operating system into a ValueError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"can't read {path}: {error}") from error
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -99,10 +110,8 @@ class CheckpointReader:
         self._descriptors: dict[str, int] = {}
         path = folder / METADATA
         if metadata_text is None:
-            try:
+            with reading(path):
                 metadata_text = path.read_bytes()
-            except OSError as error:
-                raise ValueError(f"can't read {path}: {error}") from error
         self.metadata: Metadata = parse_metadata(metadata_text, str(path))
 
     def __enter__(self) -> CheckpointReader:
@@ -120,10 +129,8 @@ class CheckpointReader:
         """
         for name, nbytes in self.metadata.files.items():
             path = self.folder / name
-            try:
+            with reading(path):
                 found = path.stat().st_size
-            except OSError as error:
-                raise ValueError(f"can't read {path}: {error}") from error
             if found != nbytes:
                 raise ValueError(f"{path} is damaged: expected {nbytes} bytes, found {found}")
 
@@ -212,16 +219,16 @@ class CheckpointReader:
         """Read a whole chunk and verify it."""
         path = self.folder / piece.file
         position = piece.offset + start
-        descriptor = self._open(piece.file, path)
         filled = 0
-        try:
+        with reading(path):
+            if piece.file not in self._descriptors:
+                self._descriptors[piece.file] = os.open(path, os.O_RDONLY)
+            descriptor = self._descriptors[piece.file]
             while filled < len(output):
                 count = os.preadv(descriptor, [output[filled:]], position + filled)
                 if not count:
                     break
                 filled += count
-        except OSError as error:
-            raise ValueError(f"can't read {path}: {error}") from error
         self.nbytes_read += filled
         if filled < len(output):
             raise ValueError(f"{path} is damaged: it ends at byte {position + filled}")
@@ -230,11 +237,3 @@ class CheckpointReader:
                 f"{path} is damaged: bytes {position} to {position + len(output)} do not match "
                 "their checksum"
             )
-
-    def _open(self, name: str, path: Path) -> int:
-        if name not in self._descriptors:
-            try:
-                self._descriptors[name] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise ValueError(f"can't read {path}: {error}") from error
-        return self._descriptors[name]
