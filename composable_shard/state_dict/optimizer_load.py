@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name put into optimizers, whatever form it has."""
+"""Load optimizer state by parameter name, in any form, into optimizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from composable_shard.optim import find_scalar_keys
 from composable_shard.options import StateDictOptions
-from composable_shard.state_dict.full_values import decode, describe, encode, scatter_full
+from composable_shard.state_dict.full_values import decode, describe_shard, encode, scatter_full
 from composable_shard.state_dict.model_tensors import ModelRanks
 from composable_shard.state_dict.optimizer_state import (
     Group,
@@ -44,23 +44,18 @@ def prepare_load(
     *,
     is_given_away: bool = False,
 ) -> Callable[[], None]:
-    """Check and cut state by name; return what puts it into the optimizers without communication.
+    """Check the state and cut it; return a function that loads it without communication.
 
     Args:
         model: The model that the optimizers were built for.
-        optimizers: They may be fresh.
-        state_dict: By parameter name.
-        options: `strict` and `broadcast_from_rank0` count.
-        is_given_away: Whether optimizers may go on with the very tensors of the dict.
+        optimizers: May have no state yet.
+        state_dict: As `get_optimizer_state_dict` returns it.
+        options: Only `strict` and `broadcast_from_rank0` count.
+        is_given_away: Whether the optimizers may keep the dict's own tensors.
     """
     optimizers, ranks = list(optimizers), ModelRanks(model)
     groups = view_together(ranks, model, optimizers)
-    specs = {
-        fqn: handle.entries[index].spec
-        for handle, names in names_by_handle(groups).items()
-        for index, fqn in names.items()
-    }
-    given = _Given(groups, specs, is_given_away=is_given_away)
+    given = _Given(groups, is_given_away=is_given_away)
     with ranks.agreed():
         if not options.broadcast_from_rank0 or ranks.is_first:
             given.take(state_dict, is_strict=options.strict)
@@ -102,34 +97,28 @@ def _load(
 
 
 class _Given:
-    """State that was given by name, on its way into the groups of optimizers.
+    """The state to load.
 
     Attributes:
-        states: What is there, by parameter name; what has a parameter's shape in any form at
-            first, and as FlatShards like the parameters' after `cut` or `spread`.
-        options: For each group, what its options shall be.
+        states: By parameter name. State of a parameter's shape has the form in which it was given
+            until `cut` or `spread` makes FlatShards of it.
+        options: New options of each group.
     """
 
-    def __init__(
-        self, groups: list[Group], specs: dict[str, ShardSpec], *, is_given_away: bool
-    ) -> None:
+    def __init__(self, groups: list[Group], *, is_given_away: bool) -> None:
+        members = [member for group in groups for member in group.members]
         self._groups = groups
-        self._specs = specs
-        self._plain = {
-            member.fqns[0]: member.param
-            for group in groups
-            for member in group.members
-            if member.handle is None
-        }
+        self._specs = {fqn: spec for m in members for fqn, spec in m.specs.items()}
+        self._plain = {m.fqns[0]: m.param for m in members if m.handle is None}
         self._is_given_away = is_given_away
         self.states: States = {}
         self.options: list[dict[str, Any]] = [{} for _ in groups]
 
     def take(self, state_dict: Mapping[str, Any], *, is_strict: bool) -> None:
-        """Take what concerns the optimizers' parameters; changes no optimizer.
+        """Take the state of the optimizers' parameters; changes no optimizer.
 
         Raises:
-            ValueError: If the dict is none of this kind, or names or shapes do not fit.
+            ValueError: If it is no optimizer state dict, or if names or shapes do not fit.
         """
         if (
             not isinstance(state_dict, Mapping)
@@ -192,7 +181,8 @@ class _Given:
                 if not isinstance(value, Tensor):
                     continue
                 is_alike = isinstance(value, FlatShard | DTensor) or name in elementwise
-                if is_alike and not _fits(value, spec, shapes[fqn]):
+                fits = has_fitting_shape(value, spec) if spec else value.shape == shapes[fqn]
+                if is_alike and not fits:
                     raise ValueError(
                         f"expected the state '{name}' of '{fqn}' to have shape "
                         f"{tuple(shapes[fqn])}, got {tuple(value.shape)}"
@@ -202,17 +192,17 @@ class _Given:
                     state[name] = _Whole(value)
 
     def _is_scattered(self, fqn: str, value: Any) -> bool:
-        """Return whether a value must be gathered before this rank can take its part."""
+        """Return whether a value must be gathered before this rank can cut it."""
         if isinstance(value, _Whole):
             return needs_gather(value.tensor, self._specs[fqn])
         is_plain = not isinstance(self._plain.get(fqn), DTensor)
         return is_plain and isinstance(value, FlatShard | DTensor)
 
     def cut(self, ranks: ModelRanks) -> None:
-        """Cut what has a parameter's shape like the parameter.
+        """Cut state of a parameter's shape like the parameter.
 
         Raises:
-            RuntimeError: On all ranks alike, if they gave values that lie in different ways.
+            RuntimeError: On all ranks, if ranks gave values that are sharded differently.
         """
         gathered = [
             f"{fqn}.{name}"
@@ -224,8 +214,8 @@ class _Given:
         if len(told) > 1:
             odd = sorted({name for names in told for name in names})
             raise RuntimeError(
-                f"the ranks gave optimizer state that lies on them in different ways: {odd}. Load "
-                "the same kind of state dict on every rank."
+                f"the ranks gave optimizer state that is sharded differently: {odd}. Load the same "
+                "kind of state dict on every rank."
             )
         current = {
             fqn: group.optimizer.state.get(member.param, {})
@@ -245,21 +235,21 @@ class _Given:
 
     def _shard_of(self, value: Tensor, spec: ShardSpec, own: object) -> Tensor:
         if value is own:
-            return value  # its own, as torch.distributed.checkpoint has filled it
+            return value  # torch.distributed.checkpoint has filled the optimizer's own tensor
         return FlatShard(self._owned(slice_given(value, spec)), spec)
 
     def _owned(self, value: Tensor) -> Tensor:
         return value if self._is_given_away else value.clone()
 
     def spread(self, ranks: ModelRanks) -> None:
-        """Give every rank its part of what the first rank has taken, a handle at a time."""
+        """Give every rank its shards of the first rank's state, one handle at a time."""
         mine: Any = None
         with ranks.agreed():
             if ranks.is_first:
                 self._check_is_whole()
-                mine = [[encode_options(o) for o in self.options], self._describe()]
-        messages = [message for message in ranks.all_messages(mine) if message is not None]
-        options, told = messages[0]
+                options = [{k: encode(v) for k, v in each.items()} for each in self.options]
+                mine = [options, self._describe()]
+        options, told = next(each for each in ranks.all_messages(mine) if each is not None)
         self.options = [{key: decode(value) for key, value in each.items()} for each in options]
         # All names, for their order.
         states: States = {fqn: dict.fromkeys(state) for fqn, state in told.items()}
@@ -288,8 +278,8 @@ class _Given:
                 if isinstance(tensor, FlatShard | DTensor):
                     raise ValueError(
                         f"expected the state '{name}' of '{fqn}' to be a whole plain tensor, got a "
-                        f"{type(tensor).__name__}, which the first rank has only a part of. Pass "
-                        "StateDictOptions() and give every rank its part."
+                        f"{type(tensor).__name__}, whose shards other ranks hold. Pass "
+                        "StateDictOptions() and give every rank its shard."
                     )
 
     def _send(self, ranks: ModelRanks, fqn: str, name: str, what: dict[str, Any]) -> Any:
@@ -303,28 +293,18 @@ class _Given:
     def _describe(self) -> dict[str, dict[str, Any]]:
         return {
             fqn: {
-                name: {"kind": "shard", "dtype": str(value.tensor.dtype).removeprefix("torch.")}
-                if isinstance(value, _Whole)
-                else describe(value)
+                name: describe_shard(value.tensor) if isinstance(value, _Whole) else encode(value)
                 for name, value in state.items()
             }
             for fqn, state in self.states.items()
         }
 
 
-def _fits(value: Tensor, spec: ShardSpec | None, shape: torch.Size) -> bool:
-    return value.shape == shape if spec is None else has_fitting_shape(value, spec)
-
-
 class _Whole:
-    """A tensor of a parameter's shape, in any form, which is to be cut like the parameter."""
+    """A tensor of a parameter's shape, in any form, to be cut like the parameter."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-
-def encode_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: encode(value) for key, value in options.items()}
 
 
 def _outline(found: Any) -> str:

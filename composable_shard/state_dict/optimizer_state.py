@@ -1,4 +1,4 @@
-"""Optimizers by parameter name: their groups, and their state, cut, joined, completed, gathered."""
+"""Optimizers by parameter name: their groups, and their state."""
 
 from __future__ import annotations
 
@@ -58,6 +58,12 @@ class Member:
     handle: FlatParamHandle | None = None
     indices: tuple[int, ...] = ()
     is_flat: bool = False
+
+    @property
+    def specs(self) -> dict[str, ShardSpec]:
+        """The specs of the originals by name; none of a plain parameter."""
+        entries = () if self.handle is None else [self.handle.entries[i] for i in self.indices]
+        return {fqn: entry.spec for fqn, entry in zip(self.fqns, entries, strict=False)}
 
 
 @dataclass(frozen=True)
