@@ -59,24 +59,23 @@ def get_model_state_dict(
 ) -> dict[str, Any]:
     """Return the parameters and persistent buffers of a model by name; call it on all ranks.
 
-    By default the values are FlatShards that share memory with the parameters; no communication.
-    With `full_state_dict` they are whole plain tensors in memory of their own, on the first rank:
-    one gather for each flat parameter, one after another, so that no rank ever has more than one
-    of them on its device besides what it returns. Where the full values are there anyway (a
-    strategy that keeps them, no step since the last forward) nothing is gathered. Inside
-    `unshard_params` the values are those of the scope.
+    By default the values are FlatShards that share memory with the parameters, without
+    communication. With `full_state_dict` they are whole plain tensors in new memory, on the first
+    rank only if `rank0_only`. That takes one gather for each flat parameter, one after another, so
+    that a device holds at most one of them besides the result. Nothing is gathered where a strategy
+    keeps full values that are current. Inside `unshard_params` the values are the scope's.
 
     Args:
-        model: A model with sharded units, or a plain one.
-        submodules: Only what is in these modules.
-        options: What to return.
+        model: A model, sharded or not.
+        submodules: Return only the values in these modules.
+        options: Which values to return, and where.
 
     Returns:
         The state dict; empty on all ranks but the first with `full_state_dict` and `rank0_only`.
 
     Raises:
-        NotImplementedError: With `full_state_dict` and `rank0_only`, if units' meshes begin with
-            different ranks, of which none has all values.
+        NotImplementedError: With `full_state_dict` and `rank0_only`, if the meshes of the units
+            begin with different ranks, so that no rank is the first of all.
         RuntimeError: Inside forward or backward.
     """
     options = options or StateDictOptions()
@@ -91,7 +90,7 @@ def get_model_state_dict(
     return {key: value for key, value in kept.items() if key is not None}
 
 
-_Naming = Callable[[str], str | None]  # what a name shall be, None if it is not wanted
+_Naming = Callable[[str], str | None]  # the name to return, None for a value to leave out
 
 
 def _names_in(
@@ -156,26 +155,26 @@ def set_model_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
-    """Write a state dict into a model; call it on all ranks.
+    """Load a state dict into a model; call it on all ranks.
 
-    The values are FlatShards of this or any other layout, DTensors, or whole plain tensors that
-    are the same on all ranks. What lies on the ranks in another way is gathered, a tensor at a
-    time. With `broadcast_from_rank0` only the first rank passes a dict, of whole tensors: one
-    scatter for each flat parameter, and a broadcast for each other tensor.
+    The values are FlatShards of any layout, DTensors, or whole plain tensors that are the same on
+    all ranks. Values with another sharding than the parameter's are gathered, one tensor at a time.
+    With `broadcast_from_rank0` only the first rank passes a dict, of whole tensors. That takes one
+    scatter for each flat parameter, and one broadcast for each other tensor.
 
     Args:
         model: A model with sharded units.
-        model_state_dict: What to write.
-        options: `strict` and `broadcast_from_rank0` count.
+        model_state_dict: The values by name.
+        options: Only `strict` and `broadcast_from_rank0` count.
 
     Returns:
-        Names that are missing, and unexpected ones: with `strict=False` there may be some.
+        The missing and the unexpected names, where `strict` is False.
 
     Raises:
-        RuntimeError: On all ranks alike, for missing, unexpected and wrongly shaped values on any
-            rank, naming them; nothing has been changed then. Inside forward or backward.
-        NotImplementedError: With `broadcast_from_rank0`, if units' meshes begin with different
-            ranks.
+        RuntimeError: On all ranks, if values are missing, unexpected or wrongly shaped on any rank,
+            naming them; the model is unchanged then. Inside forward or backward.
+        NotImplementedError: With `broadcast_from_rank0`, if the meshes of the units begin with
+            different ranks.
     """
     options = options or StateDictOptions()
     check_model_is_idle(model, "a state dict can't be loaded")
@@ -189,7 +188,7 @@ def set_model_state_dict(
     if handles and not any(handle.is_in_scope for handle in handles):
         for handle in handles:
             handle.adopt_changes()
-        # As a whole: the hook of a unit knows only what is in its module.
+        # For the whole model: the hook of a unit sees only its own module.
         problems = find_problems(model, given, is_strict=options.strict)
         agree_on_values(model, given, "", problems)
     if isinstance(given, dict):
@@ -200,16 +199,16 @@ def set_model_state_dict(
 _COMPILED = "_orig_mod."
 
 
-# What only the first rank has
+# From the first rank
 
 
 def _broadcast_model(
     model: nn.Module, state_dict: Mapping[str, Any], *, is_strict: bool
 ) -> _IncompatibleKeys:
-    """Write the first rank's state dict of whole tensors into the model of every rank.
+    """Load the first rank's state dict of whole tensors on every rank.
 
     Raises:
-        RuntimeError: On all ranks alike, if it does not fit; nothing has been changed then.
+        RuntimeError: On all ranks, if it does not fit; the model is unchanged then.
     """
     ranks, template = ModelRanks(model), model.state_dict()
     ranks.check_can_broadcast()
@@ -233,8 +232,8 @@ def _broadcast_model(
     text = f"the state dict does not fit {type(model).__name__}: " + "; ".join(problems)
     ranks.agree(RuntimeError(text) if problems else None)
     mine = [names, missing, extra, encoded] if ranks.is_first else None
-    told = [message for message in ranks.all_messages(mine) if message is not None]
-    names, missing, extra, encoded = told[0]
+    told = next(message for message in ranks.all_messages(mine) if message is not None)
+    names, missing, extra, encoded = told
     with torch.inference_mode(False), torch.no_grad():
         _scatter_params(ranks, model, state_dict, set(names))
         rest: dict[str, Any] = {key: decode(value) for key, value in encoded.items()}
@@ -247,7 +246,7 @@ def _broadcast_model(
 
 
 def _check(key: str, value: Any, wanted: Any, encoded: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a value; put what is no tensor into `encoded`."""
+    """Return the problems of a value; encode a value that is no tensor into `encoded`."""
     if not isinstance(wanted, Tensor):
         try:
             encoded[key] = encode(value)
@@ -274,13 +273,13 @@ def _scatter_params(
 
 
 def _broadcast(ranks: ModelRanks, like: Tensor, value: Tensor | None) -> Tensor:
-    """Return what the first rank has for a tensor that no unit manages."""
+    """Return the first rank's value of a tensor that no unit manages."""
     whole = torch.empty(like.shape, dtype=like.dtype, device=ranks.device)
     if value is not None:
         whole.copy_(value)
     whole = ranks.broadcast(whole)
     if isinstance(like, DTensor):
-        # src_data_rank=None: cut locally, as every rank has the same values.
+        # src_data_rank=None: cut locally, because every rank has the same values.
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return whole
 
@@ -297,26 +296,26 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Return the state of optimizers by parameter name; call it on all ranks.
 
-    That is `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}`, as a
-    plain optimizer on the full model would have it; what has a parameter's shape is a FlatShard
-    like the parameter, which shares memory with the optimizer's, or with `full_state_dict` a whole
-    plain tensor on the first rank: one gather for each flat parameter and kind of state. State of a
-    flat parameter is cut into that of its originals. Parameters without state have none here
-    either. Otherwise one all-gather of 31 bytes for each process group.
+    The form is `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}`, as
+    for a plain optimizer of the full model. State of a parameter's shape is a FlatShard that shares
+    memory with the optimizer's. With `full_state_dict` it is a whole plain tensor, for one gather
+    for each flat parameter and kind of state. State of a flat parameter is cut into that of its
+    original parameters. Parameters without state are left out. One all-gather of 31 bytes for each
+    process group compares the ranks.
 
     Args:
         model: The model that the optimizers were built for.
         optimizers: One, or several whose state is joined.
-        submodules: Only the parameters in these modules.
-        options: What to return.
+        submodules: Return only the parameters in these modules.
+        options: Which values to return, and where.
 
     Returns:
         The state dict; empty on all ranks but the first with `full_state_dict` and `rank0_only`.
 
     Raises:
         ValueError: If an optimizer holds parameters that are not the model's.
-        NotImplementedError: For state that is no tensor or number (LBFGS).
-        RuntimeError: If ranks lack state of a parameter that they hold a part of.
+        NotImplementedError: For state that is neither a tensor nor a number (LBFGS).
+        RuntimeError: If a rank lacks the state of a parameter of which it holds a shard.
     """
     options = options or StateDictOptions()
     with torch.no_grad():
@@ -341,24 +340,24 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Put state by parameter name into optimizers; call it on all ranks.
+    """Load optimizer state by parameter name; call it on all ranks.
 
-    It may come from any layout, world size or plain model; the optimizers may be fresh, without a
-    step. Values are whole, or sharded in any way, and are loaded by the optimizers' own
-    `load_state_dict`, with their casts and hooks. Options of groups (`lr`, ...) are taken from the
-    saved group with the same parameters. State that a parameter has and the dict has not is
-    dropped. With `broadcast_from_rank0` only the first rank passes a dict, of whole tensors.
+    The state may come from any layout, world size or plain model, and the optimizers may have none
+    yet. Values are whole or sharded in any way. The optimizers' own `load_state_dict` loads them,
+    with its casts and hooks. Options of groups (`lr`, ...) come from the saved group with the same
+    parameters. State that is not in the dict is dropped. With `broadcast_from_rank0` only the first
+    rank passes a dict, of whole tensors.
 
     Args:
         model: The model that the optimizers were built for.
         optimizers: One or several.
-        optim_state_dict: What `get_optimizer_state_dict` returns, here or elsewhere, or torch's
-            function of that name.
-        options: `strict` and `broadcast_from_rank0` count.
+        optim_state_dict: From `get_optimizer_state_dict`, of any run, or from torch's function of
+            that name.
+        options: Only `strict` and `broadcast_from_rank0` count.
 
     Raises:
-        ValueError: On all ranks alike, for missing, unexpected and wrongly shaped state on any
-            rank, naming it; no optimizer has been changed then.
+        ValueError: On all ranks, if state is missing, unexpected or wrongly shaped on any rank,
+            naming it; no optimizer has been changed then.
     """
     options = options or StateDictOptions()
     with torch.no_grad():

@@ -1,12 +1,13 @@
-"""The model's state dict, and what may be wrong with one that is loaded.
+"""The hooks behind a model's own `state_dict()` and `load_state_dict()`.
 
 [Note: State dicts]
-At rest a state dict holds a FlatShard for every managed parameter, under its own name and in its
-own place, also where a flat parameter, or full values by hand, are shown instead; inside
-`unshard_params` it holds what the scope shows. The values share memory with the parameters.
-A load is checked as a whole, with the ranks, before the first value is written; then the hook of
-the outermost unit writes every managed parameter and puts the registered objects in place of what
-was given, so that what torch does after it, assignments included, changes nothing more.
+At rest a state dict holds a FlatShard for every managed parameter, under its own name and at its
+own position, also where modules show a flat parameter or gathered values. Inside `unshard_params`
+it holds the scope's values. The values share memory with the parameters.
+
+A load is checked as a whole, on all ranks, before the first value is written. Then the hook of the
+outermost unit writes every managed parameter and replaces the given values by the registered
+parameters, so that torch's own load after it, assignments included, changes nothing.
 """
 
 from __future__ import annotations
@@ -56,10 +57,9 @@ __all__ = [
 
 
 def keys_by_name(state_dict: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    """Return the keys of a state dict below `prefix`, by names without checkpoint wrappers.
+    """Return the keys of a state dict that begin with `prefix`, by unwrapped name.
 
-    While torch loads what is in a wrapper, the keys have the wrapper's name in them, and elsewhere
-    they do not.
+    Keys contain the name of a checkpoint wrapper only while torch loads the wrapped module.
     """
     return {unwrapped(key): key for key in state_dict if key.startswith(prefix)}
 
@@ -73,18 +73,17 @@ def find_problems(
     is_strict: bool,
     is_assigned: bool = False,
 ) -> list[str]:
-    """Return all that is wrong with a state dict for `module`, in torch's words; changes nothing.
+    """Return all problems of a state dict for `module`, in torch's words; changes nothing.
 
-    Names and shapes in modules that translate state dicts as they load (by a method or hook of
-    their own) are left to them.
+    Modules that translate state dicts, by a method or hook of their own, check their part.
 
     Args:
-        module: What is loaded into.
-        state_dict: What is given for it, and more.
-        prefix: What the keys for `module` begin with.
+        module: The module to load.
+        state_dict: May hold other modules' values too.
+        prefix: Of the keys for `module`.
         around: The unit that `module` is a part of, if it is none itself.
-        is_strict: Whether names count.
-        is_assigned: Whether values are to take the place of tensors on the meta device.
+        is_strict: Whether missing and unexpected names are problems.
+        is_assigned: Whether values replace tensors on the meta device.
     """
     if not isinstance(state_dict, Mapping):
         return [f"expected a state dict, got {type(state_dict).__name__}."]
@@ -95,7 +94,7 @@ def find_problems(
         unwrapped(key): value.shape if isinstance(value, Tensor) else None
         for key, value in module.state_dict(prefix=prefix).items()
     }
-    # torch's own functions put the model's parameters, flat ones too, beside what was given.
+    # torch's own functions add the model's parameters, flat ones too, to the given values.
     flats = {id(h.flat.sharded) for h in handles_of(module, around) if h.flat is not None}
     given = {
         name: state_dict[key]
@@ -122,7 +121,7 @@ def find_problems(
 def _find_name_problems(
     expected: Mapping[str, Any], given: Mapping[str, Any], checked: set[str]
 ) -> list[str]:
-    # Batch norm counts from zero where an old state dict has no count.
+    # Old state dicts have no count of batches; batch norm then counts from zero.
     needed = [name for name in expected if not name.endswith("num_batches_tracked")]
     missing = [name for name in needed if name in checked and name not in given]
     extra = [name for name in given if name in checked and name not in expected]
@@ -170,7 +169,7 @@ def _find_handle_problem(
 ) -> list[str]:
     if handle.is_registered_unsharded:
         return [
-            f"unit '{handle.name}' shows its full parameters, which would not get the values. Call "
+            f"unit '{handle.name}' shows its full parameters, which would miss the values. Call "
             "reshard(module) first, or load inside unshard_params(module)."
         ]
     if handle.local_shard.is_meta and not is_assigned:
@@ -189,9 +188,9 @@ def _quoted(names: list[str]) -> str:
 
 
 def adopt_new_data(state: ShardState, *_: Any) -> None:
-    """Take over what `to_empty` and the like gave the parameters, so that a state dict shares it.
+    """Adopt memory that `to_empty` and the like gave parameters, so that state dicts share it.
 
-    A state-dict pre-hook of a unit's own modules, which runs before anything in them is saved.
+    A state-dict pre-hook of each module of a unit.
     """
     with torch.no_grad():
         for handle in state.needed:
@@ -203,9 +202,9 @@ def adopt_new_data(state: ShardState, *_: Any) -> None:
 def show_shards(
     state: ShardState, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """Put FlatShards of the originals where anything else is shown of them at rest.
+    """Replace flat parameters and gathered values in a state dict by FlatShards of the originals.
 
-    A state-dict hook of each module of a unit, which runs after everything in it has been saved.
+    A state-dict hook of each module of a unit, which runs when everything in it has been saved.
     """
     if not any(h.shows_flat or h.is_registered_unsharded or h.is_in_scope for h in state.needed):
         return
@@ -238,12 +237,12 @@ def _restore_order(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
     """Put the module's part of a state dict in the order of names."""
     names = [name for name, _, _ in iter_slots(module)]
     expected = {prefix + unwrapped(name): i for i, name in enumerate(names)}
-    # It is the end of the dict, unless that held something before.
+    # They are the last keys of the dict.
     mine = list(takewhile(lambda key: key.startswith(prefix), reversed(state_dict)))[::-1]
     places: dict[str, tuple[int, int]] = {}
     last = -1
     for number, key in enumerate(mine):
-        # What has no place of its own (extra state) stays behind what it came after.
+        # Extra state has no position of its own and follows the key before it.
         last = expected.get(key, last)
         places[key] = (last, number)
     for key in sorted(mine, key=places.__getitem__):
@@ -251,12 +250,11 @@ def _restore_order(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
 
 
 def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Gather what torch's own `get_model_state_dict` is to return as whole tensors.
+    """Gather parameters for torch's own `get_model_state_dict` with `full_state_dict`.
 
     A state-dict hook of units, after `show_shards`. Torch gathers DTensors only, and would return
-    FlatShards as if they were whole. One all-gather for each parameter; for all ranks.
+    FlatShards as whole tensors. One all-gather for each parameter; a collective.
     """
-    # What torch's get_model_state_dict was asked for, it tells no hook.
     info = _local_of_caller(
         "_get_model_state_dict", "torch.distributed.checkpoint.state_dict", "info"
     )
@@ -268,10 +266,10 @@ def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def _local_of_caller(function: str, module: str, name: str) -> Any:
-    """Return a local variable of the function of torch's that is running, None if it is not.
+    """Return a local variable of a running function of torch, None if it is not running.
 
-    The only walk over the stack: users call these functions of torch directly, which pass the
-    argument in question neither to hooks nor to anything else that a hook can reach.
+    The only walk over the stack. Users call these functions of torch directly, and torch passes the
+    argument in question neither to hooks nor to anything that a hook can reach.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -294,13 +292,13 @@ def load_values(  # noqa: PLR0913 -- torch's hook
     missing_keys: list[str],
     *_: Any,
 ) -> None:
-    """Write the values given for managed parameters, of all units in `module`.
+    """Load the managed parameters of all units in `module`.
 
     A load-state-dict hook of each module of a unit, which runs before anything in it is loaded.
 
     Raises:
-        RuntimeError: On all ranks alike, if keys are missing or unexpected, or values are wrong;
-            nothing in the module has been changed then.
+        RuntimeError: On all ranks, if keys are missing or unexpected, or values do not fit; the
+            module is unchanged then.
     """
     if _is_done(state, module, missing_keys):
         _add_flat_params(state, module, state_dict, prefix)
@@ -316,7 +314,7 @@ def load_values(  # noqa: PLR0913 -- torch's hook
         state_dict,
         prefix,
         around=state,
-        # Torch tells every hook True, and raises for names only when all else has been loaded.
+        # Torch passes True to every hook, and raises for names after everything has been loaded.
         is_strict=bool(_local_of_caller("load_state_dict", "torch.nn.modules.module", "strict")),
         is_assigned=bool(metadata.get("assign_to_params_buffers", False)),
     )
@@ -341,9 +339,9 @@ def load_values(  # noqa: PLR0913 -- torch's hook
 def _add_flat_params(
     state: ShardState, module: nn.Module, state_dict: dict[str, Any], prefix: str
 ) -> None:
-    """Let torch find what it would miss: the flat parameters that `module` itself shows.
+    """Add the flat parameters that `module` itself shows, which torch would miss.
 
-    Not for a whole tree at once: a checkpoint wrapper would take them for those of its module.
+    Not those of a whole tree: a checkpoint wrapper would take them for its module's.
     """
     flats = {id(handle.flat.sharded) for handle in state.needed if handle.flat is not None}
     for name, param in module._parameters.items():
@@ -352,9 +350,9 @@ def _add_flat_params(
 
 
 def _is_done(state: ShardState, module: nn.Module, missing_keys: list[str]) -> bool:
-    """Return whether a hook around this one has loaded `module`; if not, note that this one does.
+    """Return whether an outer hook has loaded `module`; if not, note that this one does.
 
-    Torch makes one list of missing keys for each call of `load_state_dict`, which all hooks get.
+    The list of missing keys identifies a call of `load_state_dict`: all its hooks get the same one.
     """
     if state.load_call is not None:
         known, done = state.load_call
@@ -369,7 +367,7 @@ def _is_done(state: ShardState, module: nn.Module, missing_keys: list[str]) -> b
 def _given_params(
     params: dict[str, ManagedParam], state_dict: dict[str, Any], prefix: str
 ) -> dict[str, ManagedParam]:
-    """Return the parameters that a state dict has values of, by its keys."""
+    """Return the parameters that a state dict has values for, by its keys."""
     keys = keys_by_name(state_dict, prefix)
     named = {unwrapped(prefix + name): param for name, param in params.items()}
     return {keys[name]: param for name, param in named.items() if name in keys}
@@ -383,12 +381,12 @@ def agree_on_values(
     *,
     around: ShardState | None = None,
 ) -> None:
-    """See that no rank has found a problem, and that all give values that lie alike.
+    """Check that no rank has found a problem, and that all ranks give values sharded the same way.
 
     Two all-gathers of 31 bytes for each process group.
 
     Raises:
-        RuntimeError: On all ranks alike.
+        RuntimeError: On all ranks.
     """
     handles = handles_of(module, around)
     ranks = Ranks(mesh_groups(handles), handles[0].shard_group.device)
@@ -405,13 +403,13 @@ def agree_on_values(
     if len(told) > 1:
         odd = sorted({name for names in told for name in names})
         raise RuntimeError(
-            f"the ranks gave values that lie on them in different ways for {_quoted(odd)}. Load "
+            f"the ranks gave values that are sharded in different ways for {_quoted(odd)}. Load "
             "the same kind of state dict on every rank."
         )
 
 
 def make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str = "") -> None:
-    """Replace sharded values of what is plain in `module` by whole ones, in the dict."""
+    """Replace sharded values of unmanaged parameters and buffers by whole ones, in the dict."""
     for key in _to_make_whole(module, state_dict, prefix):
         state_dict[key] = state_dict[key].full_tensor()
 
@@ -429,11 +427,11 @@ def _to_make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
 
 
 def _write_values(given: dict[str, ManagedParam], state_dict: dict[str, Any]) -> None:
-    """Write the values that a state dict has of managed parameters into the shards."""
+    """Write the given values of managed parameters into the shards."""
     values = by_handle((param, state_dict[key]) for key, param in given.items())
     with torch.inference_mode(False), torch.no_grad():
         for handle, by_index in values.items():
-            # Cut one by one: each may be gathered for it. What does not fit, a module translates.
+            # Cut one by one, because each may be gathered. Modules translate values that don't fit.
             pieces = (
                 (index, slice_given(value, handle.entries[index].spec))
                 for index, value in by_index.items()
@@ -443,7 +441,7 @@ def _write_values(given: dict[str, ManagedParam], state_dict: dict[str, Any]) ->
 
 
 def write_shard(handle: FlatParamHandle, pieces: Iterable[tuple[int, Tensor]]) -> None:
-    """Write this rank's pieces of parameters, by index, into a handle's shard; meta gets memory."""
+    """Write pieces of parameters, by index, into a handle's shard, which leaves the meta device."""
     if handle.local_shard.is_meta:
         materialize(handle)
     handle.adopt_changes()
@@ -454,12 +452,12 @@ def write_shard(handle: FlatParamHandle, pieces: Iterable[tuple[int, Tensor]]) -
 
 
 def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None) -> None:
-    """Give a handle on the meta device memory; its parameters hold zeros then.
+    """Give a handle on the meta device memory, filled with zeros.
 
     Args:
         handle: Of a unit at rest.
-        given: This rank's part of the originals, by index, in place of zeros; used up, so that
-            nothing is there twice. Not where a flat parameter is shown.
+        given: Values in place of zeros: this rank's shards of the originals by index. Each is
+            removed when it has been copied, to save memory. Not with a flat parameter.
     """
     device = HOST if handle.offload.is_active else handle.shard_group.device
     for index, shown in enumerate(handle.shown_at_rest):
