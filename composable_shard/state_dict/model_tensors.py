@@ -40,17 +40,17 @@ T = TypeVar("T")
 
 
 def unwrapped(name: str) -> str:
-    """Return a name without what torch's checkpoint wrapper takes out of state dicts."""
+    """Return a name without torch's checkpoint wrapper, which its state dicts leave out."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def canonical(name: str) -> str:
-    """Return a name without what checkpoint wrappers and torch.compile put into it."""
+    """Return a name without the prefixes of checkpoint wrappers and torch.compile."""
     return unwrapped(name).replace("_orig_mod.", "")
 
 
 def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the name of every parameter and buffer, tied ones by each, its module, and its key."""
+    """Yield every name of every parameter and buffer, with its module and its key there."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         for key in (*child._parameters, *child._buffers):
             yield f"{prefix}.{key}".lstrip("."), child, key
@@ -61,12 +61,12 @@ def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 @dataclass(frozen=True)
 class ManagedParam:
-    """A parameter that a unit manages. Equal to any other that stands for the same one.
+    """A parameter that a unit manages; two of the same parameter are equal.
 
     Attributes:
-        handle: What manages it.
+        handle: Its owner.
         index: Among the handle's entries.
-        names: Canonical, in the module that was asked; several if it is tied.
+        names: Canonical names in the searched module; several for a tied parameter.
     """
 
     is_persistent: ClassVar[bool] = True
@@ -76,7 +76,7 @@ class ManagedParam:
 
     @property
     def entry(self) -> ParamEntry:
-        """What the handle knows of it."""
+        """The handle's record of it."""
         return self.handle.entries[self.index]
 
     @property
@@ -91,7 +91,7 @@ class ManagedParam:
 
 
 def handles_of(module: nn.Module, around: ShardState | None = None) -> list[FlatParamHandle]:
-    """Return the handles whose parameters `module` shows, of units outside of it too.
+    """Return the handles whose parameters `module` shows, also those of units outside of it.
 
     Args:
         module: Any module.
@@ -102,7 +102,7 @@ def handles_of(module: nn.Module, around: ShardState | None = None) -> list[Flat
 
 
 def find_params(module: nn.Module, around: ShardState | None = None) -> dict[str, ManagedParam]:
-    """Return every managed parameter by name, a tied one by each of its names, in order."""
+    """Return every managed parameter by name, a tied one under each of its names, in order."""
     places: dict[tuple[int, str], ManagedParam] = {}
     for handle in handles_of(module, around):
         for index, entry in enumerate(handle.entries):
@@ -117,14 +117,14 @@ def find_params(module: nn.Module, around: ShardState | None = None) -> dict[str
 
 
 def params_by_fqn(model: nn.Module) -> dict[str, ManagedParam]:
-    """Return every managed parameter by its canonical name, a tied one by each, in order."""
+    """Return every managed parameter by canonical name, a tied one under each, in order."""
     return {canonical(name): param for name, param in find_params(model).items()}
 
 
 def by_handle(
     params: Iterable[tuple[ManagedParam, T]],
 ) -> dict[FlatParamHandle, dict[int, T]]:
-    """Return what belongs to parameters, by handle and index."""
+    """Group values of parameters by handle and index."""
     found: dict[FlatParamHandle, dict[int, T]] = {}
     for param, value in params:
         found.setdefault(param.handle, {})[param.index] = value
@@ -135,9 +135,9 @@ def by_handle(
 
 
 def mesh_groups(handles: list[FlatParamHandle]) -> list[dist.ProcessGroup]:
-    """Return groups through which, one after another, a message reaches all ranks concerned.
+    """Return groups that reach all ranks of handles when a message passes through one by one.
 
-    Those of the data-parallel meshes, then the axes of the tensor-parallel ones.
+    First those of the data-parallel meshes, then the axes of the tensor-parallel ones.
     """
     groups = [group for handle in handles for group in handle.shard_group.joint_groups]
     groups += [mesh.get_group(axis) for mesh in tensor_meshes(handles) for axis in range(mesh.ndim)]
@@ -154,9 +154,9 @@ class ModelRanks(Ranks):
     """The ranks that share a model.
 
     Attributes:
-        handles: Of the model.
-        meshes: The tensor-parallel ones.
-        is_first: Whether this rank is the first of them.
+        handles: The model's.
+        meshes: The tensor-parallel meshes.
+        is_first: Whether this rank is the first of all.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -175,7 +175,7 @@ class ModelRanks(Ranks):
     def check_one_is_first(self) -> None:
         """Check that the first rank is the first of every unit's.
 
-        An all-gather of 31 bytes for each process group, where units have different ones.
+        One all-gather of 31 bytes for each process group, if units have different groups.
 
         Raises:
             NotImplementedError: On all ranks.
@@ -186,27 +186,27 @@ class ModelRanks(Ranks):
         with self.agreed():
             if odd and self._is_first_part:
                 raise NotImplementedError(
-                    "full values come from, and go to, one rank only where the meshes of all units "
-                    f"begin with it, and those of {odd} and '{self.handles[0].name}' begin with "
-                    "different ranks. Pass StateDictOptions(rank0_only=False) to get a state dict, "
-                    "and give every rank the whole one to load it."
+                    "one rank can hold all full values only if the meshes of all units begin with "
+                    f"it, and those of {odd} and '{self.handles[0].name}' begin with different "
+                    "ranks. Pass StateDictOptions(rank0_only=False) to get a state dict, and give "
+                    "every rank the whole one to load it."
                 )
 
     def check_can_broadcast(self) -> None:
-        """Check that the first rank can give values to all others.
+        """Check that the first rank can send values to all others.
 
         Raises:
             NotImplementedError: On all ranks.
         """
         if not self.handles and dist.is_initialized() and dist.get_world_size() > 1:
             raise NotImplementedError(
-                "broadcast_from_rank0 needs a model with sharded units, which say who the ranks "
-                "are, and this one has none. Give every rank the whole state dict."
+                "broadcast_from_rank0 needs a model with sharded units, whose meshes say which ranks "
+                "there are, and this model has none. Give every rank the whole state dict."
             )
         self.check_one_is_first()
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Give all ranks the first one's tensor; return it where it was."""
+        """Overwrite a tensor with the first rank's, on any device, and return it."""
         sent = tensor.to(self.device).contiguous()
         for group in self.groups:
             collectives.broadcast(sent, 0, group).wait()
@@ -218,7 +218,7 @@ class ModelRanks(Ranks):
 
 @dataclass
 class OtherTensor:
-    """A parameter that no unit manages, or a buffer, with all names and places it has."""
+    """A parameter that no unit manages, or a buffer, with all its names and places."""
 
     tensor: Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
@@ -236,11 +236,7 @@ class OtherTensor:
         return self.tensor.is_meta
 
     def materialize(self, device: torch.device) -> Tensor:
-        """Put a real tensor where one on the meta device is; a Parameter stays the same object.
-
-        Returns:
-            What is there then, without values.
-        """
+        """Replace a meta tensor by a real one without values; a Parameter stays the same object."""
         real = torch.empty_like(self.tensor.detach(), device=device)
         if isinstance(self.tensor, nn.Parameter):
             torch.utils.swap_tensors(self.tensor, nn.Parameter(real, self.tensor.requires_grad))
@@ -253,24 +249,23 @@ class OtherTensor:
 class ModelTensors:
     """All tensors of a model at rest.
 
-    Names are those of the original parameters, whichever form the modules show, without the parts
-    that `torch.compile` and activation checkpointing add.
+    Names are canonical names of the original parameters, whichever form the modules show.
 
     Attributes:
-        handles: Those with a parameter in the model, also if a unit outside of it owns them.
+        handles: Those with a parameter in the model, also of units outside of it.
         sharded: Their parameters in the model, in the order of the handles.
         others: All other parameters, and all buffers.
     """
 
     def __init__(self, model: nn.Module, what: str) -> None:
-        """Find and name everything; takes over what was done to the parameters since.
+        """Find and name everything; adopts changes of the parameters.
 
         Args:
             model: A model with sharded units.
-            what: How a message begins, for example "load_safetensors can't run".
+            what: Beginning of error messages, for example "load_safetensors can't run".
 
         Raises:
-            ValueError: If there is no unit.
+            ValueError: If the model has no unit.
             RuntimeError: In a forward or backward, or while units show full parameters.
         """
         select_states(model, recurse=True)
@@ -295,7 +290,7 @@ class ModelTensors:
         """Check that everything on the meta device will get values.
 
         Raises:
-            ValueError: Naming what is not in `given` under any of its names.
+            ValueError: Naming the tensors of which `given` has no name.
         """
         lost = [
             each.names[0]
@@ -315,7 +310,7 @@ class ModelTensors:
         return [*self.sharded, *self.others]
 
     def by_name(self) -> dict[str, ManagedParam | OtherTensor]:
-        """Return everything that belongs in a state dict, under every name it has."""
+        """Return everything that belongs in a state dict, under each of its names."""
         return {name: each for each in self.all if each.is_persistent for name in each.names}
 
 

@@ -47,8 +47,8 @@ class Member:
 
     Attributes:
         param: The object that the optimizer holds.
-        fqns: Its name; of a flat parameter the names of all its originals.
-        handle: What manages it, None for a plain parameter.
+        fqns: Its name; for a flat parameter the names of all its originals.
+        handle: Its owner, None for a plain parameter.
         indices: Of the originals in the handle.
         is_flat: Whether it is a flat parameter.
     """
@@ -71,10 +71,10 @@ class Group:
     """One of an optimizer's `param_groups`.
 
     Attributes:
-        optimizer: Whose.
-        options: All but its parameters.
+        optimizer: Its optimizer.
+        options: Everything but its parameters.
         members: Its parameters.
-        fqns: Names of the originals; in the model's order where one of them is flat.
+        fqns: Names of the originals, in the model's order if a member is flat.
     """
 
     optimizer: Optimizer
@@ -87,7 +87,7 @@ def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[G
     """Return the groups of all optimizers, empty ones too, with the parameters' names.
 
     Raises:
-        ValueError: If one holds a parameter that is none of the model's.
+        ValueError: If an optimizer holds a parameter of another model.
     """
     members = _members(model)
     order = {canonical(name): i for i, name in enumerate(model.state_dict())}
@@ -125,14 +125,13 @@ def _members(model: nn.Module) -> dict[int, Member]:
 
 
 def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
-    """Return an optimizer's state of one parameter by name; that of a flat one cut into originals.
+    """Return the state of one parameter by name; a flat parameter's is cut into its originals'.
 
-    None of a parameter that another rank owns whole: what Adagrad made of it here, no step has
-    brought forward.
+    Empty for a parameter that another rank owns whole: no step updates Adagrad's state here.
 
     Raises:
-        NotImplementedError: For state that is no tensor and no number, as LBFGS has, or that can't
-            be cut like a flat parameter.
+        NotImplementedError: For state that is neither a tensor nor a number, as LBFGS has, or that
+            can't be cut like a flat parameter.
     """
     if not state or is_elsewhere(member.param):
         return {}
@@ -141,7 +140,7 @@ def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
         if not isinstance(value, Tensor | int | float | str | None):
             raise NotImplementedError(
                 f"the optimizer state '{name}' of '{member.fqns[0]}' is a {type(value).__name__}, "
-                "which belongs to no parameter alone, as the history of LBFGS. Only tensors and "
+                "which belongs to several parameters, like the history of LBFGS. Only tensors and "
                 "numbers can be saved by parameter name."
             )
         for fqn, index in zip(member.fqns, member.indices or (0,), strict=True):
@@ -171,13 +170,12 @@ def _cut_flat(member: Member, name: str, value: Any, index: int) -> Any:
 
 
 def join_state(member: Member, states: States) -> dict[str, Any]:
-    """Return what an optimizer holds for one parameter, from its state by name; empty without.
+    """Return an optimizer's state for one parameter: the reverse of `split_state`.
 
-    A flat parameter takes zeros for originals that have no state. Of a parameter that one rank owns
-    whole, the others hold no state.
+    A flat parameter gets zeros for originals without state.
 
     Raises:
-        ValueError: If originals of one flat parameter have numbers that differ.
+        ValueError: If originals of one flat parameter have different numbers.
     """
     given = {fqn: states[fqn] for fqn in member.fqns if states.get(fqn)}
     if is_elsewhere(member.param):
@@ -207,8 +205,8 @@ def _check_equal(name: str, values: dict[str, Any]) -> None:
     told = {fqn: v.item() if isinstance(v, Tensor) else v for fqn, v in values.items()}
     if len(set(told.values())) > 1:
         raise ValueError(
-            f"expected one '{name}' for the parameters of a flat parameter, which has one for all, "
-            f"got {told}. Call register_orig_params(module) before building the optimizer."
+            f"expected one '{name}' for the parameters of a flat parameter, which share it, got "
+            f"{told}. Call register_orig_params(module) before building the optimizer."
         )
 
 
@@ -267,10 +265,10 @@ def _map(state: dict[str, Any], convert: Any) -> dict[str, Any]:
 def _complete(
     ranks: ModelRanks, groups: list[Group], states: States, *, takes_large: bool
 ) -> States:
-    """Add what only other ranks have: the owners of whole parameters.
+    """Add state that only other ranks have, for parameters that one rank owns whole.
 
-    Shards are empty then, numbers and small tensors the same; large tensors, which are no shards,
-    are fetched on request.
+    Shards are empty, numbers and small tensors are copied, and other large tensors are fetched if
+    `takes_large`.
     """
     mine = {
         fqn: {name: describe(value) for name, value in state.items()}
@@ -311,7 +309,7 @@ def _lacks_part(fqn: str, name: str, spec: ShardSpec) -> Exception | None:
         return None
     return RuntimeError(
         f"the optimizer state '{name}' of '{fqn}' is not on all ranks that hold a part of the "
-        "parameter. Step the optimizer alike on all ranks."
+        "parameter. Step the optimizer on all ranks."
     )
 
 
@@ -367,7 +365,7 @@ def _make_full(
         return {}
     return {
         fqn: {
-            # Not the optimizer's own `step`, which goes on counting.
+            # A copy of the optimizer's own `step`, which later steps change.
             name: copied(value, device) if value is states[fqn].get(name) else value
             for name, value in state.items()
         }
@@ -376,7 +374,7 @@ def _make_full(
 
 
 def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Iterator[Shares]:
-    """Yield each kind of state of each handle, joined as the handle's parameters are."""
+    """Yield each kind of state of each handle as one shard in the handle's layout."""
     dtypes = {
         fqn: {key: value.dtype for key, value in state.items() if isinstance(value, FlatShard)}
         for fqn, state in states.items()
@@ -393,11 +391,11 @@ def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Ite
 def group_kinds(
     names: Mapping[int, str], dtypes: Mapping[str, Mapping[str, torch.dtype]]
 ) -> dict[tuple[str, torch.dtype], list[int]]:
-    """Return which of a handle's parameters have each kind of state, by its name and dtype.
+    """Return the indices of a handle's parameters that have each kind of state: (name, dtype).
 
     Args:
-        names: Of the parameters, by index.
-        dtypes: Of each parameter's sharded states, by name.
+        names: Parameters' names by index.
+        dtypes: Dtypes of each parameter's sharded state, by name.
     """
     kinds: dict[tuple[str, torch.dtype], list[int]] = {}
     for index, fqn in names.items():
