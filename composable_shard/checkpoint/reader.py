@@ -1,4 +1,4 @@
-"""Read ranges of the tensors of a checkpoint: the bytes that are wanted, all of them verified."""
+"""Read regions of the tensors of a checkpoint: no more bytes than needed, each one verified."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from composable_shard.tensor import find_places
 __all__ = ["CheckpointReader", "byte_view", "find_checkpoint", "list_checkpoints", "reading"]
 
 
-_BLOCK_NUMEL = 1 << 20  # elements whose places are computed at a time
+_BLOCK_NUMEL = 1 << 20  # elements located at a time
 
 
 @contextmanager
@@ -66,9 +66,9 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Pa
     Reads names only; no communication.
 
     Args:
-        path: What `save_checkpoint` was given, or one of the directories in it.
-        step: Which one. Default: the one that was published last, or where `latest` is missing
-            the one of the highest step.
+        path: The directory given to `save_checkpoint`, or one checkpoint in it.
+        step: Which checkpoint. Default: the one published last, or the one of the highest step if
+            the file `latest` is missing.
 
     Raises:
         ValueError: If the file `latest` does not name a checkpoint.
@@ -95,8 +95,8 @@ class CheckpointReader:
 
     Attributes:
         folder: Its directory.
-        metadata: What is in it.
-        nbytes_read: Bytes of data files that were read so far.
+        metadata: Its content.
+        nbytes_read: Bytes read from data files so far.
     """
 
     def __init__(self, folder: Path, metadata_text: bytes | None = None) -> None:
@@ -122,7 +122,7 @@ class CheckpointReader:
             os.close(self._descriptors.popitem()[1])
 
     def check_files(self) -> None:
-        """Check that all data files are there and have their length.
+        """Check that all data files exist and have the right length.
 
         Raises:
             ValueError: Naming the file.
@@ -139,14 +139,14 @@ class CheckpointReader:
 
         Args:
             name: The tensor.
-            region: Which elements. Default: all, row by row.
+            region: Its elements to read. Default: all, row by row.
 
         Returns:
             Shape `(region.numel,)`, in the stored dtype.
 
         Raises:
-            ValueError: If a file is missing, truncated or damaged, naming it, or if the pieces do
-                not cover the region.
+            ValueError: If a file is missing, truncated or damaged, naming it, or if elements are
+                in no piece.
         """
         stored = self.metadata.tensors.get(name)
         if stored is None:
@@ -157,7 +157,7 @@ class CheckpointReader:
         if num_found < region.numel:
             raise ValueError(
                 f"{self.folder / METADATA} is damaged: {region.numel - num_found} elements of "
-                f"'{name}' are nowhere"
+                f"'{name}' are in no file"
             )
         return output
 
@@ -168,7 +168,7 @@ class CheckpointReader:
     def _read_piece(
         self, stored: StoredTensor, piece: Piece, target: Region, output: Tensor
     ) -> int:
-        """Read what a piece has of the target; return the number of elements."""
+        """Read the elements of the target that are in a piece; return their number."""
         itemsize = stored.dtype.itemsize
         common = overlap(target, piece.region)
         if common is not None:
@@ -186,7 +186,7 @@ class CheckpointReader:
         return num_found
 
     def _read_scattered(self, stored: StoredTensor, piece: Piece, sources: Tensor) -> Tensor:
-        """Read the chunks that hold these elements of a piece, and pick them."""
+        """Read the chunks that hold some elements of a piece; return these elements."""
         chunk_numel = self.metadata.chunk_nbytes // stored.dtype.itemsize
         values = torch.empty(len(sources), dtype=stored.dtype)
         numbers = sources // chunk_numel
@@ -200,7 +200,7 @@ class CheckpointReader:
         return values
 
     def _read_bytes(self, piece: Piece, start: int, output: memoryview) -> None:
-        """Read bytes of a piece, chunk by chunk: whole ones straight into the output."""
+        """Read bytes of a piece, chunk by chunk; whole chunks go straight into the output."""
         chunk_nbytes = self.metadata.chunk_nbytes
         nbytes = len(output)
         for number in range(start // chunk_nbytes, -(-(start + nbytes) // chunk_nbytes)):

@@ -1,4 +1,4 @@
-"""The state of a run as tensors and JSON: model, optimizers, generators."""
+"""The state of a run as tensors and JSON: model, optimizers, random number generators."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: dict[str, Any]) -> None:
-    """Check that generators can take the states; changes none.
+    """Check that the generators accept the states; changes nothing.
 
     Raises:
-        ValueError: If one of them is no such state.
+        ValueError: If a state is invalid.
     """
     try:
         random.Random().setstate(state["python"])
@@ -67,7 +67,7 @@ def check_rng_state(state: dict[str, Any]) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Go on with these states; a generator that is not in them, or not here, stays as it is."""
+    """Restore the states of generators; a generator without one stays unchanged."""
     random.setstate(state["python"])
     torch.set_rng_state(_to_tensor(state["torch"]))
     if "accelerator" in state and (device := _accelerator()) is not None:
@@ -114,7 +114,7 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, An
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
-    """Return what two plain tensors have in common if they are tied."""
+    """Return a key that only tied plain tensors share."""
     if type(value) is not Tensor or value.numel() == 0:
         return None
     return value.data_ptr(), value.shape, value.stride(), value.dtype
@@ -128,9 +128,9 @@ class StagedModel:
     """A model's new state in host memory.
 
     Attributes:
-        model: Whose.
-        state: By name; empty once it is in the model.
-        meta: The model's tensors, if some of them are on the meta device.
+        model: The model to load.
+        state: By name; empty after `apply`.
+        meta: The model's tensors, if any is on the meta device.
     """
 
     model: nn.Module
@@ -139,11 +139,11 @@ class StagedModel:
 
     @classmethod
     def read(cls, reader: CheckpointReader, model: nn.Module, *, is_strict: bool) -> StagedModel:
-        """Read and verify what this rank needs; changes nothing.
+        """Read and verify this rank's part; changes nothing.
 
         Raises:
             ValueError: If the checkpoint does not fit or is damaged.
-            RuntimeError: If the model is on the meta device and has no unit to say where to.
+            RuntimeError: If a model without units is on the meta device.
         """
         state = get_model_state_dict(model)
         tree = reader.metadata.tree.get("model")
@@ -171,7 +171,7 @@ class StagedModel:
         return cls(model, staged, meta)
 
     def apply(self) -> None:
-        """Change the model, and let go of the values."""
+        """Load the values into the model, and release them."""
         if self.meta is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self._fill_meta(self.meta)
@@ -179,9 +179,9 @@ class StagedModel:
         self.state.clear()
 
     def _fill_meta(self, tensors: ModelTensors) -> None:
-        """Give what is on the meta device memory and its values, one flat parameter at a time.
+        """Give tensors on the meta device memory and values, one flat parameter at a time.
 
-        The values of each are let go of then, so that no more than one is there twice.
+        Its staged values are released at once, so that at most one is held twice.
         """
         for handle in [handle for handle in tensors.handles if handle.local_shard.is_meta]:
             own = [each for each in tensors.sharded if each.handle is handle]
@@ -189,7 +189,7 @@ class StagedModel:
             is_one_by_one = not handle.shows_flat and len(given) == len(handle.entries)
             materialize(handle, given if is_one_by_one else None)
             handle.guard.note_write(own[0].names[0])
-            for index, part in given.items():  # what is left
+            for index, part in given.items():  # those that `materialize` did not take
                 handle.slice_of(handle.entries[index], handle.local_shard).copy_(part)
         device = tensors.handles[0].shard_group.device
         for other in tensors.others:
@@ -205,14 +205,14 @@ class StagedModel:
 def _find_meta(
     reader: CheckpointReader, model: nn.Module, state: dict[str, Any], given: Container[str]
 ) -> ModelTensors | None:
-    """Return the tensors of a model that is on the meta device, at least in part."""
+    """Return the tensors of a model if any of them is on the meta device."""
     tensors = [*model.parameters(), *model.buffers(), *state.values()]
     if not any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
         return None
     if not handles_of(model):
         raise RuntimeError(
-            "the model is on the meta device, and has no sharded unit that says which device it "
-            "shall be on. Call model.to_empty(device=...) before load_checkpoint."
+            "the model is on the meta device, and has no sharded unit whose mesh tells its device. "
+            "Call model.to_empty(device=...) before load_checkpoint."
         )
     found = ModelTensors(model, "load_checkpoint can't run")
     try:
@@ -225,9 +225,9 @@ def _find_meta(
 def read_optimizer(
     reader: CheckpointReader, model: nn.Module, optimizer: Optimizer, tree: Any, *, is_strict: bool
 ) -> dict[str, Any]:
-    """Read and verify the state that this rank needs of an optimizer, by name; changes nothing.
+    """Read and verify this rank's part of an optimizer's state, by name; changes nothing.
 
-    State of a parameter's shape is read like the parameter is sharded, everything else whole.
+    State of a parameter's shape is read in the parameter's sharding, other state whole.
 
     Raises:
         ValueError: If the checkpoint does not fit or is damaged.
@@ -248,14 +248,14 @@ def read_optimizer(
 
 def _read_state(reader: CheckpointReader, param: Tensor, name: str) -> Tensor:
     stored = reader.metadata.tensors.get(name)
-    # One element may be a number for the whole parameter: that is the same everywhere.
+    # State of one element may be a number, which is the same on all ranks.
     if stored is not None and stored.shape == param.shape and param.numel() != 1:
         return _read_like(reader, name, param, stored.dtype)
     return reader.read_whole(name)
 
 
 def _check_state(fqn: str, state: dict[str, Any]) -> None:
-    """Check that an optimizer can take what is not a tensor, before anything is changed."""
+    """Check that an optimizer accepts the values that are no tensors."""
     for name, value in state.items():
         expected = Tensor | int | float if name == "step" else Tensor | int | float | str | None
         if not isinstance(value, expected):
@@ -289,7 +289,7 @@ def _no_tensor(name: str) -> Any:
 
 
 def _mismatch(reader: CheckpointReader, name: str | None, target: Any, is_strict: bool) -> str:
-    """Return what is wrong with a value of the checkpoint, if anything."""
+    """Return why a value of the checkpoint does not fit, or an empty text."""
     if name is None or not isinstance(target, Tensor):
         is_same = name is None and not isinstance(target, Tensor)
         return "" if is_same else "is a tensor on one side only"

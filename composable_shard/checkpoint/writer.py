@@ -1,14 +1,16 @@
 """Write a checkpoint directory: all of it, or nothing.
 
 [Note: One save]
-Rank 0 gets every rank's list of tensor regions and decides who writes what. What several ranks hold
-is written once: replicas of a shard by the one with the least to write, plain tensors, which may
-differ (buffers), by the lowest rank that has them. Rank 0 makes a directory under a temporary name,
-every rank writes its file there and reports offsets and checksums, and rank 0 writes the metadata,
-renames the directory, replaces the file `latest`, and only then removes what is not to be kept.
-Each file, and each directory in which a name changes, is on disk before the next of these steps. An
-error on any rank is raised on all; what was written is removed then, and nothing else has been
-touched.
+Rank 0 gathers every rank's list of tensor regions and assigns each region to one rank: a replicated
+shard to the replica with the least to write, a plain tensor, which may differ (buffers), to the
+lowest rank that holds it. Then
+1. rank 0 makes a directory under a temporary name;
+2. every rank writes its file there, and reports offsets and checksums;
+3. rank 0 writes the metadata, renames the directory, and replaces the file `latest`;
+4. rank 0 removes old checkpoints.
+Each file, and each directory in which a name changes, is on disk before the next step. An error on
+any rank is raised on all ranks; the temporary directory is removed then, and nothing else has
+changed.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ __all__ = ["SavePlan", "list_items", "plan_save", "write_checkpoint"]
 
 
 _Piece = tuple[str, tuple[Any, ...], int, int]  # tensor, box, start, end
-_BUFFER_NBYTES = 16 * CHUNK_NBYTES  # what is copied from a device at a time
+_BUFFER_NBYTES = 16 * CHUNK_NBYTES  # bytes copied from a device at a time
 
 
 @dataclass
@@ -58,11 +60,11 @@ class Item:
     name: str
     region: Region
     shape: torch.Size
-    values: Tensor  # (region.numel,), until it is chosen the tensor itself
+    values: Tensor  # the tensor itself; once assigned to this rank, shape (region.numel,)
 
     @property
     def line(self) -> list[Any]:
-        """What rank 0 is told of it."""
+        """Its description for rank 0."""
         region, is_shard = self.region, isinstance(self.values, FlatShard | DTensor)
         place = [region.box, region.order, region.start, region.end]
         return [self.name, list(self.shape), dtype_name(self.values.dtype), *place, is_shard]
@@ -70,12 +72,12 @@ class Item:
 
 @dataclass
 class SavePlan:
-    """What this rank writes; on rank 0 also what the whole checkpoint will say.
+    """What this rank writes.
 
     Attributes:
         step: Number of steps taken.
         items: This rank's pieces.
-        content: On rank 0: `tree`, and `tensors` without their pieces.
+        content: On rank 0, the metadata's `tree`, and its `tensors` without their pieces.
     """
 
     step: int
@@ -83,34 +85,34 @@ class SavePlan:
     content: dict[str, Any] = field(default_factory=dict)
 
     def copy_to_host(self) -> None:
-        """Copy all values, so that the tensors may be written again."""
+        """Copy all values, so that training may overwrite the tensors."""
         for item in self.items:
             item.values = item.values.to("cpu", copy=True)
 
 
 def list_items(tensors: dict[str, Tensor]) -> list[Item]:
-    """Return what this rank holds of each tensor.
+    """Return this rank's region of each tensor.
 
     Raises:
-        ValueError: For a tensor whose elements this rank can't tell.
+        ValueError: For a DTensor of an unknown layout.
     """
     return [Item(name, region_of(tensor), tensor.shape, tensor) for name, tensor in tensors.items()]
 
 
 def plan_save(group: HostGroup, step: int, tree: dict[str, Any], items: list[Item]) -> SavePlan:
-    """Decide together who writes what; writes nothing. [Note: One save]
+    """Assign every region to one rank; writes nothing. [Note: One save]
 
     One gather of all ranks' lists on rank 0, and one broadcast.
 
     Args:
         group: All ranks.
         step: Number of steps taken.
-        tree: All values, encoded; where ranks have different ones, the lowest rank's are saved.
-        items: What this rank holds.
+        tree: All values, encoded; where ranks differ, the lowest rank's are saved.
+        items: This rank's regions.
 
     Raises:
-        ValueError: On all ranks, if ranks disagree about the step or about a tensor, or have not
-            all of its elements together.
+        ValueError: On all ranks, if ranks disagree about the step or about a tensor, or if they
+            do not hold all of its elements.
     """
     lines = [item.line for item in items]
     gathered = group.gather({"step": step, "tree": tree, "lines": lines})
@@ -131,7 +133,7 @@ def plan_save(group: HostGroup, step: int, tree: dict[str, Any], items: list[Ite
 
 
 def _assign(ranks: list[Any]) -> tuple[dict[str, Any], list[list[int]]]:
-    """Return the content of the metadata, and the numbers of the lines that each rank writes."""
+    """Return the content of the metadata, and for each rank the indices of its lines to write."""
     if len({rank["step"] for rank in ranks}) > 1:
         raise ValueError(f"the ranks save different steps: {[rank['step'] for rank in ranks]}")
     tensors: dict[str, dict[str, Any]] = {}
@@ -160,10 +162,10 @@ def _share(
     world_size: int,
     tensors: dict[str, dict[str, Any]],
 ) -> list[list[int]]:
-    """Choose one rank for each piece: for the largest first, that with the least to write.
+    """Choose one rank for each piece, the largest first: the holder with the least to write.
 
     Raises:
-        ValueError: If the pieces of a tensor are not all of it.
+        ValueError: If the pieces of a tensor do not cover it exactly.
     """
     numels = dict.fromkeys(tensors, 0)
     for name, _, start, end in holders:
@@ -200,11 +202,11 @@ def write_checkpoint(
         group: All ranks.
         path: The directory of all checkpoints.
         plan: What to write.
-        keep_last: How many checkpoints to keep, this one included; None: all.
-        error: What went wrong on this rank before: the other ranks hear of it here.
+        keep_last: Number of checkpoints to keep, this one included; None for all.
+        error: An earlier error of this rank, to raise on all.
 
     Raises:
-        RuntimeError: On all ranks alike, naming the rank and what could not be done.
+        RuntimeError: On all ranks, naming the rank and the file.
     """
     group.agree(error)
     name: str = group.on_first(lambda: _prepare(path, plan.step))
@@ -220,7 +222,7 @@ def write_checkpoint(
         reports = group.gather(report)
         group.on_first(lambda: _publish(path, name, plan, reports, group.size))
     except BaseException:
-        # Also where the connection to another rank is lost.
+        # Also if the connection to another rank is lost.
         if group.is_first:
             with suppress(OSError):
                 _remove(folder)
@@ -231,7 +233,7 @@ def write_checkpoint(
 
 
 def _prepare(path: Path, step: int) -> str:
-    """Clean up what interrupted saves left, and make a directory; return the name it will have."""
+    """Remove leftovers of interrupted saves, and make a directory; return its final name."""
     files.make_folder(path)
     names = files.list_names(path)
     for name in names:
@@ -246,7 +248,7 @@ def _prepare(path: Path, step: int) -> str:
 
 
 def _write_data(path: Path, items: list[Item]) -> dict[str, Any]:
-    """Write this rank's file; return where the pieces are in it."""
+    """Write this rank's file; return its name, size and pieces."""
     if not items:
         return {"name": path.name, "nbytes": 0, "pieces": []}
     placed = [(item, item.region) for item in items]
@@ -267,7 +269,7 @@ def _write_data(path: Path, items: list[Item]) -> dict[str, Any]:
 
 @contextmanager
 def _created(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file; it is on the disk when the body has succeeded."""
+    """Open a new file, which is on disk when the body has succeeded."""
     file = files.create(path)
     try:
         yield file
@@ -277,7 +279,7 @@ def _created(path: Path) -> Iterator[BinaryIO]:
 
 
 def _write_values(file: BinaryIO, values: Tensor) -> str:
-    """Write a piece, and return the checksums of its chunks, 8 hexadecimal digits each."""
+    """Write a piece; return the checksums of its chunks, 8 hexadecimal digits each."""
     checksums = []
     step = _BUFFER_NBYTES // values.dtype.itemsize
     for start in range(0, values.numel(), step):
@@ -294,7 +296,7 @@ def _write_values(file: BinaryIO, values: Tensor) -> str:
 def _publish(
     path: Path, name: str, plan: SavePlan, reports: list[dict[str, Any]], world_size: int
 ) -> None:
-    """Write the metadata and give the directory its name; then say that it is the latest."""
+    """Write the metadata, rename the directory, and point `latest` to it."""
     tensors = {key: {**entry, "pieces": []} for key, entry in plan.content["tensors"].items()}
     written = [report for report in reports if report["nbytes"]]
     for number, report in enumerate(written):
@@ -328,14 +330,14 @@ def _publish(
 
 
 def _remove(folder: Path) -> None:
-    """Remove a directory under its temporary name, with the files in it."""
+    """Remove a directory and its files."""
     for name in files.list_names(folder):
         files.remove_file(folder / name)
     files.remove_folder(folder)
 
 
 def _remove_old(path: Path, published: str, keep_last: int) -> None:
-    """Remove all checkpoints but the one just published and those written last before it."""
+    """Keep the published checkpoint and those written last before it; remove the others."""
     folders = [folder for _, _, folder in list_checkpoints(path) if folder.name != published]
     try:
         folders.sort(key=lambda folder: (folder / METADATA).stat().st_mtime_ns)

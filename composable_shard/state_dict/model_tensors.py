@@ -200,8 +200,8 @@ class ModelRanks(Ranks):
         """
         if not self.handles and dist.is_initialized() and dist.get_world_size() > 1:
             raise NotImplementedError(
-                "broadcast_from_rank0 needs a model with sharded units, whose meshes name the ranks, "
-                "and this model has none. Give every rank the whole state dict."
+                "broadcast_from_rank0 needs a model with sharded units, and this one has none. "
+                "Give every rank the whole state dict."
             )
         self.check_one_is_first()
 

@@ -136,7 +136,7 @@ _FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
         ),
         "damaged",
     ),
-    "a hole": (lambda c: c["tensors"]["model/inp.weight"]["pieces"].pop(), "are nowhere"),
+    "a hole": (lambda c: c["tensors"]["model/inp.weight"]["pieces"].pop(), "are in no file"),
     "another dtype": (
         lambda c: c["tensors"]["model/inp.weight"].update(dtype="Tensor"),
         "KeyError",
