@@ -47,30 +47,28 @@ def load_safetensors(
 ) -> _IncompatibleKeys:
     """Load parameters and buffers from a Hugging Face `safetensors` directory.
 
-    Each rank reads its own shards straight from the files, which every rank must be able to open,
-    cast to the model's dtypes. No parameter is ever there in full, on any device. Parameters and
-    buffers on the meta device get memory on the mesh's device and are loaded, so a model can be
-    built on meta, sharded, and loaded with a peak of its shards and one unit. Of tied parameters
-    any one name is enough.
+    Each rank reads only its own shards from the files, which every rank must be able to open, and
+    casts them to the model's dtypes. No device ever holds a full parameter. Parameters and buffers
+    on the meta device get memory on the mesh's device, so that a model built on meta and sharded
+    loads with a peak of its shards and one unit. One name of a tied parameter is enough.
 
     One all-gather of 31 bytes for each process group; call it on all ranks of the units' meshes.
     Needs the extra `safetensors`.
 
     Args:
         model: A model with sharded units, outside of forward, backward and `unshard_params`.
-        directory: Holds `model.safetensors`, or an index and the files it names, or the only file
-            or index of another name; or a path of such a file.
-        strict: Raise if the model has a tensor that the checkpoint has not, or the reverse.
+        directory: Holds `model.safetensors`, or an index and its files, or a single file or index
+            of another name; or the path of such a file.
+        strict: Raise if the model has a tensor that the checkpoint lacks, or the reverse.
 
     Returns:
         The names that don't match, where `strict` is False.
 
     Raises:
         ImportError: Without the package `safetensors`.
-        ValueError: On all ranks alike: if a file is missing, damaged or of another kind, naming it;
-            for missing, unexpected and wrongly shaped tensors, naming them; if the model has
-            parameters or buffers on the meta device that the checkpoint has not. Nothing has been
-            changed then. If the model has no unit.
+        ValueError: If the model has no unit. On all ranks, with the model unchanged: if a file is
+            missing, damaged or of another kind, naming it; if tensors are missing, unexpected or
+            wrongly shaped, naming them; if the checkpoint lacks tensors on the meta device.
         RuntimeError: Inside a forward, a backward or `unshard_params`, or after `unshard`.
     """
     require_safetensors()
@@ -112,11 +110,11 @@ def _compare(tensors: ModelTensors, files: TensorFiles) -> _IncompatibleKeys:
 def _check_complete(
     tensors: ModelTensors, files: TensorFiles, keys: _IncompatibleKeys, strict: bool
 ) -> None:
-    """Check that everything on the meta device will be loaded, and if strict everything at all.
+    """Check that all tensors on the meta device will be loaded, or all tensors if strict.
 
     Raises:
-        ValueError: Naming what is wrong.
-        NotImplementedError: For placements of a DTensor that are neither shards nor copies.
+        ValueError: Naming the tensors that will not.
+        NotImplementedError: For a DTensor with placements other than Shard and Replicate.
     """
     if strict and (keys.missing_keys or keys.unexpected_keys):
         lists = {"missing": keys.missing_keys, "unexpected": keys.unexpected_keys}
@@ -182,31 +180,29 @@ def save_safetensors(
     The first rank writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with
     `model.safetensors.index.json`, as `transformers` does: full tensors under the original names,
     tied ones once. It holds one full unit on its device, and in host memory two units and the
-    tensors of one file; the other ranks hold nothing beyond their shards. When the call returns,
-    on any rank, the files are complete. They are written under temporary names; see
-    `TensorWriter.publish` for what a reader finds if the process is killed. Values are the main
-    ones where a unit computes in another dtype.
+    tensors of one file; the other ranks hold nothing beyond their shards. The files are complete
+    when the call returns on any rank. They have temporary names until then; `TensorWriter.publish` says
+    what a killed process leaves. Values are the main ones where a unit computes in another dtype.
 
-    One gather for each handle, and twice an all-gather of 31 bytes for each process group, three
-    times where units have different ones; for DTensors an all-gather over their mesh among the
-    first data-parallel ranks. Call it on all ranks of the units' meshes. Needs the extra
-    `safetensors`.
+    One gather for each handle, and two all-gathers of 31 bytes for each process group, three if
+    units have different groups; for DTensors one all-gather over their mesh on the first
+    data-parallel ranks. Call it on all ranks of the units' meshes. Needs the extra `safetensors`.
 
     Args:
         model: A model with sharded units, outside of forward, backward and `unshard_params`.
-        directory: Where to; made if need be. What an earlier save wrote there is replaced.
-        max_shard_size: The most bytes in a file, or a text such as "5GB" (10**9) or "500MiB".
-        dtype: What floating-point tensors are cast to. Default: as they are.
+        directory: Made if it does not exist; files of an earlier save in it are replaced.
+        max_shard_size: Limit of a file in bytes, or a text such as "5GB" (10**9) or "500MiB".
+        dtype: Cast floating-point tensors to it. Default: keep their dtypes.
         metadata: Text for the header of each file, beside `{"format": "pt"}`.
 
     Raises:
         ImportError: Without the package `safetensors`.
-        ValueError: For a size or a model that can't be. Nothing has been written then.
-        NotImplementedError: If units' meshes begin with different ranks, of which none has all
-            values. Nothing has been written then.
+        ValueError: For an invalid size, or a model without units. Nothing has been written then.
+        NotImplementedError: If the meshes of the units begin with different ranks, so that no rank
+            is the first of all. Nothing has been written then.
         RuntimeError: Inside a forward, a backward or `unshard_params`, after `unshard`, or if
-            parameters are on the meta device. On all ranks, if writing fails on the first; what was
-            there before is still there.
+            parameters are on the meta device. On all ranks, if writing fails on the first; files of
+            an earlier save are still there.
     """
     require_safetensors()
     max_nbytes = parse_nbytes(max_shard_size)
@@ -228,9 +224,9 @@ def save_safetensors(
 
 
 def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> None:
-    """Gather everything, and write it where this rank is the writer.
+    """Gather everything, and write it on the rank with a writer.
 
-    What fails in writing is raised at the end: the other ranks wait in the gathers.
+    An error in writing is raised at the end, because the other ranks wait in the gathers.
     """
     problem: Exception | None = None
     for name, tensor in _full_tensors(tensors):
@@ -251,9 +247,9 @@ def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> None:
 
 
 def _full_tensors(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
-    """Gather unit by unit and yield every tensor of the state dict once, in host memory.
+    """Gather unit by unit; yield every tensor of the state dict once, in host memory.
 
-    On ranks other than the first only what every rank has is yielded.
+    Ranks other than the first yield only tensors that no unit manages.
     """
     names = {(each.handle, each.index): each.names[0] for each in tensors.sharded}
     for shares, values in gather_full(map(Shares, tensors.handles), to_first=True, device=HOST):
