@@ -181,8 +181,9 @@ def save_safetensors(
     `model.safetensors.index.json`, as `transformers` does: full tensors under the original names,
     tied ones once. It holds one full unit on its device, and in host memory two units and the
     tensors of one file; the other ranks hold nothing beyond their shards. The files are complete
-    when the call returns on any rank. They have temporary names until then; `TensorWriter.publish` says
-    what a killed process leaves. Values are the main ones where a unit computes in another dtype.
+    when the call returns on any rank, and have temporary names until then; `TensorWriter.publish`
+    says what a killed process leaves. Where a unit computes in another dtype, the main values are
+    saved.
 
     One gather for each handle, and two all-gathers of 31 bytes for each process group, three if
     units have different groups; for DTensors one all-gather over their mesh on the first
