@@ -21,7 +21,7 @@ from composable_shard.checkpoint.file_format import (
     parse_folder_name,
     parse_metadata,
 )
-from composable_shard.layout import Region, overlap, whole
+from composable_shard.layout import Region, intersect, overlap, whole
 from composable_shard.tensor import find_places
 
 __all__ = ["CheckpointReader", "byte_view", "find_checkpoint", "list_checkpoints", "reading"]
@@ -206,9 +206,9 @@ class CheckpointReader:
         for number in range(start // chunk_nbytes, -(-(start + nbytes) // chunk_nbytes)):
             low = number * chunk_nbytes
             high = min(low + chunk_nbytes, piece.nbytes)
-            from_, to = max(low, start), min(high, start + nbytes)
+            from_, to = intersect((low, high), (start, start + nbytes))
             part = output[from_ - start : to - start]
-            if to - from_ == high - low:
+            if len(part) == high - low:
                 self._read_chunk(piece, number, low, part)
             else:
                 chunk = memoryview(bytearray(high - low))
