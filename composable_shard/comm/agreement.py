@@ -125,6 +125,16 @@ class Ranks:
         finally:
             problem = None  # its traceback has this frame: a cycle that would keep the body's
 
+    def copy_from_first(self, tensor: Tensor) -> Tensor:
+        """Overwrite a tensor, on any device, with the first rank's, and return it.
+
+        One broadcast for each group.
+        """
+        sent = tensor.to(self.device).contiguous()
+        for group in self.groups:
+            collectives.broadcast(sent, 0, group).wait()
+        return tensor if sent is tensor else tensor.copy_(sent)
+
     def any_of(self, flags: list[bool], problem: BaseException | None = None) -> list[int]:
         """Return for each flag whether any rank has set it; one all-reduce for each group.
 

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard.comm import Ranks, ShardGroup, Waitable
@@ -20,7 +19,13 @@ from composable_shard.flat_param import (
     keep_requires_grad,
     set_gradients,
 )
-from composable_shard.runtime import ShardState, TrainingState, check_is_idle, lazy_init_params
+from composable_shard.runtime import (
+    ShardState,
+    TrainingState,
+    check_is_idle,
+    lazy_init_params,
+    tensor_groups,
+)
 
 __all__ = ["Scope", "ScopeOptions"]
 
@@ -258,7 +263,7 @@ class Scope:
             failed = failed or told
             dropped |= {h: [bool(next(received)) for _ in h.entries] for h in with_grads}
         where = f"ranks {failed} of its group" if failed else ""
-        for mesh_group in _tensor_parallel_groups(self.handles):
+        for mesh_group in tensor_groups(self.handles):
             # They hold other parts of the same parameters, in shard groups of their own.
             flags = [problem is not None or bool(where)]
             device = self.handles[0].shard_group.device
@@ -339,16 +344,6 @@ def _end_state(state: ShardState) -> None:
     state.full_params = {}
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
         state.transition(TrainingState.IDLE)
-
-
-def _tensor_parallel_groups(handles: list[FlatParamHandle]) -> list[dist.ProcessGroup]:
-    meshes = dict.fromkeys(
-        entry.spec.tensor_parallel[0]
-        for handle in handles
-        for entry in handle.entries
-        if entry.spec.tensor_parallel is not None
-    )
-    return [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
 
 
 def _by_group(handles: list[FlatParamHandle]) -> list[tuple[ShardGroup, list[FlatParamHandle]]]:

@@ -37,6 +37,7 @@ from composable_shard.runtime.traversal import (
     iter_unmanaged_modules,
     rename,
     select_states,
+    tensor_groups,
 )
 from composable_shard.runtime.unit_end import release_handle
 
@@ -74,5 +75,6 @@ __all__ = [
     "select_states",
     "settle_owners",
     "share_context",
+    "tensor_groups",
     "watch_meta_buffers",
 ]

@@ -268,7 +268,7 @@ def _scatter_params(
         write_shard(handle, ())
         given = {index: state_dict[key] for index, key in keys.items() if key in state_dict}
         dtype = handle.local_shard.dtype
-        shard = scatter_full(handle, given, list(keys), dtype, meshes=ranks.meshes)
+        shard = scatter_full(handle, given, list(keys), dtype, groups=ranks.tensor_groups)
         write_shard(handle, ((i, handle.slice_of(handle.entries[i], shard)) for i in keys))
 
 
@@ -277,7 +277,7 @@ def _broadcast(ranks: ModelRanks, like: Tensor, value: Tensor | None) -> Tensor:
     whole = torch.empty(like.shape, dtype=like.dtype, device=ranks.device)
     if value is not None:
         whole.copy_(value)
-    whole = ranks.broadcast(whole)
+    whole = ranks.copy_from_first(whole)
     if isinstance(like, DTensor):
         # src_data_rank=None: cut locally, because every rank has the same values.
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import Waitable, collectives, is_exchange
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.layout import FlatLayout, intersect
-from composable_shard.state_dict.model_tensors import tensor_meshes
+from composable_shard.runtime import tensor_groups
 from composable_shard.tensor import FlatShard, ShardSpec
 
 __all__ = [
@@ -209,8 +209,8 @@ class _Arrival:
 
 def _is_first(handle: FlatParamHandle) -> bool:
     """Return whether this rank is the first of the handle's ranks, tensor-parallel ones too."""
-    is_first_part = all(not any(mesh.get_coordinate() or ()) for mesh in tensor_meshes([handle]))
-    return handle.shard_group.is_first and is_first_part
+    groups = tensor_groups([handle])
+    return handle.shard_group.is_first and all(group.rank() == 0 for group in groups)
 
 
 def _indices(shares: Shares) -> Sequence[int]:
@@ -303,7 +303,7 @@ def scatter_full(
     indices: Sequence[int],
     dtype: torch.dtype,
     *,
-    meshes: Sequence[DeviceMesh] = (),
+    groups: Sequence[dist.ProcessGroup] = (),
 ) -> Tensor:
     """Scatter the first rank's full tensors; return this rank's shard, zero elsewhere.
 
@@ -315,7 +315,7 @@ def scatter_full(
         given: Full tensors by index; empty on all ranks but the first.
         indices: Of `given` on the first rank; the same on all ranks.
         dtype: Of the shard.
-        meshes: The tensor-parallel meshes of the model.
+        groups: Those of the model's tensor-parallel meshes.
 
     Returns:
         Shape `(layout.shard_numel,)`.
@@ -326,17 +326,16 @@ def scatter_full(
         full = torch.zeros(handle.layout.padded_numel, dtype=dtype, device=handle.device)
         for index in indices:
             spec, start = handle.entries[index].spec, handle.layout.offsets[index]
-            dense = _dense_part(given.get(index), spec, full, meshes)
+            dense = _dense_part(given.get(index), spec, full, groups)
             full[start : start + spec.numel].copy_(spec.flatten(dense))
     handle.write_slice(shard, full, from_first=True)
     return shard
 
 
 def _dense_part(
-    value: Tensor | None, spec: ShardSpec, like: Tensor, meshes: Sequence[DeviceMesh]
+    value: Tensor | None, spec: ShardSpec, like: Tensor, groups: Sequence[dist.ProcessGroup]
 ) -> Tensor:
     """Return the dense tensor of this rank's shard group, cut from the first rank's full one."""
-    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
     if not groups:
         assert value is not None
         return value.reshape(spec.shape)

@@ -9,11 +9,16 @@ from typing import ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.comm import HOST, Ranks, collectives
+from composable_shard.comm import HOST, Ranks
 from composable_shard.flat_param import FlatParamHandle, ParamEntry, slot_key
-from composable_shard.runtime import ShardState, check_is_idle, get_states, select_states
+from composable_shard.runtime import (
+    ShardState,
+    check_is_idle,
+    get_states,
+    select_states,
+    tensor_groups,
+)
 
 __all__ = [
     "ManagedParam",
@@ -28,7 +33,6 @@ __all__ = [
     "iter_slots",
     "mesh_groups",
     "params_by_fqn",
-    "tensor_meshes",
     "unwrapped",
 ]
 
@@ -140,14 +144,7 @@ def mesh_groups(handles: list[FlatParamHandle]) -> list[dist.ProcessGroup]:
     First those of the data-parallel meshes, then the axes of the tensor-parallel ones.
     """
     groups = [group for handle in handles for group in handle.shard_group.joint_groups]
-    groups += [mesh.get_group(axis) for mesh in tensor_meshes(handles) for axis in range(mesh.ndim)]
-    return list(dict.fromkeys(groups))
-
-
-def tensor_meshes(handles: list[FlatParamHandle]) -> list[DeviceMesh]:
-    """Return the tensor-parallel meshes of parameters, each once."""
-    placed = (entry.spec.tensor_parallel for handle in handles for entry in handle.entries)
-    return list(dict.fromkeys(each[0] for each in placed if each is not None))
+    return list(dict.fromkeys([*groups, *tensor_groups(handles)]))
 
 
 class ModelRanks(Ranks):
@@ -155,7 +152,7 @@ class ModelRanks(Ranks):
 
     Attributes:
         handles: The model's.
-        meshes: The tensor-parallel meshes.
+        tensor_groups: The groups of the tensor-parallel meshes.
         is_first: Whether this rank is the first of all.
     """
 
@@ -164,11 +161,11 @@ class ModelRanks(Ranks):
         for handle in self.handles:
             if not handle.is_in_scope:
                 handle.adopt_changes()
-        self.meshes = tensor_meshes(self.handles)
+        self.tensor_groups = tensor_groups(self.handles)
         device = self.handles[0].shard_group.device if self.handles else HOST
         super().__init__(mesh_groups(self.handles), device)
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self._is_first_part = all(not any(mesh.get_coordinate() or ()) for mesh in self.meshes)
+        self._is_first_part = all(group.rank() == 0 for group in self.tensor_groups)
         if self.handles:
             self.is_first = self._is_first_part and self.handles[0].shard_group.is_first
 
@@ -204,13 +201,6 @@ class ModelRanks(Ranks):
                 "Give every rank the whole state dict."
             )
         self.check_one_is_first()
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrite a tensor with the first rank's, on any device, and return it."""
-        sent = tensor.to(self.device).contiguous()
-        for group in self.groups:
-            collectives.broadcast(sent, 0, group).wait()
-        return tensor.copy_(sent)
 
 
 # Everything in a model

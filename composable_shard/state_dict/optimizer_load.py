@@ -264,7 +264,7 @@ class _Given:
         for handle, names in names_by_handle(self._groups).items():
             for (key, dtype), indices in group_kinds(names, dtypes).items():
                 given = {i: self.states[names[i]][key].tensor for i in indices if ranks.is_first}
-                shard = scatter_full(handle, given, indices, dtype, meshes=ranks.meshes)
+                shard = scatter_full(handle, given, indices, dtype, groups=ranks.tensor_groups)
                 for index in indices:
                     entry = handle.entries[index]
                     piece = handle.slice_of(entry, shard).clone()
@@ -288,7 +288,7 @@ class _Given:
             return value
         if ranks.is_first:
             value.copy_(self.states[fqn][name])
-        return ranks.broadcast(value)
+        return ranks.copy_from_first(value)
 
     def _describe(self) -> dict[str, dict[str, Any]]:
         return {
