@@ -14,14 +14,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
-from composable_shard.comm.groups import ShardGroup
 
 __all__ = ["HostGroup", "Ranks", "UseExchange", "all_bytes", "get_host_group"]
 
@@ -291,6 +290,15 @@ def _from_tensor(data: Tensor) -> Any:
 _GroupTuple = tuple[dist.ProcessGroup, ...]
 
 
+class _HasGroups(Protocol):
+    """A ShardGroup: its module imports this one."""
+
+    @property
+    def joint_groups(self) -> _GroupTuple: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
 class UseExchange:
     """An exchange of small numbers, the largest of which counts; in flight until `finish`.
 
@@ -298,7 +306,7 @@ class UseExchange:
     what the first one tells goes on to the next.
     """
 
-    def __init__(self, values: Sequence[tuple[ShardGroup, list[int]]], *, highest: int) -> None:
+    def __init__(self, values: Sequence[tuple[_HasGroups, list[int]]], *, highest: int) -> None:
         """Start the exchange.
 
         Args:

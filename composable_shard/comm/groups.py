@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_shard.comm.collectives import all_reduce, resolve_group
+from composable_shard.comm.agreement import Ranks
+from composable_shard.comm.collectives import resolve_group
 from composable_shard.torch_private import backend_of, num_known_groups
 
 __all__ = ["ShardGroup", "SmallGroup"]
@@ -118,6 +119,11 @@ class ShardGroup:
                 ) from None
 
     @property
+    def ranks(self) -> Ranks:
+        """All data-parallel ranks, to agree with."""
+        return Ranks(self.joint_groups, self.device)
+
+    @property
     def num_replicas(self) -> int:
         """Ranks that hold a copy of the same shard, this one included."""
         return math.prod(group.size() for group in self.replicate_groups)
@@ -182,8 +188,8 @@ class SmallGroup:
     def of(cls, shard_group: ShardGroup, size: int) -> SmallGroup:
         """Return this rank's group of `size`, a divisor of the shard group's.
 
-        All ranks of the shard group must call this together the first time: an all-reduce of two
-        numbers, and one group is made for each part of it.
+        All ranks of the shard group must call this together the first time: an all-gather of 31
+        bytes, and one group is made for each part of it.
 
         Raises:
             RuntimeError: If the ranks know different numbers of process groups, on all of them.
@@ -291,16 +297,13 @@ def _make_group(ranks: list[int], asking: _Groups, device: torch.device) -> dist
         RuntimeError: If the numbers differ, on all ranks.
     """
     num_known = num_known_groups()
-    extremes = torch.tensor([num_known, -num_known], device=device)
-    for group in asking:
-        all_reduce(extremes, group, dist.ReduceOp.MAX).wait()
-    most, least = extremes.tolist()
-    if most != -least:
+    known = Ranks(asking, device).all_messages(num_known)
+    if len(known) > 1:
         raise RuntimeError(
-            f"the ranks of this mesh know different numbers of process groups ({-least} to {most}),"
-            f" so torch can't make one of ranks {ranks}. Let all of them be in as many groups, as "
-            "after init_device_mesh over all ranks of the job; or do without a number for "
-            "reshard_after_forward and without shard_over_replicas."
+            f"the ranks of this mesh know different numbers of process groups ({min(known)} to "
+            f"{max(known)}), so torch can't make one of ranks {ranks}. Let all ranks be in the same "
+            "number of groups, as after init_device_mesh over all ranks of the job, or use neither "
+            "a number for reshard_after_forward nor shard_over_replicas."
         )
     made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return made

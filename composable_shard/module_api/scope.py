@@ -115,7 +115,7 @@ class Scope:
                 problem is not None or not (flag or entry.spec.is_elsewhere)
                 for flag, entry in zip(flags, entries, strict=True)
             ]
-            both = Ranks(group.joint_groups, group.device).any_of(flags + lacks)
+            both = group.ranks.any_of(flags + lacks)
             told = iter(both)
             for handle in handles:
                 self.has_gradient[handle] = [bool(next(told)) for _ in handle.entries]
@@ -258,7 +258,7 @@ class Scope:
             flags = [knows and rank == group.position for rank in ranks]
             for handle in with_grads:
                 flags += self._dropped_gradients(handle)
-            received = iter(Ranks(group.joint_groups, group.device).any_of(flags, problem))
+            received = iter(group.ranks.any_of(flags, problem))
             told = [rank for rank in ranks if next(received)]
             failed = failed or told
             dropped |= {h: [bool(next(received)) for _ in h.entries] for h in with_grads}

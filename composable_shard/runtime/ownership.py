@@ -50,7 +50,7 @@ def check_agreement(states: list[ShardState]) -> None:
     meshes: dict[_Groups, _Mesh] = {}
 
     def mesh_of(shard_group: ShardGroup) -> _Mesh:
-        return meshes.setdefault(shard_group.joint_groups, _Mesh(_ranks_of(shard_group)))
+        return meshes.setdefault(shard_group.joint_groups, _Mesh(shard_group.ranks))
 
     for state in states:
         if state.buffers is not None:
@@ -83,10 +83,6 @@ class _Mesh:
     lines: list[str] = field(default_factory=list)
 
 
-def _ranks_of(shard_group: ShardGroup) -> Ranks:
-    return Ranks(shard_group.joint_groups, shard_group.device)
-
-
 def _compare_lines(ranks: Ranks, lines: list[str], has_hooks: bool) -> bool:
     """Compare descriptions; return whether any rank has hooks."""
     all_lines, has_hooks = ranks.compare(lines, has_hooks)
@@ -102,7 +98,7 @@ def check_same(shard_group: ShardGroup, lines: list[str]) -> None:
     Raises:
         RuntimeError: As `check_agreement`.
     """
-    _compare_lines(_ranks_of(shard_group), lines, False)
+    _compare_lines(shard_group.ranks, lines, False)
 
 
 def copy_to_replicas(states: list[ShardState]) -> None:
