@@ -301,8 +301,8 @@ def _make_group(ranks: list[int], asking: _Groups, device: torch.device) -> dist
     if len(known) > 1:
         raise RuntimeError(
             f"the ranks of this mesh know different numbers of process groups ({min(known)} to "
-            f"{max(known)}), so torch can't make one of ranks {ranks}. Let all ranks be in the same "
-            "number of groups, as after init_device_mesh over all ranks of the job, or use neither "
+            f"{max(known)}), so torch can't make one of ranks {ranks}. Let all ranks be in equally "
+            "many groups, as after init_device_mesh over all ranks of the job, or use neither "
             "a number for reshard_after_forward nor shard_over_replicas."
         )
     made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
