@@ -1,11 +1,11 @@
-"""The one way in which ranks agree: on messages, on flags, and on errors that all of them raise.
+"""How ranks agree on messages, on flags, and on errors that all of them raise.
 
 [Note: All ranks or none]
-A rank that raises alone leaves the others waiting in their next collective. So whatever only some
-ranks can find (a damaged file, another shape, a body that failed) is told to all before any of them
-goes on: `agreed` runs a body and raises what it raised on any rank on all of them, `compare` finds
-different descriptions, `any_of` joins flags. Where all ranks have the same to say, that is one
-small all-gather for each process group; only then texts follow. All texts are JSON.
+A rank that raises alone leaves the other ranks waiting in their next collective. So the ranks
+exchange every problem that only some of them can find (a damaged file, a different shape, a failed
+body) before any of them continues. `Ranks.agreed` runs a body and raises its error on all ranks,
+`compare` finds different messages, `any_of` joins flags. If all messages are the same, this takes
+one all-gather of 31 bytes for each process group. Otherwise the messages follow, as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DIGEST_NBYTES = 31  # one more makes a message of 32
 
 
 def all_bytes(group: dist.ProcessGroup, device: torch.device, data: bytes) -> list[bytes]:
-    """Return what every rank of the group sent; two all-gathers, the first one of the lengths."""
+    """Return every rank's bytes; two all-gathers, the first one of their lengths."""
     lengths = _gather_rows(group, device, len(data).to_bytes(8, "little"))
     sizes: list[int] = lengths.view(torch.int64).flatten().tolist()
     # Of at least one byte, as a buffer without any is refused.
@@ -41,9 +41,9 @@ def all_bytes(group: dist.ProcessGroup, device: torch.device, data: bytes) -> li
 
 
 def _gather_rows(group: dist.ProcessGroup, device: torch.device, data: bytes) -> Tensor:
-    """Return what every rank sent, of one length on all ranks, shape `(ranks, bytes)`, on the CPU.
+    """Return every rank's bytes, all of one length; shape `(ranks, bytes)`, on the CPU.
 
-    No Python object for each rank: there may be thousands.
+    Without a Python object for each rank, because there may be thousands.
     """
     local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     output = local.new_empty(group.size() * len(data))
@@ -56,11 +56,11 @@ def _digest_of(data: bytes) -> bytes:
 
 
 class Ranks:
-    """Ranks that reach each other through process groups. Every method is for all of them together.
+    """Ranks that reach each other through process groups. Call its methods on all of them.
 
     Attributes:
-        groups: A message that goes through them, one after another, reaches all ranks.
-        device: Where they communicate.
+        groups: A message reaches all ranks when it passes through the groups one by one.
+        device: For the groups' collectives.
         rank: This rank's number in messages.
     """
 
@@ -70,15 +70,16 @@ class Ranks:
         self.rank = dist.get_rank() if groups else 0
 
     def compare(self, message: Any, flag: bool | None = None) -> tuple[list[Any], bool]:
-        """Exchange messages where they differ; one all-gather of 31 bytes for each group if not.
+        """Return the messages of all ranks, and whether any rank has set a flag.
+
+        One all-gather of 31 bytes for each group, of 32 with a flag. Two more if messages differ.
 
         Args:
-            message: Anything that JSON can say; tuples come back as lists.
-            flag: Costs one byte more, unless it is None.
+            message: A JSON value; tuples become lists.
+            flag: None for no flag.
 
         Returns:
-            The messages of all ranks, in rank order, or this rank's alone where all are the same;
-            and whether any rank has set the flag.
+            The messages in rank order, only this rank's if all are the same; the joined flag.
         """
         text = json.dumps(message)
         digest, is_same = _digest_of(text.encode()), True
@@ -88,7 +89,7 @@ class Ranks:
             flag = None if flag is None else bool(rows[:, -1].any())
             digests = rows[:, :_DIGEST_NBYTES]
             if not bool((digests == digests[0]).all()):
-                # A digest of digests tells the ranks of the next group of the difference too.
+                # The digest of digests differs too, so the ranks of the next group see it.
                 is_same, digest = False, _digest_of(bytes(digests.flatten().tolist()))
         texts = [text]
         for group in () if is_same else self.groups:
@@ -98,31 +99,31 @@ class Ranks:
         return [decoded[each] for each in texts], bool(flag)
 
     def all_messages(self, message: Any) -> list[Any]:
-        """Return the messages of all ranks, or this rank's alone where all are the same."""
+        """Return the messages of all ranks, or only this rank's if all are the same."""
         return self.compare(message)[0]
 
     def agree(self, problem: Exception | None) -> None:
-        """Raise on all ranks what any of them has found. [Note: All ranks or none]
+        """Raise any rank's problem on all ranks. [Note: All ranks or none]
 
         Raises:
-            ValueError, NotImplementedError, RuntimeError: Of the first rank's kind, with the texts
-                of all ranks.
+            ValueError, NotImplementedError, RuntimeError: As the first rank's problem, with the
+                texts of all ranks.
         """
         messages = self.all_messages(None if problem is None else _describe(problem, self.rank))
         _raise_found(messages, problem)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Raise on all ranks if the body raises on any. [Note: All ranks or none]"""
+        """Raise on all ranks if the body raises on any rank. [Note: All ranks or none]"""
         problem: Exception | None = None
         try:
             yield
-        except Exception as error:  # of any kind: the other ranks wait to be told
+        except Exception as error:  # of any kind, because the other ranks wait
             problem = error
         try:
             self.agree(problem)
         finally:
-            problem = None  # its traceback has this frame: a cycle that would keep the body's
+            problem = None  # its traceback holds this frame: a cycle would keep the body's values
 
     def copy_from_first(self, tensor: Tensor) -> Tensor:
         """Overwrite a tensor, on any device, with the first rank's, and return it.
@@ -138,9 +139,9 @@ class Ranks:
         """Return for each flag whether any rank has set it; one all-reduce for each group.
 
         Args:
-            flags: As many on every rank.
-            problem: Why this rank is about to raise: it tells the others, and need not learn
-                anything itself.
+            flags: Of the same length on all ranks.
+            problem: The error that this rank is about to raise. It sends its flags, but may return
+                them as they are.
         """
         sent = torch.tensor(flags, dtype=torch.uint8, device=self.device)
         if problem is None:
@@ -148,11 +149,11 @@ class Ranks:
                 collectives.all_reduce(sent, group, dist.ReduceOp.MAX).wait()
             return sent.tolist()
         for group in self.groups:
-            with suppress(RuntimeError):  # the first error is the one that counts
+            with suppress(RuntimeError):  # must not hide the first error
                 work = collectives.all_reduce(sent, group, dist.ReduceOp.MAX)
                 if isinstance(problem, Exception):
                     work.wait()
-                # Ctrl-C: the others learn of it, but nothing must keep this rank from ending.
+                # Ctrl-C: nothing must keep this rank from ending.
         return [int(flag) for flag in flags]
 
 
@@ -167,7 +168,7 @@ def _describe(problem: Exception, rank: int) -> list[Any]:
 
 
 def _raise_found(messages: list[Any], own: Exception | None) -> None:
-    """Raise what ranks have described; None for a rank that has found nothing."""
+    """Raise the described problems; a message is None where a rank has none."""
     found = sorted(message for message in messages if message is not None)
     if not found:
         return
@@ -183,10 +184,9 @@ def _raise_found(messages: list[Any], own: Exception | None) -> None:
 class HostGroup(Ranks):
     """All ranks of the default process group, or this process alone, for work in the background.
 
-    Training goes on while a thread writes, and the thread's messages must not mix with training's
-    collectives, whose order they would change. So it has a process group that nobody else uses, and
-    none of its messages counts as a collective of training. Every method but `is_first` is for all
-    ranks in the same order, and for one thread at a time.
+    A thread's messages must not change the order of training's collectives. So this group has a
+    process group of its own, and its messages are not counted as collectives of training. Call all
+    methods but `is_first` on all ranks in the same order, from one thread at a time.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -262,8 +262,7 @@ class HostGroup(Ranks):
 def get_host_group() -> HostGroup:
     """Return the group of all ranks of the default process group.
 
-    It is made the first time, by all ranks together. Without a default process group it is this
-    process alone.
+    The first call makes it, on all ranks. Without a default process group it is this process alone.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     known = _groups.get(0)
@@ -271,11 +270,11 @@ def get_host_group() -> HostGroup:
         group = None if world is None else dist.new_group(backend="gloo")
         pending = None if known is None else known[1].pending
         _groups[0] = known = world, HostGroup(group)
-        known[1].pending = pending  # goes on over the group before, which it keeps
+        known[1].pending = pending  # it continues on the earlier group
     return known[1]
 
 
-# The one in use, beside the default group that it belongs to: there may be another one later.
+# The one in use with its default group, which a program may destroy and make anew.
 _groups: dict[int, tuple[dist.ProcessGroup | None, HostGroup]] = {}
 
 
@@ -300,10 +299,10 @@ class _HasGroups(Protocol):
 
 
 class UseExchange:
-    """An exchange of small numbers, the largest of which counts; in flight until `finish`.
+    """A maximum of small numbers over ranks, in flight until `finish`.
 
-    A byte for each number. One all-reduce for each process group. Where a mesh has several groups,
-    what the first one tells goes on to the next.
+    One all-reduce for each process group, of a byte for each number. A mesh's groups run one after
+    another, each with the result of the one before.
     """
 
     def __init__(self, values: Sequence[tuple[_HasGroups, list[int]]], *, highest: int) -> None:
@@ -322,7 +321,7 @@ class UseExchange:
                 self._meshes[key] = _MeshExchange(key, sent, highest, group.device)
 
     def finish(self) -> list[list[int]]:
-        """Wait, and return the largest numbers that any rank gave, in the order of `values`."""
+        """Wait, and return the largest numbers of all ranks, in the order of `values`."""
         received = {key: mesh.finish() for key, mesh in self._meshes.items()}
         ends = dict.fromkeys(received, 0)
         largest = []
