@@ -26,8 +26,10 @@ __all__ = [
     "describe",
     "describe_shard",
     "encode",
+    "from_bytes",
     "gather_full",
     "scatter_full",
+    "to_bytes",
 ]
 
 
@@ -57,8 +59,7 @@ def encode(value: Any) -> dict[str, Any]:
             "shape": list(value.shape),
         }
         if value.numel() <= _MAX_NUMEL:
-            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            told["bytes"] = bytes(data.tolist()).hex()
+            told["bytes"] = to_bytes(value).hex()
         return told
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
@@ -78,11 +79,20 @@ def decode(told: dict[str, Any]) -> Any:
         return tuple(items) if told["kind"] == "tuple" else items
     if told["kind"] == "plain":
         return told["value"]
-    dtype: torch.dtype = getattr(torch, told["dtype"])
     if not told.get("bytes"):
-        return torch.empty(told["shape"], dtype=dtype)
-    data = bytearray.fromhex(told["bytes"])
-    return torch.frombuffer(data, dtype=dtype).clone().view(told["shape"])
+        return torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]))
+    return from_bytes(bytes.fromhex(told["bytes"]), told)
+
+
+def to_bytes(value: Tensor) -> bytes:
+    """Return a tensor's elements as bytes."""
+    return bytes(value.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist())
+
+
+def from_bytes(data: bytes, told: dict[str, Any]) -> Tensor:
+    """Return the tensor of some bytes that has the told dtype and shape."""
+    flat = torch.frombuffer(bytearray(data), dtype=getattr(torch, told["dtype"]))
+    return flat.clone().view(told["shape"])
 
 
 def copied(value: Any, device: torch.device | None) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,10 @@ from composable_shard.state_dict.optimizer_state import (
     group_kinds,
     join_state,
     names_by_handle,
-    view_together,
+    view_optimizers,
 )
 from composable_shard.tensor import (
     FlatShard,
-    ShardSpec,
     has_fitting_shape,
     needs_gather,
     slice_given,
@@ -54,7 +53,8 @@ def prepare_load(
         is_given_away: Whether the optimizers may keep the dict's own tensors.
     """
     optimizers, ranks = list(optimizers), ModelRanks(model)
-    groups = view_together(ranks, model, optimizers)
+    with ranks.agreed():
+        groups = view_optimizers(model, optimizers)
     given = _Given(groups, is_given_away=is_given_away)
     with ranks.agreed():
         if not options.broadcast_from_rank0 or ranks.is_first:
@@ -227,16 +227,15 @@ class _Given:
             for name, value in state.items():
                 own = current[fqn].get(name)
                 if isinstance(value, _Whole):
-                    state[name] = self._shard_of(value.tensor, self._specs[fqn], own)
+                    # torch.distributed.checkpoint fills the optimizer's own tensors.
+                    if (tensor := value.tensor) is not own:
+                        spec = self._specs[fqn]
+                        tensor = FlatShard(self._owned(slice_given(tensor, spec)), spec)
+                    state[name] = tensor
                 elif self._is_scattered(fqn, value):
                     state[name] = value.full_tensor()
                 elif isinstance(value, Tensor):
                     state[name] = value if value is own else self._owned(value)
-
-    def _shard_of(self, value: Tensor, spec: ShardSpec, own: object) -> Tensor:
-        if value is own:
-            return value  # torch.distributed.checkpoint has filled the optimizer's own tensor
-        return FlatShard(self._owned(slice_given(value, spec)), spec)
 
     def _owned(self, value: Tensor) -> Tensor:
         return value if self._is_given_away else value.clone()
@@ -248,7 +247,11 @@ class _Given:
             if ranks.is_first:
                 self._check_is_whole()
                 options = [{k: encode(v) for k, v in each.items()} for each in self.options]
-                mine = [options, self._describe()]
+                told = {
+                    fqn: {name: _describe(value) for name, value in state.items()}
+                    for fqn, state in self.states.items()
+                }
+                mine = [options, told]
         options, told = next(each for each in ranks.all_messages(mine) if each is not None)
         self.options = [{key: decode(value) for key, value in each.items()} for each in options]
         # All names, for their order.
@@ -290,21 +293,15 @@ class _Given:
             value.copy_(self.states[fqn][name])
         return ranks.copy_from_first(value)
 
-    def _describe(self) -> dict[str, dict[str, Any]]:
-        return {
-            fqn: {
-                name: describe_shard(value.tensor) if isinstance(value, _Whole) else encode(value)
-                for name, value in state.items()
-            }
-            for fqn, state in self.states.items()
-        }
 
-
-class _Whole:
+class _Whole(NamedTuple):
     """A tensor of a parameter's shape, in any form, to be cut like the parameter."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    tensor: Tensor
+
+
+def _describe(value: Any) -> dict[str, Any]:
+    return describe_shard(value.tensor) if isinstance(value, _Whole) else encode(value)
 
 
 def _outline(found: Any) -> str:

@@ -14,7 +14,15 @@ from torch.optim import Optimizer
 from composable_shard.comm import HOST, all_bytes
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.options import StateDictOptions
-from composable_shard.state_dict.full_values import Shares, copied, decode, describe, gather_full
+from composable_shard.state_dict.full_values import (
+    Shares,
+    copied,
+    decode,
+    describe,
+    from_bytes,
+    gather_full,
+    to_bytes,
+)
 from composable_shard.state_dict.model_tensors import (
     ModelRanks,
     by_handle,
@@ -33,7 +41,6 @@ __all__ = [
     "read_optimizers",
     "split_state",
     "view_optimizers",
-    "view_together",
 ]
 
 
@@ -223,21 +230,13 @@ def names_by_handle(groups: list[Group]) -> dict[FlatParamHandle, dict[int, str]
     return found
 
 
-def view_together(
-    ranks: ModelRanks, model: nn.Module, optimizers: Iterable[Optimizer]
-) -> list[Group]:
-    """Return the optimizers' groups, or raise on all ranks."""
-    with ranks.agreed():
-        groups = view_optimizers(model, optimizers)
-    return groups
-
-
 def read_optimizers(
     model: nn.Module, optimizers: Iterable[Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
     """Return `{"state": {fqn: {name: value}}, "param_groups": [...]}`; for all ranks together."""
     ranks = ModelRanks(model)
-    groups = view_together(ranks, model, optimizers)
+    with ranks.agreed():
+        groups = view_optimizers(model, optimizers)
     if options.full_state_dict and options.rank0_only:
         ranks.check_one_is_first()
     states: States = {}
@@ -253,13 +252,12 @@ def read_optimizers(
         if options.rank0_only and not ranks.is_first:
             return {}
     elif options.cpu_offload:
-        states = {fqn: _map(state, Tensor.cpu) for fqn, state in states.items()}
+        states = {
+            fqn: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+            for fqn, state in states.items()
+        }
     param_groups = [{**copy.deepcopy(group.options), "params": group.fqns} for group in groups]
     return {"state": states, "param_groups": param_groups}
-
-
-def _map(state: dict[str, Any], convert: Any) -> dict[str, Any]:
-    return {k: convert(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def _complete(
@@ -283,37 +281,33 @@ def _complete(
         for index, fqn in names.items()
     }
     order = [fqn for group in groups for fqn in group.fqns]
-    problem: Exception | None = None
     completed: States = {}
-    for fqn in [fqn for fqn in order if any(told.get(fqn) for told in messages)]:
-        told: dict[str, dict[str, Any]] = {}
-        for message in messages:
-            told = {**message.get(fqn, {}), **told}
-        completed[fqn] = dict(states.get(fqn, {}))
-        for name in [name for name in told if name not in completed[fqn]]:
-            what = told[name]
-            if what["kind"] == "shard":
-                problem = problem or _lacks_part(fqn, name, places[fqn][1])
-                completed[fqn][name] = _empty_shard(what["dtype"], *places[fqn])
-            elif what["kind"] != "tensor" or "bytes" in what:
-                completed[fqn][name] = decode(what)
-    ranks.agree(problem)
+    with ranks.agreed():
+        for fqn in [fqn for fqn in order if any(told.get(fqn) for told in messages)]:
+            told: dict[str, dict[str, Any]] = {}
+            for message in messages:
+                told = {**message.get(fqn, {}), **told}
+            completed[fqn] = dict(states.get(fqn, {}))
+            for name in [name for name in told if name not in completed[fqn]]:
+                what = told[name]
+                if what["kind"] == "shard":
+                    completed[fqn][name] = _empty_shard(fqn, name, what["dtype"], *places[fqn])
+                elif what["kind"] != "tensor" or "bytes" in what:
+                    completed[fqn][name] = decode(what)
     if takes_large:
         _fetch_large(messages, places, completed)
     return completed
 
 
-def _lacks_part(fqn: str, name: str, spec: ShardSpec) -> Exception | None:
+def _empty_shard(
+    fqn: str, name: str, dtype: str, handle: FlatParamHandle, spec: ShardSpec
+) -> FlatShard:
     start, end = spec.local_range
-    if start == end:
-        return None
-    return RuntimeError(
-        f"the optimizer state '{name}' of '{fqn}' is not on all ranks that hold a part of the "
-        "parameter. Step the optimizer on all ranks."
-    )
-
-
-def _empty_shard(dtype: str, handle: FlatParamHandle, spec: ShardSpec) -> FlatShard:
+    if start < end:
+        raise RuntimeError(
+            f"the optimizer state '{name}' of '{fqn}' is not on all ranks that hold a shard of the "
+            "parameter. Step the optimizer on all ranks."
+        )
     memory = torch.empty(0, dtype=getattr(torch, dtype), device=handle.local_shard.device)
     return FlatShard(memory, spec)
 
@@ -336,16 +330,11 @@ def _fetch_large(
             continue
         group = places[fqn][0].shard_group
         value: Tensor | None = states[fqn].get(name)
-        data = b"" if value is None else bytes(_as_bytes(value).tolist())
+        data = b"" if value is None else to_bytes(value)
         found = all_bytes(group.group, group.device, data)
         if value is None:
-            payload = bytearray(next(part for part in found if part))
-            flat = torch.frombuffer(payload, dtype=getattr(torch, what["dtype"]))
-            states[fqn][name] = flat.clone().view(what["shape"]).to(group.device)
-
-
-def _as_bytes(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            payload = next(part for part in found if part)
+            states[fqn][name] = from_bytes(payload, what).to(group.device)
 
 
 def _make_full(
