@@ -33,6 +33,7 @@ from composable_shard.state_dict.model_tensors import (
     by_handle,
     canonical,
     check_model_is_idle,
+    find_params,
     handles_of,
     params_by_fqn,
 )
@@ -189,8 +190,9 @@ def set_model_state_dict(
         for handle in handles:
             handle.adopt_changes()
         # For the whole model: the hook of a unit sees only its own module.
-        problems = find_problems(model, given, is_strict=options.strict)
-        agree_on_values(model, given, "", problems)
+        params = find_params(model)
+        problems = find_problems(model, params, given, is_strict=options.strict)
+        agree_on_values(model, params, given, "", problems)
     if isinstance(given, dict):
         make_whole(model, given)
     return cast(_IncompatibleKeys, model.load_state_dict(given, strict=options.strict))

@@ -29,7 +29,6 @@ from composable_shard.state_dict.model_tensors import (
     ManagedParam,
     by_handle,
     find_params,
-    handles_of,
     iter_slots,
     mesh_groups,
     unwrapped,
@@ -66,10 +65,10 @@ def keys_by_name(state_dict: Mapping[str, Any], prefix: str) -> dict[str, str]:
 
 def find_problems(
     module: nn.Module,
+    params: Mapping[str, ManagedParam],
     state_dict: Mapping[str, Any],
     prefix: str = "",
     *,
-    around: ShardState | None = None,
     is_strict: bool,
     is_assigned: bool = False,
 ) -> list[str]:
@@ -79,23 +78,22 @@ def find_problems(
 
     Args:
         module: The module to load.
+        params: Its managed parameters, from `find_params`.
         state_dict: May hold other modules' values too.
         prefix: Of the keys for `module`.
-        around: The unit that `module` is a part of, if it is none itself.
         is_strict: Whether missing and unexpected names are problems.
         is_assigned: Whether values replace tensors on the meta device.
     """
     if not isinstance(state_dict, Mapping):
         return [f"expected a state dict, got {type(state_dict).__name__}."]
-    params = {
-        unwrapped(prefix + name): param for name, param in find_params(module, around).items()
-    }
+    by_name = {unwrapped(prefix + name): param for name, param in params.items()}
     expected = {
         unwrapped(key): value.shape if isinstance(value, Tensor) else None
         for key, value in module.state_dict(prefix=prefix).items()
     }
     # torch's own functions add the model's parameters, flat ones too, to the given values.
-    flats = {id(h.flat.sharded) for h in handles_of(module, around) if h.flat is not None}
+    handles = {param.handle for param in params.values()}
+    flats = {id(handle.flat.sharded) for handle in handles if handle.flat is not None}
     given = {
         name: state_dict[key]
         for name, key in keys_by_name(state_dict, prefix).items()
@@ -111,8 +109,8 @@ def find_problems(
     problems = _find_name_problems(expected, given, checked) if is_strict else []
     for name, shape in expected.items():
         if name in checked and name in given and shape is not None:
-            problems += _find_value_problem(name, given[name], shape, params.get(name))
-    named = by_handle((param, name) for name, param in params.items() if name in given)
+            problems += _find_value_problem(name, given[name], shape, by_name.get(name))
+    named = by_handle((param, name) for name, param in by_name.items() if name in given)
     for handle, by_index in named.items():
         problems += _find_handle_problem(handle, by_index, is_assigned)
     return problems
@@ -311,15 +309,15 @@ def load_values(  # noqa: PLR0913 -- torch's hook
         handle.adopt_changes()
     problems = find_problems(
         module,
+        params,
         state_dict,
         prefix,
-        around=state,
         # Torch passes True to every hook, and raises for names after everything has been loaded.
         is_strict=bool(_local_of_caller("load_state_dict", "torch.nn.modules.module", "strict")),
         is_assigned=bool(metadata.get("assign_to_params_buffers", False)),
     )
     given = _given_params(params, state_dict, prefix)
-    agree_on_values(module, state_dict, prefix, problems, around=state)
+    agree_on_values(module, params, state_dict, prefix, problems)
     make_whole(module, state_dict, prefix)
     _write_values(given, state_dict)
     by_name = keys_by_name(state_dict, prefix)
@@ -365,7 +363,7 @@ def _is_done(state: ShardState, module: nn.Module, missing_keys: list[str]) -> b
 
 
 def _given_params(
-    params: dict[str, ManagedParam], state_dict: dict[str, Any], prefix: str
+    params: Mapping[str, ManagedParam], state_dict: dict[str, Any], prefix: str
 ) -> dict[str, ManagedParam]:
     """Return the parameters that a state dict has values for, by its keys."""
     keys = keys_by_name(state_dict, prefix)
@@ -375,11 +373,10 @@ def _given_params(
 
 def agree_on_values(
     module: nn.Module,
+    params: Mapping[str, ManagedParam],
     state_dict: dict[str, Any],
     prefix: str,
     problems: list[str],
-    *,
-    around: ShardState | None = None,
 ) -> None:
     """Check that no rank has found a problem, and that all ranks give values sharded the same way.
 
@@ -388,11 +385,11 @@ def agree_on_values(
     Raises:
         RuntimeError: On all ranks.
     """
-    handles = handles_of(module, around)
+    handles = list(dict.fromkeys(param.handle for param in params.values()))
     ranks = Ranks(mesh_groups(handles), handles[0].shard_group.device)
     text = "\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *problems])
     ranks.agree(RuntimeError(text) if problems else None)
-    given = _given_params(find_params(module, around), state_dict, prefix)
+    given = _given_params(params, state_dict, prefix)
     gathered = [
         unwrapped(key.removeprefix(prefix))
         for key, param in given.items()
