@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from composable_shard import Block as UnitBlock
 from composable_shard import (
+    Block,
     FlatShard,
     ShardingStrategy,
     StateDictOptions,
@@ -30,16 +30,16 @@ from composable_shard import (
 from composable_shard.comm.collectives import CollectiveLog
 from composable_shard.options import Granularity
 from composable_shard.planning import ShardingPlan
-from composable_shard.runtime.state import ShardState, TrainingState
+from composable_shard.runtime.unit import ShardState, TrainingState
 from tests.helpers import assert_equal
 
 __all__ = [
     "EVERYWHERE",
     "FROM_RANK0",
     "FULL",
-    "Block",
     "EqualBlocks",
     "FailingMode",
+    "Layer",
     "Net",
     "Nothing",
     "Optional",
@@ -79,7 +79,7 @@ EVERYWHERE = StateDictOptions(full_state_dict=True, rank0_only=False)
 FROM_RANK0 = StateDictOptions(broadcast_from_rank0=True)
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """A residual unit of odd shapes."""
 
     def __init__(self, dim: int = 15, hidden: int = 7) -> None:
@@ -97,7 +97,7 @@ class Net(nn.Module):
     def __init__(self, num_blocks: int = 3) -> None:
         super().__init__()
         self.inp = nn.Linear(5, 15)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Layer() for _ in range(num_blocks))
         self.out = nn.Linear(15, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ def every_granularity(param: nn.Parameter) -> Granularity:
     kinds: dict[tuple[int, ...], Granularity] = {
         (7, 15): "param",
         (15, 7): "row",
-        (15, 5): UnitBlock(16),
+        (15, 5): Block(16),
         (3, 15): "param",
     }
     return kinds.get(tuple(param.shape), "element")

@@ -157,7 +157,7 @@ def test_streams_change_no_bit(
     """Against everything on one stream."""
     options = {"strategy": strategy, "mp_policy": policy}
     beside = _losses(_Trainer(_with_sharded_blocks(_make_on_gpu(), **options)), 20)
-    monkeypatch.setattr("composable_shard.runtime.state.make_streams", lambda _: None)
+    monkeypatch.setattr("composable_shard.runtime.unit.make_streams", lambda _: None)
     assert beside == _losses(_Trainer(_with_sharded_blocks(_make_on_gpu(), **options)), 20)
 
 

@@ -163,13 +163,13 @@ def test_nothing_grows_faster_than_the_number_of_parameters() -> None:
 
 def test_a_loop_over_all_units_in_each_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above look for."""
-    original = forward.prepare
+    original = forward._refresh
 
-    def prepare(state: Any) -> None:
+    def refresh(state: Any) -> None:
         state.context.live_states()
         original(state)
 
-    monkeypatch.setattr(forward, "prepare", prepare)
+    monkeypatch.setattr(forward, "_refresh", refresh)
     found = _find_superlinear(lambda size: SumChain(size, 1), "one by one", {})
     assert found.keys() == {"first step", "step", "layers"}
 

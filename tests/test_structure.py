@@ -61,3 +61,16 @@ def test_no_module_is_shadowed(package: str) -> None:
             module = importlib.import_module(name)
             parent = importlib.import_module(f"composable_shard.{package}")
             assert getattr(parent, path.stem) is module
+
+
+def test_only_the_runtime_writes_units_and_trees() -> None:
+    """Other packages call their methods, so that a reader finds every change in one package."""
+    found = []
+    for path in ROOT.rglob("*.py"):
+        if path.parent.name == "runtime":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_written = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            if is_written and ast.unparse(node.value) in ("state", "unit", "context", "tree"):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+    assert found == []

@@ -6,9 +6,9 @@ makes ranks agree or raise together, `hooks` replaces reductions, `trace` observ
 
 from composable_shard.comm import collectives, trace
 from composable_shard.comm.agreement import (
+    FlagReduction,
     HostGroup,
     Ranks,
-    UseExchange,
     all_bytes,
     get_host_group,
 )
@@ -53,6 +53,7 @@ __all__ = [
     "AllGather",
     "CommHook",
     "ErrorFeedback",
+    "FlagReduction",
     "HookedReduction",
     "HostCopies",
     "HostGroup",
@@ -65,7 +66,6 @@ __all__ = [
     "StageKey",
     "StreamPoint",
     "Streams",
-    "UseExchange",
     "Waitable",
     "all_bytes",
     "all_gather_uneven",

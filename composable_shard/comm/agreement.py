@@ -22,7 +22,7 @@ from torch import Tensor
 
 from composable_shard.comm import collectives
 
-__all__ = ["HostGroup", "Ranks", "UseExchange", "all_bytes", "get_host_group"]
+__all__ = ["FlagReduction", "HostGroup", "Ranks", "all_bytes", "get_host_group"]
 
 
 # A NotImplementedError is a RuntimeError too, so it stands first.
@@ -298,27 +298,27 @@ class _HasGroups(Protocol):
     def device(self) -> torch.device: ...
 
 
-class UseExchange:
-    """A maximum of small numbers over ranks, in flight until `finish`.
+class FlagReduction:
+    """The maximum over all ranks of small numbers, one byte each; in flight until `finish`.
 
-    One all-reduce for each process group, of a byte for each number. A mesh's groups run one after
-    another, each with the result of the one before.
+    One all-reduce for each process group. Where a mesh has several groups, the result of the first
+    one goes on to the next.
     """
 
     def __init__(self, values: Sequence[tuple[_HasGroups, list[int]]], *, highest: int) -> None:
-        """Start the exchange.
+        """Start the all-reduces.
 
         Args:
             values: For each flat parameter the ranks that share it or have copies, and numbers.
             highest: The highest number that any rank may have.
         """
         self._sizes = [len(numbers) for _, numbers in values]
-        self._meshes: dict[_GroupTuple, _MeshExchange] = {}
+        self._meshes: dict[_GroupTuple, _MeshReduction] = {}
         self._keys = [group.joint_groups for group, _ in values]
         for key, (group, _) in zip(self._keys, values, strict=True):
             if key not in self._meshes:
                 sent = [n for g, numbers in values if g.joint_groups == key for n in numbers]
-                self._meshes[key] = _MeshExchange(key, sent, highest, group.device)
+                self._meshes[key] = _MeshReduction(key, sent, highest, group.device)
 
     def finish(self) -> list[list[int]]:
         """Wait, and return the largest numbers of all ranks, in the order of `values`."""
@@ -337,8 +337,8 @@ class UseExchange:
             mesh.abandon()
 
 
-class _MeshExchange:
-    """The exchange of one mesh.
+class _MeshReduction:
+    """The reduction over one mesh.
 
     When this returns, the all-reduces of all groups have been issued, for they must come before
     the reductions on every rank.

@@ -26,7 +26,6 @@ from composable_shard.options import (
     UnitOptions,
 )
 from composable_shard.runtime import (
-    BufferBroadcast,
     ShardState,
     apply_policy,
     attach_state,
@@ -168,8 +167,6 @@ def form_unit(
         sync_states(plan, shard_group)
     _set_owners(plan, modules, shard_group, owners)
     state = build_state(plan, shard_group)
-    if options.broadcast_buffers:
-        state.buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)
     apply_policy(state, plan.reshard_after_forward)
     register_boundaries(plan.kept_modules)
     for root in modules:

@@ -33,6 +33,7 @@ from composable_shard.options import UnitOptions
 from composable_shard.runtime import (
     Boundary,
     Buckets,
+    BufferBroadcast,
     ShardState,
     TrainingState,
     cast_arguments,
@@ -167,9 +168,7 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
         RuntimeError: If the parameters of a handle can't be one, and `use_orig_params` is False.
     """
     options = plan.options
-    state = ShardState(type(plan.modules[0]).__name__, options, len(plan.modules))
     is_alone = shard_group.num_ranks == 1
-    state.buckets = None if is_alone or options.bucket_cap_mb is None else Buckets()
     groups = group_params(plan, shard_size=shard_group.size, is_alone=is_alone)
     built = [
         (members, _build_handle(members, shard_group, precision, options))
@@ -184,11 +183,8 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
         for original, entry in zip(members, handle.entries, strict=True):
             entry.slots = original.slots
             _replace_parameter(original.param, entry)
-        state.handles.append(handle)
         if not options.use_orig_params:
             show_flat(handle)
-    state.borrowed = list(dict.fromkeys(item.handle for item in plan.borrowed))
-    state.needed = state.handles + state.borrowed
     for item in plan.borrowed:
         item.entry.slots = item.entry.slots + item.slots
         item.handle.index_slots()
@@ -200,7 +196,18 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
         watch_meta_buffers(module)
         place_buffers(module, shard_group.device)
         _keep_rnn_parameters(module, shard_group.device)
-    return state
+    has_buckets = options.bucket_cap_mb is not None and not is_alone
+    buffers = None
+    if options.broadcast_buffers:
+        buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)
+    return ShardState(
+        options,
+        plan.modules,
+        [handle for _, handle in built],
+        list(dict.fromkeys(item.handle for item in plan.borrowed)),
+        buckets=Buckets() if has_buckets else None,
+        buffers=buffers,
+    )
 
 
 def _keep_rnn_parameters(module: nn.Module, device: torch.device) -> None:
@@ -265,14 +272,6 @@ def _replace_parameter(param: nn.Parameter, entry: ParamEntry) -> None:
         param.grad = FlatShard.from_full(grad.to(param.device, param.dtype), entry.spec)
 
 
-def _before_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> None:
-    pre_forward(state, module)
-
-
-def _after_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return post_forward(state, module, output)
-
-
 def _cast_arguments(
     state: ShardState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -291,7 +290,7 @@ def _cast_output(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
 # becomes part of a graph, and what it calls is not compiled either.
 _NEVER_COMPILE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 _BOUNDARY_HOOKS = (Boundary.before, Boundary.after)
-for _hook in (_before_forward, _after_forward, _cast_arguments, _cast_output, *_BOUNDARY_HOOKS):
+for _hook in (pre_forward, post_forward, _cast_arguments, _cast_output, *_BOUNDARY_HOOKS):
     _hook.__dict__["_torchdynamo_disable"] = True
     set_code_exec_strategy(_hook.__code__, _NEVER_COMPILE)
 
@@ -307,9 +306,9 @@ def register_hooks(module: nn.Module, state: ShardState) -> None:
         module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     if policy.output_dtype is not None:
         module.register_forward_hook(partial(_cast_output, state))
-    module.register_forward_pre_hook(partial(_before_forward, state), prepend=True)
+    module.register_forward_pre_hook(partial(pre_forward, state), prepend=True)
     # always_call: the hook runs when the forward, or another hook, has raised.
-    module.register_forward_hook(partial(_after_forward, state), always_call=True)
+    module.register_forward_hook(partial(post_forward, state), always_call=True)
 
 
 def register_state_dict_hooks(

@@ -237,10 +237,7 @@ class FlatParamHandle(PublishedGradients):
         self.is_kept = facts.keeps_params(group.size)
         self.guard = WriteGuard(weakref.ref(self))
         self.num_holders = 0  # units in forward, and unshard() calls, that need the full values
-        self.end_position: int | None = None  # in the running backward, which needs it until then
         self.is_unsynced = False  # gradients of earlier microbatches wait for a reduction
-        self.accumulated: set[int] = set()  # by the running backward, where hooks wait for all
-        self.early_age = 0  # reductions that were issued since this one's, likewise
         self._has_new_versions = False  # gradients were packed in place since the last gather
         self.gathered_writes = -1  # guard.num_writes when the unsharded buffer was filled
         self.is_outdated = False

@@ -93,7 +93,7 @@ def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool =
         ValueError: If there is no unit.
     """
     for state in select_states(module, recurse):
-        state.requires_gradient_sync = flag
+        state.set_gradient_sync(requires_gradient_sync=flag)
 
 
 @contextmanager
@@ -110,12 +110,12 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     states = select_states(module, recurse=True)
     before = [state.requires_gradient_sync for state in states]
     for state in states:
-        state.requires_gradient_sync = False
+        state.set_gradient_sync(requires_gradient_sync=False)
     try:
         yield
     finally:
         for state, flag in zip(states, before, strict=True):
-            state.requires_gradient_sync = flag
+            state.set_gradient_sync(requires_gradient_sync=flag)
 
 
 def _check_not_in_scope(states: list[ShardState]) -> None:
@@ -135,9 +135,7 @@ def _unshard(state: ShardState) -> None:
         handle.check_registered()
     for handle in state.needed:
         handle.unshard(state.context.streams)
-    for handle in state.needed:
-        handle.num_holders += 1
-    state.is_held = True
+    state.hold()
 
 
 def _show_unsharded(state: ShardState) -> None:
@@ -154,12 +152,7 @@ def _reshard(state: ShardState) -> None:
     """Free a unit's full parameters and register the sharded ones, unless a pass needs them."""
     if state.context is None:
         return
-    if state.is_held:
-        state.is_held = False
-        for handle in state.needed:
-            handle.num_holders -= 1
-            if handle.num_holders == 0:
-                handle.warn_of_edits("between unshard and reshard")
+    state.let_go()
     if state.training_state is TrainingState.IDLE:
         for handle in state.needed:
             release_handle(state.context, handle)

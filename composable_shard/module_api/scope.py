@@ -19,13 +19,7 @@ from composable_shard.flat_param import (
     keep_requires_grad,
     set_gradients,
 )
-from composable_shard.runtime import (
-    ShardState,
-    TrainingState,
-    check_is_idle,
-    lazy_init_params,
-    tensor_groups,
-)
+from composable_shard.runtime import ShardState, check_is_idle, lazy_init_params, tensor_groups
 
 __all__ = ["Scope", "ScopeOptions"]
 
@@ -86,10 +80,10 @@ class Scope:
 
     def _warn_of_host_memory(self) -> None:
         sizes = [handle.shard_group.num_ranks for handle in self.handles]
-        if max(sizes, default=1) == 1 or all(c.has_warned_of_host_memory for c in self.contexts):
+        if max(sizes, default=1) == 1:
             return
-        for context in self.contexts:
-            context.has_warned_of_host_memory = True
+        if not any([context.warns_of_host_memory() for context in self.contexts]):
+            return
         nbytes = sum(h.layout.padded_numel * h.local_shard.itemsize for h in self.handles)
         warnings.warn(
             f"offload_to_cpu without rank0_only: each of {max(sizes)} ranks holds all "
@@ -184,8 +178,7 @@ class Scope:
 
     def _show(self) -> None:
         for state in self.states:
-            state.transition(TrainingState.UNSHARDED_PARAMS)
-            state.full_params = {h: self.full[h] for h in state.needed if h in self.full}
+            state.enter_scope({h: self.full[h] for h in state.needed if h in self.full})
         for handle in self.handles:
             full = self.full.get(handle)
             handle.enter_scope(None if full is None else full.params)
@@ -325,7 +318,7 @@ class Scope:
             for full in self.full.values():
                 stack.callback(full.expire)
             for state in self.states:
-                stack.callback(_end_state, state)
+                stack.callback(state.leave_scope)
             for handle in self.handles:
                 stack.callback(handle.leave_scope)
                 stack.callback(keep_requires_grad, handle)
@@ -338,12 +331,6 @@ _CLOSED = (
     "inside unshard_params are discarded: the generator that opened it was closed before the "
     "block had ended."
 )
-
-
-def _end_state(state: ShardState) -> None:
-    state.full_params = {}
-    if state.training_state is TrainingState.UNSHARDED_PARAMS:
-        state.transition(TrainingState.IDLE)
 
 
 def _by_group(handles: list[FlatParamHandle]) -> list[tuple[ShardGroup, list[FlatParamHandle]]]:

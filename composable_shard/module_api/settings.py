@@ -39,7 +39,7 @@ def set_requires_all_reduce(module: nn.Module, flag: bool, *, recurse: bool = Tr
         ValueError: If there is no unit.
     """
     for state in select_states(module, recurse):
-        state.requires_all_reduce = flag
+        state.set_gradient_sync(requires_all_reduce=flag)
 
 
 def set_is_last_backward(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
@@ -57,7 +57,7 @@ def set_is_last_backward(module: nn.Module, flag: bool, *, recurse: bool = True)
         ValueError: If there is no unit.
     """
     for state in select_states(module, recurse):
-        state.is_last_backward = flag
+        state.set_gradient_sync(is_last_backward=flag)
 
 
 def set_gradient_divide_factor(
@@ -134,7 +134,7 @@ def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None)
         ValueError: If one of them is not sharded.
     """
     (state,) = select_states(module, recurse=False)
-    state.forward_prefetch = _refs(modules)
+    state.set_forward_prefetch(_refs(modules))
 
 
 def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
@@ -149,7 +149,7 @@ def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None
         ValueError: If one of them is not sharded.
     """
     (state,) = select_states(module, recurse=False)
-    state.backward_prefetch = _refs(modules)
+    state.set_backward_prefetch(_refs(modules))
 
 
 def _refs(modules: Iterable[nn.Module] | None) -> tuple[StateRef, ...] | None:

@@ -1,6 +1,6 @@
 """Units and trees: one forward, one backward, prefetch, lazy init.
 
-Read `state` (a unit, a tree), `forward` and `backward` first.
+Read `unit` (a unit, a tree), `forward` and `backward_pass` first.
 """
 
 from composable_shard.runtime.buckets import Buckets
@@ -10,36 +10,35 @@ from composable_shard.runtime.buffers import (
     place_buffers,
     watch_meta_buffers,
 )
-from composable_shard.runtime.calls import check_is_idle
 from composable_shard.runtime.casts import Boundary, cast_arguments, cast_buffers, cast_output
-from composable_shard.runtime.forward import post_forward, pre_forward
-from composable_shard.runtime.initialization import lazy_init, lazy_init_params, share_context
-from composable_shard.runtime.ownership import settle_owners
+from composable_shard.runtime.forward import check_is_idle, post_forward, pre_forward
+from composable_shard.runtime.initialization import (
+    lazy_init,
+    lazy_init_params,
+    settle_owners,
+    share_context,
+)
 from composable_shard.runtime.prefetch import (
     apply_policy,
     find_small_group,
+    release_handle,
 )
-from composable_shard.runtime.state import (
-    ShardState,
-    StateRef,
-    TrainingState,
+from composable_shard.runtime.tree import (
+    ModuleTree,
     attach_state,
     find_applied,
-    read_state,
-)
-from composable_shard.runtime.traversal import (
-    ModuleTree,
     get_handles,
     get_root_states,
     get_states,
     has_forward,
     is_sharded,
     iter_unmanaged_modules,
+    read_state,
     rename,
     select_states,
     tensor_groups,
 )
-from composable_shard.runtime.unit_end import release_handle
+from composable_shard.runtime.unit import ShardState, StateRef, TrainingState
 
 __all__ = [
     "Boundary",

@@ -2,58 +2,55 @@
 
 [Note: Buckets]
 With a cap on the size of a reduction, a unit's parameters are cut into buckets, the last ones
-first, each a handle of its own. A bucket is full when autograd has accumulated all its gradients.
-That may be at another time on another rank, or never, but all ranks must issue the same collectives
-in the same order. So a bucket is reduced early only
+first. Each bucket is a handle of its own. A bucket is full when autograd has accumulated all its
+gradients. Another rank may reach that point later, or never, but all ranks must issue the same
+collectives in the same order. So a bucket is reduced early only
 
-- after those before it in the order in which the unit's end reduces what is left, and
+- after the buckets before it in the order in which the unit's end would reduce them, and
 - while no other collective can come before that end: the backward has reached the first call of
   the unit, no other unit ran inside that call, and no other sharded tree waits for a backward. In
   a region of non-reentrant checkpointing the recomputation might gather other units; and
 - if no hook waits for its gradients, see [Note: Early gradients].
 
-These are facts of the forward, alike on all ranks. Where they do not hold, buckets wait for the
-unit's end. A rank that reduces early waits for the others in the midst of its backward; they must
-do their part though they may have no gradient at all. So each backward begins with an exchange of
-whether any rank accumulates gradients, for which only those wait that do not, and at its end what
-is left is reduced before anyone waits for anything else.
+These are facts of the forward, the same on all ranks. Where they do not hold, buckets wait for the
+unit's end. A rank that reduces early waits for the others in the middle of its backward; they must
+take part even if they have no gradient at all. So each backward begins with a flag reduction that
+tells whether any rank accumulates gradients; only ranks that do not accumulate wait for it. At the
+end of the backward the remaining buckets are reduced before anyone waits for anything else.
 
-Where a backward fails at the same point on all ranks, some may have reduced more buckets than
-others. What the unit's end would have reduced is then reduced before the next call, and dropped.
+If a backward fails at the same point on all ranks, some may have reduced more buckets than others.
+Before the next call, all ranks issue the reductions of that unit that they have not issued, and
+drop the results.
 
-A nested backward, as reentrant checkpointing runs it, may accumulate a gradient again when its
-bucket has gone. It then stays where autograd put it, and the exchange at the end of the backward
-tells all ranks to reduce that bucket once more; afterwards the unit's buckets wait for its end.
+A nested backward, as reentrant checkpointing runs it, may accumulate a gradient after its bucket
+was reduced. The gradient then stays where autograd put it, and the flags at the end of the backward
+tell all ranks to reduce that bucket once more. From then on the unit's buckets wait for its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
-
 from composable_shard.flat_param import FlatParamHandle
 
-__all__ = ["LATE", "Buckets", "is_recomputed"]
+__all__ = ["LATE", "Buckets"]
 
 
 LATE = 2  # some rank has gradients of a bucket that are not reduced yet
 
 
-def is_recomputed() -> bool:
-    """Return whether the running forward may be in a region of non-reentrant checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 class Buckets:
-    """How far the running backward has come with the buckets of a unit, see [Note: Buckets]."""
+    """Progress of the running backward with the buckets of a unit, see [Note: Buckets].
+
+    It outlives a `BackwardPass`: after an abort it says what other ranks may have issued.
+    """
 
     def __init__(self) -> None:
         self._position: int | None = None
         self._is_under_way = False
         self._full: set[FlatParamHandle] = set()
         self._issued: set[FlatParamHandle] = set()
-        self._is_late = False  # a gradient came after its bucket had gone, in some backward
+        self._is_late = False  # some backward had a gradient after its bucket was reduced
 
     def reach(self, position: int | None) -> None:
         """Note that the backward has reached a call of the unit.
@@ -69,13 +66,14 @@ class Buckets:
         """Whether some rank may have reduced buckets early, and the unit's end is still to come."""
         return self._is_under_way and not self._is_late
 
-    def may_go_early(self, handle: FlatParamHandle) -> bool:
-        """Return whether a bucket that is full may be reduced before its unit's end."""
-        return (
-            handle.end_position == self._position
-            and not self._is_late
-            and not handle.has_early_hooks
-        )
+    def may_go_early(self, handle: FlatParamHandle, position: int) -> bool:
+        """Return whether a bucket that is full may be reduced before its unit's end.
+
+        Args:
+            handle: The bucket.
+            position: Where it ends in the running backward.
+        """
+        return position == self._position and not self._is_late and not handle.has_early_hooks
 
     def fills(self, handle: FlatParamHandle, index: int) -> bool:
         """Count the gradient of parameter `index` of a bucket; return whether that made it full."""

@@ -2,10 +2,10 @@
 
 [Note: When buffers are broadcast]
 Ranks see different data, so their batch statistics drift apart between two broadcasts. A forward
-broadcasts if the one before it was trained on and synchronised its gradients, so that what
-microbatches without synchronisation add to each rank's buffers stays until the step, and an
-evaluation sees the same values everywhere at the cost of one broadcast. A unit that a call runs
-several times broadcasts once; what a backward recomputes does not.
+broadcasts if the forward before it was for training and its gradients were synchronised. So
+microbatches without synchronisation keep what they add to each rank's buffers until the step, and
+an evaluation sees the same values everywhere for one broadcast. A unit that runs several times in
+a call broadcasts once; a recomputation in a backward broadcasts nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _MetaBuffer(Tensor):
 
 
 def _fill(tensor: Tensor) -> None:
-    """Fill with a value that a real buffer hardly holds everywhere, and that shows when used."""
+    """Fill with a value that a real buffer hardly holds everywhere, and that spoils results."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype is torch.bool:
@@ -64,7 +64,7 @@ def _fill(tensor: Tensor) -> None:
 
 
 def watch_meta_buffers(module: nn.Module) -> None:
-    """Replace the meta-device buffers that `module` itself holds by ones that are noticed."""
+    """Replace the meta-device buffers that `module` itself holds by ones that `to_empty` marks."""
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
             module._buffers[name] = buffer.as_subclass(_MetaBuffer)
@@ -94,7 +94,7 @@ def is_never_written(buffer: Tensor) -> bool:
 
 
 class BufferBroadcast:
-    """The buffers of one unit, those that its modules hold when it runs.
+    """Broadcasts the buffers that a unit's modules hold when it runs.
 
     Refers to the modules' dicts of buffers, never to modules, which would refer back to it.
 
@@ -109,7 +109,7 @@ class BufferBroadcast:
         self._last_call: object = None
 
     def describe(self) -> list[str]:
-        """Return a line for each buffer with all that the ranks must agree on."""
+        """Return one line for each buffer: all that the ranks must agree on."""
         return [
             f"buffer '{name}' shape {tuple(buffer.shape)} {buffer.dtype}"
             for slots in self._slots
@@ -124,8 +124,8 @@ class BufferBroadcast:
         group of all its ranks one along each axis. None for a unit without buffers.
 
         Args:
-            call: What is one object for all units that a call of the tree runs.
-            is_followed: Whether the next forward broadcasts too, after this one.
+            call: One object for all units that a call of the tree runs.
+            is_followed: Whether the next forward is to broadcast too.
         """
         if self._last_call is call:
             return
@@ -153,8 +153,8 @@ class BufferBroadcast:
     def _collect(self) -> list[Tensor]:
         """Return the buffers, each once, widest dtype first: their bytes are aligned then.
 
-        As aliases with version counters of their own. A graph that waits for its backward may have
-        saved a buffer, batch norm's running mean for example, which it does not read again.
+        As aliases with version counters of their own: a graph that waits for its backward may have
+        saved a buffer, for example batch norm's running mean, without reading it again.
         """
         found: dict[int, Tensor] = {}
         for slots in self._slots:

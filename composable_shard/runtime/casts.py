@@ -55,8 +55,8 @@ def _attributes(value: Any) -> list[str]:
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """Return `value` with `fn` applied to every tensor in it.
 
-    Tuples, sets and read-only mappings are rebuilt; other containers and objects are changed in
-    place, so their type and whatever else they hold stay.
+    Tuples, sets and read-only mappings are rebuilt. Other containers and objects are changed in
+    place, so they keep their type and everything else they hold.
     """
     if isinstance(value, Tensor):
         return fn(value)
@@ -83,10 +83,10 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 def cast_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments with all floating-point tensors in them cast; None if all are as they are.
+    """Return arguments with all floating-point tensors in them cast; None if none needs a cast.
 
-    The caller keeps its containers: one in which something changes is copied. Objects that are no
-    container (a cache that the forward writes to) are left alone.
+    The caller's containers stay as they are: a container with a cast tensor is copied. Objects that
+    are not containers, such as a cache that the forward writes to, are left alone.
     """
     new_args, new_kwargs = _rebuild(args, dtype), _rebuild(kwargs, dtype)
     if new_args is args and new_kwargs is kwargs:
@@ -142,7 +142,7 @@ def _rebuild_sequence(value: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_buffers(modules: list[nn.Module], kept: list[nn.Module], dtype: torch.dtype) -> None:
-    """Cast the floating-point buffers that `modules` themselves hold, those inside `kept` not."""
+    """Cast the floating-point buffers that `modules` themselves hold, except inside `kept`."""
     left_alone = {id(module) for root in kept for module in root.modules()}
     done: dict[int, Tensor] = {}  # modules may share one
     for module in modules:
@@ -154,10 +154,10 @@ def cast_buffers(modules: list[nn.Module], kept: list[nn.Module], dtype: torch.d
 
 
 class Boundary:
-    """Around a module inside a unit that computes in its own, main, dtype.
+    """The hooks of a module inside a unit that computes in the main dtype.
 
-    Its hooks cast arguments to the dtype of what the module holds, and the output to what the
-    arguments were.
+    They cast arguments to the dtype of the module's parameters, and the output to the dtype of the
+    arguments.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""What happens to a unit around forward and backward: gather, register, prefetch, free."""
+"""A forward: gather a unit, show its parameters, free them; and what an interrupted call leaves."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,166 +11,182 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm import trace
-from composable_shard.runtime.backward import begin_backward, check_not_in_scope
-from composable_shard.runtime.buckets import is_recomputed
-from composable_shard.runtime.calls import (
-    check_forward_in_scope,
-    end_call,
-    is_in_function,
-    is_running,
-    leave_pass,
-    settle,
-)
+from composable_shard.runtime.backward import OutputReached, recompute
+from composable_shard.runtime.backward_pass import drop_aborted
 from composable_shard.runtime.casts import iter_tensors, map_tensors
-from composable_shard.runtime.early_gradients import check_not_written
-from composable_shard.runtime.initialization import lazy_init, prepare, share_context
+from composable_shard.runtime.initialization import attach_or_refresh, lazy_init, share_context
 from composable_shard.runtime.prefetch import (
     choose_ahead,
     drop_prefetched,
     gather_ahead,
-    run_backward_after,
+    release_handle,
 )
-from composable_shard.runtime.state import ShardState, TrainingState, TreeContext
-from composable_shard.runtime.unit_end import end_units_after, open_unit, release_handle
+from composable_shard.runtime.tree import read_state
+from composable_shard.runtime.unit import ForwardCall, ShardState, TrainingState, TreeContext
 
-__all__ = ["post_forward", "pre_backward", "pre_forward"]
-
-
-# Forward
+__all__ = ["check_is_idle", "post_forward", "pre_forward"]
 
 
-def pre_forward(state: ShardState, module: nn.Module) -> None:
+# Before a forward
+
+
+def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> None:
     """Make the unit ready to compute: gather, start the next unit's gather, register.
 
-    One all-gather for each handle that is not unsharded already. If anything fails, the unit is
-    as before the call.
+    The first of the module's forward hooks. One all-gather for each handle that is not unsharded
+    already. If anything fails, the unit is as before the call.
     """
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
-        check_forward_in_scope(state)
+        _check_forward_in_scope(state)
         return
     if torch._C._current_graph_task_id() != -1:
-        _recompute(state)
+        recompute(state)
         return
     context = share_context([module]) if state.context is None else state.context
-    leader = _find_leader(context, state, module)
-    context = state.context or context  # the first call may make one for more units
+    call = context.call
+    is_again = state.depth > 0 or (call is not None and call.leader is state.ref)
+    if call is None or call.leader() is None or (is_again and not _is_running(state)):
+        call = _begin_call(context, state, module)
+        context = state.context or context  # the first call may make one for more units
     state.depth += 1
     if state.depth > 1:
         return
     context.entered[state.ref] = None
     try:
-        _unshard_for_forward(context, state, leader)
+        _unshard(context, state, call)
         if state.buffers is not None:
             # Batch norm moves its statistics in training mode, a user's module with a graph.
             is_trained = module.training or torch.is_grad_enabled()
-            state.buffers.broadcast_if_due(
-                context.call, is_followed=is_trained and state.puts_nothing_off
-            )
+            state.buffers.broadcast_if_due(call, is_followed=is_trained and state.reduces_fully)
     except BaseException:
         state.depth -= 1
-        leave_pass(context, state)
-        if leader is state:
-            end_call(context, state)
+        _leave_pass(context, state)
+        if call.leader is state.ref:
+            _end_call(context, call)
         raise
     state.transition(TrainingState.FORWARD)
-    context.num_calls += 1
-    state.last_call = context.num_calls
-    if torch.is_grad_enabled():
-        _number_call(context, state)
-    elif any(handle.has_early_hooks for handle in state.needed):
-        # A reentrant checkpoint: its backward runs the forward again. Not so an evaluation.
-        state.may_recompute |= is_in_function()
+    _number_call(context, state)
     if trace.logs:
         trace.record("compute", state.name)
 
 
-def _number_call(context: TreeContext, state: ShardState) -> None:
-    if state.forward_index < (0 if context.spans_calls else context.call_start):
-        state.forward_index = context.num_forwards
-    state.call_number = context.num_forwards
-    state.call_sequence_nr = _next_sequence_nr()
-    context.num_forwards += 1
-    state.is_checkpointed = is_recomputed()
-
-
-def _find_leader(context: TreeContext, state: ShardState, module: nn.Module) -> ShardState:
-    """Return the unit that leads the running call; where none runs, a call of `state` begins."""
-    leader = None if context.leader is None else context.leader()
-    if leader is None or ((state.depth > 0 or leader is state) and not is_running(state)):
-        _begin_call(context, state, module)
-        return state
-    return leader
-
-
-def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> None:
+def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> ForwardCall:
     if not context.is_checked:
         lazy_init(module)
         context = state.context or context
-    settle(context)
+    _recover_interrupted_call(context)
     if context.keeps_unsharded:
         context.keeps_unsharded = False
         for other in context.live_states():
             for handle in other.handles:
                 release_handle(context, handle)
-    context.leader, context.call = state.ref, object()
+    context.call = call = ForwardCall(state.ref)
     if torch.is_grad_enabled():
         context.call_start = context.num_forwards
     state.forward_order.begin()
+    return call
+
+
+def _number_call(context: TreeContext, state: ShardState) -> None:
+    """Note which calls of units a backward may reach, and in which order they began."""
+    context.num_calls += 1
+    state.last_call = context.num_calls
+    if torch.is_grad_enabled():
+        earliest = 0 if context.spans_calls else context.call_start
+        if context.first_calls.get(state.ref, -1) < earliest:
+            context.first_calls[state.ref] = context.num_forwards
+        state.call_number = context.num_forwards
+        state.call_sequence_nr = _next_sequence_nr()
+        context.num_forwards += 1
+        state.is_checkpointed = _is_checkpointed()
+    elif any([handle.has_early_hooks for handle in state.needed]) and _is_in_function():
+        context.may_recompute.add(state.ref)
+
+
+def _is_checkpointed() -> bool:
+    """Return whether the running forward may be in a region of non-reentrant checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _is_in_function() -> bool:
+    """Return whether the forward of a `torch.autograd.Function` runs.
+
+    So a reentrant checkpoint, whose backward runs the forward again, differs from an evaluation:
+    autograd switches forward-mode differentiation off there, `no_grad` does not.
+    """
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 _next_sequence_nr = torch._C._autograd._get_sequence_nr
 
 
-def _unshard_for_forward(context: TreeContext, state: ShardState, leader: ShardState) -> None:
-    prepare(state)
+def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
     needed = state.needed
-    check_forward_in_scope(state)
+    _refresh(state)
+    _check_forward_in_scope(state)
     for handle in needed:
         handle.check_registered()
     chosen = state.forward_prefetch
-    upcoming = leader.forward_order.advance(state.ref)
-    ahead = choose_ahead(context, state, chosen, upcoming)
+    leader = call.leader()
+    upcoming = () if leader is None else leader.forward_order.advance(state.ref)
+    ahead = choose_ahead(state, call.prefetched, chosen, upcoming)
     for target in ahead:
-        prepare(target)
+        _refresh(target)
     if not state.is_in_pass:
-        # Before anything is gathered: after an error `leave_pass` frees it.
+        # Before anything is gathered: after an error `_leave_pass` frees it.
         state.is_in_pass = True
         for handle in needed:
             handle.num_holders += 1
     for handle in needed:
         handle.unshard(context.streams)
     if ahead:
-        gather_ahead(context, ahead, are_chosen=chosen is not None)
+        gather_ahead(context, call.prefetched, ahead, are_chosen=chosen is not None)
     for handle in needed:
         handle.wait_unshard()
     for handle in needed:
         handle.register_unsharded()
 
 
-def _recompute(state: ShardState) -> None:
-    """Make the unit ready for a forward inside a backward, as in activation checkpointing.
+def _refresh(state: ShardState) -> None:
+    """Do what `attach_or_refresh` does, mostly with handles that are attached already."""
+    for handle in state.needed:
+        if handle.is_attached:
+            handle.adopt_changes()
+        else:
+            attach_or_refresh(state)
 
-    What it needs stays until its last gradient, or the end of the backward: early-stopping
-    recomputation leaves a module by an exception.
+
+def _check_forward_in_scope(state: ShardState) -> None:
+    """Check that a forward inside `unshard_params` can run: on what the scope shows.
+
+    Raises:
+        RuntimeError: If it records a graph, or this rank has no full values.
     """
-    context = state.context
-    if context is None:
-        return
-    begin_backward(context)
-    state.is_recomputed = True
-    check_not_written(context, state.needed)
     for handle in state.needed:
-        handle.unshard(context.streams)
-    for handle in state.needed:
-        handle.wait_unshard()
-        handle.register_unsharded()
+        if not handle.is_in_scope:
+            continue
+        if not handle.has_scope_values:
+            raise RuntimeError(
+                f"unit '{state.name}' can't run inside unshard_params(rank0_only=True) on this "
+                "rank, which has no full parameters. Run the model on the first rank only, or pass "
+                "rank0_only=False."
+            )
+        if torch.is_grad_enabled() and handle.requires_grad:
+            raise RuntimeError(
+                f"a training forward of unit '{state.name}' inside unshard_params: gradients would "
+                "not be reduced. Run it under torch.no_grad(), or train outside the scope."
+            )
+        handle.show_scope_params()
 
 
-def post_forward(state: ShardState, module: nn.Module, output: Any) -> Any:
+# After a forward
+
+
+def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Free the unit's full parameters by policy and arm its backward; return the output.
 
-    Runs after an exception too, with `output` None. Tensors in the output that are views of a
-    parameter are replaced by copies: the parameter's storage is about to be freed.
+    A forward hook that runs after an exception too, with `output` None. Tensors in the output that
+    are views of a parameter are replaced by copies: the parameter's storage is about to be freed.
     """
     if torch._C._current_graph_task_id() != -1 or state.depth == 0 or state.context is None:
         return output
@@ -177,7 +194,8 @@ def post_forward(state: ShardState, module: nn.Module, output: Any) -> Any:
     if state.depth > 0:
         return output
     context = state.context
-    is_leader = context.leader is state.ref
+    call = context.call
+    is_leader = call is not None and call.leader is state.ref
     state.transition(TrainingState.IDLE)
     state.modules_to_run -= 1
     is_armed = False
@@ -189,34 +207,10 @@ def post_forward(state: ShardState, module: nn.Module, output: Any) -> Any:
             keeps = state.reshard_after_forward is False or (
                 state.reshard_after_forward is None and is_leader and is_armed
             )
-            leave_pass(context, state, keeps=keeps, is_armed=is_armed)
-        if is_leader:
-            end_call(context, state)
+            _leave_pass(context, state, keeps=keeps, is_armed=is_armed)
+        if call is not None and is_leader:
+            _end_call(context, call)
     return output
-
-
-class _OutputReached:
-    """Called when a backward reaches an output of a unit, before any of the unit's own nodes.
-
-    Keeps the unit alive as long as the graph, so that a backward works after `del model`.
-    """
-
-    __slots__ = ("end", "num_writes", "runs_alone", "start", "state")
-
-    def __init__(self, state: ShardState, context: TreeContext) -> None:
-        self.state = state
-        self.num_writes = _count_writes(state)
-        # [Note: End of a unit]
-        self.start, self.end = state.call_number, context.num_forwards
-        # [Note: Buckets]
-        self.runs_alone = (
-            state.buckets is not None
-            and context.num_calls == state.last_call
-            and not is_recomputed()
-        )
-
-    def __call__(self, *_: Any) -> None:
-        pre_backward(self)
 
 
 def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, bool]:
@@ -229,13 +223,17 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
         return output, False
     # An input, or the output of a unit inside, may come through unchanged, perhaps on this rank
     # only. With nodes of their own the backward reaches the units in the same order on all ranks.
-    newest = max(state.call_sequence_nr, context.output_sequence_nr)
+    call = context.call
+    newest = state.call_sequence_nr
+    if call is not None and call.output_sequence_nr > newest:
+        newest = call.output_sequence_nr
     if any([_is_older(tensor, newest) for tensor in tensors]):
         output = map_tensors(
             output, lambda tensor: tensor.view_as(tensor) if _is_older(tensor, newest) else tensor
         )
         tensors = _tensors(output)
-    context.output_sequence_nr = _next_sequence_nr()
+    if call is not None:
+        call.output_sequence_nr = _next_sequence_nr()
     return output, _register(context, state, tensors)
 
 
@@ -246,7 +244,11 @@ def _register(context: TreeContext, state: ShardState, tensors: Sequence[Tensor]
     for tensor in tensors:
         if tensor.requires_grad and tensor.grad_fn is not None:
             if hook is None:
-                hook = _OutputReached(state, context)
+                has_units_inside = context.num_calls != state.last_call
+                runs_alone = state.buckets is not None and not has_units_inside
+                hook = OutputReached(
+                    state, context, runs_alone=runs_alone and not _is_checkpointed()
+                )
             tensor.grad_fn.register_prehook(hook)
             base = tensor._base
             if base is not None and not _is_older(base, state.call_sequence_nr) and base.grad_fn:
@@ -286,77 +288,104 @@ def _tensors(output: Any) -> Sequence[Tensor]:
     return (output,) if isinstance(output, Tensor) else list(iter_tensors(output))
 
 
-def _count_writes(state: ShardState) -> int:
-    count = 0
+def _leave_pass(
+    context: TreeContext, state: ShardState, *, keeps: bool = False, is_armed: bool = False
+) -> None:
+    """Give up the unit's claim on its full parameters: the end of its forward, or an error."""
+    state.modules_to_run = state.num_modules
+    if state.depth == 0:
+        context.entered.pop(state.ref, None)
+    if not state.is_in_pass:
+        return
+    state.is_in_pass = False
     for handle in state.needed:
-        count += handle.guard.num_writes
-    return count
+        handle.num_holders -= 1
+        if handle.num_holders == 0:
+            handle.warn_of_edits("in forward")
+        if keeps and handle.num_holders == 0:
+            handle.register_sharded()
+        else:
+            release_handle(context, handle, is_backward_next=is_armed)
 
 
-# Backward
+# Calls of a tree
 
 
-def pre_backward(call: _OutputReached) -> None:
-    """End the units that are over; make the one whose output was reached ready, if it is not.
+def _end_call(context: TreeContext, call: ForwardCall) -> None:
+    """Free what was gathered ahead; forget the call."""
+    if call.prefetched:
+        drop_prefetched(call.prefetched)
+    context.call = None
+    leader = call.leader()
+    if leader is not None:
+        leader.forward_order.end()
+    for state in context.entered_states():
+        # A unit of several modules of which this call ran only some.
+        if state.depth == 0:
+            _leave_pass(context, state)
 
-    One all-gather for each handle that is not unsharded, and the gather of the unit that is
-    expected next is started.
+
+def _recover_interrupted_call(context: TreeContext) -> None:
+    """End what an exception has left half done; no call of the tree is running."""
+    if context.has_aborted:
+        drop_aborted(context)
+    for other in context.entered_states():
+        if other.depth > 0:
+            # A call that was interrupted past the hooks (KeyboardInterrupt) never ended.
+            other.depth = 0
+            other.transition(TrainingState.IDLE)
+        _leave_pass(context, other)
+    if context.call is not None:
+        drop_prefetched(context.call.prefetched)
+        context.call = None
+
+
+def check_is_idle(context: TreeContext, what: str) -> None:
+    """Check that the tree runs neither forward nor backward, and end what was interrupted.
+
+    Args:
+        context: The tree.
+        what: How the message begins, for example "unshard_params can't be opened".
 
     Raises:
-        RuntimeError: If a sharded parameter was written since the forward.
+        RuntimeError: If it does.
     """
-    state = call.state
-    context = state.context
-    if context is None:
-        raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
-    check_not_in_scope(state)
-    begin_backward(context)
-    _reach(context, call)
-    # The owner of borrowed ones may have ended since, and freed them.
-    has_borrowed = all(handle.is_registered_unsharded for handle in state.borrowed)
-    if state.training_state is TrainingState.PRE_BACKWARD and has_borrowed:
-        return
-    if _count_writes(state) != call.num_writes:
-        names = [str(entry.label) for handle in state.needed for entry in handle.entries]
+    for state in context.entered_states():
+        if state.depth == 0 or _count_calls(state) == 0:
+            continue
         raise RuntimeError(
-            f"parameters of unit '{state.name}' ({', '.join(names)}) were written between a "
-            "forward and its backward, so the gradients would be those of other weights. Call "
-            "optimizer.step() and edit parameters before the forward or after the backward."
+            f"{what} inside the forward of unit '{state.name}', which shows its full parameters "
+            "already. Do it before or after the call of the model."
         )
-    if torch.is_grad_enabled():
-        context.keeps_unsharded = True
-    state.transition(TrainingState.PRE_BACKWARD)
-    for handle in state.needed:
-        if handle.guard.has_new_attributes:
-            handle.adopt_hooks()
-        # Once registered it holds what is needed, though on some ranks a gradient may have taken
-        # the place of a value meanwhile: all ranks must decide alike.
-        if not handle.is_registered_unsharded:
-            handle.unshard(context.streams)
-    _gather_ahead_in_backward(context, state)
-    for handle in state.needed:
-        handle.wait_unshard()
-        handle.register_unsharded()
-    if trace.logs:
-        trace.record("compute_backward", state.name)
+    if context.backward is not None:
+        raise RuntimeError(
+            f"{what} inside a backward pass. Do it after backward() has returned; gradients are "
+            "complete only then."
+        )
+    _recover_interrupted_call(context)
 
 
-def _gather_ahead_in_backward(context: TreeContext, state: ShardState) -> None:
-    chosen = state.backward_prefetch
-    ahead = choose_ahead(context, state, chosen, run_backward_after(context, state))
-    if ahead and chosen is None and context.prefetched:
-        # A backward may leave units out. A forward in the known order leaves out none of those that
-        # are on their way, and its end frees them if it does.
-        drop_prefetched(context, keeps=ahead, keeps_chosen=True)
-    gather_ahead(context, ahead, are_chosen=chosen is not None)
+def _is_running(state: ShardState) -> bool:
+    """Return whether a call of the unit really is in progress, for a unit that says so.
+
+    This tells an interrupted call from a module that calls itself.
+    """
+    return state.depth > 0 and _count_calls(state) > 1
 
 
-def _reach(context: TreeContext, call: _OutputReached) -> None:
-    """End the units that are over, now that the backward has reached a call."""
-    context.reaches_earlier_call |= call.start < context.call_start
-    open_unit(context, call.state, call.start)
-    end_units_after(context, call.end)
-    buckets = call.state.buckets
-    if buckets is not None:
-        is_safe = call.runs_alone and context.is_sure_to_reduce and context.is_only_one_armed()
-        buckets.reach(call.start if is_safe else None)
+def _count_calls(state: ShardState) -> int:
+    """Return how many calls of the unit's modules are on the interpreter's stack.
+
+    No token does this: nn.Module runs its hooks after an Exception only, so a KeyboardInterrupt
+    ends a call without a word to us, and nothing in the call's frame is ours to die with it.
+    """
+    frame = sys._getframe()
+    calls = 0
+    while frame is not None:
+        if frame.f_code is _CALL_CODE and read_state(frame.f_locals["self"]) is state:
+            calls += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls
+
+
+_CALL_CODE = nn.Module._wrapped_call_impl.__code__

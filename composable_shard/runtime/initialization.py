@@ -1,20 +1,48 @@
-"""What can only be done once a tree is complete: buffers, hooks, and a look at the other ranks."""
+"""Lazy initialization: owners, buffers, hooks, and a comparison with the other ranks.
+
+[Note: Owners]
+Where parameters are owned whole, one unit can't be balanced: one rank holds its largest parameter.
+So ranks are balanced over all such parameters of a tree that the same ranks share, in bytes, see
+[Note: Balance]. Inner modules are sharded first, so a unit begins with owners planned for its own
+parameters alone. A call of `fully_shard` on a module around it plans anew, for all units inside and
+the new one together, and the parameters of those units move: one unit at a time, each gathered
+once; on the meta device nothing is sent. Whether another plan is better is decided from facts that
+all ranks know, and they compare the plan before anything moves.
+
+So owners are settled when the outermost call has returned. `lazy_init`, or the first forward, fixes
+them for good: freezing, adding units around, copies and pickles do not change them after that.
+Units that no call encloses together are balanced together only by a `lazy_init` of a module around
+them. Parameters that are fixed, or that have a gradient, stay where they are and count as load.
+Optimizer state of a parameter that moved is lost: torch's Adagrad, which makes its state at
+construction, must be built after the outermost call.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from composable_shard.comm import FlagReduction, Ranks, ShardGroup
+from composable_shard.flat_param import FlatParamHandle
+from composable_shard.layout import balance, fullest
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.buffers import is_never_written, place_buffers
-from composable_shard.runtime.ownership import check_agreement, copy_to_replicas, settle_owners
-from composable_shard.runtime.state import ShardState, TreeContext
-from composable_shard.runtime.traversal import get_states
+from composable_shard.runtime.tree import get_states
+from composable_shard.runtime.unit import ShardState, TreeContext
 
-__all__ = ["lazy_init", "lazy_init_params", "prepare", "share_context"]
+__all__ = [
+    "attach_or_refresh",
+    "lazy_init",
+    "lazy_init_params",
+    "settle_owners",
+    "share_context",
+]
 
 
 def share_context(modules: list[nn.Module]) -> TreeContext:
@@ -28,10 +56,10 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
     return context
 
 
-def prepare(state: ShardState) -> None:
-    """Make the handles of one unit ready: buffers, hooks, and parameters changed from outside.
+def attach_or_refresh(state: ShardState) -> None:
+    """Make the buffers and hooks of a unit, and adopt what was done to its parameters at rest.
 
-    Idempotent, and cheap when there is nothing to do: it touches no tensor then.
+    Idempotent; touches no tensor when there is nothing to do.
     """
     for handle in state.handles:
         if not handle.is_attached:
@@ -44,10 +72,10 @@ def prepare(state: ShardState) -> None:
 def lazy_init(module: nn.Module) -> None:
     """Do now what otherwise happens at the first forward of `module`.
 
-    Allocates buffers, takes over parameters that `.to()` or `to_empty()` gave new data, and
-    compares with the other ranks that all shard the same model in the same way. A second call
-    touches no tensor. The first time, one small all-gather for each process group, and a broadcast
-    of each shard to the ranks that hold copies of it: replicas start equal.
+    Allocates buffers, adopts parameters that `.to()` or `to_empty()` gave new data, and checks that
+    all ranks shard the same model in the same way. A second call touches no tensor. The first time:
+    one small all-gather for each process group, and a broadcast of each shard to the ranks that
+    hold copies of it, so that replicas start equal.
 
     Raises:
         ValueError: If no module in `module` was sharded.
@@ -65,7 +93,7 @@ def lazy_init(module: nn.Module) -> None:
 
 
 def lazy_init_params(module: nn.Module) -> None:
-    """Do what `lazy_init` does, but let buffers be: a scope may be there to initialise them.
+    """Do what `lazy_init` does, except for buffers: a scope may be there to initialise them.
 
     Raises:
         ValueError: If no module in `module` was sharded.
@@ -80,16 +108,16 @@ def lazy_init_params(module: nn.Module) -> None:
     if any(state.context is None for state in states):
         share_context([module])
     contexts = list(dict.fromkeys(state.context for state in states if state.context))
-    _settle_owners([context for context in contexts if not context.has_agreed])
+    _fix_owners([context for context in contexts if not context.has_agreed])
     # Whole trees: a unit may borrow parameters of one that is not in `module`.
     for state in [state for context in contexts for state in context.live_states()]:
-        prepare(state)
+        attach_or_refresh(state)
     unchecked = [context for context in contexts if not context.has_agreed]
     if unchecked:
         _check_trees(unchecked, module)
 
 
-def _settle_owners(contexts: list[TreeContext]) -> None:
+def _fix_owners(contexts: list[TreeContext]) -> None:
     """Fix who owns parameters whole, see [Note: Owners]."""
     states = [state for context in contexts for state in context.live_states()]
     handles = [handle for state in states for handle in state.handles]
@@ -116,8 +144,11 @@ def _check_trees(contexts: list[TreeContext], module: nn.Module) -> None:
                 handle.check_pinned()
                 handle.check_registered()
     for context in contexts:
-        check_agreement(context.live_states())
-        copy_to_replicas(context.live_states())
+        _check_agreement(context.live_states())
+        # Ranks that initialised copies of a shard differently would train different models.
+        for state in context.live_states():
+            for handle in state.handles:
+                handle.copy_to_replicas()
     _warn_unmanaged(_outermost(contexts, module), states)
     for context in contexts:
         context.has_agreed = True
@@ -166,3 +197,203 @@ def _warn_unmanaged(modules: list[nn.Module], states: list[ShardState]) -> None:
             "them yourself.",
             stacklevel=2,
         )
+
+
+_Groups = tuple[dist.ProcessGroup, ...]
+
+
+def _check_agreement(states: list[ShardState]) -> None:
+    """Compare names, shapes, dtypes and options of all units over their data-parallel ranks.
+
+    Also those of buffers that are broadcast.
+
+    One all-gather of 32 bytes for each process group; only where it finds a difference are the
+    descriptions themselves exchanged, as JSON. Where any rank has hooks on gradients, one
+    all-reduce of a byte for each handle, so that all know. [Note: Early gradients]
+
+    Raises:
+        RuntimeError: On all ranks of the mesh alike, naming the first difference and the ranks.
+    """
+    meshes: dict[_Groups, _Mesh] = {}
+
+    def mesh_of(shard_group: ShardGroup) -> _Mesh:
+        return meshes.setdefault(shard_group.joint_groups, _Mesh(shard_group.ranks))
+
+    for state in states:
+        if state.buffers is not None:
+            lines = mesh_of(state.buffers.shard_group).lines
+            lines.extend(f"{line} {state.describe_options()}" for line in state.buffers.describe())
+        for handle in state.handles:
+            mesh = mesh_of(handle.shard_group)
+            mesh.handles.append(handle)
+            mesh.lines.extend(handle.describe_entries(state.describe_options()))
+    for mesh in meshes.values():
+        has_hooks = [handle.has_gradient_hooks for handle in mesh.handles]
+        if _compare_lines(mesh.ranks, mesh.lines, any(has_hooks)):
+            flags = FlagReduction(
+                [
+                    (handle.shard_group, [int(flag)])
+                    for handle, flag in zip(mesh.handles, has_hooks, strict=True)
+                ],
+                highest=1,
+            )
+            for handle, (flag,) in zip(mesh.handles, flags.finish(), strict=True):
+                handle.has_early_hooks = bool(flag)
+
+
+@dataclass
+class _Mesh:
+    """All that ranks in the same process groups must agree on."""
+
+    ranks: Ranks
+    handles: list[FlatParamHandle] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+def _compare_lines(ranks: Ranks, lines: list[str], has_hooks: bool) -> bool:
+    """Compare descriptions; return whether any rank has hooks."""
+    all_lines, has_hooks = ranks.compare(lines, has_hooks)
+    _raise_difference(all_lines)
+    return has_hooks
+
+
+def _check_same(shard_group: ShardGroup, lines: list[str]) -> None:
+    """Check that all data-parallel ranks bring the same lines, one for each parameter.
+
+    One all-gather of 32 bytes for each process group.
+
+    Raises:
+        RuntimeError: As `_check_agreement`.
+    """
+    _compare_lines(shard_group.ranks, lines, False)
+
+
+def _raise_difference(all_lines: list[list[str]]) -> None:
+    longest = max(len(lines) for lines in all_lines)
+    for index in range(longest):
+        seen: dict[str, list[int]] = {}
+        for rank, lines in enumerate(all_lines):
+            line = lines[index] if index < len(lines) else "no such parameter"
+            seen.setdefault(line, []).append(rank)
+        if len(seen) > 1:
+            detail = "; ".join(f"ranks {ranks}: {line}" for line, ranks in seen.items())
+            raise RuntimeError(
+                "the ranks of one mesh must shard the same model in the same way; the "
+                f"first difference is at parameter {index}: {detail}. Build the model and call "
+                "fully_shard alike on every rank."
+            )
+
+
+@dataclass
+class _Pool:
+    """Parameters that the same ranks share, each owned by one of them.
+
+    Attributes:
+        handles: Those that have a unit already.
+        sizes: Bytes of those that have none yet.
+    """
+
+    shard_group: ShardGroup
+    handles: list[FlatParamHandle] = field(default_factory=list)
+    sizes: Sequence[int] = ()
+
+
+def settle_owners(
+    handles: Sequence[FlatParamHandle],
+    shard_group: ShardGroup | None = None,
+    sizes: Sequence[int] = (),
+    *,
+    always_compare: bool = True,
+) -> list[int]:
+    """Balance all parameters that are owned whole; move those of handles where that is better.
+
+    Args:
+        handles: All handles of a tree, the same on all ranks.
+        shard_group: The ranks that will share the parameters of a unit that is not formed yet.
+        sizes: Bytes of each of these that will be owned whole.
+        always_compare: Whether ranks compare the plan also where nothing is to move.
+
+    Returns:
+        The owners of the parameters that have no unit yet.
+
+    Raises:
+        RuntimeError: If the ranks have different plans; nothing has moved.
+    """
+    pools: dict[tuple[int, ...], _Pool] = {}
+    for handle in handles:
+        if handle.layout.owners:
+            group = handle.shard_group
+            pools.setdefault(group.sharing_ranks, _Pool(group)).handles.append(handle)
+    owners = [0] * len(sizes)
+    newcomers = None
+    if sizes and shard_group is not None and shard_group.size > 1:
+        newcomers = pools.setdefault(shard_group.sharing_ranks, _Pool(shard_group))
+        newcomers.sizes = sizes
+    planned: dict[FlatParamHandle, list[int]] = {}
+    for pool in pools.values():
+        whose, rest = _plan(pool)
+        planned.update(whose)
+        if pool is newcomers:
+            owners = rest
+    is_moved = any(tuple(found) != handle.layout.owners for handle, found in planned.items())
+    if is_moved or always_compare:
+        _compare_plans(planned)
+    for handle, found in planned.items():
+        if tuple(found) != handle.layout.owners:
+            handle.change_owners(found)
+    return owners
+
+
+def _plan(pool: _Pool) -> tuple[dict[FlatParamHandle, list[int]], list[int]]:
+    """Return the owners of all entries, and those of the parameters that have no unit yet."""
+    num_ranks = pool.shard_group.size
+    loads = [0] * num_ranks
+    movable = [handle for handle in pool.handles if _is_movable(handle)]
+    fixed = set(pool.handles).difference(movable)
+    for handle in pool.handles:
+        if handle in fixed:
+            for nbytes, owner in zip(_sizes(handle), handle.layout.owners, strict=True):
+                loads[owner] += nbytes
+    sizes = [nbytes for handle in movable for nbytes in _sizes(handle)]
+    current = [owner for handle in movable for owner in handle.layout.owners]
+    everything = [*sizes, *pool.sizes]
+    anew = balance(everything, num_ranks, loads)
+    kept_loads = loads.copy()
+    for nbytes, owner in zip(sizes, current, strict=True):
+        kept_loads[owner] += nbytes
+    kept = [*current, *balance(pool.sizes, num_ranks, kept_loads)]
+    # To move nothing is better where it is as balanced.
+    best = min((kept, anew), key=lambda owners: fullest(everything, owners, num_ranks, loads))
+    planned = {handle: list(handle.layout.owners) for handle in pool.handles}
+    position = 0
+    for handle in movable:
+        planned[handle] = best[position : position + len(handle.entries)]
+        position += len(handle.entries)
+    return planned, best[position:]
+
+
+def _is_movable(handle: FlatParamHandle) -> bool:
+    return not handle.has_fixed_owners and all(
+        shown.sharded.grad is None for shown in handle.shown_at_rest
+    )
+
+
+def _sizes(handle: FlatParamHandle) -> list[int]:
+    itemsize = handle.local_shard.dtype.itemsize
+    return [numel * itemsize for numel in handle.layout.numels]
+
+
+def _compare_plans(planned: dict[FlatParamHandle, list[int]]) -> None:
+    """Check that all ranks are about to do the same."""
+    by_mesh: dict[tuple[str, ...], list[FlatParamHandle]] = {}
+    for handle in planned:
+        names = tuple(group.group_name for group in handle.shard_group.joint_groups)
+        by_mesh.setdefault(names, []).append(handle)
+    for handles in by_mesh.values():
+        lines = [
+            f"'{entry.label}' shape {tuple(entry.spec.shape)} {handle.local_shard.dtype} "
+            f"on meta={handle.local_shard.is_meta} owner {entry.spec.owner} to be {owner}"
+            for handle in handles
+            for entry, owner in zip(handle.entries, planned[handle], strict=True)
+        ]
+        _check_same(handles[0].shard_group, lines)

@@ -1,11 +1,11 @@
-"""Which units are gathered ahead, and what is freed when.
+"""Which units are gathered ahead; how full parameters are freed.
 
 [Note: Gathers of small units]
-A gather costs its latency however little it brings, on gloo also the waking of threads on both
-sides. So small units are gathered several at a time: when the next unit is not on its way yet, the
-ones after it are gathered along with it while all of them together have at most `prefetch_nbytes`
-of the running unit. Each has a gather of its own, straight into its buffer. What is ahead is thus
-the next unit, or so many bytes.
+A gather costs its latency even for a few bytes, on gloo also the waking of threads on both sides.
+So small units are gathered several at a time: if the next unit's gather has not been issued, those
+of the units after it are issued along with it, while all of them together have at most
+`prefetch_nbytes` of the running unit. Each has a gather of its own, straight into its buffer. So
+either the next unit is ahead, or at most that many bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
 from composable_shard.comm import ShardGroup, SmallGroup
+from composable_shard.flat_param import FlatParamHandle
 from composable_shard.options import ReshardAfterForward
-from composable_shard.runtime.state import ShardState, StateRef, TrainingState, TreeContext
+from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 
 __all__ = [
     "apply_policy",
@@ -23,7 +24,8 @@ __all__ = [
     "drop_prefetched",
     "find_small_group",
     "gather_ahead",
-    "run_backward_after",
+    "gather_ahead_in_backward",
+    "release_handle",
 ]
 
 
@@ -48,26 +50,27 @@ def find_small_group(shard_group: ShardGroup, value: ReshardAfterForward) -> Sma
 
 
 def choose_ahead(
-    context: TreeContext,
     state: ShardState,
+    prefetched: dict[ShardState, bool],
     chosen: tuple[StateRef, ...] | None,
-    upcoming: Iterable[ShardState],
+    upcoming: Iterable[ShardState | None],
 ) -> list[ShardState]:
     """Return the units to gather while `state` runs.
 
     Args:
-        context: The tree's.
         state: The unit that runs now.
-        chosen: The units that the user chose; None to take what comes next.
-        upcoming: What came next the last time, in order, if the order was the same so far.
+        prefetched: The units that were gathered ahead; `state` is taken out.
+        chosen: The units that the user chose; None to take those that come next.
+        upcoming: The units that came next the last time, in order, if the order was the same so
+            far. None ends them.
     """
-    context.prefetched.pop(state, None)
+    prefetched.pop(state, None)
     if chosen is not None:
         return [target for ref in chosen if (target := ref()) is not None]
     targets: list[ShardState] = []
     nbytes = 0
     for target in upcoming:
-        if target is state or (not targets and target in context.prefetched):
+        if target is None or target is state or (not targets and target in prefetched):
             break
         for handle in target.needed:
             nbytes += handle.unsharded.nbytes
@@ -77,38 +80,71 @@ def choose_ahead(
     return targets
 
 
-def run_backward_after(context: TreeContext, state: ShardState) -> Iterator[ShardState]:
-    """Yield the units whose backward is expected after that of `state`, in order."""
-    ref = context.next_in_backward.get(state.ref)
-    while ref is not None and (following := ref()) is not None:
-        yield following
-        ref = context.next_in_backward.get(ref)
-
-
-def gather_ahead(context: TreeContext, targets: list[ShardState], *, are_chosen: bool) -> None:
+def gather_ahead(
+    context: TreeContext,
+    prefetched: dict[ShardState, bool],
+    targets: list[ShardState],
+    *,
+    are_chosen: bool,
+) -> None:
     """Start the gathers of units.
 
     Args:
         context: The tree's.
-        targets: What `choose_ahead` returned.
+        prefetched: Where the units are entered.
+        targets: From `choose_ahead`.
         are_chosen: Whether the user chose them.
     """
     for target in targets:
         # Before its gathers: should one fail, the others are freed.
-        context.prefetched[target] = are_chosen or context.prefetched.get(target, False)
+        prefetched[target] = are_chosen or prefetched.get(target, False)
         for handle in target.needed:
             if handle.is_attached and not handle.is_registered_unsharded:
                 handle.unshard(context.streams)
 
 
+def gather_ahead_in_backward(
+    context: TreeContext,
+    state: ShardState,
+    prefetched: dict[ShardState, bool],
+    following: dict[StateRef, StateRef],
+) -> None:
+    """Start the gathers of the units to come after `state` in a backward.
+
+    Args:
+        context: The tree's.
+        state: The unit that the backward has reached.
+        prefetched: The units that this backward has gathered ahead.
+        following: The unit that is expected after each.
+    """
+    chosen = state.backward_prefetch
+    ahead = choose_ahead(state, prefetched, chosen, _follow(following, state.ref))
+    if ahead and chosen is None and prefetched:
+        # A backward may leave units out. A forward in the known order leaves out none of those
+        # gathered ahead, and its end frees them if it does.
+        drop_prefetched(prefetched, keeps=ahead, keeps_chosen=True)
+    gather_ahead(context, prefetched, ahead, are_chosen=chosen is not None)
+
+
+def _follow(following: dict[StateRef, StateRef], first: StateRef) -> Iterator[ShardState | None]:
+    """Yield the units that come after the first one, in order."""
+    ref = following.get(first)
+    while ref is not None:
+        yield ref()
+        ref = following.get(ref)
+
+
 def drop_prefetched(
-    context: TreeContext, *, keeps: Collection[ShardState] = (), keeps_chosen: bool = False
+    prefetched: dict[ShardState, bool],
+    *,
+    keeps: Collection[ShardState] = (),
+    keeps_chosen: bool = False,
 ) -> None:
     """Free what was gathered ahead for units that did not run, but for some."""
-    for unused, is_chosen in list(context.prefetched.items()):
+    for unused, is_chosen in list(prefetched.items()):
         if unused in keeps or (is_chosen and keeps_chosen):
             continue
-        del context.prefetched[unused]
+        del prefetched[unused]
         if unused.training_state is not TrainingState.IDLE:
             continue
         for handle in unused.needed:
@@ -123,3 +159,24 @@ def drop_prefetched(
                 # error of it.
                 with suppress(RuntimeError):
                     handle.wait_unshard()
+
+
+def release_handle(
+    context: TreeContext, handle: FlatParamHandle, *, is_backward_next: bool = False
+) -> None:
+    """Show the sharded parameters and free the full ones, unless a forward still needs them.
+
+    Args:
+        context: The tree's.
+        handle: What to release.
+        is_backward_next: Keep what the policy keeps for a backward.
+    """
+    if handle.num_holders > 0:
+        return
+    handle.register_sharded()
+    if context.keeps_unsharded:
+        return
+    if is_backward_next and handle.small_group is not None:
+        handle.reshard_to_small_group()
+    else:
+        handle.reshard()

@@ -358,7 +358,7 @@ def _is_done(state: ShardState, module: nn.Module, missing_keys: list[str]) -> b
             return True
     covered = frozenset(map(id, module.modules()))
     for each in (state, *get_states(module)):
-        each.load_call = (missing_keys, covered)
+        each.note_load(missing_keys, covered)
     return False
 
 

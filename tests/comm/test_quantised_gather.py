@@ -29,7 +29,7 @@ from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.wire import BLOCK_NUMEL, decode, encode, encoded_nbytes, round_trip
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import (
-    Block,
+    Layer,
     Net,
     Nothing,
     assert_at_rest,
@@ -176,7 +176,7 @@ class _WideNet(Net):
 
     def __init__(self) -> None:
         super().__init__(num_blocks=0)
-        self.blocks = nn.ModuleList(Block(15, hidden) for hidden in (20, 33))
+        self.blocks = nn.ModuleList(Layer(15, hidden) for hidden in (20, 33))
 
 
 POLICIES = {
@@ -341,7 +341,7 @@ def test_all_ranks_hold_the_same_bits_and_shards_stay_exact(
 ) -> None:
     """The owner too computes with what the others receive; at rest everything is the main value."""
     torch.manual_seed(0)
-    plain = Block(15, 33)
+    plain = Layer(15, 33)
     policy = MixedPrecisionPolicy(gather_dtype=dtype)
     model = fully_shard(copy.deepcopy(plain), strategy=strategy, mp_policy=policy)
     unshard(model)

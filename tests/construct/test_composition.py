@@ -46,7 +46,7 @@ from composable_shard import (
 from composable_shard.comm.collectives import count_collectives
 from tests.helpers import assert_equal, distributed
 from tests.models import (
-    Block,
+    Layer,
     Net,
     Twins,
     assert_at_rest,
@@ -62,7 +62,7 @@ from tests.models import (
 # --- activation checkpointing ---
 
 
-class _Inside(Block):
+class _Inside(Layer):
     """Checkpoints a part of itself, so recomputation passes no hook of the unit."""
 
     is_reentrant = False
@@ -75,7 +75,7 @@ class _Inside(Block):
         return torch.tanh(self.up(x))
 
 
-class _Whole(Block):
+class _Whole(Layer):
     """Checkpoints all of itself: every one of its parameters is used in recomputation only."""
 
     is_reentrant = False
@@ -136,7 +136,7 @@ class _Nested(_Around):
         return x
 
 
-def _with_blocks(kind: type[Block]) -> Net:
+def _with_blocks(kind: type[Layer]) -> Net:
     net = Net()
     net.blocks = nn.ModuleList(kind() for _ in range(3))
     return net
@@ -543,13 +543,13 @@ def test_copy_of_one_unit_is_a_unit() -> None:
 @distributed(2)
 def test_copy_while_full_parameters_are_shown_is_refused() -> None:
     """The copy would hold parameters that it does not manage."""
-    model = fully_shard(Block())
+    model = fully_shard(Layer())
     unshard(model)
     for make_copy in (copy.deepcopy, pickled):
         with pytest.raises(RuntimeError, match="can't be copied or pickled") as caught:
             make_copy(model)
         assert str(caught.value) == (
-            "unit 'Block' can't be copied or pickled while it shows its full parameters. Call "
+            "unit 'Layer' can't be copied or pickled while it shows its full parameters. Call "
             "reshard(module) first, and not during its forward or backward."
         )
     reshard(model)
@@ -563,8 +563,8 @@ def test_copy_while_full_parameters_are_shown_is_refused() -> None:
 def test_torch_replicate_and_ours_refuse_each_other() -> None:
     """One data-parallel API for a module, whichever comes first."""
     with pytest.raises(RuntimeError, match="replicate"):
-        replicate(fully_shard(Block()))
-    replicated = replicate(Block())
+        replicate(fully_shard(Layer()))
+    replicated = replicate(Layer())
     with pytest.raises(ValueError, match="torch's composable 'replicate' was already") as caught:
         fully_shard(replicated)
     assert str(caught.value) == (
@@ -605,7 +605,7 @@ def test_torch_ddp_above_a_unit_fails_loudly() -> None:
 def test_torch_fully_shard_and_ours_refuse_each_other() -> None:
     """On one module, above and below."""
     with pytest.raises((AssertionError, RuntimeError, ValueError), match="fully_shard"):
-        torch_fully_shard(fully_shard(Block()))
+        torch_fully_shard(fully_shard(Layer()))
     net = Net()
     torch_fully_shard(net.blocks[1])
     with pytest.raises(ValueError, match=r"is sharded by torch's FSDP already") as caught:

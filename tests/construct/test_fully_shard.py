@@ -35,8 +35,8 @@ from composable_shard import (
 from composable_shard.comm.collectives import count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
 from tests.models import (
-    Block,
     CheckpointsBlocks,
+    Layer,
     Net,
     Twins,
     assert_at_rest,
@@ -90,7 +90,7 @@ def _assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
 @distributed(2)
 def test_the_same_object_comes_back() -> None:
     """Module or list, its class is unchanged and nothing wraps it."""
-    net, blocks = _BufferedNet(), [Block(), Block()]
+    net, blocks = _BufferedNet(), [Layer(), Layer()]
     assert fully_shard(net) is net
     assert fully_shard(blocks) is blocks
     assert type(net) is _BufferedNet
@@ -165,7 +165,7 @@ def test_each_rank_holds_one_slice() -> None:
 @distributed(2)
 def test_state_is_read_without_writing() -> None:
     """`fully_shard.state` leaves a module's attributes alone, sharded or not."""
-    plain, sharded = Block(), fully_shard(Block())
+    plain, sharded = Layer(), fully_shard(Layer())
     for module in (plain, sharded):
         before = dict(vars(module))
         state = fully_shard.state(module)  # type: ignore[attr-defined]
@@ -181,15 +181,15 @@ def test_states_handles_and_roots_are_found() -> None:
     assert [state.name for state in states] == ["_BufferedNet", "blocks.0", "blocks.1"]
     assert get_handles(net) == [handle for state in states for handle in state.handles]
     assert get_root_states(net) == states[:1]
-    pair = nn.ModuleList([fully_shard(Block()), nn.Sequential(fully_shard(Block()))])
+    pair = nn.ModuleList([fully_shard(Layer()), nn.Sequential(fully_shard(Layer()))])
     assert get_root_states(pair) == get_states(pair)
-    assert get_states(Block()) == get_handles(Block()) == get_root_states(Block()) == []
+    assert get_states(Layer()) == get_handles(Layer()) == get_root_states(Layer()) == []
 
 
 @distributed(2)
 def test_one_unit_of_several_modules() -> None:
     """A list of modules shares one state and one gather; inner ones are not counted twice."""
-    blocks = nn.Sequential(Block(), Block())
+    blocks = nn.Sequential(Layer(), Layer())
     fully_shard([blocks[0], blocks[1], blocks[0].up])
     assert len(get_states(blocks)) == len(get_handles(blocks)) == 1
     assert [is_sharded(module) for module in (*blocks, blocks[0].up)] == [True, True, False]
@@ -204,7 +204,7 @@ def test_one_unit_of_several_modules() -> None:
 @distributed(2)
 def test_sharding_a_module_without_parameters_is_allowed() -> None:
     """A unit may manage nothing: everything below is sharded already, or there is nothing."""
-    empty, outer = nn.Sequential(nn.GELU()), nn.Sequential(fully_shard(Block()))
+    empty, outer = nn.Sequential(nn.GELU()), nn.Sequential(fully_shard(Layer()))
     assert get_handles(fully_shard(empty)) == []
     fully_shard(outer)
     assert_equal(empty(torch.ones(2)), nn.GELU()(torch.ones(2)))
@@ -218,7 +218,7 @@ def test_sharding_a_module_without_parameters_is_allowed() -> None:
 class _NoForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = Layer()
 
 
 class _IntegerWeight(nn.Linear):
@@ -234,7 +234,7 @@ def _sparse() -> nn.Module:
 
 
 def _in_graph() -> nn.Module:
-    module = Block()
+    module = Layer()
     module.kept = module(torch.ones(1, 15))  # type: ignore[assignment]
     return module
 
@@ -246,14 +246,14 @@ class _SparseBuffer(nn.Linear):
 
 
 def _block_on_two_devices() -> nn.Module:
-    module = Block()
+    module = Layer()
     module.down.to("meta")
     return module
 
 
 def _with_copied_shard() -> nn.Module:
-    module = Block()
-    module.up.weight = copy.deepcopy(fully_shard(Block()).up.weight)
+    module = Layer()
+    module.up.weight = copy.deepcopy(fully_shard(Layer()).up.weight)
     return module
 
 
@@ -265,16 +265,16 @@ def _inside_sharded() -> nn.Module:
 
 REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "twice": (
-        lambda: fully_shard(Block()),
+        lambda: fully_shard(Layer()),
         {},
         ValueError,
-        "fully_shard was already applied to this Block; it can be applied to a module only once. "
+        "fully_shard was already applied to this Layer; it can be applied to a module only once. "
         "To change its options, build the model anew.",
     ),
     "empty list": (list, {}, ValueError, "expected at least one module, got an empty list"),
-    "no module": (lambda: [Block(), 3], {}, ValueError, "expected an nn.Module, got int"),
+    "no module": (lambda: [Layer(), 3], {}, ValueError, "expected an nn.Module, got int"),
     "module list": (
-        lambda: nn.ModuleList([Block()]),
+        lambda: nn.ModuleList([Layer()]),
         {},
         ValueError,
         "ModuleList has no forward, so its unit would never be gathered. Pass the modules in it: "
@@ -340,51 +340,51 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         "Call fully_shard on inner modules first, on outer ones last.",
     ),
     "strategy": (
-        Block,
+        Layer,
         {"strategy": "full_shard"},
         ValueError,
         "expected strategy to be a ShardingStrategy, got 'full_shard'",
     ),
     "freeing what is kept": (
-        Block,
+        Layer,
         {"strategy": ShardingStrategy.SHARD_OPTIM, "reshard_after_forward": True},
         ValueError,
         "expected reshard_after_forward to be None or False with ShardingStrategy.SHARD_OPTIM, "
         "which keeps parameters unsharded, got True. Use FULL_SHARD to free them.",
     ),
     "reshard_after_forward": (
-        Block,
+        Layer,
         {"reshard_after_forward": 3},
         ValueError,
         "expected reshard_after_forward to be True, False, None or a divisor of the 2 ranks that "
         "share the unit, got 3",
     ),
     "mesh": (
-        Block,
+        Layer,
         {"mesh": (2,)},
         ValueError,
         "expected mesh to be a DeviceMesh or None, got (2,)",
     ),
     "ignored_params: used up by the first call": (
-        Block,
+        Layer,
         {"ignored_params": iter(())},
         ValueError,
         "expected ignored_params to be a set of parameters, got a tuple_iterator",
     ),
     "ignored_params: names": (
-        Block,
+        Layer,
         {"ignored_params": ["up.bias"]},
         ValueError,
         "expected ignored_params to hold parameters only, got a str",
     ),
     "sync_module_states": (
-        Block,
+        Layer,
         {"sync_module_states": None},
         ValueError,
         "expected sync_module_states to be True or False, got None",
     ),
     "broadcast_buffers": (
-        Block,
+        Layer,
         {"broadcast_buffers": 1},
         ValueError,
         "expected broadcast_buffers to be True or False, got 1",
@@ -397,13 +397,13 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         "torch.sparse_coo. Make it dense, or leave broadcast_buffers out for its unit.",
     ),
     "use_orig_params": (
-        Block,
+        Layer,
         {"use_orig_params": "no"},
         ValueError,
         "expected use_orig_params to be True or False, got 'no'",
     ),
     "sync on meta": (
-        lambda: Block().to("meta"),
+        lambda: Layer().to("meta"),
         {"sync_module_states": True},
         ValueError,
         "sync_module_states=True needs real parameters and buffers, got some on the meta device. "
@@ -432,7 +432,7 @@ def test_mesh_with_three_axes_is_refused_by_name() -> None:
     """The message shows how to pick axes."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("outer", "replicate", "shard"))
     with pytest.raises(ValueError, match="expected a 1-D mesh") as caught:
-        fully_shard(Block(), mesh=mesh)
+        fully_shard(Layer(), mesh=mesh)
     assert str(caught.value) == (
         "expected a 1-D mesh, or a 2-D one (replicate, shard), got 3 axes ('outer', 'replicate', "
         "'shard'). Pass one or two axes of it, for example mesh['dp']."
@@ -442,7 +442,7 @@ def test_mesh_with_three_axes_is_refused_by_name() -> None:
 def test_missing_process_group_is_named() -> None:
     """Nothing is initialised behind the user's back outside of torchrun."""
     with pytest.raises(RuntimeError) as caught:
-        fully_shard(Block())
+        fully_shard(Layer())
     assert str(caught.value) == (
         "torch.distributed is not initialised. Call torch.distributed.init_process_group() first, "
         "or start the script with torchrun."
@@ -642,7 +642,7 @@ class _TiedThrice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inp = nn.Linear(5, 15)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Layer(), Layer()])
         self.blocks[1].up.weight = self.blocks[0].up.weight
         self.last = nn.Linear(15, 7)
         self.last.weight = self.blocks[0].up.weight
@@ -968,7 +968,7 @@ def test_unshard_and_reshard_are_idempotent() -> None:
 @distributed(2)
 def test_unshard_of_an_outer_plain_module_reaches_the_units_below() -> None:
     """With recurse the module itself need not be sharded; without it that is an error."""
-    outer = nn.Sequential(fully_shard(Block()), nn.Sequential(fully_shard(Block())))
+    outer = nn.Sequential(fully_shard(Layer()), nn.Sequential(fully_shard(Layer())))
     unshard(outer, recurse=True)
     assert all(_is_full(param) for param in outer.parameters())
     reshard(outer, recurse=True)
@@ -1087,15 +1087,15 @@ def test_ranks_that_build_different_models_all_get_the_same_error() -> None:
     assert texts[0] == (
         "the ranks of one mesh must shard the same model in the same way; the first "
         "difference is at parameter 2: ranks [0, 1]: 'down.weight' shape (15, 7) torch.float32 "
-        "requires_grad=True in unit 'Block' strategy=FULL_SHARD reshard_after_forward=None; "
-        "ranks [2]: 'down.weight' shape (15, 8) torch.float32 requires_grad=True in unit 'Block' "
+        "requires_grad=True in unit 'Layer' strategy=FULL_SHARD reshard_after_forward=None; "
+        "ranks [2]: 'down.weight' shape (15, 8) torch.float32 requires_grad=True in unit 'Layer' "
         "strategy=FULL_SHARD reshard_after_forward=None. Build the model and call fully_shard "
         "alike on every rank."
     )
 
 
 def _different_models() -> str:
-    block = Block()
+    block = Layer()
     if dist.get_rank() == 2:
         block.down = nn.Linear(8, 15)
     fully_shard(block)

@@ -14,7 +14,7 @@ from composable_shard import FlatShard, fully_shard, get_handles, lazy_init
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.runtime.buffers import is_never_written
 from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Block, Net, Wide, on_meta, rank_input, shard_blocks
+from tests.models import Layer, Net, Wide, on_meta, rank_input, shard_blocks
 
 
 class _Norm(nn.Module):
@@ -424,7 +424,7 @@ def test_conversion_methods_equal_those_of_the_plain_module(name: str) -> None:
 @distributed(2)
 def test_attributes_survive_a_conversion() -> None:
     """What users hang on a parameter stays, and so does requires_grad."""
-    block = Block()
+    block = Layer()
     block.up.bias.requires_grad_(False)
     for index, param in enumerate(block.parameters()):
         param.note = index  # type: ignore[attr-defined]
@@ -438,7 +438,7 @@ def test_attributes_survive_a_conversion() -> None:
 @distributed(2)
 def test_converting_a_part_of_a_unit_is_named_and_can_be_completed() -> None:
     """A unit has one dtype for each handle; the text says which parameters differ."""
-    block = fully_shard(Block())
+    block = fully_shard(Layer())
     lazy_init(block)
     block.up.double()
     with pytest.raises(RuntimeError, match="to change dtype and device together") as caught:
@@ -457,7 +457,7 @@ def test_converting_a_part_of_a_unit_is_named_and_can_be_completed() -> None:
 @distributed(2)
 def test_conversion_between_forward_and_backward_fails_and_leaves_no_trace() -> None:
     """The graph belongs to other weights; the next step is right."""
-    reference = Block()
+    reference = Layer()
     block = fully_shard(copy.deepcopy(reference), reshard_after_forward=True)
     loss = block(torch.ones(1, 15)).sum()
     block.double()

@@ -47,7 +47,7 @@ from tests.construct.test_composition import (
 from tests.construct.test_fully_shard import _no_collector
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import (
-    Block,
+    Layer,
     Net,
     Twins,
     pickled,
@@ -369,7 +369,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], ShardFn, Callable[[nn.Module, i
     "several modules": (_SomeLayers, _shard_pairs, run(4, 15)),
     "every second unit": (Net, _shard_in_turn, _NET),
     "the root alone": (Net, _shard_root_alone_flat, _NET),
-    "blocks alone": (lambda: nn.Sequential(Block(), Block()), shard_children, run(4, 15)),
+    "blocks alone": (lambda: nn.Sequential(Layer(), Layer()), shard_children, run(4, 15)),
     "odd": (_OddParameters, shard_root, lambda m, step: m(rank_input(4, 15, step=step))),
     "empty": (_OnlyEmpty, shard_layers, run(4, 15)),
     "complex": (_Complex, shard_root, run(4, 15)),
@@ -653,7 +653,7 @@ def test_originals_are_shown_while_a_unit_runs() -> None:
         _NET(model, step).backward()
     expected = ["inp.weight", "inp.bias", "out.weight", "out.bias"]
     assert model.seen == [("forward", expected), ("backward", expected)] * 2
-    assert inner == [names(Block())] * 4
+    assert inner == [names(Layer())] * 4
     assert names(model) == _FLAT_NAMES
     assert model.inp.weight is None
     assert model._flat_param is shown[0]
@@ -915,7 +915,7 @@ def test_hidden_parameters_refuse_what_would_be_ignored() -> None:
 @distributed(2)
 def test_post_accumulate_hooks_on_originals_are_refused() -> None:
     """Before anything changes, so the corrected call succeeds."""
-    model = Block()
+    model = Layer()
     removable = model.up.weight.register_post_accumulate_grad_hook(print)
     with pytest.raises(ValueError, match="post_accumulate") as caught:
         fully_shard(model, use_orig_params=False)
@@ -924,7 +924,7 @@ def test_post_accumulate_hooks_on_originals_are_refused() -> None:
         "never run with use_orig_params=False: only the flat parameter gets a gradient. Register "
         "them on it after fully_shard, or pass use_orig_params=True."
     )
-    assert names(model) == names(Block())
+    assert names(model) == names(Layer())
     removable.remove()
     fully_shard(model, use_orig_params=False)
     seen: list[Tensor] = []
@@ -953,14 +953,14 @@ def test_tensor_hook_on_the_flat_parameter_is_refused_at_the_next_forward() -> N
         twins.train(_NET, optim.AdamW, lr=0.1)
 
 
-class _Taken(Block):
+class _Taken(Layer):
     _flat_param_names = ()
 
 
 @distributed(2)
 def test_attribute_of_that_name_is_refused() -> None:
     """Before anything changes."""
-    models: list[Any] = [Block(), Block(), _Taken()]
+    models: list[Any] = [Layer(), Layer(), _Taken()]
     models[0]._flat_param = 3
     models[1].register_buffer("_flat_param_1", torch.zeros(2))
     taken = ["_flat_param", "_flat_param_1", "_flat_param_names"]
@@ -1003,7 +1003,7 @@ def test_replaced_flat_parameter_is_named() -> None:
 @distributed(2)
 def test_unit_at_rest_says_none_where_originals_were() -> None:
     """A matrix product with None names what is missing; nothing is changed by it."""
-    model = make_flat(Block, shard_root)
+    model = make_flat(Layer, shard_root)
     with pytest.raises(TypeError, match="NoneType"):
         model.up(rank_input(4, 15))
     model(rank_input(4, 15)).sum().backward()

@@ -44,9 +44,9 @@ from composable_shard.comm.collectives import count_collectives
 from composable_shard.planning import by_class
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import (
-    Block,
     CheckpointsBlocks,
     EqualBlocks,
+    Layer,
     Net,
     assert_at_rest,
     average_gradient,
@@ -524,7 +524,7 @@ def test_wire_bytes(
 def test_half_precision_wire(strategy: ShardingStrategy) -> None:
     """S2.6: parameters stay fp32; all ranks compute with the same values, rounded to fp16."""
     torch.manual_seed(0)
-    plain = Block()
+    plain = Layer()
     model = fully_shard(
         copy.deepcopy(plain), strategy=strategy, mp_policy=MixedPrecisionPolicy(gather_dtype=F16)
     )
@@ -712,7 +712,7 @@ def test_writeback_keeps_the_precision_of_what_was_not_edited(
 ) -> None:
     """`unshard` shows rounded values; only those that were changed reach the main shards."""
     torch.manual_seed(0)
-    plain = Block()
+    plain = Layer()
     model = fully_shard(copy.deepcopy(plain), strategy=strategy, mp_policy=POLICIES[policy])
     unshard(model)
     with torch.no_grad():
@@ -1002,7 +1002,7 @@ def test_units_of_one_tree_may_differ() -> None:
     torch.manual_seed(0)
     model = Net()
     policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F32)
-    shard_model(model, by_class(Block, mp_policy=policy), strategy=SHARD_GRAD_OP)
+    shard_model(model, by_class(Layer, mp_policy=policy), strategy=SHARD_GRAD_OP)
     assert {handle.unsharded.dtype for handle in get_handles(model.blocks)} == {BF16}
     assert get_handles(model)[0].unsharded.dtype == F32
     loss_of(model).backward()

@@ -44,7 +44,7 @@ from tests.flat_param.test_flat_mode import (
 )
 from tests.helpers import assert_equal, distributed
 from tests.models import (
-    Block,
+    Layer,
     Net,
     Twins,
     assert_at_rest,
@@ -132,7 +132,7 @@ def test_missing_gradients_stay_missing() -> None:
 @distributed(2)
 def test_gradient_set_by_hand_moves_to_all_originals() -> None:
     """No backward tells which of them it is meant for."""
-    model = make_flat(Block, shard_root)
+    model = make_flat(Layer, shard_root)
     model._flat_param.grad = torch.ones_like(model._flat_param)
     register_orig_params(model)
     assert all(param.grad.full_tensor().eq(1).all() for param in model.parameters())
@@ -217,7 +217,7 @@ def test_recurse_reaches_the_units_below_or_not() -> None:
     assert sorted(names(model)) == sorted(_FLAT_NAMES)
     register_orig_params(model.blocks[1], recurse=False)
     assert [name for name in names(model) if "blocks.1" in name] == [
-        f"blocks.1.{name}" for name in names(Block())
+        f"blocks.1.{name}" for name in names(Layer())
     ]
     _NET(model, 0).backward()
 
@@ -238,9 +238,9 @@ def test_units_without_parameters_are_left_alone() -> None:
 @distributed(1)
 def test_module_without_units_is_an_error(toggle: Toggle) -> None:
     """With what to do, which depends on `recurse`."""
-    with pytest.raises(ValueError, match="expected a module with sharded units, got Block"):
-        toggle(Block())
-    model = nn.Sequential(fully_shard(Block()))
+    with pytest.raises(ValueError, match="expected a module with sharded units, got Layer"):
+        toggle(Layer())
+    model = nn.Sequential(fully_shard(Layer()))
     with pytest.raises(ValueError, match="or pass recurse=True for the units inside it"):
         toggle(model, recurse=False)
     toggle(model)
@@ -320,7 +320,7 @@ def test_random_trees_toggled_at_random(seed: int) -> None:
 @distributed(1, 2, 3)
 def test_held_unit_shows_its_full_values_in_either_form() -> None:
     """The flat full parameter, then the originals as its views (S1.8)."""
-    model = fully_shard(Block())
+    model = fully_shard(Layer())
     expected = {name: value for name, (value, _) in full_values_and_gradients(model).items()}
     unshard(model)
     with count_collectives() as log:
@@ -345,7 +345,7 @@ def test_held_unit_shows_its_full_values_in_either_form() -> None:
 @distributed(1, 2)
 def test_edit_of_the_full_flat_parameter_is_written_back() -> None:
     """By `writeback`, like that of any other; without it a warning names it."""
-    model = make_flat(Block, shard_root)
+    model = make_flat(Layer, shard_root)
     unshard(model)
     register_flat_param(model)
     with torch.no_grad():
@@ -561,7 +561,7 @@ def test_tensor_hooks_on_originals_run_in_both_forms() -> None:
 @distributed(1, 2)
 def test_optimizer_over_the_hidden_flat_parameter_is_told() -> None:
     """It would step nothing, silently; shown again, it steps."""
-    model = make_flat(Block, shard_root)
+    model = make_flat(Layer, shard_root)
     flat = model._flat_param
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     register_orig_params(model)
@@ -582,7 +582,7 @@ def test_optimizer_over_the_hidden_flat_parameter_is_told() -> None:
         torch.testing.assert_close(value, before[name][0] - 0.1 * grad)
 
 
-class _Class(Block):
+class _Class(Layer):
     _flat_param = "mine"
 
 
@@ -590,7 +590,7 @@ class _Class(Block):
 @distributed(1, 2)
 def test_attribute_of_that_name_is_refused(kind: str) -> None:
     """It would be overwritten, or hide the flat parameter."""
-    model = _Class() if kind == "class" else Block()
+    model = _Class() if kind == "class" else Layer()
     if kind == "attribute":
         model._flat_param = 3
     elif kind == "buffer":

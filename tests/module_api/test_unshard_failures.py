@@ -36,7 +36,7 @@ from composable_shard import (
 )
 from composable_shard.comm import collectives
 from composable_shard.comm.collectives import AllGather
-from composable_shard.runtime.state import TrainingState
+from composable_shard.runtime.unit import TrainingState
 from tests.helpers import Planned, assert_equal, distributed
 from tests.models import (
     FailingMode,

@@ -41,7 +41,7 @@ from composable_shard import (
 )
 from composable_shard.comm.collectives import CollectiveLog, count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Block, Net, add_one, assert_at_rest, rank_input, shard_blocks
+from tests.models import Layer, Net, add_one, assert_at_rest, rank_input, shard_blocks
 
 # What `fully_shard` can be told of what ranks keep; each row of the matrix runs under each.
 STRATEGIES: list[dict[str, Any]] = [
@@ -451,7 +451,7 @@ DIM = 64
 
 def _make_stack() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(DIM, 4 * DIM) for _ in range(4)))
+    model = nn.Sequential(*(Layer(DIM, 4 * DIM) for _ in range(4)))
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -749,7 +749,7 @@ def test_tensor_parallel_parameters_are_shown_as_dtensors() -> None:
 def test_recurse_shows_all_units_below_a_module_that_is_none(order: list[int]) -> None:
     """S1.7: several disjoint roots, whatever the order in which they were made."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(3)))
+    model = nn.Sequential(*(Layer() for _ in range(3)))
     plain = copy.deepcopy(model)
     for index in order:
         fully_shard(model[index])

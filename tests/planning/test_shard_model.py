@@ -38,9 +38,9 @@ from composable_shard import (
 from composable_shard.planning import by_class, by_size, transformer_blocks
 from composable_shard.planning.rules import Scope, compile_glob, parse_rules
 from composable_shard.planning.units import choose_units
-from composable_shard.runtime.traversal import ModuleTree, has_forward
+from composable_shard.runtime.tree import ModuleTree, has_forward
 from tests.helpers import distributed, run_ranks
-from tests.models import Block, Net, Twins, assert_at_rest, fingerprint, plan_of, rank_input
+from tests.models import Layer, Net, Twins, assert_at_rest, fingerprint, plan_of, rank_input
 
 _OPTIONS = "mesh, strategy, reshard_after_forward, shard_over_replicas, mp_policy, " + (
     "offload_policy, ignored_params, use_orig_params, sync_module_states, "
@@ -65,7 +65,7 @@ class _Layer(nn.Module):
     def __init__(self, dim: int = 6, num_experts: int = 2) -> None:
         super().__init__()
         self.attention = _Attention(dim)
-        self.experts = nn.ModuleList(Block(dim, 2 * dim) for _ in range(num_experts))
+        self.experts = nn.ModuleList(Layer(dim, 2 * dim) for _ in range(num_experts))
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,24 +164,24 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 LAYERS = ["inp", *UP, "blocks.0.down", "blocks.1.down", "blocks.2.down", "out"]
 LAYERS_IN_ORDER = [f"blocks.{index}.{name}" for index in range(3) for name in ("up", "down")]
 CASES: dict[str, tuple[Any, list[str]]] = {
-    "class": ({Block: {}}, BLOCKS),
+    "class": ({Layer: {}}, BLOCKS),
     "base class": ({nn.Linear: {}}, LAYERS),
-    "tuple of classes": ({(Block, nn.Linear): {}}, BLOCKS + LAYERS),
+    "tuple of classes": ({(Layer, nn.Linear): {}}, BLOCKS + LAYERS),
     "glob": ({"blocks.*": {}}, BLOCKS),
     "glob with a set": ([("blocks.[02]", {})], ["blocks.0", "blocks.2"]),
     "exact name": ([("blocks.1", {})], ["blocks.1"]),
     "glob across": ({"blocks.**": {}}, BLOCKS + [name for name in LAYERS if "." in name]),
     "glob from anywhere": ([("**.up", {})], UP),
     "predicate": ([(_is_up, {})], UP),
-    "predicate on the module": ([(lambda fqn, module: module.__class__ is Block, {})], BLOCKS),
+    "predicate on the module": ([(lambda fqn, module: module.__class__ is Layer, {})], BLOCKS),
     "pairs as lists": ([["out", {}]], ["out"]),
     "no rules": ({}, []),
-    "nested": ({Block: {}, "**.up": {}}, BLOCKS + UP),
-    "None first": ([("blocks.1", None), (Block, {})], ["blocks.0", "blocks.2"]),
+    "nested": ({Layer: {}, "**.up": {}}, BLOCKS + UP),
+    "None first": ([("blocks.1", None), (Layer, {})], ["blocks.0", "blocks.2"]),
     "None for what is inside": ([("blocks.**.up", None), ("blocks.*.*", {})], LAYERS[4:7]),
-    "two rules": ([("out", {}), *by_class(Block)], [*BLOCKS, "out"]),
-    "by_class": (by_class(Block), BLOCKS),
-    "by_class of several": (by_class(Block, nn.Linear), BLOCKS + LAYERS),
+    "two rules": ([("out", {}), *by_class(Layer)], [*BLOCKS, "out"]),
+    "by_class": (by_class(Layer), BLOCKS),
+    "by_class of several": (by_class(Layer, nn.Linear), BLOCKS + LAYERS),
     "by_size": (by_size(120), ["blocks.0.down", "blocks.1.down", "blocks.2.down"]),
 }
 
@@ -229,13 +229,13 @@ def test_one_star_stays_within_a_component_and_two_go_across(glob: str) -> None:
 
 def test_first_match_wins() -> None:
     """The options are those of the first rule about a module; later ones take the rest."""
-    rules = [("blocks.1", {"reshard_after_forward": True}), (Block, {})]
+    rules = [("blocks.1", {"reshard_after_forward": True}), (Layer, {})]
     plan = plan_of(Net(), rules, reshard_after_forward=False)
     found = {unit.fqn: (unit.rule, unit.options["reshard_after_forward"]) for unit in plan.units}
     assert found == {
-        "blocks.0": ("rule 2 (Block)", False),
+        "blocks.0": ("rule 2 (Layer)", False),
         "blocks.1": ("rule 1 ('blocks.1')", True),
-        "blocks.2": ("rule 2 (Block)", False),
+        "blocks.2": ("rule 2 (Layer)", False),
         "": ("defaults", False),
     }
 
@@ -298,7 +298,7 @@ def test_by_size_counts_ties_once_and_ignored_parameters_never() -> None:
 def test_by_size_counts_after_earlier_rules() -> None:
     """Units of earlier rules are taken; modules that they leave in their parent's unit are not."""
     model = Net()
-    assert _fqns(model, [("blocks.*.*", None), (Block, {}), *by_size(48)]) == [
+    assert _fqns(model, [("blocks.*.*", None), (Layer, {}), *by_size(48)]) == [
         "inp",
         *BLOCKS,
         "out",
@@ -336,9 +336,9 @@ def test_transformer_blocks_finds_encoder_and_decoder() -> None:
 
 def test_transformer_blocks_takes_what_there_is() -> None:
     """The model may be the list; layers without modules in them are better than nothing."""
-    assert _fqns(nn.Sequential(Block(), Block()), [("*", {})]) == ["0", "1"]
-    assert transformer_blocks(nn.Sequential(Block(), Block())) == [("*", {})]
-    towers = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2))
+    assert _fqns(nn.Sequential(Layer(), Layer()), [("*", {})]) == ["0", "1"]
+    assert transformer_blocks(nn.Sequential(Layer(), Layer())) == [("*", {})]
+    towers = nn.ModuleList(nn.ModuleList([Layer(), Layer()]) for _ in range(2))
     assert [glob for glob, _ in transformer_blocks(towers)] == ["0.*", "1.*"]
     linears = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert transformer_blocks(nn.ModuleDict({"a*": linears})) == [("a[*].*", {})]
@@ -350,8 +350,8 @@ def test_transformer_blocks_takes_what_there_is() -> None:
 
 def test_transformer_blocks_says_what_to_pass_where_there_is_no_list() -> None:
     """Different classes, a single block, blocks without parameters: none is a list of blocks."""
-    mixed = nn.Sequential(nn.Linear(2, 2), Block(2, 2))
-    for model in (mixed, nn.ModuleList([Block()]), nn.Sequential(nn.GELU(), nn.GELU())):
+    mixed = nn.Sequential(nn.Linear(2, 2), Layer(2, 2))
+    for model in (mixed, nn.ModuleList([Layer()]), nn.Sequential(nn.GELU(), nn.GELU())):
         with pytest.raises(ValueError, match="no ModuleList or Sequential") as caught:
             transformer_blocks(model)
         assert str(caught.value) == (
@@ -364,11 +364,11 @@ def test_transformer_blocks_says_what_to_pass_where_there_is_no_list() -> None:
 READY_REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "no class": (by_class, "expected by_class to be given module classes, got nothing"),
     "instance": (
-        lambda: by_class(Block()),  # type: ignore[arg-type]
-        "expected by_class to be given module classes, got an instance of Block",
+        lambda: by_class(Layer()),  # type: ignore[arg-type]
+        "expected by_class to be given module classes, got an instance of Layer",
     ),
     "other class": (
-        lambda: by_class(Block, dict),  # type: ignore[arg-type]
+        lambda: by_class(Layer, dict),  # type: ignore[arg-type]
         "expected by_class to be given module classes, got the class dict",
     ),
     "size 0": (lambda: by_size(0), "expected min_numel to be a positive integer, got 0"),
@@ -377,7 +377,7 @@ READY_REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "expected min_numel to be a positive integer, got 100000000.0",
     ),
     "no model": (
-        lambda: transformer_blocks([Block()]),  # type: ignore[arg-type]
+        lambda: transformer_blocks([Layer()]),  # type: ignore[arg-type]
         "expected model to be an nn.Module, got list",
     ),
 }
@@ -395,7 +395,7 @@ def test_ready_made_rules_refuse_wrong_arguments(case: str) -> None:
 
 
 def _lambda(module: nn.Module) -> bool:
-    return isinstance(module, (Block, nn.LayerNorm))
+    return isinstance(module, (Layer, nn.LayerNorm))
 
 
 POLICIES: dict[str, Any] = {
@@ -404,7 +404,7 @@ POLICIES: dict[str, Any] = {
         transformer_auto_wrap_policy, transformer_layer_cls={_Layer, nn.Embedding}
     ),
     "lambda": functools.partial(lambda_auto_wrap_policy, lambda_fn=_lambda),
-    "ModuleWrapPolicy": ModuleWrapPolicy({_Layer, Block}),
+    "ModuleWrapPolicy": ModuleWrapPolicy({_Layer, Layer}),
     "CustomPolicy": CustomPolicy(_lambda),
     **{
         f"size {numel}": functools.partial(size_based_auto_wrap_policy, min_num_params=numel)
@@ -414,7 +414,7 @@ POLICIES: dict[str, Any] = {
         size_based_auto_wrap_policy,
         min_num_params=60,
         force_leaf_modules={_Attention},
-        exclude_wrap_modules={nn.ModuleList, Block},
+        exclude_wrap_modules={nn.ModuleList, Layer},
     ),
 }
 
@@ -454,7 +454,7 @@ def test_fsdp1_policies_give_the_units_of_fsdp1(name: str, make: Callable[[], nn
 
 def test_fsdp1_policies_leave_the_root_and_containers_alone() -> None:
     """The root keeps the defaults, and what nothing calls does not become a unit."""
-    policy = ModuleWrapPolicy({Net, Block, nn.ModuleList})
+    policy = ModuleWrapPolicy({Net, Layer, nn.ModuleList})
     plan = plan_of(Net(), {policy: {"reshard_after_forward": True}})
     assert [unit.fqn for unit in plan.units] == [*BLOCKS, ""]
     assert plan.units[-1].options == {}
@@ -484,19 +484,19 @@ def _taken_by(tree: ModuleTree, policy: Any) -> list[nn.Module]:
 def test_custom_policy_overrides_options() -> None:
     """What its function returns goes before the options of the rule."""
     policy = CustomPolicy(
-        lambda module: {"reshard_after_forward": True} if isinstance(module, Block) else False
+        lambda module: {"reshard_after_forward": True} if isinstance(module, Layer) else False
     )
     plan = plan_of(Net(), {policy: {"reshard_after_forward": False, "sync_module_states": True}})
     assert [unit.options for unit in plan.units[:-1]] == 3 * [
         {"reshard_after_forward": True, "sync_module_states": True}
     ]
     wrong = CustomPolicy(
-        lambda module: {"sharding_strategy": 1} if isinstance(module, Block) else False
+        lambda module: {"sharding_strategy": 1} if isinstance(module, Layer) else False
     )
     with pytest.raises(ValueError, match="fully_shard has no option") as caught:
         plan_of(Net(), wrong)
     assert str(caught.value) == (
-        "rule 1 (CustomPolicy), 'blocks.0' (Block): fully_shard has no option "
+        "rule 1 (CustomPolicy), 'blocks.0' (Layer): fully_shard has no option "
         "'sharding_strategy'. Did you mean 'strategy'?"
     )
 
@@ -537,7 +537,7 @@ def _net_on_two_devices() -> nn.Module:
 
 def _with_container() -> nn.Module:
     model = Net()
-    model.blocks = nn.ModuleList([Block(), nn.ModuleList([Block()])])
+    model.blocks = nn.ModuleList([Layer(), nn.ModuleList([Layer()])])
     return model
 
 
@@ -567,33 +567,33 @@ EXPECTED_PAIR = (
 )
 NET = (
     "selects no module of Net, which holds 'inp', 'blocks', 'out' and has the classes 'Net', "
-    "'Linear', 'ModuleList', 'Block'. Correct or remove it."
+    "'Linear', 'ModuleList', 'Layer'. Correct or remove it."
 )
 ALL = {"blocks.*": {}}
 # model, rules, options, error, text
 REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception], str]] = {
     "no model": (
-        lambda: [Block()],
+        lambda: [Layer()],
         ALL,
         {},
         ValueError,
         "expected model to be an nn.Module, got list",
     ),
     "rules: a glob": (Net, "blocks.*", {}, ValueError, EXPECTED_RULES + "'blocks.*'"),
-    "rules: a class": (Net, Block, {}, ValueError, EXPECTED_RULES + "Block"),
+    "rules: a class": (Net, Layer, {}, ValueError, EXPECTED_RULES + "Layer"),
     "rules: None": (Net, None, {}, ValueError, EXPECTED_RULES + "NoneType"),
     "rules: a predicate": (Net, _is_up, {}, ValueError, EXPECTED_RULES + "_is_up"),
-    "not a pair": (Net, [(Block, {}), Block], {}, ValueError, EXPECTED_PAIR.format("type")),
+    "not a pair": (Net, [(Layer, {}), Layer], {}, ValueError, EXPECTED_PAIR.format("type")),
     "not unpacked": (
         Net,
-        [("out", {}), by_class(Block)],
+        [("out", {}), by_class(Layer)],
         {},
         ValueError,
         EXPECTED_PAIR.format("list"),
     ),
     "key: a number": (Net, {3: {}}, {}, ValueError, EXPECTED_KEY + "int"),
     "key: another class": (Net, {dict: {}}, {}, ValueError, EXPECTED_KEY + "the class dict"),
-    "key: a module": (Net, [(Block(), {})], {}, ValueError, EXPECTED_KEY + "Block"),
+    "key: a module": (Net, [(Layer(), {})], {}, ValueError, EXPECTED_KEY + "Layer"),
     "key: a tuple of names": (Net, {("out", "inp"): {}}, {}, ValueError, EXPECTED_KEY + "tuple"),
     "key: a function of one argument": (
         Net,
@@ -615,7 +615,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
     ),
     "options: True": (
         Net,
-        {Block: True},
+        {Layer: True},
         {},
         ValueError,
         "rule 1: expected a dict of options for fully_shard, or None for no unit of its own, "
@@ -623,10 +623,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
     ),
     "unknown option in a rule": (
         Net,
-        {"out": {}, Block: {"reshard_after_foward": True}},
+        {"out": {}, Layer: {"reshard_after_foward": True}},
         {},
         ValueError,
-        "rule 2 (Block): fully_shard has no option 'reshard_after_foward'. Did you mean "
+        "rule 2 (Layer): fully_shard has no option 'reshard_after_foward'. Did you mean "
         "'reshard_after_forward'?",
     ),
     "unknown default": (
@@ -638,10 +638,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
     ),
     "value in a rule": (
         Net,
-        {Block: {"strategy": "full"}},
+        {Layer: {"strategy": "full"}},
         {},
         ValueError,
-        "rule 1 (Block): expected strategy to be a ShardingStrategy, got 'full'",
+        "rule 1 (Layer): expected strategy to be a ShardingStrategy, got 'full'",
     ),
     "value of a default": (
         Net,
@@ -666,10 +666,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
     ),
     "ignored_params: names": (
         Net,
-        {Block: {"ignored_params": {"up.bias"}}},
+        {Layer: {"ignored_params": {"up.bias"}}},
         {},
         ValueError,
-        "rule 1 (Block): expected ignored_params to hold parameters only, got a str",
+        "rule 1 (Layer): expected ignored_params to hold parameters only, got a str",
     ),
     "sync_module_states": (
         Net,
@@ -688,7 +688,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
     "glob about nothing": (Net, {"block.*": {}}, {}, ValueError, "rule 1 ('block.*') " + NET),
     "class about nothing": (
         Net,
-        {Block: {}, (nn.Conv2d, nn.GELU): None},
+        {Layer: {}, (nn.Conv2d, nn.GELU): None},
         {},
         ValueError,
         "rule 2 ((Conv2d, GELU)) " + NET,
@@ -716,19 +716,19 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
     ),
     "shadowed rule": (
         Net,
-        [("blocks.0", {}), (Block, {}), ("blocks.[01]", {})],
+        [("blocks.0", {}), (Layer, {}), ("blocks.[01]", {})],
         {},
         ValueError,
         "rule 3 ('blocks.[01]') selects no module, as earlier rules select all of 'blocks.0', "
-        "'blocks.1': rule 1 ('blocks.0') and rule 2 (Block). Remove it, or move it to the front.",
+        "'blocks.1': rule 1 ('blocks.0') and rule 2 (Layer). Remove it, or move it to the front.",
     ),
     "shadowed by None": (
         Net,
-        [(Block, None), ("blocks.*", {})],
+        [(Layer, None), ("blocks.*", {})],
         {},
         ValueError,
         "rule 2 ('blocks.*') selects no module, as earlier rules select all of 'blocks.0', "
-        "'blocks.1', 'blocks.2': rule 1 (Block). Remove it, or move it to the front.",
+        "'blocks.1', 'blocks.2': rule 1 (Layer). Remove it, or move it to the front.",
     ),
     "too little left": (
         lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))),
@@ -748,7 +748,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         "earlier rule (('blocks.1', None)).",
     ),
     "model without forward": (
-        lambda: nn.ModuleList([Block()]),
+        lambda: nn.ModuleList([Layer()]),
         {"*": {}},
         {},
         ValueError,
@@ -760,7 +760,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ALL,
         {},
         ValueError,
-        "'blocks.1' (Block) was already sharded by fully_shard or shard_model. Give shard_model a "
+        "'blocks.1' (Layer) was already sharded by fully_shard or shard_model. Give shard_model a "
         "model of which nothing is sharded, and options of single modules as rules.",
     ),
     "sharded": (
@@ -768,7 +768,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ALL,
         {},
         ValueError,
-        "'blocks.0' (Block) was already sharded by fully_shard or shard_model. Give shard_model a "
+        "'blocks.0' (Layer) was already sharded by fully_shard or shard_model. Give shard_model a "
         "model of which nothing is sharded, and options of single modules as rules.",
     ),
     "part of a sharded model": (
@@ -776,7 +776,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ALL,
         {},
         ValueError,
-        "'blocks.0' (Block), rule 1 ('blocks.*'): parameter 'up.weight' is already managed by the "
+        "'blocks.0' (Layer), rule 1 ('blocks.*'): parameter 'up.weight' is already managed by the "
         "unit 'Sequential' of an outer module. Call fully_shard on inner modules first, on outer "
         "ones last.",
     ),
@@ -785,7 +785,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ALL,
         {},
         ValueError,
-        "'blocks.1' (Block), rule 1 ('blocks.*'): expected floating-point or complex parameters, "
+        "'blocks.1' (Layer), rule 1 ('blocks.*'): expected floating-point or complex parameters, "
         "got 'table' of torch.int64. Register it as a buffer, or pass it in ignored_params.",
     ),
     "the root refused": (
@@ -802,13 +802,13 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ALL,
         {},
         ValueError,
-        "'blocks.2' (Block), rule 1 ('blocks.*'): expected all parameters of a unit on one device, "
+        "'blocks.2' (Layer), rule 1 ('blocks.*'): expected all parameters of a unit on one device, "
         "got cpu: ['up.weight', 'up.bias']; meta: ['down.weight', 'down.bias']. Move the module "
         "to one device before fully_shard.",
     ),
     "sync on meta": (
         lambda: Net().to("meta"),
-        {Block: {}, "out": {"sync_module_states": True}},
+        {Layer: {}, "out": {"sync_module_states": True}},
         {},
         ValueError,
         "'out' (Linear), rule 2 ('out'): sync_module_states=True needs real parameters and "
@@ -1019,7 +1019,7 @@ def _train_on_tokens(model: nn.Module) -> list[float]:
     [
         ALL,
         by_size(120),
-        {Block: {}, nn.Linear: {"reshard_after_forward": True}},
+        {Layer: {}, nn.Linear: {"reshard_after_forward": True}},
         [("blocks.1", None), ("blocks.**.up", {}), ("out", {})],
         always_wrap_policy,
         {},
@@ -1069,7 +1069,7 @@ def test_options_of_a_rule_reach_its_units_and_defaults_all_others() -> None:
     model = Net()
     kept = model.blocks[0].up.bias
     by_block = {"mesh": mesh, "ignored_params": {kept}}
-    rules = {Block: by_block, "out": {"reshard_after_forward": True}}
+    rules = {Layer: by_block, "out": {"reshard_after_forward": True}}
     defaults = {"reshard_after_forward": False, "strategy": ShardingStrategy.FULL_SHARD}
     shard_model(model, rules, **defaults)
     options = [state.describe_options().split()[-1] for state in get_states(model)]
@@ -1112,7 +1112,7 @@ def test_dry_run_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         model = Net()
         model.blocks[1].double()
     before = [fingerprint(module) for module in model.modules()]
-    rules = {Block: {"reshard_after_forward": True}, "out": {"ignored_params": {model.out.bias}}}
+    rules = {Layer: {"reshard_after_forward": True}, "out": {"ignored_params": {model.out.bias}}}
     plan = shard_model(model, rules, dry_run=True, world_size=3, sync_module_states=True)
     lines = [
         "Net: 5 units; bytes of the first rank: parameters at rest, gradients after a backward, "
@@ -1120,11 +1120,11 @@ def test_dry_run_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         "in total the most at once in a forward; gathers and reductions per step, and bytes sent",
         "unit      class   rule            parameters  numel  ranks  params  grads  AdamW  on host"
         "  gathered  calls   sent  options",
-        "blocks.0  Block   rule 1 (Block)           4    232      3     320    320    640"
+        "blocks.0  Layer   rule 1 (Layer)           4    232      3     320    320    640"
         "        0       960      3  1,926  sync_module_states=True, reshard_after_forward=True",
-        "blocks.1  Block   rule 1 (Block)           4    232      3     640    640  1,280"
+        "blocks.1  Layer   rule 1 (Layer)           4    232      3     640    640  1,280"
         "        0     1,920      3  3,846  sync_module_states=True, reshard_after_forward=True",
-        "blocks.2  Block   rule 1 (Block)           4    232      3     320    320    640"
+        "blocks.2  Layer   rule 1 (Layer)           4    232      3     320    320    640"
         "        0       960      3  1,926  sync_module_states=True, reshard_after_forward=True",
         "out       Linear  rule 2 ('out')           1     45      3      64     64    128"
         "        0       192      3    386  sync_module_states=True, ignored_params=<1>",
@@ -1207,7 +1207,7 @@ FORWARDS: dict[str, dict[str, Any]] = {
 def test_a_forward_gathers_as_much_at_once_as_the_dry_run_says(name: str) -> None:
     """Storages of full parameters, looked at when any layer runs; also of units inside units."""
     block = sum(param.nbytes for param in Net().blocks[0].parameters())
-    for rules in (ALL, {Block: {}, "blocks.*.*": {}}):
+    for rules in (ALL, {Layer: {}, "blocks.*.*": {}}):
         for ahead in (0, 2 * block, 4 * block, 1 << 20):
             model = Net(5)
             options = {**FORWARDS[name], "prefetch_nbytes": ahead}

@@ -26,12 +26,11 @@ from composable_shard import (
     shard_model,
 )
 from composable_shard.comm.collectives import CollectiveLog, resolve_group
-from composable_shard.options import Block as Granule
-from composable_shard.options import Granularity
+from composable_shard.options import Block, Granularity
 from composable_shard.planning import ShardingPlan, by_class
 from composable_shard.planning.costs import FlatParamCost, RankCounts, sent_nbytes
 from tests.helpers import distributed
-from tests.models import Block, Net, rank_input
+from tests.models import Layer, Net, rank_input
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,7 +64,7 @@ def _make_padded(dtype: torch.dtype = F32) -> Net:
 
 def _shard_as_planned(model: nn.Module, **options: Any) -> ShardingPlan:
     """Shard the model; return what a dry run has told before."""
-    rules = by_class(Block)
+    rules = by_class(Layer)
     plan = shard_model(model, rules, dry_run=True, **options)
     shard_model(model, rules, **options)
     return plan
@@ -145,7 +144,7 @@ def _by_shape(param: nn.Parameter) -> Granularity:
     return "element" if param.dim() < 2 else "param" if param.shape[0] < param.shape[1] else "row"
 
 
-@pytest.mark.parametrize("granularity", ["row", Granule(16), "param", _by_shape], ids=str)
+@pytest.mark.parametrize("granularity", ["row", Block(16), "param", _by_shape], ids=str)
 @distributed(3, 4)
 def test_uneven_shards_cost_what_the_dry_run_says(granularity: Any) -> None:
     """Owners are those of the run, over all units; bytes held are those of the first rank."""
@@ -308,7 +307,7 @@ def _check_stored(
 @distributed(4)
 def test_a_dry_run_needs_no_ranks() -> None:
     """Told a number of ranks, it says what they would find; a mesh prints as it is."""
-    rules = by_class(Block)
+    rules = by_class(Layer)
     for options in OPTIONS.values():
         told = shard_model(_make_padded(), rules, dry_run=True, world_size=4, **options)
         found = shard_model(_make_padded(), rules, dry_run=True, **options)

@@ -264,6 +264,24 @@ def test_error_in_any_collective_leaves_the_next_step_right(name: str) -> None:
     assert num_calls >= {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 1}[name]
 
 
+@distributed(2)
+def test_an_error_that_is_kept_leaves_the_next_step_right() -> None:
+    """Its traceback keeps alive all that the failed backward knew."""
+    kept = []
+
+    def fail(model: nn.Module) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ReduceScatter, "start", _raising_hook(Planned))
+            try:
+                _forward_and_backward(model)
+            except Planned as error:
+                kept.append(error)
+                raise
+
+    _assert_recovers(fail)
+    assert len(kept) == 1
+
+
 @pytest.mark.deadline(240)
 @pytest.mark.parametrize("strategy", list(ShardingStrategy)[1:])
 @distributed(2, timeout=200)

@@ -30,8 +30,8 @@ from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.trace import trace_events
 from tests.helpers import assert_equal, distributed
 from tests.models import (
-    Block,
     CheckpointsBlocks,
+    Layer,
     Net,
     Optional,
     Twins,
@@ -85,7 +85,7 @@ class _RepeatedBlock(nn.Module):
 
     def __init__(self, num_calls: int = 2) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = Layer()
         self.last = nn.Linear(15, 3)
         self.num_calls = num_calls
 
@@ -122,7 +122,7 @@ class _Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -133,8 +133,8 @@ class _Blocks(nn.Module):
 class _Sandwich(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.outer = Block()
-        self.inner = Block()
+        self.outer = Layer()
+        self.inner = Layer()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(self.inner(self.outer(x)))
@@ -179,7 +179,7 @@ class _Choosing(nn.Module):
 
 def _shard_units(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, Block):
+        if isinstance(module, Layer):
             fully_shard(module)
     fully_shard(model)
 
@@ -419,7 +419,7 @@ class _TwoHeads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Sequential(Block(), Block())
+        self.trunk = nn.Sequential(Layer(), Layer())
         self.left = nn.Linear(15, 3)
         self.right = nn.Linear(15, 3)
 
@@ -853,7 +853,7 @@ class _Wrapping(nn.Module):
 
     def __init__(self, form: str) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = Layer()
         self.form = form
 
     def forward(self, x: Tensor) -> Any:
@@ -1010,7 +1010,7 @@ class _Positioned(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.positions = _Positions(kind)
-        self.block = Block()
+        self.block = Layer()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         pos = self.positions(len(x))
@@ -1404,7 +1404,7 @@ class _Language(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 15)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Layer() for _ in range(2))
         self.head = nn.Linear(15, 11)
         self.head.weight = self.embedding.weight
 
@@ -1802,7 +1802,7 @@ def test_backward_inside_a_forward(create_graph: bool, reshard_after_forward: bo
 
 
 def _make_chain() -> nn.Module:
-    return nn.Sequential(Block(), Block(), nn.Linear(15, 1))
+    return nn.Sequential(Layer(), Layer(), nn.Linear(15, 1))
 
 
 @pytest.mark.parametrize("make", [_make_chain, _RepeatedBlock])
@@ -1829,7 +1829,7 @@ def test_gradient_penalty(make: Callable[[], nn.Module]) -> None:
 @distributed(2)
 def test_backward_with_create_graph() -> None:
     """The gradients of the parameters are right; their graph is not kept."""
-    twins = Twins(lambda: nn.Sequential(Block(), Block()))
+    twins = Twins(lambda: nn.Sequential(Layer(), Layer()))
     for model in twins:
         x = rank_input(4, 15).requires_grad_()
         grads = torch.autograd.grad(square_mean(model(x)), x, create_graph=True)
@@ -1842,7 +1842,7 @@ class _AddsLast(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block, self.last = Block(), nn.Parameter(torch.ones(3))
+        self.block, self.last = Layer(), nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.block(x)
@@ -1852,7 +1852,7 @@ class _AddsLast(nn.Module):
 @distributed(2)
 def test_a_gradient_before_the_recomputation() -> None:
     """It leaves the value in place: no rank gathers the unit once more for that."""
-    twins = Twins(lambda: nn.Sequential(_AddsLast(), _AddsLast(), Block()))
+    twins = Twins(lambda: nn.Sequential(_AddsLast(), _AddsLast(), Layer()))
     for _ in range(2):
         for model in twins:
             y = rank_input(4, 15)

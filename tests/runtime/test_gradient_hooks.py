@@ -31,7 +31,7 @@ from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.trace import trace_events
 from tests.helpers import Planned, assert_equal, distributed, peak_bytes
 from tests.models import (
-    Block,
+    Layer,
     Net,
     Optional,
     Twins,
@@ -159,7 +159,7 @@ def test_no_more_than_two_units_hold_gradient_shards(strategy: ShardingStrategy)
     """Whatever the number of units: the peak does not grow with it."""
     peaks = []
     for num_blocks in (4, 8):
-        model = nn.Sequential(*(Block(64, 64) for _ in range(num_blocks)))
+        model = nn.Sequential(*(Layer(64, 64) for _ in range(num_blocks)))
         # All of them together would be gathered ahead at once.
         shard_children(model, strategy=strategy, prefetch_nbytes=0)
         steps = _Steps(model.parameters(), _sgd)
@@ -185,7 +185,7 @@ def test_no_more_than_two_units_hold_gradient_shards(strategy: ShardingStrategy)
 
 
 def _make_plain() -> nn.Module:
-    model = nn.Sequential(*(Block(64, 64) for _ in range(8)))
+    model = nn.Sequential(*(Layer(64, 64) for _ in range(8)))
     shard_children(model)
     return model
 
@@ -312,7 +312,7 @@ def test_parameters_that_not_all_ranks_used(used: list[list[int]]) -> None:
     """Hooks run alike on all ranks: where any rank used the parameter."""
 
     def make() -> nn.Module:
-        return nn.ModuleDict({"a": Block(5, 5), "b": Optional(), "c": Block(5, 5)})
+        return nn.ModuleDict({"a": Layer(5, 5), "b": Optional(), "c": Layer(5, 5)})
 
     def run(model: Any) -> Tensor:
         return model["c"](model["b"](model["a"](rank_input(4, 5)), used[dist.get_rank()])).sum()
@@ -356,7 +356,7 @@ class _CheckpointedTwice(nn.Module):
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(5, 5) for _ in range(3))
+        self.blocks = nn.ModuleList(Layer(5, 5) for _ in range(3))
         self.inp, self.use_reentrant = nn.Linear(5, 5), use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ class _Late(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(5, 7) for _ in range(4))
+        self.blocks = nn.ModuleList(Layer(5, 7) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         stash: list[Tensor] = []

@@ -40,8 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 import composable_shard
 from composable_shard import Block, MixedPrecisionPolicy, ShardingStrategy
 from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import Block as Layers
-from tests.models import Net, shard_blocks, shard_root
+from tests.models import Layer, Net, shard_blocks, shard_root
 
 _States = tuple[dict[str, Any], dict[str, Any]]  # of the model and the optimizer
 
@@ -50,7 +49,7 @@ def _make_seeded(seed: int) -> Net:
     """Return a model of odd shapes, with a parameter that is never trained and a buffer."""
     torch.manual_seed(seed)
     model = Net(num_blocks=0)
-    model.blocks.extend(Layers(15, 8) for _ in range(2))  # torch's tensor parallelism halves the 8
+    model.blocks.extend(Layer(15, 8) for _ in range(2))  # torch's tensor parallelism halves the 8
     model.blocks[1].down.bias.requires_grad_(False)
     model.register_buffer("scale", torch.randn(3))
     return model
@@ -118,7 +117,7 @@ def _fsdp1(model: Net) -> nn.Module:
         warnings.simplefilter("ignore", UserWarning)  # of the frozen parameter
         return FullyShardedDataParallel(
             model,
-            auto_wrap_policy=ModuleWrapPolicy({Layers}),
+            auto_wrap_policy=ModuleWrapPolicy({Layer}),
             device_id=torch.device("cpu"),
             use_orig_params=True,
         )

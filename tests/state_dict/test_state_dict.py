@@ -40,7 +40,7 @@ from tests.models import (
     EVERYWHERE,
     FROM_RANK0,
     FULL,
-    Block,
+    Layer,
     Net,
     Tied,
     assert_holds,
@@ -273,10 +273,10 @@ def test_options_cast_move_and_choose_submodules() -> None:
     cast = get_model_state_dict(model, options=StateDictOptions(dtype=torch.float64))
     assert_equal(cast["inp.weight"].full_tensor(), seeded(Buffered).inp.weight.detach().double())
     chosen = get_model_state_dict(model, submodules={model.blocks[2]})
-    assert list(chosen) == [f"blocks.2.{name}" for name in Block().state_dict()]
+    assert list(chosen) == [f"blocks.2.{name}" for name in Layer().state_dict()]
     options = StateDictOptions(keep_submodule_prefixes=False, cpu_offload=True)
     chosen = get_model_state_dict(model, submodules={model.blocks[2]}, options=options)
-    assert list(chosen) == list(Block().state_dict())
+    assert list(chosen) == list(Layer().state_dict())
     with pytest.raises(ValueError, match="expected submodules of the model"):
         get_model_state_dict(model, submodules={nn.Linear(1, 1)})
 

@@ -1,23 +1,22 @@
-"""`ShardState`: what `fully_shard` attaches to a module, and what a tree of them shares.
+"""`ShardState`, one unit, and `TreeContext`, what the units of a tree share.
 
-`replicate`, `checkpoint` and torch's `fully_shard` look there too, so each sees the others. The
-state itself has a key of its own: torch's is random in each process and would not survive a pickle.
+One backward is a `BackwardPass` and one call of a tree a `ForwardCall`: objects that are dropped
+when it ends, so nothing of it is reset by hand.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
+from itertools import islice
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
-from composable_shard.comm import UseExchange, make_streams
+from composable_shard.comm import FlagReduction, make_streams
 from composable_shard.flat_param import FlatParamHandle, FullParams, ScratchPool
 from composable_shard.options import UnitOptions
 from composable_shard.runtime.buckets import Buckets
@@ -25,41 +24,19 @@ from composable_shard.runtime.buffers import BufferBroadcast
 
 __all__ = [
     "ExecutionOrder",
+    "ForwardCall",
     "ShardState",
+    "StateRef",
     "TrainingState",
     "TreeContext",
-    "attach_state",
-    "find_applied",
-    "read_state",
 ]
-
-
-_API_NAME = "fully_shard"
-_STATE_KEY = "_composable_shard_state"
-
-
-def read_state(module: nn.Module) -> Any | None:
-    """Return the state attached to `module` itself, or None; writes nothing."""
-    return module.__dict__.get(_STATE_KEY)
-
-
-def attach_state(module: nn.Module, state: Any) -> None:
-    """Attach `state` to `module`. Nothing in it can fail, so it is the last thing a call does."""
-    module.__dict__[_STATE_KEY] = state
-    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[_API_NAME] = RegistryItem()
-
-
-def find_applied(module: nn.Module) -> str | None:
-    """Return the name of a composable API applied to `module` that excludes ours, or None."""
-    registry = module.__dict__.get(REGISTRY_KEY, {})
-    return next((name for name in (_API_NAME, "replicate") if name in registry), None)
 
 
 Unit = TypeVar("Unit")
 
 
 class ExecutionOrder(Generic[Unit]):
-    """Remember the order in which units ran last time, to know which one comes next.
+    """The order in which units ran last time, to know which one comes next.
 
     Holds weak references, so that a deleted module is freed at once. Grows with one call only.
     """
@@ -74,10 +51,11 @@ class ExecutionOrder(Generic[Unit]):
         self._current = []
         self._is_as_before = True
 
-    def advance(self, unit: ref[Unit]) -> Iterator[Unit]:
-        """Note that `unit` runs now; yield the ones expected after it, if the order held.
+    def advance(self, unit: ref[Unit]) -> Iterator[Unit | None]:
+        """Note that `unit` runs now; return the units expected after it, if the order held.
 
-        Where a unit runs several times in a row, for each of its modules, only the first time.
+        None stands for one that was deleted. A unit that runs several times in a row, for each of
+        its modules, counts once.
         """
         if self._current and self._current[-1] is unit:
             return iter(())
@@ -87,16 +65,11 @@ class ExecutionOrder(Generic[Unit]):
         if not self._is_as_before or position >= len(previous) or previous[position] is not unit:
             self._is_as_before = False
             return iter(())
-        return self._expected(position + 1)
+        return map(ref.__call__, islice(previous, position + 1, None))
 
     def end(self) -> None:
         """Make the sequence that just ended the expectation for the next one."""
         self._previous, self._current = self._current, []
-
-    def _expected(self, position: int) -> Iterator[Unit]:
-        while position < len(self._previous) and (unit := self._previous[position]()) is not None:
-            yield unit
-            position += 1
 
 
 class TrainingState(Enum):
@@ -158,53 +131,60 @@ class ShardState:
         buffers: Broadcasts its buffers before forwards, on request.
         buckets: Decides which of them are reduced before the unit's end, if any may.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
-        full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
         requires_all_reduce: False reduces gradients over the shard group only.
         is_last_backward: False tells that another backward comes before the step.
-        depth: How many calls of its modules are running.
-        call_number: Number of its last call in the tree.
-        forward_index: Number of its first call that the next backward may reach, -1 before it.
-        may_recompute: A backward nested in the next one may run its forward again.
-        is_checkpointed: A backward itself may, as in non-reentrant checkpointing.
-        is_recomputed: The running backward has.
+        full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
+        depth: Number of calls of its modules that are running.
+        is_held: `unshard` claims its full parameters, until `reshard`.
+        is_in_pass: A forward of its modules claims them.
+        last_call: `context.num_calls` when its last call began.
+        call_number: Number of its last call that recorded a graph.
+        call_sequence_nr: Number of the next autograd node when that call began.
+        is_checkpointed: Non-reentrant checkpointing may run that call again.
         forward_order: The units that ran in the calls this unit led.
+        load_call: What `note_load` noted of the last load_state_dict.
     """
 
-    def __init__(self, name: str, options: UnitOptions, num_modules: int) -> None:
-        self.name = name
+    def __init__(
+        self,
+        options: UnitOptions,
+        modules: Sequence[nn.Module],
+        handles: list[FlatParamHandle],
+        borrowed: list[FlatParamHandle],
+        *,
+        buckets: Buckets | None,
+        buffers: BufferBroadcast | None,
+    ) -> None:
+        self.name = type(modules[0]).__name__
         self.options = options
-        self.handles: list[FlatParamHandle] = []
-        self.borrowed: list[FlatParamHandle] = []
-        self.needed = self.handles
+        self.handles = handles
+        self.borrowed = borrowed
+        self.needed = handles + borrowed
         self.reshard_after_forward = options.reshard_after_forward
-        self.buffers: BufferBroadcast | None = None
-        self.buckets: Buckets | None = None
-        self.num_modules = num_modules
-        self.modules_to_run = num_modules
+        self.buffers = buffers
+        self.buckets = buckets
+        self.num_modules = self.modules_to_run = len(modules)
         self.training_state = TrainingState.IDLE
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.is_last_backward = True
         self.forward_prefetch: tuple[StateRef, ...] | None = None
         self.backward_prefetch: tuple[StateRef, ...] | None = None
-        self.is_held = False  # by unshard(), until reshard()
-        self.is_in_pass = False  # its modules' forwards hold the full parameters
+        self.is_held = False
+        self.is_in_pass = False
         self.full_params: dict[FlatParamHandle, FullParams] = {}
         self.depth = 0
+        self.last_call = -1
         self.call_number = -1
-        self.last_call = -1  # `context.num_calls` when that call, or one without graph, began
-        self.call_sequence_nr = 0  # of the next autograd node when that call began
-        self.forward_index = -1
-        self.may_recompute = False
-        self.is_checkpointed = self.is_recomputed = False
+        self.call_sequence_nr = 0
+        self.is_checkpointed = False
         self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.context: TreeContext | None = None
-        # The missing keys of the last load_state_dict, and the modules that it has been through.
         self.load_call: tuple[list[str], frozenset[int]] | None = None
         self.ref: StateRef = weakref.ref(self)
 
     @property
-    def puts_nothing_off(self) -> bool:
+    def reduces_fully(self) -> bool:
         """Whether a backward reduces gradients as far as they are ever reduced."""
         return self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward
 
@@ -215,7 +195,7 @@ class ShardState:
         """
         if not handle.grad.is_persistent:
             return self.requires_gradient_sync
-        return self.puts_nothing_off
+        return self.reduces_fully
 
     def has_issued(self, handle: FlatParamHandle) -> bool:
         """Return whether the running backward reduces a bucket of the unit already."""
@@ -230,6 +210,60 @@ class ShardState:
     def is_in_scope(self) -> bool:
         """Whether `unshard_params` shows any of its handles, perhaps for a unit it borrows from."""
         return any([handle.is_in_scope for handle in self.needed])
+
+    def set_gradient_sync(
+        self,
+        *,
+        requires_gradient_sync: bool | None = None,
+        requires_all_reduce: bool | None = None,
+        is_last_backward: bool | None = None,
+    ) -> None:
+        """Choose what backwards reduce; None leaves a flag as it is."""
+        if requires_gradient_sync is not None:
+            self.requires_gradient_sync = requires_gradient_sync
+        if requires_all_reduce is not None:
+            self.requires_all_reduce = requires_all_reduce
+        if is_last_backward is not None:
+            self.is_last_backward = is_last_backward
+
+    def set_forward_prefetch(self, targets: tuple[StateRef, ...] | None) -> None:
+        """Choose the units that are gathered when a forward begins; None: the expected ones."""
+        self.forward_prefetch = targets
+
+    def set_backward_prefetch(self, targets: tuple[StateRef, ...] | None) -> None:
+        """Choose the units that are gathered when a backward begins; None: the expected ones."""
+        self.backward_prefetch = targets
+
+    def hold(self) -> None:
+        """Claim the full parameters until `let_go`, for `unshard`."""
+        for handle in self.needed:
+            handle.num_holders += 1
+        self.is_held = True
+
+    def let_go(self) -> None:
+        """Give up the claim of `hold`, if there is one; frees nothing."""
+        if not self.is_held:
+            return
+        self.is_held = False
+        for handle in self.needed:
+            handle.num_holders -= 1
+            if handle.num_holders == 0:
+                handle.warn_of_edits("between unshard and reshard")
+
+    def enter_scope(self, full_params: dict[FlatParamHandle, FullParams]) -> None:
+        """Note that `unshard_params` shows these full parameters."""
+        self.transition(TrainingState.UNSHARDED_PARAMS)
+        self.full_params = full_params
+
+    def leave_scope(self) -> None:
+        """Note that `unshard_params` shows nothing of the unit any more."""
+        self.full_params = {}
+        if self.training_state is TrainingState.UNSHARDED_PARAMS:
+            self.transition(TrainingState.IDLE)
+
+    def note_load(self, missing_keys: list[str], modules: frozenset[int]) -> None:
+        """Note a load_state_dict: its missing keys, and the modules that it has been through."""
+        self.load_call = missing_keys, modules
 
     def transition(self, target: TrainingState) -> None:
         """Change the training state.
@@ -266,10 +300,6 @@ class ShardState:
             full_params={},
             load_call=None,
             depth=0,
-            forward_index=-1,
-            may_recompute=False,
-            is_checkpointed=False,
-            is_recomputed=False,
             is_held=False,
             is_in_pass=False,
             modules_to_run=self.num_modules,
@@ -286,8 +316,26 @@ class ShardState:
         self.ref = weakref.ref(self)
 
 
+class ForwardCall:
+    """One call of a tree, from the pre-forward of the unit that leads it to its post-forward.
+
+    Attributes:
+        leader: The outermost unit that this call runs.
+        output_sequence_nr: Number of the next autograd node when a unit last returned.
+        prefetched: Units whose gathers were issued ahead, until they run; True for those that the
+            user chose.
+    """
+
+    __slots__ = ("leader", "output_sequence_nr", "prefetched")
+
+    def __init__(self, leader: StateRef) -> None:
+        self.leader = leader
+        self.output_sequence_nr = 0
+        self.prefetched: dict[ShardState, bool] = {}
+
+
 class TreeContext:
-    """What the units of one tree share: who leads the running call, and the running backward.
+    """What the units of one tree share beyond one call and one backward.
 
     The outermost sharded module of a call leads it. No unit is a root for good: calling an inner
     module first changes nothing later.
@@ -295,37 +343,24 @@ class TreeContext:
     Attributes:
         modules: Weak references to the outermost modules.
         states: The units, outermost first.
-        leader: The unit that leads the running call, if one runs.
+        call: The running call, or one that an exception has interrupted.
         entered: Units whose forward runs, or whose full parameters it left claimed.
-        call: Another object for each such call.
-        armed: Units whose outputs wait for a backward, in the order of their last forward.
-        backward: Weak reference to the running backward pass; dead if that was aborted.
+        num_calls: Number of calls of units that have begun.
         num_forwards: Number of the next call of a unit that records a graph.
-        num_calls: How many calls of units have begun.
-        call_start: Number with which the last call that led the tree began.
-        spans_calls: The last backward reached an earlier one too: so may the next.
-        reaches_earlier_call: This backward does.
-        open_handles: What the running backward needs: (position, unit, handle), in the order in
-            which they end.
-        reduced: Handles that were reduced in this backward.
-        in_flight: Handles whose reduction was issued and not finished.
-        exchanges: Those in flight, of what this backward did with parameters.
-        early: Handles with hooks whose reduction was issued, see [Note: Early gradients].
-        ready: Those whose gradients are final, with their parameters' use.
-        delivered: Those whose hooks have run, with `guard.num_writes` before that.
-        hook_error: What a hook raised.
-        is_ending: Autograd has run all of this backward.
-        output_sequence_nr: Number of the next autograd node when a unit last returned.
-        has_agreed: The ranks shard the same model in the same way.
-        is_checked: And its buffers have been initialised, so calls need no check any more.
-        has_warned_of_host_memory: Every rank was about to hold the whole tree in host memory.
-        accumulates: This backward accumulates gradients of parameters.
-        is_sure_to_reduce: All ranks know that some rank does.
-        prefetched: The units whose gathers were issued ahead, until they run; True for those that
-            the user chose.
-        scratch: Memory that the reductions share.
+        call_start: `num_forwards` when the last call that records a graph began.
+        spans_calls: The last backward reached an earlier call too: so may the next.
+        first_calls: Number of each unit's first call that the next backward may reach.
+        armed: Units whose outputs wait for a backward, in the order of their last forward.
+        may_recompute: Units whose forward a backward nested in the next one may run again.
+        backward: The running `BackwardPass`; its module is above this one.
+        has_aborted: What an aborted backward left in handles has not been dropped yet.
+        flag_reductions: Those that a backward has issued and perhaps not waited for.
         keeps_unsharded: A backward with create_graph ran: its graph reads the full parameters, so
             nothing is freed before the next forward.
+        has_agreed: The ranks shard the same model in the same way.
+        is_checked: And its buffers have been initialised, so calls need no check any more.
+        streams: The side streams of an accelerator.
+        scratch: Memory that the reductions share.
     """
 
     def __init__(
@@ -333,38 +368,25 @@ class TreeContext:
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
         self.states: list[StateRef] = [state.ref for state in states]
-        self.leader: StateRef | None = None
+        self.call: ForwardCall | None = None
         self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
-        self.call = object()
-        self.num_forwards = 0
         self.num_calls = 0
+        self.num_forwards = 0
         self.call_start = 0
         self.spans_calls = False
-        self.reaches_earlier_call = False
+        self.first_calls: dict[StateRef, int] = {}
         self.armed: dict[StateRef, None] = {}
-        self.backward: weakref.ref[Any] | None = None
-        self.graph_task_id = -1  # autograd's number of the running backward
-        self.next_in_backward: dict[StateRef, StateRef] = {}
-        self.open_handles: list[tuple[int, ShardState, FlatParamHandle]] = []
-        self.reduced: dict[FlatParamHandle, None] = {}
-        self.in_flight: list[FlatParamHandle] = []
-        self.exchanges: list[UseExchange] = []
-        self.early: dict[FlatParamHandle, UseExchange] = {}
-        self.ready: list[tuple[FlatParamHandle, list[bool]]] = []
-        self.delivered: dict[FlatParamHandle, int] = {}
-        self.hook_error: BaseException | None = None
-        self.is_ending = False
-        self.prefetched: dict[ShardState, bool] = {}
-        self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
+        self.may_recompute: set[StateRef] = set()
+        self.backward: Any = None
+        self.has_aborted = False
+        self.flag_reductions: list[FlagReduction] = []
         self.keeps_unsharded = False
-        self.accumulates = False
-        self.is_sure_to_reduce = False
-        self.output_sequence_nr = 0
         self.has_agreed = False
         self.is_checked = False
-        self.has_warned_of_host_memory = False
         self.streams = make_streams(device)
         self.scratch = ScratchPool()
+        self._has_warned_of_host_memory = False
+        self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
         _trees.add(self)
 
     def find_buckets(self) -> dict[FlatParamHandle, ShardState]:
@@ -399,6 +421,16 @@ class TreeContext:
     def live_states(self) -> list[ShardState]:
         """Return the units that still exist."""
         return [state for ref in self.states if (state := ref()) is not None]
+
+    def forget_graphs(self) -> None:
+        """Note that the graphs of all calls so far are used up or given up."""
+        self.armed.clear()
+        self.first_calls.clear()
+
+    def warns_of_host_memory(self) -> bool:
+        """Return True the first time, for a warning that is given once."""
+        has_warned, self._has_warned_of_host_memory = self._has_warned_of_host_memory, True
+        return not has_warned
 
 
 _trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process

@@ -1,27 +1,59 @@
-"""Modules, units and handles of a tree: find them, in order, without changing anything."""
+"""Modules, units and handles of a tree: attach a unit, find units in order.
+
+`replicate`, `checkpoint` and torch's `fully_shard` look at torch's registry, so each sees the
+others. The unit has a key of its own: torch's is random in each process and would not survive a
+pickle.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from composable_shard.flat_param import FlatParamHandle, slot_key
-from composable_shard.runtime.state import ShardState, read_state
+from composable_shard.runtime.unit import ShardState
 
 __all__ = [
     "ModuleTree",
+    "attach_state",
+    "find_applied",
     "get_handles",
     "get_root_states",
     "get_states",
     "has_forward",
     "is_sharded",
     "iter_unmanaged_modules",
+    "read_state",
     "rename",
     "select_states",
     "tensor_groups",
 ]
+
+
+_API_NAME = "fully_shard"
+_STATE_KEY = "_composable_shard_state"
+
+
+def read_state(module: nn.Module) -> Any | None:
+    """Return the state attached to `module` itself, or None; writes nothing."""
+    return module.__dict__.get(_STATE_KEY)
+
+
+def attach_state(module: nn.Module, state: Any) -> None:
+    """Attach `state` to `module`. Nothing in it can fail, so it is the last thing a call does."""
+    module.__dict__[_STATE_KEY] = state
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[_API_NAME] = RegistryItem()
+
+
+def find_applied(module: nn.Module) -> str | None:
+    """Return the name of a composable API applied to `module` that excludes ours, or None."""
+    registry = module.__dict__.get(REGISTRY_KEY, {})
+    return next((name for name in (_API_NAME, "replicate") if name in registry), None)
 
 
 def has_forward(module: nn.Module) -> bool:

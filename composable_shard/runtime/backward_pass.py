@@ -1,0 +1,498 @@
+"""One backward over a tree: which units are over, what is reduced, and how it ends.
+
+[Note: End of a unit]
+A unit's gradients are reduced and its parameters freed when nothing in the backward needs it any
+more. Gradients can't tell when that is: a parameter may get one on some ranks only, and all ranks
+must issue the same collectives in the same order. The forward can: the autograd engine runs first
+what was recorded last. Calls of units are numbered as they begin. When the backward reaches the
+output of a call, every unit whose first call began after that one had ended is over, on all ranks.
+The remaining units end with the backward. A parameter without gradient counts as zero.
+
+[Note: End of backward]
+The autograd engine calls back at the end of a backward pass, but only if it succeeds. Only the
+engine holds the object that it would call. Once that object is dead without having been called,
+the backward was aborted, and its unpublished gradients are dropped as a whole.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import insort
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch.autograd import Variable
+
+from composable_shard.comm import FlagReduction, ShardGroup, trace
+from composable_shard.flat_param import FlatParamHandle
+from composable_shard.runtime.buckets import LATE
+from composable_shard.runtime.early_gradients import EarlyGradients
+from composable_shard.runtime.prefetch import release_handle
+from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
+
+__all__ = ["BackwardPass", "begin_backward", "drop_aborted", "release_after_backward"]
+
+
+class BackwardPass:
+    """All that one backward over a tree knows; to drop the object is to forget the backward.
+
+    Attributes:
+        context: The tree.
+        graph_task_id: Autograd's number of the backward.
+        following: The unit whose backward is expected after that of each.
+        reducing: The handles whose gradients it reduces; it leaves the others' unsharded.
+        accumulates: It accumulates gradients of parameters.
+        is_sure_to_reduce: All ranks know that some rank does.
+        open_handles: The handles that it needs: (position, unit, handle), in the order in which
+            they end.
+        positions: The position of each of these, -1 for the end of the backward.
+        counted: Handles whose accumulated gradients have been counted.
+        recomputed: Units whose forward it has run again.
+        prefetched: Units whose gathers it issued ahead, until they run; True for those that the
+            user chose.
+        early: Handles that are published before its end; None where none has hooks.
+    """
+
+    def __init__(self, context: TreeContext) -> None:
+        self.context = context
+        self.graph_task_id = torch._C._current_graph_task_id()
+        self.following: dict[StateRef, StateRef] = {}
+        self.reducing: set[FlatParamHandle] = set()
+        self.accumulates = False
+        self.is_sure_to_reduce = False
+        self.open_handles: list[tuple[int, ShardState, FlatParamHandle]] = []
+        self.positions: dict[FlatParamHandle, int] = {}
+        self.counted: set[FlatParamHandle] = set()
+        self.recomputed: set[ShardState] = set()
+        self.prefetched: dict[ShardState, bool] = {}
+        self.early: EarlyGradients | None = None
+        self._engine_callback: weakref.ref[_EngineCallback] | None = None
+        self._reaches_earlier_call = False  # than the last one that led the tree
+        self._is_ending = False  # autograd has run all of it
+        self._reduced: dict[FlatParamHandle, None] = {}
+        self._in_flight: list[FlatParamHandle] = []  # reductions issued and not waited for
+        self._hook_error: BaseException | None = None
+
+    # The backward begins
+
+    def begin(self) -> None:
+        """Ask the engine to call back, and open the units that wait for a backward."""
+        context = self.context
+        callback = _EngineCallback(self)
+        self._engine_callback = weakref.ref(callback, partial(_note_abort, weakref.ref(context)))
+        context.backward = self
+        Variable._execution_engine.queue_callback(callback)
+        order = [state for ref in reversed(context.armed) if (state := ref()) is not None]
+        self.following = {state.ref: after.ref for state, after in pairwise(order)}
+        states = context.live_states()
+        for state in states:
+            for handle in state.handles:
+                handle.guard.is_in_backward = True
+                if state.reduces(handle):
+                    self.reducing.add(handle)
+                if handle.has_early_hooks and self.early is None:
+                    self.early = EarlyGradients(context.flag_reductions)
+        self.accumulates = any(h.will_get_gradient() for state in states for h in state.handles)
+        self._agree_to_reduce()
+        for state in order:
+            self.open_unit(state, context.first_calls.get(state.ref, -1))
+
+    def _agree_to_reduce(self) -> None:
+        """Let all ranks know whether any of them accumulates gradients, see [Note: Buckets].
+
+        Where there are buckets: one all-reduce of a byte for each process group.
+        """
+        groups = {
+            handle.shard_group.joint_groups: handle.shard_group
+            for handle in self.context.find_buckets()
+        }
+        if not groups:
+            return
+        own = int(self.accumulates)
+        flags = self._reduce_flags([(group, [own]) for group in groups.values()], highest=1)
+        if not own:
+            self.accumulates = any(any(values) for values in flags.finish())
+        self.is_sure_to_reduce = self.accumulates
+
+    def _reduce_flags(
+        self, values: Sequence[tuple[ShardGroup, list[int]]], *, highest: int
+    ) -> FlagReduction:
+        flags = FlagReduction(values, highest=highest)
+        self.context.flag_reductions.append(flags)
+        return flags
+
+    def is_called_by(self, callback: weakref.ref[_EngineCallback]) -> bool:
+        """Return whether this is the object that the engine calls at the end of this backward."""
+        return self._engine_callback is callback
+
+    # Units begin and end
+
+    def reach(self, state: ShardState, start: int, end: int) -> None:
+        """Note that a call of the unit was reached; end the units that are over.
+
+        Args:
+            state: The unit.
+            start: Number of the call.
+            end: Number of the first call that began after it.
+        """
+        if start < self.context.call_start:
+            self._reaches_earlier_call = True
+        self.open_unit(state, start)
+        self.end_units_after(end)
+
+    def open_unit(self, state: ShardState, position: int) -> None:
+        """Let a unit's handles end when the backward has passed the call of this number.
+
+        A handle that several units compute with (tied weights) ends with the first of their calls;
+        -1 stands for the end of the backward. [Note: End of a unit]
+        """
+        for handle in state.needed:
+            before = self.positions.get(handle)
+            if before is not None and position >= before:
+                continue
+            owner = self.context.owner_of(handle) if handle in state.borrowed else state
+            if owner is None:
+                continue
+            if before is not None:
+                self.close(handle)
+            elif position >= 0 and handle in self._in_flight:
+                # A late gradient waits for its last reduction, perhaps on this rank only: the
+                # second stage must be issued before. [Note: Two stages]
+                self._advance_in_flight()
+            self.positions[handle] = position
+            insort(self.open_handles, (position, owner, handle), key=lambda item: -item[0])
+
+    def close(self, handle: FlatParamHandle) -> None:
+        """Take a handle out of those that are open."""
+        del self.positions[handle]
+        self.open_handles = [item for item in self.open_handles if item[2] is not handle]
+
+    def end_units_after(self, position: int) -> None:
+        """Reduce and free the units whose calls all began at this number or later."""
+        while self.open_handles and self.open_handles[0][0] >= position:
+            _, state, handle = self.open_handles.pop(0)
+            del self.positions[handle]
+            self.end_handle(state, handle)
+
+    def end_handle(self, state: ShardState, handle: FlatParamHandle) -> None:
+        """Reduce a handle that is over, or note that it waits for it; free its full parameters."""
+        if state.buckets is not None and state.buckets.end(handle):
+            pass  # reduced already
+        elif handle.requires_grad and handle in self.reducing:
+            if self.early is not None:
+                self._go_early(self.early, state, handle)
+            if self.accumulates and not (self.early and self.early.is_final(handle)):
+                self.issue(state, handle, keeps=self._keeps_values(handle))
+        elif handle.requires_grad and self.accumulates:
+            handle.pack_small()
+            handle.grad.small.close()
+            handle.is_unsynced = True
+        release_after_backward(self.context, handle)
+        if state.training_state is TrainingState.PRE_BACKWARD:
+            state.transition(TrainingState.POST_BACKWARD)
+
+    def _go_early(self, early: EarlyGradients, state: ShardState, handle: FlatParamHandle) -> None:
+        """Collect what went early before, and let this handle go early if it may."""
+        if early.pending:
+            self._advance_in_flight()
+            early.collect(is_ending=self._is_ending)
+        if not handle.has_early_hooks or early.is_final(handle):
+            return
+        handle.pack_rest(may_overwrite=not self._keeps_values(handle))
+        is_due = state.is_last_backward and not state.defers_all_reduce(handle)
+        if is_due and not self._is_ending:
+            may_change = (
+                state.ref in self.context.may_recompute
+                or self.context.keeps_unsharded
+                or handle.num_holders > 0
+                or torch._C._current_graph_task_id() != self.graph_task_id
+            )
+            early.start(handle, accumulates=self.accumulates, may_change=may_change)
+        if not self.accumulates:
+            self.accumulates = early.has_accumulating_rank(handle)
+
+    def issue(self, state: ShardState, handle: FlatParamHandle, *, keeps: bool) -> None:
+        """Start the reduction of a handle.
+
+        Args:
+            state: Its unit.
+            handle: What to reduce.
+            keeps: Whether the full values must stay.
+        """
+        # One reduction in flight: ending the last one here bounds the buffers to two units.
+        self._advance_in_flight()
+        handle.issue_reduction(
+            self.context.streams,
+            self.context.scratch,
+            keep_unsharded=keeps,
+            is_deferred=state.defers_all_reduce(handle),
+        )
+        self._in_flight.append(handle)
+        self._reduced[handle] = None
+        if self.early is not None:
+            self._deliver(self.early)
+
+    def _deliver(self, early: EarlyGradients) -> None:
+        """Publish the gradients that are ready early, and run their hooks."""
+        for handle in early.publish():
+            del self._reduced[handle]
+            self._run_hooks(handle)
+
+    def _keeps_values(self, handle: FlatParamHandle) -> bool:
+        """Return whether the full values are still wanted when the handle's unit is over."""
+        keeps = self.context.keeps_unsharded or handle.num_holders > 0
+        return keeps or not handle.reshards_after_backward
+
+    def _advance_in_flight(self) -> None:
+        """Wait until the reduction in flight, if any, needs its buffers no more."""
+        while self._in_flight:
+            self._in_flight.pop(0).advance_reduction()
+
+    # The backward ends
+
+    def finish(self) -> None:
+        """Reduce what is left, publish all gradients, and run hooks on them."""
+        self._is_ending = True
+        if self.early is not None and self.early.pending:
+            # Whose gradients are final must be known before the others are asked about.
+            self._advance_in_flight()
+            self.early.collect(is_ending=True)
+        unsynced = self._find_unsynced()
+        handles = self._pack_rest([handle for _, handle in unsynced])
+        if self.is_sure_to_reduce:
+            # Other ranks may have done so already, and wait for it.
+            self._issue_rest(unsynced)
+        buckets = self.context.find_buckets()
+        flags = self._reduce_flags(
+            [(h.shard_group, _use_flags(h, h in buckets)) for h in handles],
+            highest=LATE if buckets else 1,
+        )
+        if not self.accumulates:
+            # Another rank may, where this one skips a unit for example.
+            self.accumulates = any(any(used) for used in flags.finish())
+        if not self.is_sure_to_reduce:
+            self._issue_rest(unsynced)
+        if buckets:
+            self._issue_rest(_find_late(buckets, handles, flags.finish()))
+        if self.early is not None:
+            self._deliver(self.early)
+        published = self._publish(handles, flags)
+        self.context.backward, self.context.spans_calls = None, self._reaches_earlier_call
+        for handle in self.counted:
+            handle.grad.awaited.reset()
+        _return_to_idle(self.context)
+        # Last of all: a user's hook may raise, or step an optimizer.
+        self._run_last_hooks(published)
+
+    def _pack_rest(self, unsynced: list[FlatParamHandle]) -> list[FlatParamHandle]:
+        """Pack all gradients that are not; return the handles that are published at the end."""
+        still_open = [
+            handle
+            for _, state, handle in self.open_handles
+            if handle.requires_grad and handle in self.reducing and not state.has_issued(handle)
+        ]
+        for handle in still_open + unsynced:
+            handle.pack_rest(may_overwrite=not self._keeps_values(handle))
+        handles = list(dict.fromkeys([*self._reduced, *still_open, *unsynced]))
+        if self.early is None:
+            return handles
+        ready = {handle for handle, _ in self.early.ready}
+        return [handle for handle in handles if handle not in ready]
+
+    def _find_unsynced(self) -> list[tuple[ShardState, FlatParamHandle]]:
+        """Return the handles with gradients of earlier microbatches that this backward reduces too.
+
+        Only those that it does not reach itself, each with its unit.
+        """
+        if not self.accumulates:
+            return []
+        return [
+            (state, handle)
+            for state in self.context.live_states()
+            for handle in state.handles
+            if handle not in self.positions
+            and handle not in self._reduced
+            and handle in self.reducing
+            and (
+                handle.is_unsynced
+                or (handle.grad.is_partial and not state.defers_all_reduce(handle))
+            )
+        ]
+
+    def _issue_rest(self, others: list[tuple[ShardState, FlatParamHandle]]) -> None:
+        """Reduce what the end of the backward has left open, and other handles."""
+        self.end_units_after(-1)
+        for owner, handle in others:
+            self.issue(owner, handle, keeps=self._keeps_values(handle))
+
+    def _publish(
+        self, handles: list[FlatParamHandle], flags: FlagReduction
+    ) -> list[FlatParamHandle]:
+        """Wait for everything that is in flight; give the parameters their gradients."""
+        self._advance_in_flight()
+        for handle in handles:
+            handle.finish_reduction()
+        # Last, for it costs no time then; but before anything is published, for it may fail.
+        for other in self.context.flag_reductions:
+            other.finish()
+        if not self.accumulates:
+            return []
+        for handle, used in zip(handles, flags.finish(), strict=True):
+            handle.publish_gradients(list(map(bool, used)))
+        self.context.forget_graphs()
+        return handles
+
+    def _run_hooks(self, handle: FlatParamHandle) -> None:
+        """Run the hooks of a handle's parameters, unless one has failed in this backward."""
+        if self._hook_error is not None or handle.grad.is_partial:
+            return
+        if trace.logs:
+            trace.record("gradient_hooks", handle.name)
+        try:
+            handle.run_gradient_hooks()
+        except BaseException as error:
+            # Raised at the end: the other ranks count on this one's collectives.
+            self._hook_error = error
+
+    def _run_last_hooks(self, handles: list[FlatParamHandle]) -> None:
+        """Run the hooks of handles that were published at the end; raise what any hook raised."""
+        accumulating = {
+            handle
+            for state in self.context.live_states()
+            if not state.is_last_backward
+            for handle in state.handles
+        }
+        for handle in handles:
+            if handle not in accumulating:
+                self._run_hooks(handle)
+        if self._hook_error is not None:
+            raise self._hook_error
+
+
+class _EngineCallback:
+    """Called by the autograd engine at the end of a successful backward pass.
+
+    An object of its own: a traceback may keep the `BackwardPass` alive after an error.
+    """
+
+    def __init__(self, backward: BackwardPass) -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._backward.finish()
+
+
+def begin_backward(context: TreeContext) -> BackwardPass:
+    """Return the running backward over the tree; begin it if this is the first sign of it."""
+    backward: BackwardPass | None = context.backward
+    if backward is None:
+        if context.has_aborted:
+            drop_aborted(context)
+        backward = BackwardPass(context)
+        backward.begin()
+    return backward
+
+
+def _note_abort(
+    context_ref: weakref.ref[TreeContext], callback: weakref.ref[_EngineCallback]
+) -> None:
+    """Forget an aborted backward, which the engine has dropped; show the sharded parameters.
+
+    Nothing here can block or fail. The next call deals with buffers and collectives in flight.
+    """
+    context = context_ref()
+    backward: BackwardPass | None = None if context is None else context.backward
+    if context is None or backward is None or not backward.is_called_by(callback):
+        return
+    context.backward, context.has_aborted = None, True
+    for state in context.live_states():
+        for handle in state.handles:
+            handle.grad.small.close()
+            if state.depth == 0 and not state.is_held:
+                handle.register_sharded()
+
+
+def drop_aborted(context: TreeContext) -> None:
+    """Drop what an aborted backward left in handles; already published gradients stay.
+
+    Gradients that `no_sync` kept unsharded are dropped too: the aborted pass may have added to
+    some of them.
+    """
+    context.has_aborted = False
+    for state in context.live_states():
+        if state.buckets is not None and state.buckets.is_under_way:
+            _catch_up(context, state)
+    context.forget_graphs()
+    for state in context.live_states():
+        for handle in state.handles:
+            handle.drop_gradients()
+    _return_to_idle(context)
+
+
+def _catch_up(context: TreeContext, state: ShardState) -> None:
+    """Issue the reductions of a unit that other ranks may have issued before a backward failed.
+
+    An error of it is not ours to raise: all of it is dropped. [Note: Buckets]
+    """
+    buckets = [handle for handle in state.handles if handle.requires_grad and state.reduces(handle)]
+    with suppress(Exception):
+        for handle in buckets:
+            if not state.has_issued(handle):
+                handle.issue_reduction(
+                    context.streams,
+                    context.scratch,
+                    keep_unsharded=True,
+                    is_deferred=state.defers_all_reduce(handle),
+                )
+            handle.advance_reduction()
+
+
+def _return_to_idle(context: TreeContext) -> None:
+    """Bring units and handles to rest after a backward, successful or not."""
+    for flags in context.flag_reductions:
+        flags.abandon()
+    context.flag_reductions.clear()
+    context.may_recompute.clear()
+    for state in context.live_states():
+        if state.buckets is not None:
+            state.buckets.reset()
+        if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
+            state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
+        for handle in state.handles:
+            handle.guard.is_in_backward = False
+            if handle.is_registered_unsharded or handle.is_unsharded or handle.is_small:
+                release_after_backward(context, handle)
+
+
+def release_after_backward(context: TreeContext, handle: FlatParamHandle) -> None:
+    """Show the sharded parameters, and free the full ones unless the policy keeps them."""
+    if handle.reshards_after_backward:
+        release_handle(context, handle)
+    elif handle.num_holders == 0:
+        handle.register_sharded()
+        # One that was issued ahead, for a unit that this backward did not run, may never be used.
+        # An error is not ours to raise here, as in `reshard`.
+        with suppress(RuntimeError):
+            handle.wait_unshard()
+
+
+def _use_flags(handle: FlatParamHandle, is_bucket: bool) -> list[int]:
+    is_late = is_bucket and any(param.grad is not None for param in handle.unsharded_params)
+    return [LATE if used and is_late else int(used) for used in handle.grad.used]
+
+
+def _find_late(
+    buckets: dict[FlatParamHandle, ShardState],
+    handles: list[FlatParamHandle],
+    used: list[list[int]],
+) -> list[tuple[ShardState, FlatParamHandle]]:
+    """Return the buckets that are reduced once more, see [Note: Buckets]."""
+    found = [h for h, flags in zip(handles, used, strict=True) if LATE in flags]
+    late = [(buckets[handle], handle) for handle in found]
+    for state, _ in late:
+        if state.buckets is not None:
+            state.buckets.note_late()
+    return late
