@@ -216,18 +216,22 @@ def save_safetensors(
     with ranks.agreed():
         if ranks.is_first:
             writer = TensorWriter(Path(directory), max_nbytes, dtype=dtype, metadata=metadata)
+    problem: Exception | None = None
     try:
-        with torch.inference_mode(False), torch.no_grad(), ranks.agreed():
-            _write_all(tensors, writer)
+        with torch.inference_mode(False), torch.no_grad():
+            problem = _write_all(tensors, writer)
+        ranks.agree(problem)
     finally:
+        problem = None  # its traceback has this frame
         if writer is not None:
             writer.discard()
 
 
-def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> None:
+def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> Exception | None:
     """Gather everything, and write it on the rank with a writer.
 
-    An error in writing is raised at the end, because the other ranks wait in the gathers.
+    Returns:
+        An error in writing. The gathers continue after it, because the other ranks wait in them.
     """
     problem: Exception | None = None
     for name, tensor in _full_tensors(tensors):
@@ -238,13 +242,12 @@ def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> None:
                 problem = error
                 writer.discard()
         del tensor  # before the next unit is gathered
-    try:
-        if problem is not None:
-            raise problem
-        if writer is not None:
+    if writer is not None and problem is None:
+        try:
             writer.publish()
-    finally:
-        problem = None  # its traceback has this frame
+        except Exception as error:
+            problem = error
+    return problem
 
 
 def _full_tensors(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
