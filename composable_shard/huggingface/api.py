@@ -1,10 +1,10 @@
 """Load and save sharded models as Hugging Face `safetensors` directories.
 
 [Note: Own ranges]
-A rank reads what its own shards hold, and no more. A shard of a parameter is a range of its dense
-tensor's elements in memory order; the rows that the range touches are one slice of the file's
-tensor, mapped and not copied, and the range is copied out of it, cast on the way. A DTensor's dense
-tensor is a box of the whole, so its rows are too.
+A rank reads only the elements of its own shards. A shard is a range of the dense tensor's elements
+in memory order, and the dense tensor is a box of the whole one. The rows that the range touches are
+one slice of the file's tensor, which is mapped and not copied. The range is copied out of the slice
+and cast at the same time.
 """
 
 from __future__ import annotations

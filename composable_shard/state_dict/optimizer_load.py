@@ -120,13 +120,12 @@ class _Given:
         Raises:
             ValueError: If it is no optimizer state dict, or if names or shapes do not fit.
         """
-        if (
-            not isinstance(state_dict, Mapping)
-            or not {"state", "param_groups"} <= state_dict.keys()
-        ):
+        keys = list(state_dict) if isinstance(state_dict, Mapping) else []
+        if not {"state", "param_groups"}.issubset(keys):
             raise ValueError(
                 "expected an optimizer state dict by parameter name, with 'state' and "
-                f"'param_groups', got {_outline(state_dict)}. get_optimizer_state_dict makes one."
+                f"'param_groups', got a {type(state_dict).__name__} with the keys {keys[:5]}. "
+                "get_optimizer_state_dict makes one."
             )
         saved = state_dict["param_groups"]
         homes = {fqn: number for number, group in enumerate(saved) for fqn in group["params"]}
@@ -302,9 +301,3 @@ class _Whole(NamedTuple):
 
 def _describe(value: Any) -> dict[str, Any]:
     return describe_shard(value.tensor) if isinstance(value, _Whole) else encode(value)
-
-
-def _outline(found: Any) -> str:
-    if isinstance(found, Mapping):
-        return f"a dict with the keys {list(found)[:5]}"
-    return f"a {type(found).__name__}"
