@@ -72,7 +72,7 @@ class Item:
 
 @dataclass
 class SavePlan:
-    """What this rank writes.
+    """The part of a checkpoint that this rank writes.
 
     Attributes:
         step: Number of steps taken.
@@ -201,7 +201,7 @@ def write_checkpoint(
     Args:
         group: All ranks.
         path: The directory of all checkpoints.
-        plan: What to write.
+        plan: The pieces to write.
         keep_last: Number of checkpoints to keep, this one included; None for all.
         error: An earlier error of this rank, to raise on all.
 

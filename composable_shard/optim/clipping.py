@@ -82,7 +82,7 @@ def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[T
         return [model_or_params]
     if not isinstance(model_or_params, nn.Module):
         return list(model_or_params)
-    # What parameters() yields, in its order, for a third of its time.
+    # As parameters() yields them, in a third of its time.
     params: dict[int, Tensor] = {}  # by identity, as tensors hash, but without calling Python
     known: set[nn.Module] = set()
     waiting = [model_or_params]
