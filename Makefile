@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train test check house coverage clean
+.PHONY: train test test-fast check house coverage clean
 
 train: $(STAMP)
 	@procs=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
@@ -16,6 +16,11 @@ train: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+# For the inner loop, in less than a minute: what is marked "fast". That is all that needs no ranks
+# and little time, and of each other test file some tests that compare a step, a file or a message.
+test-fast: $(STAMP)
+	@$(BIN)/python -m pytest -q -m fast $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check --quiet .

@@ -53,7 +53,7 @@ DUMP_S = 1  # writing the stacks of the hanging ranks
 _HOST = "127.0.0.1"
 _COVERAGE = "COVERAGE_PROCESS_START"
 _PRELOADED = ("composable_shard", "torch._dynamo")  # the latter is what optimizers import
-MAX_NUM_GROUPS = 200  # made by one pool; each holds threads and sockets until the worker ends
+MAX_NUM_GROUPS = 20  # made by one pool: each has a thread that wakes up 100 times a second
 
 
 class RankError(AssertionError):
@@ -127,7 +127,8 @@ def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[
     """Turn the body of a module-level test into what every rank runs, once per world size.
 
     Arguments from `parametrize` and fixtures reach the body pickled; a body that has an argument
-    `world_size` gets it. Combines with `pytest.mark` decorators above and below.
+    `world_size` gets it. Combines with `pytest.mark` decorators above and below: without world
+    sizes one of them gives the argument `world_size`.
     """
 
     def decorate(body: Callable[..., None]) -> Any:
@@ -146,7 +147,7 @@ def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[
         parameters.setdefault("world_size", size)
         test.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]  # read by inspect
         test.rank_body = body  # type: ignore[attr-defined]  # read by _resolve
-        return pytest.mark.parametrize("world_size", world_sizes)(test)
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
 
     return decorate
 
@@ -620,6 +621,13 @@ def _cpu_allocations(profiler: profile) -> Iterable[tuple[int, int]]:
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensor") -> None:
     """Assert the same shape, dtype, device and exactly equal values, where NaN equals NaN."""
     __tracebackhide__ = True
+    if type(actual) is type(expected) is torch.Tensor and _is_equal(actual, expected):
+        return  # in a tenth of the time
     torch.testing.assert_close(
         actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
     )
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    kinds = [(each.dtype, each.device, each.layout) for each in (one, other)]
+    return kinds[0] == kinds[1] and torch.equal(one, other)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ __all__ = [
     "add_one",
     "assert_at_rest",
     "assert_holds",
-    "average_gradient",
+    "assert_is_slice",
+    "average_gradients",
     "collectives_of",
     "every_granularity",
     "fingerprint",
@@ -295,6 +296,24 @@ def assert_holds(state_dict: dict[str, Any], model: nn.Module) -> None:
         assert_equal(whole, expected[name], name)
 
 
+def assert_is_slice(
+    shard: Tensor | None,
+    full: Tensor,
+    what: str = "tensor",
+    compare: Callable[[Tensor, Tensor, str], object] = assert_equal,
+) -> None:
+    """Assert that a shard has its part of a tensor that all ranks have; no communication.
+
+    Together the ranks compare every element.
+    """
+    __tracebackhide__ = True
+    assert isinstance(shard, FlatShard), what
+    spec = shard._shard_spec
+    assert shard.shape == full.shape, what
+    if not spec.is_elsewhere:
+        compare(shard._local, spec.slice(full.detach()), what)
+
+
 def every_granularity(param: nn.Parameter) -> Granularity:
     """Return each of them for some parameters of `Net`."""
     kinds: dict[tuple[int, ...], Granularity] = {
@@ -347,8 +366,8 @@ class Twins:
         before = [param.grad for param in model.parameters()]
         model.zero_grad()
         loss.backward(**options)
+        average_gradients(model.parameters())
         for param, grad in zip(model.parameters(), before, strict=True):
-            average_gradient(param)
             if grad is not None:
                 param.grad = grad if param.grad is None else grad + param.grad
 
@@ -371,11 +390,8 @@ class Twins:
             is_elsewhere = param._shard_spec.is_elsewhere
             has_gradient = expected is not None and not is_elsewhere
             assert (param.grad is not None) == has_gradient, f"{name}: {param.grad}"
-            if expected is not None:
-                # A broadcast, which those take part in that have none.
-                grad = torch.empty_like(param) if is_elsewhere else param.grad
-                assert isinstance(grad, FlatShard), name
-                _assert_same(grad.full_tensor(), expected, f"gradient of {name}")
+            if has_gradient:
+                assert_is_slice(param.grad, expected, f"gradient of {name}", _assert_same)
 
     def assert_equal_parameters(self) -> None:
         """Compare every parameter."""
@@ -383,8 +399,7 @@ class Twins:
         for (name, param), expected in zip(
             self.sharded.named_parameters(), self.plain.parameters(), strict=True
         ):
-            assert isinstance(param, FlatShard), name
-            _assert_same(param.full_tensor(), expected.detach(), name)
+            assert_is_slice(param, expected, name, _assert_same)
 
 
 def train_twins(
@@ -393,7 +408,7 @@ def train_twins(
     """Train both for a few steps; losses, gradients and parameters must stay equal."""
     optimizers = twins.optimizers(**options)
     for step in range(num_steps):
-        twins.step(partial(loss_of, step=step))
+        twins.step(functools.partial(loss_of, step=step))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -412,18 +427,31 @@ def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
         )
 
 
-def average_gradient(param: nn.Parameter) -> None:
-    """Average `.grad` over the ranks; leave None if all ranks have None."""
-    if not param.requires_grad:
-        return
-    num_used = torch.tensor(int(param.grad is not None))
+def average_gradients(params: Iterable[nn.Parameter]) -> None:
+    """Average each `.grad` over the ranks; leave None where all ranks have None."""
+    trained = [param for param in params if param.requires_grad]
+    num_used = torch.tensor([int(param.grad is not None) for param in trained])
     dist.all_reduce(num_used)
-    if not num_used.item():
-        return
-    grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
-    total = grad.clone(memory_format=torch.contiguous_format) / dist.get_world_size()
+    used = [param for param, num in zip(trained, num_used.tolist(), strict=True) if num]
+    for param in used:
+        grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
+        param.grad = torch.empty_like(param).copy_(grad / dist.get_world_size())
+    if dist.get_world_size() > 2:
+        groups = [[param] for param in used]  # a sum of more terms depends on where they lie
+    else:
+        dtypes = dict.fromkeys(param.dtype for param in used)
+        groups = [[param for param in used if param.dtype is dtype] for dtype in dtypes]
+    for group in groups:
+        _sum_over_ranks([param.grad for param in group if param.grad is not None])
+
+
+def _sum_over_ranks(tensors: list[Tensor]) -> None:
+    """Add tensors of one dtype up, which travel together."""
+    total = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
-    param.grad = torch.empty_like(param).copy_(total)
+    parts = total.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
 def fingerprint(module: nn.Module) -> dict[str, Any]:

@@ -159,6 +159,7 @@ def test_collectives_work_on_the_default_group() -> None:
     assert run_ranks(3, _gather_ranks, offset=10) == [[10, 11, 12]] * 3
 
 
+@pytest.mark.fast
 def test_every_call_starts_with_the_same_seed() -> None:
     """Random numbers depend neither on the rank nor on earlier calls."""
     torch.manual_seed(0)
@@ -192,6 +193,7 @@ def test_every_failing_rank_is_reported_once() -> None:
     assert str(error).count("Traceback") == 2
 
 
+@pytest.mark.fast
 def test_failed_assert_shows_its_values() -> None:
     """Asserts of test modules are rewritten in the workers as they are in the parent."""
     assert "assert 5 == 2" in _rank_error(1, _compare, 2, 3).errors[0]
@@ -247,6 +249,7 @@ def test_rank_that_is_a_collective_ahead_is_found(monkeypatch: pytest.MonkeyPatc
         run_ranks(2, _skip_a_barrier, timeout=3.0)
 
 
+@pytest.mark.fast
 def test_local_function_is_refused() -> None:
     """Workers import the function by name, which a closure has none of."""
 
@@ -259,8 +262,12 @@ def test_local_function_is_refused() -> None:
 # --- end of session ---
 
 
-def test_shut_down_leaves_no_process() -> None:
+def test_shut_down_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers and fork servers end when asked, or killed; the next call starts new ones."""
+    pools = helpers._Pools()  # other than the session's, which goes on
+    pools.pytest_args = helpers._pools.pytest_args
+    monkeypatch.setattr(helpers, "_pools", pools)
+    monkeypatch.setattr(helpers, "_PRELOADED", ())
     killed, server = run_ranks(2, _rank_and_pid)[0][1], run_ranks(2, os.getppid)[0]
     os.kill(server, signal.SIGKILL)
     _wait_for_end([killed, server])
@@ -270,7 +277,8 @@ def test_shut_down_leaves_no_process() -> None:
     assert len(set(pids)) == 7
     assert not any(_is_running(pid) for pid in pids)
     assert helpers.worker_pids(2) == []
-    assert len(run_ranks(2, _rank_and_pid)) == 2
+    assert len(run_ranks(1, _rank_and_pid)) == 1
+    helpers.shut_down_workers()
 
 
 def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 import composable_shard
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(composable_shard.__file__).parent
 MODULES = [
     module.name

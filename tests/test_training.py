@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import ShardingStrategy, fully_shard, no_sync
 from tests.helpers import assert_equal, distributed
-from tests.models import full_tensor_of
+from tests.models import assert_is_slice, full_tensor_of
 
-NUM_STEPS = 20
+NUM_STEPS = 10
 
 
 class LanguageBlock(nn.Module):
@@ -168,7 +168,7 @@ def _assert_same_run(ours: tuple, theirs: tuple) -> None:
 def test_losses_gradients_and_states_are_bitwise_those_of_ddp(
     num_microbatches: int, strategy: ShardingStrategy
 ) -> None:
-    """20 AdamW steps with odd shapes, frozen layers and ties, with and without accumulation.
+    """10 AdamW steps with odd shapes, frozen layers and ties, with and without accumulation.
 
     S2.4 and S2.14, for every strategy: only data movement differs.
     """
@@ -177,7 +177,7 @@ def test_losses_gradients_and_states_are_bitwise_those_of_ddp(
 
 @distributed(2)
 def test_losses_gradients_and_states_are_bitwise_those_of_fsdp2() -> None:
-    """20 AdamW steps; torch's fully_shard takes the ties since they lie in one unit."""
+    """10 AdamW steps; torch's fully_shard takes the ties since they lie in one unit."""
     _assert_same_run(_train_ours(1), _train_fsdp2(1))
 
 
@@ -198,6 +198,7 @@ def test_three_ranks_agree_with_ddp_to_rounding(strategy: ShardingStrategy) -> N
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
 @distributed(2)
 def test_other_dtypes_are_bitwise_those_of_ddp(dtype: torch.dtype) -> None:
@@ -211,7 +212,7 @@ def test_other_dtypes_are_bitwise_those_of_ddp(dtype: torch.dtype) -> None:
     for module in (sharded, reference):
         module(x).abs().square().sum().backward()
     for param, expected in zip(sharded.parameters(), layer.parameters(), strict=True):
-        assert_equal(param.grad.full_tensor(), expected.grad)
+        assert_is_slice(param.grad, expected.grad)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -30,10 +30,6 @@ SMALL = ["--layers", "2", "--dim", "64", "--check-steps", "2"]
 TINY = ["--layers", "1", "--dim", "64", "--length", "16", "--steps", "6", "--check-steps", "2"]
 
 
-def _start(num_ranks: int, *options: str) -> subprocess.Popen[str]:
-    return _start_python([str(SCRIPT), "--ranks", str(num_ranks), *SMALL, *options])
-
-
 def _start_python(arguments: list[str], folder: Path | None = None) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TUTORIALS.parent)}
     return subprocess.Popen(
@@ -70,7 +66,7 @@ def _run_here(script: Path, arguments: list[str], folder: Path) -> tuple[int, st
     return code, output.getvalue()
 
 
-def _run_forked(script: Path, num_ranks: int, folder: Path) -> str:
+def _run_forked(script: Path, num_ranks: int, folder: Path, *arguments: str) -> str:
     """Run the script as torchrun does, in processes that need no start; return what rank 0 says."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
@@ -80,7 +76,7 @@ def _run_forked(script: Path, num_ranks: int, folder: Path) -> str:
         "WORLD_SIZE": str(num_ranks),
     }
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(num_ranks)]
-    answers = run_processes(ranks, _run_here, script, [], folder, timeout=90)
+    answers = run_processes(ranks, _run_here, script, list(arguments), folder, timeout=90)
     assert [code for code, _ in answers] == [0] * num_ranks, answers
     return answers[0][1]
 
@@ -88,15 +84,12 @@ def _run_forked(script: Path, num_ranks: int, folder: Path) -> str:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_language_model_trains_and_equals_one_process(num_ranks: int, tmp_path: Path) -> None:
     """A small run writes its losses and finds those of one process on the same batches."""
-    options = ["--steps", "3", "--output", str(tmp_path)]
+    arguments = [*SMALL, "--steps", "3", "--output", str(tmp_path)]
     if num_ranks == 1:
-        arguments = ["--ranks", "1", *SMALL, *options]
         [(code, output)] = run_processes([{}], _run_here, SCRIPT, arguments, tmp_path, timeout=90)
+        assert code == 0, output
     else:
-        process = _start(num_ranks, *options)
-        output = _finish(process)
-        code = process.returncode
-    assert code == 0, output
+        output = _run_forked(SCRIPT, num_ranks, tmp_path, *arguments)
     assert "largest difference" in output
     with (tmp_path / "loss.csv").open() as file:
         assert len(list(csv.reader(file))) == 4  # a header and three steps
@@ -105,7 +98,8 @@ def test_language_model_trains_and_equals_one_process(num_ranks: int, tmp_path: 
 
 def test_language_model_ends_cleanly_at_ctrl_c(tmp_path: Path) -> None:
     """All ranks stop, say so without a traceback, and leave the losses so far."""
-    process = _start(2, "--steps", "100000", "--output", str(tmp_path))
+    options = ["--ranks", "2", *TINY, "--steps", "100000", "--output", str(tmp_path)]
+    process = _start_python([str(SCRIPT), *options])
     assert process.stdout is not None
     deadline = time.monotonic() + 80
     while not (tmp_path / "loss.csv").exists() and time.monotonic() < deadline:
@@ -153,9 +147,9 @@ def test_language_model_resumes(tmp_path: Path) -> None:
 
 
 def _run_started(script: Path, num_ranks: int, folder: Path) -> str:
-    """Run the script as a user starts it, with torchrun if there are several ranks."""
+    """Run the script as a user starts it, with torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    process = _start_python([*(launcher if num_ranks > 1 else []), str(script)], folder)
+    process = _start_python([*launcher, str(script)], folder)
     output = _finish(process)
     assert process.returncode == 0, output
     return output
@@ -166,8 +160,8 @@ def _run_started(script: Path, num_ranks: int, folder: Path) -> str:
     [
         ("average_weights", 2, _run_forked),
         ("compare_strategies", 2, _run_forked),
-        ("edit_weights", 1, _run_started),  # as the others do, too
-        ("edit_weights", 2, _run_started),
+        ("edit_weights", 1, _run_forked),
+        ("edit_weights", 2, _run_started),  # as the others do, too
         ("train_with_muon", 2, _run_forked),
     ],
 )

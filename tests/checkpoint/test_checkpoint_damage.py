@@ -256,6 +256,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert all(param.is_meta for param in unborn.parameters())
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_what_one_rank_can_not_read_no_rank_loads(tmp_path: Path) -> None:
     """Its error is raised on all, and the next load works."""
@@ -413,6 +414,7 @@ def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
 # --- parts ---
 
 
+@pytest.mark.fast
 def test_a_tree_comes_back_as_it_was() -> None:
     """All kinds of values, and dicts that look like our own marks."""
     tree = {

@@ -108,6 +108,7 @@ def _resume_run(path: Path, dropout: float = 0.0, **options: Any) -> list[float]
     return [*run.train(4), torch.rand(()).item() + random.random()]
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_resuming_at_the_same_world_size_is_bitwise(tmp_path: Path) -> None:
     """Losses with dropout, learning rates, loss scales, and the numbers drawn afterwards."""

@@ -174,6 +174,7 @@ def test_a_hook_does_both_stages_of_a_2d_mesh(
     _assert_same_values(*seen, is_bitwise=False)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_accumulated_gradients_reach_the_hook_once(strategy: ShardingStrategy) -> None:
@@ -223,6 +224,7 @@ def test_hooks_differ_between_units_and_can_be_taken_away() -> None:
     assert len(first.stages) == 5
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_wrong_registrations_are_refused() -> None:
     """Each names the remedy and changes nothing."""

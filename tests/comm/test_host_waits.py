@@ -16,6 +16,8 @@ from composable_shard import MixedPrecisionPolicy, ShardingStrategy, clip_grad_n
 from composable_shard.tensor.flat_shard import FlatShard
 from tests.models import Net, shard_blocks
 
+pytestmark = pytest.mark.fast
+
 aten = torch.ops.aten
 _READS = {aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.nonzero, aten.equal}
 _METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__")

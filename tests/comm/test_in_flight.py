@@ -78,6 +78,7 @@ def test_nothing_is_in_flight_on_a_2d_mesh(strategy: ShardingStrategy) -> None:
                 _assert_nothing_in_flight(works)
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_nothing_is_in_flight_where_a_rank_lacks_a_gradient() -> None:
     """Whether this rank used all its parameters or not."""

@@ -147,6 +147,7 @@ def _position(events: list[Event], kind: str, name: str, last: bool = False) -> 
     return found[-1] if last else found[0]
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_forward_gathers_the_next_unit_before_the_current_one_computes() -> None:
     """From the second call on, the order of the first is known."""
@@ -288,6 +289,7 @@ def test_backward_reduces_and_frees_a_unit_before_the_next_but_one_begins() -> N
         assert _position(events, "free", f"blocks.{k}", last=True) < begin
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_backward_gathers_the_next_unit_before_the_current_one_computes() -> None:
     """The reverse of the forward's order is expected, in the first backward already."""

@@ -138,6 +138,7 @@ def test_streams_wait_after_a_failed_backward(
     _check_no_races(monkeypatch, train, mp_policy=policy)
 
 
+@pytest.mark.fast
 @pytest.mark.usefixtures("four_ranks")
 def test_a_write_beside_a_gather_is_gathered_again() -> None:
     """A step between `unshard(async_op=True)` and its `wait()`."""

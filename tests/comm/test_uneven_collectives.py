@@ -19,6 +19,7 @@ from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.flat_param.reduction import FlatReduction
 from tests.helpers import assert_equal, distributed
+from tests.pairs import pairwise
 
 CPU = torch.device("cpu")
 WAYS = {"exchange": (8, 64), "all-to-all": (0, 64), "backend": (0, 0)}
@@ -47,9 +48,8 @@ def whole_numbers(total: int, dtype: torch.dtype, rank: int) -> Tensor:
     return values.to(dtype) * (1 + 1j if dtype.is_complex else 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@distributed(2, 3)
+@pytest.mark.parametrize(*pairwise(dtype=DTYPES, way=WAYS, world_size=(2, 3)))
+@distributed()
 def test_shards_of_any_size_arrive(way: str, dtype: torch.dtype) -> None:
     """Gathers on all ranks and on the first, in place and not, and the scatter back."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
@@ -80,9 +80,8 @@ def test_shards_of_any_size_arrive(way: str, dtype: torch.dtype) -> None:
         assert [event.nbytes for event in log.events] == [nbytes] * 4
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@distributed(2, 3)
+@pytest.mark.parametrize(*pairwise(dtype=DTYPES, way=WAYS, world_size=(2, 3)))
+@distributed()
 def test_sums_of_any_size_arrive(way: str, dtype: torch.dtype) -> None:
     """Into memory of their own, into a wider dtype, and in place; scaled."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
@@ -131,6 +130,7 @@ class _TwoBackends(FreeGroup):
         return SimpleNamespace(name=lambda: name)
 
 
+@pytest.mark.fast
 def test_algorithm_is_that_of_the_buffers_device() -> None:
     """Not of the mesh's, which a model has left with `model.cpu()`; there need not be any."""
     dtype = torch.float32

@@ -58,6 +58,7 @@ from tests.models import (
     shard_blocks,
     train_twins,
 )
+from tests.pairs import pairwise
 
 # --- activation checkpointing ---
 
@@ -152,9 +153,9 @@ CHECKPOINTED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-@pytest.mark.parametrize("is_early", [True, False])
-@pytest.mark.parametrize("where", CHECKPOINTED)
+@pytest.mark.parametrize(
+    *pairwise(reshard_after_forward=[None, False], is_early=[True, False], where=CHECKPOINTED)
+)
 @distributed(2)
 def test_checkpointing_changes_nothing(
     where: str, is_early: bool, reshard_after_forward: bool | None
@@ -209,6 +210,7 @@ def _shard_out_and_blocks(model: nn.Module) -> None:
     shard_blocks(model)
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_checkpointing_gathers_each_unit_twice() -> None:
     """The recomputation's gather serves the backward as well."""
@@ -403,6 +405,7 @@ def test_compiled_optimizer_step() -> None:
 # --- mixed precision by torch.amp ---
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_autocast_trains_alike() -> None:
     """Casts happen in compute; parameters and gradients keep their dtype."""
@@ -509,6 +512,7 @@ def _shard_addresses(model: nn.Module) -> set[int]:
     return {handle.local_shard.untyped_storage().data_ptr() for handle in get_handles(model)}
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_original_trains_on_after_it_was_copied() -> None:
     """Training a copy, or dropping it, does nothing to the original."""

@@ -59,6 +59,7 @@ from tests.models import (
     shard_root,
     square_mean,
 )
+from tests.pairs import pairwise
 from tests.runtime.test_forward_backward import (
     _Choosing,
     _Complex,
@@ -207,9 +208,8 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("is_foreach", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@distributed(1, 2, 3)
+@pytest.mark.parametrize(*pairwise(is_foreach=[False, True], name=OPTIMIZERS, world_size=(1, 2, 3)))
+@distributed()
 def test_elementwise_optimizers_step_alike(name: str, is_foreach: bool) -> None:
     """Bitwise, for-loop and foreach."""
     kind, options = OPTIMIZERS[name]
@@ -270,9 +270,10 @@ def test_what_lies_between_the_parameters_is_zero() -> None:
     assert all(param.to_local().eq(0).all() for param in params)
 
 
-@pytest.mark.parametrize("strategy", ShardingStrategy)
-@pytest.mark.parametrize("is_synced", [False, True])
-@distributed(1, 2, 3)
+@pytest.mark.parametrize(
+    *pairwise(strategy=ShardingStrategy, is_synced=[False, True], world_size=(1, 2, 3))
+)
+@distributed()
 def test_accumulation_is_the_same(is_synced: bool, strategy: ShardingStrategy) -> None:
     """Unsharded with `no_sync`, and into the sharded gradient of the flat parameter."""
     twins = FlatTwins(Net, shard_blocks, against_originals=True, strategy=strategy)
@@ -460,6 +461,7 @@ def test_checkpointing_changes_nothing(where: str, is_reentrant: bool) -> None:
     FlatTwins(make, shard_blocks).train(_NET, optim.AdamW, lr=0.05)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(2)
 def test_other_policies_train_alike(reshard_after_forward: bool) -> None:
@@ -706,6 +708,7 @@ def test_errors_leave_the_flat_parameters_shown(where: str) -> None:
     twins.train(_NET, optim.AdamW, lr=0.05)
 
 
+@pytest.mark.fast
 @distributed(1, 2)
 def test_state_dict_holds_the_originals_and_loads_back() -> None:
     """Under their names in their order; also through a file read with weights_only."""
@@ -737,9 +740,10 @@ def test_state_dict_of_a_scope_has_the_original_names() -> None:
 # --- copies and conversions ---
 
 
-@pytest.mark.parametrize("num_steps", [0, 1])
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
-@distributed(1, 2)
+@pytest.mark.parametrize(
+    *pairwise(num_steps=[0, 1], make_copy=[copy.deepcopy, pickled, saved], world_size=(1, 2))
+)
+@distributed()
 def test_copies_train_alike(make_copy: Callable[[nn.Module], nn.Module], num_steps: int) -> None:
     """Copies made before and after a step show flat parameters of their own."""
     twins = FlatTwins(_Language, shard_blocks)

@@ -6,6 +6,7 @@ The device is the CPU here; copies to and from the host are run late, when they 
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,6 +58,7 @@ from tests.models import (
     saved,
     shard_blocks,
 )
+from tests.pairs import pairwise
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)
@@ -182,7 +184,10 @@ STEPS: dict[str, Callable[..., Any]] = {
 
 
 def _train_with(model: Net, step: Callable[..., Any], num_steps: int = 2) -> list[Tensor]:
-    """Return all that can be compared: what each step returns, gradients, parameters."""
+    """Return all that can be compared: what each step returns, this rank's gradients, parameters.
+
+    The ranks of two models cut them in the same places.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     seen = []
     for number in range(num_steps):
@@ -190,8 +195,8 @@ def _train_with(model: Net, step: Callable[..., Any], num_steps: int = 2) -> lis
         result = step(model, optimizer, number)
         seen += [] if result is None else [result.detach()]
         for param in model.parameters():
-            seen += [] if param.grad is None else [param.grad.full_tensor()]
-    return seen + [param.full_tensor() for param in model.parameters()]
+            seen += [] if param.grad is None else [param.grad.to_local().clone()]
+    return seen + [param.to_local().clone() for param in model.parameters()]
 
 
 def _assert_same_lists(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -221,18 +226,18 @@ def _assert_on_host(model: nn.Module) -> None:
 # --- numbers ---
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(*pairwise(step=STEPS, strategy=STRATEGIES, policy=POLICIES))
 @distributed(2)
-def test_every_kind_of_step_equals_the_one_without_offload(strategy: ShardingStrategy) -> None:
+def test_every_kind_of_step_equals_the_one_without_offload(
+    step: str, strategy: ShardingStrategy, policy: str
+) -> None:
     """Bitwise, though no copy runs before somebody waits for it."""
-    for step in STEPS.values():
-        expected = _train_with(_make_offloaded(strategy=strategy), step)
-        for policy in POLICIES.values():
-            with _late_copies():
-                model = _make_offloaded(policy, strategy=strategy)
-                _assert_same_lists(_train_with(model, step), expected)
-            _assert_on_host(model)
-            assert_at_rest(model)
+    expected = _train_with(_make_offloaded(strategy=strategy), STEPS[step])
+    with _late_copies():
+        model = _make_offloaded(POLICIES[policy], strategy=strategy)
+        _assert_same_lists(_train_with(model, STEPS[step]), expected)
+    _assert_on_host(model)
+    assert_at_rest(model)
 
 
 MIXED = {
@@ -248,18 +253,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(*pairwise(options=OPTIONS, strategy=STRATEGIES, policy=POLICIES))
 @distributed(2)
-def test_other_options_keep_their_meaning(options: str) -> None:
+def test_other_options_keep_their_meaning(
+    options: str, strategy: ShardingStrategy, policy: str
+) -> None:
     """Dtypes, and one flat parameter instead of many, under every strategy."""
-    for strategy in STRATEGIES:
-        given = {"strategy": strategy, **OPTIONS[options]}
-        expected = _train_with(_make_offloaded(**given), _clipped)
-        for policy in POLICIES.values():
-            with _late_copies():
-                model = _make_offloaded(policy, **given)
-                _assert_same_lists(_train_with(model, _clipped), expected)
-            _assert_on_host(model)
+    given = {"strategy": strategy, **OPTIONS[options]}
+    expected = _train_with(_make_offloaded(**given), _clipped)
+    with _late_copies():
+        model = _make_offloaded(POLICIES[policy], **given)
+        _assert_same_lists(_train_with(model, _clipped), expected)
+    _assert_on_host(model)
 
 
 @distributed(4)
@@ -268,14 +273,14 @@ def test_meshes_with_copies_and_small_groups() -> None:
     mesh = replica_mesh(2, 2)
     cases: list[dict[str, Any]] = [{"strategy": s, "mesh": mesh} for s in STRATEGIES]
     cases += [{"reshard_after_forward": 2}, {"mesh": replica_mesh(4, 1)}]
+    policies = itertools.cycle(POLICIES.values())  # in turn: each with each step
     for options in cases:
         for step in (_deferred, _with_scope)[: 1 + ("mesh" in options)]:
             expected = _train_with(_make_offloaded(**options), step)
-            for policy in POLICIES.values():
-                with _late_copies():
-                    _assert_same_lists(
-                        _train_with(_make_offloaded(policy, **options), step), expected
-                    )
+            with _late_copies():
+                model = _make_offloaded(next(policies), **options)
+                _assert_same_lists(_train_with(model, step), expected)
+        next(policies)
 
 
 @distributed(1)
@@ -306,6 +311,7 @@ def test_gradients_that_were_dropped_in_part_do_not_share_memory_with_what_comes
         _assert_same_lists(run(_make_offloaded(PARAMS)), run(_make_offloaded()))
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_units_with_and_without_offload_mix() -> None:
     """One clip and one optimizer for shards that lie here and there."""

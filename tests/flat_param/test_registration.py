@@ -53,6 +53,7 @@ from tests.models import (
     shard_root,
     square_mean,
 )
+from tests.pairs import pairwise
 from tests.runtime.test_forward_backward import _Language, _OptionalStack, _rank_tokens
 from tests.runtime.test_random_trees import _RandomTree, _RandomUnit
 
@@ -138,6 +139,7 @@ def test_gradient_set_by_hand_moves_to_all_originals() -> None:
     assert all(param.grad.full_tensor().eq(1).all() for param in model.parameters())
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_same_parameter_objects_come_back() -> None:
     """Whatever is toggled, so optimizers of either form stay valid; values are shared."""
@@ -173,6 +175,7 @@ def test_training_goes_on_with_an_optimizer_built_anew(is_flat_first: bool) -> N
     twins.assert_equal_parameters()
 
 
+@pytest.mark.fast
 @distributed(1, 2)
 def test_toggle_between_backward_and_step() -> None:
     """The optimizer of the other form finds the gradients, clipped or accumulated further."""
@@ -483,9 +486,8 @@ _TEXTS = {
 }
 
 
-@pytest.mark.parametrize("where", _TEXTS)
-@pytest.mark.parametrize("toggle", _TOGGLES)
-@distributed(1, 2)
+@pytest.mark.parametrize(*pairwise(where=_TEXTS, toggle=_TOGGLES, world_size=(1, 2)))
+@distributed()
 def test_toggle_inside_a_pass_is_refused(toggle: Toggle, where: str) -> None:
     """And changes nothing: the pass goes on, and so does training."""
     twins = FlatTwins(_Toggling, shard_blocks)

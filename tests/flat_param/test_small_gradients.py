@@ -15,6 +15,8 @@ from composable_shard.flat_param.grad_pieces import SmallGradients, write_gradie
 from tests.helpers import assert_equal, distributed
 from tests.models import Twins, rank_input, shard_root
 
+pytestmark = pytest.mark.fast
+
 BIG = 130  # 130 * 130 * 4 bytes are more than may wait
 
 

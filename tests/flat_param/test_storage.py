@@ -20,6 +20,8 @@ from composable_shard.flat_param.storage import (
 )
 from tests.helpers import peak_bytes
 
+pytestmark = pytest.mark.fast
+
 # --- storages ---
 
 

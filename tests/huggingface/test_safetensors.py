@@ -263,6 +263,7 @@ def test_values_are_cast_both_ways(tmp_path: Path) -> None:
         assert_equal(value, expected[name].bfloat16(), name)
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_training_goes_on_with_loaded_weights(tmp_path: Path) -> None:
     """Full parameters that were kept or gathered before are not used any more."""

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from composable_shard.layout.owners import balance, fullest
 
+pytestmark = pytest.mark.fast
+
 sizes = st.lists(st.one_of(st.integers(0, 10), st.integers(0, 10**9)), max_size=40)
 few = settings(max_examples=100, deadline=None)
 

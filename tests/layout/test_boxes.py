@@ -16,6 +16,9 @@ def boxes_of_range(shape: Sequence[int], stride: Sequence[int], start: int, end:
     return Region(whole_box(shape), memory_order(shape, stride), start, end).boxes()
 
 
+pytestmark = pytest.mark.fast
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_boxes_cover_exactly_the_range_in_order(seed: int) -> None:
     """Each box is its elements' consecutive numbers, for any shape, order of dims and range."""

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from composable_shard.layout.flat_layout import FlatLayout, intersect, round_up
 from composable_shard.tensor.shard_spec import ShardSpec
 
+pytestmark = pytest.mark.fast
+
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)  # () is a scalar, a 0 makes it empty
 numels = st.one_of(shapes.map(lambda shape: torch.Size(shape).numel()), st.integers(0, 10**12))
 alignments = st.sampled_from([1, 2, 4, 8, 16, 128])

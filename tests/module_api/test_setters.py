@@ -139,6 +139,7 @@ def _step_of_twins(twins: Twins) -> None:
         model.zero_grad()
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_reshard_after_backward_keeps_what_the_next_forward_needs() -> None:
     """No gather in it, nor a stale value after a write; True frees everything again."""
@@ -201,6 +202,7 @@ def test_forward_prefetch_is_what_the_user_chose() -> None:
     assert_at_rest(twins.sharded)
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_backward_prefetch_is_what_the_user_chose() -> None:
     """The last block's backward gathers two more, or none."""

@@ -47,6 +47,7 @@ from tests.models import (
     rank_input,
     shard_blocks,
 )
+from tests.pairs import pairwise
 
 
 def _sgd_step(model: nn.Module, step: int) -> Tensor:
@@ -212,6 +213,7 @@ def test_a_backward_through_an_earlier_graph_is_refused_inside() -> None:
         assert all(param.grad is None for param in model.parameters())
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", ["step", "shard"])
 @distributed(2)
 def test_writing_shards_inside_is_refused(kind: str) -> None:
@@ -266,6 +268,7 @@ def test_a_scope_inside_a_forward_or_a_backward_is_refused(name: str, in_backwar
             _call_inside(model, lambda: _open(unit), in_backward=in_backward)
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_a_module_without_units_is_refused() -> None:
     """There is nothing to show; the text says what to do."""
@@ -350,9 +353,14 @@ def _parametrize(model: nn.Module) -> None:
     nn.utils.parametrizations.weight_norm(model.inp)
 
 
-@pytest.mark.parametrize("flag", [True, False])
-@pytest.mark.parametrize("replace", [_assign, _load_by_assignment, _delete, _parametrize])
-@distributed(1, 2)
+@pytest.mark.parametrize(
+    *pairwise(
+        flag=[True, False],
+        replace=[_assign, _load_by_assignment, _delete, _parametrize],
+        world_size=(1, 2),
+    )
+)
+@distributed()
 def test_a_replaced_parameter_is_named_on_exit(
     replace: Callable[[nn.Module], None], flag: bool
 ) -> None:
@@ -597,10 +605,15 @@ def test_freezing_a_part_of_a_flat_parameter_is_refused_on_exit() -> None:
 # --- failures of the body ---
 
 
-@pytest.mark.parametrize("error", [Planned, KeyboardInterrupt])
-@pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize("rank", [0, 1, None])
-@distributed(2, 3)
+@pytest.mark.parametrize(
+    *pairwise(
+        error=[Planned, KeyboardInterrupt],
+        rank0_only=[False, True],
+        rank=[0, 1, None],
+        world_size=(2, 3),
+    )
+)
+@distributed()
 def test_nothing_is_written_on_any_rank_if_the_body_fails_on_one(
     rank: int | None, rank0_only: bool, error: type[BaseException]
 ) -> None:
@@ -881,9 +894,12 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("place", ["", "blocks.0", "blocks.1.up", "out"])
-@distributed(1, 2)
+@pytest.mark.parametrize(
+    *pairwise(
+        in_backward=[False, True], place=["", "blocks.0", "blocks.1.up", "out"], world_size=(1, 2)
+    )
+)
+@distributed()
 def test_a_scope_after_an_interrupted_step(place: str, in_backward: bool) -> None:
     """It ends what was left half done, shows the right values, and the next step is right."""
     with _recovering() as model:

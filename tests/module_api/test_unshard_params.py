@@ -42,6 +42,7 @@ from composable_shard import (
 from composable_shard.comm.collectives import CollectiveLog, count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import Layer, Net, add_one, assert_at_rest, rank_input, shard_blocks
+from tests.pairs import pairwise
 
 # What `fully_shard` can be told of what ranks keep; each row of the matrix runs under each.
 STRATEGIES: list[dict[str, Any]] = [
@@ -323,20 +324,34 @@ def _warnings(flags: dict[str, bool], has_values: bool) -> Iterator[None]:
         assert warning.filename == __file__  # the line of the user's `with`
 
 
-@pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=5)))
-@distributed(1, 2, 3)
-def test_every_combination_of_flags(flags: tuple[bool, ...]) -> None:
+def _flag_rows(**others: Any) -> Any:
+    """Return rows with each combination of flags: three meet the other two, and `others`."""
+    first, last = (list(itertools.product([False, True], repeat=num)) for num in (3, 2))
+    return pairwise(first=first, last=last, use_orig_params=[True, False], **others)
+
+
+@pytest.mark.parametrize(*_flag_rows(strategy=STRATEGIES, world_size=(1, 2, 3)))
+@distributed()
+def test_every_combination_of_flags(
+    first: tuple[bool, ...],
+    last: tuple[bool, ...],
+    strategy: dict[str, Any],
+    use_orig_params: bool,
+) -> None:
     """S1.4, S1.9: values, gradients, names, collectives inside; all as before outside."""
-    for strategy, use_orig_params in itertools.product(STRATEGIES, [True, False]):
-        _run_row(dict(zip(FLAGS, flags, strict=True)), strategy, use_orig_params)
+    _run_row(dict(zip(FLAGS, first + last, strict=True)), strategy, use_orig_params)
 
 
-@pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=5)))
+@pytest.mark.parametrize(*_flag_rows(strategy=KEEPING))
 @distributed(2)
-def test_every_combination_of_flags_where_parameters_are_kept(flags: tuple[bool, ...]) -> None:
+def test_every_combination_of_flags_where_parameters_are_kept(
+    first: tuple[bool, ...],
+    last: tuple[bool, ...],
+    strategy: dict[str, Any],
+    use_orig_params: bool,
+) -> None:
     """S1.1, S1.4: the same under the strategies that keep full parameters, NO_SHARD included."""
-    for strategy, use_orig_params in itertools.product(KEEPING, [True, False]):
-        _run_row(dict(zip(FLAGS, flags, strict=True)), strategy, use_orig_params)
+    _run_row(dict(zip(FLAGS, first + last, strict=True)), strategy, use_orig_params)
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy)
@@ -590,9 +605,10 @@ _EDITS = [
 ]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("edit", _EDITS, ids=lambda edit: edit.__name__)
-@distributed(1, 2, 3)
+@pytest.mark.parametrize(
+    *pairwise(use_orig_params=[True, False], edit=_EDITS, world_size=(1, 2, 3))
+)
+@distributed()
 def test_ordinary_code_does_what_it_does_to_a_plain_model(edit: Any, use_orig_params: bool) -> None:
     """Loading, initialising, surgery, assignment: the shards hold the result, bitwise."""
     plain = _plain_net()
@@ -1051,6 +1067,7 @@ def test_the_flat_parameter_of_full_values_is_shown_on_request() -> None:
     _assert_values(model, plain)
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_writeback_after_a_step_raises() -> None:
     """By hand: what the optimizer wrote is not overwritten by older values."""

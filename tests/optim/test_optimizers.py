@@ -477,6 +477,7 @@ def test_total_norm_of_one_dtype_is_one_collective() -> None:
     assert [event.kind for event in log.events] == ["all_reduce"]
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_clip_grad_value_equals_the_unsharded_one() -> None:
     """An elementwise bound needs no communication and is exact."""

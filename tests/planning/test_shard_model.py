@@ -965,6 +965,7 @@ def _reason(call: Callable[[], object]) -> str | None:
 # --- what is formed ---
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_same_units_as_by_hand_train_the_same() -> None:
     """Units, their options and names, and bitwise what they compute."""
@@ -1106,6 +1107,7 @@ def test_meta_models_can_be_sharded() -> None:
 # --- the dry run ---
 
 
+@pytest.mark.fast
 def test_dry_run_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     """Units, who took them, what they hold, and bytes per rank; no memory, no process group."""
     with torch.device("meta"):
@@ -1146,6 +1148,7 @@ def test_dry_run_describes_options_in_words() -> None:
     assert plan.units[0].world_size == 1
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_dry_run_says_what_a_run_does() -> None:
     """The same units in the same order; the bytes are those that a rank then holds."""

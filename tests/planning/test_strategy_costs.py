@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from itertools import product
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ from composable_shard.planning import ShardingPlan, by_class
 from composable_shard.planning.costs import FlatParamCost, RankCounts, sent_nbytes
 from tests.helpers import distributed
 from tests.models import Layer, Net, rank_input
+from tests.pairs import pairwise
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -242,6 +242,7 @@ def test_one_rank_alone_sends_nothing_and_holds_everything() -> None:
             assert plan.cost.payloads == {}
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_a_flat_parameter_holds_what_the_dry_run_says() -> None:
     """An optimizer sees gaps between parameters too, but no padding behind them."""
@@ -254,13 +255,19 @@ def test_a_flat_parameter_holds_what_the_dry_run_says() -> None:
         _check_stored(plan, model, optimizer, F32, strategy.name)
 
 
+_OFFLOADED = pairwise(
+    precision=POLICIES.values(),
+    case=[(strategy, True) for strategy in ShardingStrategy] + [(FULL_SHARD, False)],
+    policy=[OffloadPolicy(params=True), OffloadPolicy(optim_state=True)],
+    world_size=(1, 2),
+)[1]
+
+
 @distributed(1, 2)
 def test_offload_holds_what_the_dry_run_says() -> None:
     """On device and host together, and of that on the host."""
-    policies = [OffloadPolicy(params=True), OffloadPolicy(optim_state=True)]
-    cases = [(strategy, True) for strategy in ShardingStrategy] + [(FULL_SHARD, False)]
-    for dtype, mp_policy in POLICIES.values():
-        for (strategy, use_orig_params), policy in product(cases, policies):
+    for (dtype, mp_policy), (strategy, use_orig_params), policy, world_size in _OFFLOADED:
+        if world_size == dist.get_world_size():
             model = _make_padded(dtype) if use_orig_params else Net().to(dtype)
             options = {"strategy": strategy, "mp_policy": mp_policy, "offload_policy": policy}
             plan = _shard_as_planned(model, use_orig_params=use_orig_params, **options)
@@ -319,6 +326,7 @@ def test_a_dry_run_needs_no_ranks() -> None:
     assert [str(unit.ranks) for unit in plan.units] == ["4x1"] * 4
 
 
+@pytest.mark.fast
 def test_a_dry_run_refuses_what_a_run_would() -> None:
     """A small group must divide the number of ranks that it was told."""
     with pytest.raises(ValueError, match="a divisor of the 8 ranks that share the unit, got 3"):

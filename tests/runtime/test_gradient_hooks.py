@@ -100,7 +100,7 @@ def test_training_is_that_of_the_ordinary_loop(strategy: ShardingStrategy) -> No
                 optimizer.step()
                 optimizer.zero_grad()
         for param, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
-            assert_equal(param.full_tensor(), expected.full_tensor())
+            assert_equal(param.to_local(), expected.to_local())
         assert set(steps.calls.values()) == {3}
         assert_at_rest(models[1])
 
@@ -217,7 +217,7 @@ def test_accumulation_ends_with_one_hook_and_the_whole_gradient(strategy: Shardi
         optimizer.step()
         optimizer.zero_grad()
     for param, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
-        assert_equal(param.full_tensor(), expected.full_tensor())
+        assert_equal(param.to_local(), expected.to_local())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -235,7 +235,7 @@ def test_hooks_wait_for_the_last_backward(strategy: ShardingStrategy) -> None:
     optimizer.step()
     assert set(steps.calls.values()) == {1}
     for param, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
-        assert_equal(param.full_tensor(), expected.full_tensor())
+        assert_equal(param.to_local(), expected.to_local())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -321,6 +321,7 @@ def test_parameters_that_not_all_ranks_used(used: list[list[int]]) -> None:
     _check_twins(twins, run)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_OPTIM])
 @distributed(2)
 def test_a_backward_through_two_calls(strategy: ShardingStrategy) -> None:
@@ -430,7 +431,7 @@ def test_hooks_on_one_rank_only() -> None:
         loss_of(each).backward()
     assert len(seen) == (len(list(model.parameters())) if dist.get_rank() == 0 else 0)
     for param, expected in zip(model.parameters(), other.parameters(), strict=True):
-        assert_equal(param.grad.full_tensor(), expected.grad.full_tensor())
+        assert_equal(param.grad.to_local(), expected.grad.to_local())
 
 
 @distributed(2)
@@ -462,7 +463,7 @@ def test_world_size_one() -> None:
         kinds = [f"{event.kind} {event.name}" for event in log]
         assert kinds.index("gradient_hooks blocks.3") < kinds.index("compute_backward blocks.1")
     for param, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
-        assert_equal(param.full_tensor(), expected.full_tensor())
+        assert_equal(param.to_local(), expected.to_local())
 
 
 @distributed(2)
@@ -478,7 +479,7 @@ def test_one_flat_parameter_for_each_unit() -> None:
         optimizer.zero_grad()
     assert set(steps.calls.values()) == {3}
     for param, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
-        assert_equal(param.full_tensor(), expected.full_tensor())
+        assert_equal(param.to_local(), expected.to_local())
 
 
 @distributed(2)
@@ -521,7 +522,7 @@ def test_an_error_in_a_hook_of_one_rank_comes_at_the_end(
         assert calls[-1] == "blocks.2.up.weight"  # no further hook ran
     for turn in (1, 2):
         for param, expected in zip(model.parameters(), other.parameters(), strict=True):
-            assert_equal(param.grad.full_tensor(), expected.grad.full_tensor(), str(turn))
+            assert_equal(param.grad.to_local(), expected.grad.to_local(), str(turn))
         assert_at_rest(model)
         calls += [""] * 9
         for each in (model, other):
@@ -555,7 +556,7 @@ def test_a_failed_backward_keeps_what_hooks_have_seen() -> None:
     for each in (model, other):
         loss_of(each, 1).backward()
     for param, expected in zip(model.parameters(), other.parameters(), strict=True):
-        assert_equal(param.grad.full_tensor(), expected.grad.full_tensor())
+        assert_equal(param.grad.to_local(), expected.grad.to_local())
     assert_at_rest(model)
 
 
@@ -586,7 +587,7 @@ def test_an_error_in_any_exchange_leaves_the_next_step_right(place: str) -> None
         model.zero_grad()
         loss_of(model, 1).backward()
         for param, expected in zip(model.parameters(), other.parameters(), strict=True):
-            assert_equal(param.grad.full_tensor(), expected.grad.full_tensor())
+            assert_equal(param.grad.to_local(), expected.grad.to_local())
         assert_at_rest(model)
         model.zero_grad()
 

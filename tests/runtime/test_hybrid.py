@@ -108,6 +108,7 @@ def test_gradients_are_reduced_inside_and_the_shards_across(
     assert log.nbytes("all_reduce") == shards + len(list(model.parameters()))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_mesh_that_only_replicates_copies_and_gathers_nothing(strategy: ShardingStrategy) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -106,6 +107,7 @@ def test_the_peak_of_backward_is_below_that_of_fsdp2() -> None:
     assert ours <= theirs - _unit_nbytes() // 2 + 1024
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_backward_holds_the_gradient_shards_and_two_units() -> None:
     """Peak beyond the start: half of all gradients, two units, and one layer's own gradient."""

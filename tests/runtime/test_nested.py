@@ -13,6 +13,8 @@ from torch import Tensor
 
 from composable_shard.runtime.casts import iter_tensors, map_tensors
 
+pytestmark = pytest.mark.fast
+
 Pair = namedtuple("Pair", ["first", "second"])
 
 

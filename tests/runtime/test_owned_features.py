@@ -174,6 +174,7 @@ def test_bf16_matrices_are_stepped_in_float32_on_the_host() -> None:
     assert len(optimizer.state) == is_owner
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_gradients_survive_the_flat_form_and_back() -> None:
     """The flat parameter has one on every rank; originals have theirs on the owner alone."""
@@ -193,6 +194,7 @@ def test_gradients_survive_the_flat_form_and_back() -> None:
     assert {n for n, param in model.named_parameters() if param.grad is not None} == after
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_hooks_run_on_owners() -> None:
     """An optimizer in the backward steps each parameter once, where its gradient is."""

@@ -30,6 +30,7 @@ from tests.models import (
     Net,
     Twins,
     assert_at_rest,
+    assert_is_slice,
     pickled,
     rank_input,
     replica_mesh,
@@ -151,9 +152,10 @@ def test_units_alone_would_not_be_balanced() -> None:
     assert_whole(model)
     assert [id(param) for param in model.parameters()] == [id(param) for param in objects]
     for param, expected in zip(model.parameters(), before, strict=True):
-        assert_equal(param.full_tensor(), expected)
+        assert_is_slice(param, expected)
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_moves_gather_each_unit_once() -> None:
     """Counted: the bytes of the handles that change, and 32 bytes to compare the plan."""
@@ -291,7 +293,7 @@ def test_siblings_are_balanced_by_lazy_init() -> None:
     assert_balanced(model)
     assert_whole(model)
     for param, expected in zip(model.parameters(), before, strict=True):
-        assert_equal(param.full_tensor(), expected)
+        assert_is_slice(param, expected)
     owners = owners_of(model)
     lazy_init(model)
     assert owners_of(model) == owners
@@ -393,7 +395,7 @@ def test_a_failed_move_leaves_everything_usable(monkeypatch: pytest.MonkeyPatch)
     fully_shard(model, granularity="param")
     assert_balanced(model)
     for param, expected in zip(model.parameters(), before, strict=True):
-        assert_equal(param.full_tensor(), expected)
+        assert_is_slice(param, expected)
 
 
 @distributed(2)

@@ -179,6 +179,7 @@ def _exceeded(cost: dict[str, int], limit: StepCost) -> dict[str, tuple[int, int
     return {key: (value, limits[key]) for key, value in cost.items() if value > limits[key]}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("num_params", PINNED)
 def test_step_costs_no_more_than_is_pinned(num_params: int) -> None:
     """What is sent and written also no less: such a step would not do its work."""

@@ -326,6 +326,7 @@ def test_full_state_does_not_go_on_with_the_optimizer() -> None:
         assert_equal(value, before[1][name], name)
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_torchs_own_functions_give_the_same() -> None:
     """With default options, which return shards; and they take them back."""
@@ -459,6 +460,7 @@ def test_state_of_a_stale_copy_is_not_read() -> None:
         assert_equal(found["state"]["weight"]["step"], torch.tensor(5.0))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("is_saved_sharded", [True, False])
 @distributed(2)
 def test_state_moves_between_sharded_and_plain_parameters(is_saved_sharded: bool) -> None:

@@ -261,6 +261,7 @@ def test_full_state_dict_holds_one_unit_besides_what_it_returns(
     assert len(found) == (12 if dist.get_rank() == 0 else 0)
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_options_cast_move_and_choose_submodules() -> None:
     """`dtype` leaves integers; names begin at the model, or at the submodule."""
@@ -625,6 +626,7 @@ def test_parts_of_a_unit_have_state_dicts_of_their_own(layout: str) -> None:
         module.load_state_dict(plain.state_dict())
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_modules_of_one_unit_load_one_after_another() -> None:
     """Below a module that is no unit: what the first one's hook has done is not the second's."""

@@ -99,6 +99,7 @@ def test_any_layout_reads_what_any_wrote(written: str) -> None:
             assert_holds(_dcp_load(target, path).state_dict(), seeded(Odd)), name
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_checkpoints_are_those_of_fsdp2() -> None:
     """Both ways."""

@@ -16,6 +16,8 @@ from composable_shard.tensor.shard_spec import WriteGuard
 from tests.helpers import assert_equal, distributed
 from tests.tensor.test_flat_shard import OddShapes, guard_of, shard, shard_module
 
+pytestmark = pytest.mark.fast
+
 DIRECT: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda x, y: x.add(y, alpha=2),
     "sqrt": lambda x, y: x.sqrt(),

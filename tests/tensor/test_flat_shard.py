@@ -19,6 +19,8 @@ from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor
 from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec, WriteGuard
 from tests.helpers import assert_equal, distributed, run_ranks
 
+pytestmark = pytest.mark.fast
+
 
 class OddShapes(nn.Module):
     """Parameters of every awkward kind, of one dtype."""

@@ -113,6 +113,7 @@ def test_new_tensors_of_another_size_are_plain() -> None:
     assert type(sharded.new_empty(7, 15)) is Tensor
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_copy_takes_the_slice_of_a_plain_full_tensor() -> None:
     """Also one that broadcasts, of another layout or dtype, and a single number."""
@@ -201,6 +202,7 @@ def test_ops_that_would_be_wrong_on_a_slice_raise_alike_on_every_rank() -> None:
             assert "full_tensor()" in message, text
 
 
+@pytest.mark.fast
 def test_texts_of_the_errors() -> None:
     """One of each kind, in full."""
     messages = run_ranks(2, _refusals)[0]

@@ -38,6 +38,7 @@ INITS: dict[str, Callable[[Tensor], Tensor | None]] = {
 }
 
 
+@pytest.mark.fast
 def test_every_init_function_of_torch_is_covered() -> None:
     """A function that torch adds must be added here; `dirac_` has its own test."""
     offered = {name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")}

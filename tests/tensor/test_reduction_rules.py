@@ -144,6 +144,7 @@ def test_nan_and_inf_on_one_rank_reach_all() -> None:
         assert not sharded.isfinite().all()
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_empty_tensors_reduce_like_empty_tensors() -> None:
     """A sum is 0, a norm is 0, and a maximum raises as torch's does."""
@@ -202,6 +203,7 @@ def test_item_of_several_elements_raises() -> None:
         shard(torch.zeros(3)).item()
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_gradients_of_reductions_are_the_slices() -> None:
     """Of the norms, extremes and variance."""

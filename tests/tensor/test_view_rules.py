@@ -50,6 +50,7 @@ def test_view_that_is_one_run_of_elements_is_a_shard(name: str) -> None:
     assert_equal(full(sharded), whole)
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_autograd_of_views_gives_sharded_gradients() -> None:
     """A gradient of a flattened parameter has the parameter's shape again."""

@@ -258,6 +258,7 @@ def test_copies_and_saved_shards_stay_whole() -> None:
         assert_equal(twin.full_tensor(), matrix())
 
 
+@pytest.mark.fast
 @distributed(2)
 def test_gradients_are_shown_in_a_scope_and_written_back() -> None:
     """On all ranks, though only the owner has them at rest."""

@@ -1,0 +1,39 @@
+"""Every two values meet, in few rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.pairs import pairwise
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize(
+    "sizes", [(4, 8, 2), (2, 2, 2, 2, 2), (3, 3, 3), (8, 4, 3, 2, 3), (1, 5, 2)]
+)
+def test_every_two_values_meet(sizes: tuple[int, ...]) -> None:
+    """Of any two parameters; names stay in order, and no row comes twice."""
+    parameters = {f"p{number}": range(size) for number, size in enumerate(sizes)}
+    names, rows = pairwise(**parameters)
+    assert names == tuple(parameters)
+    assert len(set(rows)) == len(rows)
+    for first, second in itertools.combinations(range(len(sizes)), 2):
+        expected = itertools.product(range(sizes[first]), range(sizes[second]))
+        assert {(row[first], row[second]) for row in rows} == set(expected)
+
+
+def test_rows_are_few_and_the_same_each_time() -> None:
+    """At most a half more than the two largest parameters need."""
+    grid = {"a": "wxyz", "b": range(8), "c": (2, 3)}
+    assert pairwise(**grid) == pairwise(**grid)
+    assert len(pairwise(**grid)[1]) == 32
+    assert len(pairwise(a=range(8), b=range(4), c=range(3), d=range(2), e=range(3))[1]) <= 48
+    assert len(pairwise(**{name: (False, True) for name in "abcdefgh"})[1]) <= 12
+
+
+def test_two_parameters_give_all_combinations() -> None:
+    """Of one there is nothing to pair."""
+    assert sorted(pairwise(a=(1, 2), b="xy")[1]) == [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
