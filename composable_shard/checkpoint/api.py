@@ -14,34 +14,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from composable_shard.checkpoint import json_tree
 from composable_shard.checkpoint.file_format import METADATA
-from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint
+from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint, reading
 from composable_shard.checkpoint.run_state import (
     StagedModel,
-    StagedOptimizer,
     check_rng_state,
     describe_model,
-    describe_optimizer,
     get_rng_state,
+    read_optimizer,
     set_rng_state,
 )
 from composable_shard.checkpoint.writer import list_items, plan_save, write_checkpoint
 from composable_shard.comm import HostGroup, get_host_group
-from composable_shard.state_dict import get_optimizer_state_dict
+from composable_shard.options import StateDictOptions
+from composable_shard.state_dict import get_optimizer_state_dict, prepare_load
 
 __all__ = ["CheckpointSave", "LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
 
 
 class CheckpointSave:
-    """A save that goes on in the background.
+    """A save in the background.
 
-    `wait()` returns the directory when it is published, or raises what went wrong, the same on
-    every rank. An error nobody waited for is raised by the next save or load. A process that ends
-    waits for its save first. The save has a process group of its own, which outlives
-    `destroy_process_group()`.
+    `wait()` returns the directory when it is published, or raises the save's error, the same on
+    every rank. If nobody waits, the next save or load raises the error. A process waits for its
+    save before it ends. The save's own process group outlives `destroy_process_group()`.
     """
 
     def __init__(self, write: Callable[[], Path]) -> None:
@@ -80,26 +78,26 @@ class CheckpointSave:
         return self._path
 
     def untold_error(self) -> Exception | None:
-        """Wait; return the error that nobody has been told of."""
+        """Wait; return the error if no call has raised it yet."""
         self._thread.join()
         error = None if self._is_told else self._error
         self._is_told = True
         return error
 
 
-_OneOrMore = Any  # of something: itself, a list or a dict of them
+_OneOrMore = Any  # an object, or a list or dict of objects
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What `load_checkpoint` found besides what it loaded.
+    """Facts about a checkpoint that `load_checkpoint` has loaded.
 
     Attributes:
         step: Number of steps taken when it was saved.
-        extra: What the saving ranks passed as `extra`; tensors are whole, on the CPU.
+        extra: Rank 0's `extra` of the save; tensors are whole, on the CPU.
         path: Its directory.
-        world_size: Ranks that saved it.
-        is_rng_restored: Whether random number generators go on where they were.
+        world_size: Number of ranks that saved it.
+        is_rng_restored: Whether the states of random number generators were restored.
         nbytes_read: Bytes of tensors that this rank read.
     """
 
@@ -111,7 +109,7 @@ class LoadedCheckpoint:
     nbytes_read: int
 
 
-def save_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
+def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: _OneOrMore = None,
@@ -123,50 +121,51 @@ def save_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
     keep_last: int | None = None,
     async_op: bool = False,
 ) -> Path | CheckpointSave:
-    """Save everything a run needs to go on, as a directory of `path`; for all ranks together.
+    """Save the state of a run as a new directory in `path`; call it on all ranks.
 
-    Each rank writes what it holds, and what several ranks hold is written once: nothing is
-    gathered. The states of random number generators (Python, torch, the accelerator, numpy if it
-    is loaded) are saved for each rank. The directory appears, and becomes what `load_checkpoint`
-    finds, when all of it is on disk: whatever interrupts a save leaves the checkpoint before it.
-    The ranks communicate through a gloo group of all ranks, made by the first call. Call it
-    between steps, not while full parameters are shown.
+    Each rank writes its own shards, and replicated values are written once; nothing is gathered.
+    The states of random number generators (Python, torch, the accelerator, numpy if loaded) are
+    saved for each rank. The directory appears, and `load_checkpoint` finds it, only when all of it
+    is on disk, so an interrupted save leaves the previous checkpoint in place. The first call makes
+    a gloo group of all ranks for communication. Call it between steps, not inside
+    `unshard_params`.
 
     Args:
         path: The directory of all checkpoints of the run, on a file system that all ranks share.
         model: The model, sharded or not.
         optimizer: An optimizer of its parameters, or a list or dict of several.
         step: Number of steps taken.
-        scheduler: A learning rate scheduler, or a list or dict; anything with a `state_dict()`.
+        scheduler: A learning rate scheduler, or a list or dict of several; anything with a
+            `state_dict()`.
         scaler: A `torch.amp.GradScaler`, or anything with a `state_dict()`.
-        extra: Numbers, strings, bytes, None, tensors, and lists, tuples, sets and dicts of them;
-            the data position for example. Rank 0's is saved.
-        keep_last: Remove all checkpoints but so many of the last that were written.
-        async_op: Copy this rank's part to host memory and return; a thread writes it. One such copy
-            exists at a time: the next call waits for the save before.
+        extra: Numbers, strings, bytes, None, tensors, and lists, tuples, sets and dicts of them,
+            for example the position in the data. Rank 0's is saved.
+        keep_last: Keep only the last n checkpoints written. Default: keep all.
+        async_op: Copy this rank's part to host memory and return; a thread writes it. At most one
+            such copy exists: the next call waits for the previous save.
 
     Returns:
-        The checkpoint's directory; with `async_op` a handle to wait for it, also after
+        The checkpoint's directory; with `async_op` a `CheckpointSave` to wait for, also after
         `destroy_process_group()`.
 
     Raises:
-        ValueError: For something that can't be saved.
-        RuntimeError: If it could not be written, or an earlier save in the background was not. On
-            all ranks alike, and nothing is left behind.
+        ValueError: For a value that can't be saved.
+        RuntimeError: If this save, or an earlier one in the background, could not be written. On
+            all ranks, and nothing is left behind.
     """
     group = _quiet_group()
-    with _agreed(group):
+    with group.agreed():
         _check_arguments(step, keep_last)
         objects = {"scheduler": _as_dict(scheduler), "scaler": _as_dict(scaler)}
         tree, tensors = _describe(model, objects, extra, group.rank)
-    with _agreed(group):
-        # Collectives of training's groups, which raise on all ranks: all of them have got here.
+    with group.agreed():
+        # After the check above, because its collectives use training's groups.
         states = {
             name: get_optimizer_state_dict(model, each)
             for name, each in _as_dict(optimizer).items()
         }
         tree["optimizer"] = {
-            name: describe_optimizer(state, _prefix("optimizer", name), tensors)
+            name: json_tree.encode(state, _prefix("optimizer", name), tensors)
             for name, state in states.items()
         }
         items = list_items(tensors)
@@ -177,14 +176,14 @@ def save_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
         return write_checkpoint(group, folder, plan, keep_last, None)
     try:
         plan.copy_to_host()
-    except Exception as caught:  # out of memory: all ranks hear of it in the background
+    except Exception as caught:  # out of memory: raised on all ranks in the background
         error = caught
     save = CheckpointSave(lambda: write_checkpoint(group, folder, plan, keep_last, error))
     group.pending = save
     return save
 
 
-def load_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
+def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: _OneOrMore = None,
@@ -194,53 +193,60 @@ def load_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
     step: int | None = None,
     strict: bool = True,
 ) -> LoadedCheckpoint:
-    """Load what `save_checkpoint` saved, with any sharding and world size; for all ranks together.
+    """Load a checkpoint into any sharding and world size; call it on all ranks.
 
-    Each rank reads the parts of the files that hold its shards, once, and no more. Everything is
-    read into host memory and verified on all ranks before anything is changed: that takes as many
-    bytes as this rank's part of the model, and of the optimizers' new state, which then is theirs.
-    Parameters and buffers on the meta device get memory on the mesh's device and the values of one
-    flat parameter after another: a rank never holds more than its shards and one unit. Random
-    number generators go on where they were if the world size is the same, and are left alone
-    otherwise. What the call does not ask for (an optimizer in the checkpoint, when none is passed)
-    is not read. Nothing in the files is executed.
+    Each rank reads only its own shards, once. Everything is read into host memory and verified on
+    all ranks before anything changes. That takes the memory of this rank's part of the model and of
+    the optimizers' new state, which the optimizers then keep. Parameters and buffers on the meta
+    device get memory on the mesh's device and their values, one flat parameter at a time, so that a
+    rank never holds more than its shards and one unit. Random number generators are restored if the
+    world size is the same. State of objects that are not passed is not read. Nothing in the files
+    is executed.
 
     Args:
-        path: What `save_checkpoint` got, or one checkpoint in it.
-        model: The model, sharded in any way or not at all; on the meta device if it has units.
-        optimizer: As it was saved: one, or a list or dict of several.
+        path: The directory given to `save_checkpoint`, or one checkpoint in it.
+        model: The model, sharded in any way or not at all; on the meta device only with units.
+        optimizer: As in the save: one, or a list or dict of several.
         scheduler: Likewise.
-        scaler: A `torch.amp.GradScaler`; where the checkpoint has none, there is a warning.
+        scaler: A `torch.amp.GradScaler`; a warning if the checkpoint has none.
         step: Which checkpoint. Default: the one saved last.
-        strict: False leaves parameters and buffers alone that the checkpoint does not have, ignores
-            those that the model does not have, and casts dtypes.
+        strict: False keeps parameters and buffers that the checkpoint lacks, ignores those that the
+            model lacks, and casts dtypes.
 
     Raises:
-        ValueError: If there is no such checkpoint, if it is damaged or something else, naming the
-            file, or if it does not fit, naming parameters. Raised by all ranks alike, and nothing
-            has been changed.
+        ValueError: On all ranks, if there is no such checkpoint, if a file is damaged, naming it,
+            or if the checkpoint does not fit, naming parameters. Nothing has changed then.
         RuntimeError: If a model without units is on the meta device, or in a forward or backward.
     """
     group = _quiet_group()
     text: list[str] = group.on_first(lambda: _find(path, step))
-    with _agreed(group):
+    with group.agreed():
         reader = CheckpointReader(Path(text[0]), text[1].encode())
     group.on_first(reader.check_files)
-    with reader, _agreed(group), _reading(reader.folder / METADATA):
+    with reader, group.agreed(), _parsing(reader.folder / METADATA):
         staged = StagedModel.read(reader, model, is_strict=strict)
-        staged_optimizers = _stage_optimizers(reader, model, _as_dict(optimizer), strict)
+        optimizers = _as_dict(optimizer)
+        stored = _stored(reader, "optimizer", optimizers)
+        states = [
+            read_optimizer(reader, model, each, stored[name], is_strict=strict)
+            for name, each in optimizers.items()
+        ]
         apply = _stage_objects(reader, "scheduler", _as_dict(scheduler))
         apply += _stage_objects(reader, "scaler", _as_dict(scaler))
         tree = reader.metadata.tree
-        extra = json_tree.decode(tree["extra"], _read_whole(reader))
+        extra = json_tree.decode(tree["extra"], reader.read_whole)
         rng_state = _read_rng_state(reader, group)
     if staged.meta is not None:
         staged.apply()  # optimizers look at their parameters
     else:
         apply.insert(0, staged.apply)
-    with _agreed(group):
-        # Collectives of training's groups, which raise on all ranks: all of them have got here.
-        apply += [each.prepare() for each in staged_optimizers]
+    lenient = StateDictOptions(strict=False)
+    with group.agreed(), torch.no_grad():
+        # After the check above, because its collectives use training's groups.
+        apply += [
+            prepare_load(model, [each], state, lenient, is_given_away=True)
+            for each, state in zip(optimizers.values(), states, strict=True)
+        ]
     for function in apply:
         function()
     if rng_state is not None:
@@ -255,14 +261,14 @@ def load_checkpoint(  # noqa: PLR0913 -- all that makes up a run, each by name
     )
 
 
-# Preparations of both
+# Before both
 
 
 def _quiet_group() -> HostGroup:
     """Return the group of all ranks when no save uses it in the background.
 
     Raises:
-        RuntimeError: On all ranks, if that save failed and nobody has been told.
+        RuntimeError: On all ranks, if that save failed and no call has raised its error yet.
     """
     group = get_host_group()
     pending: CheckpointSave | None = group.pending
@@ -272,17 +278,6 @@ def _quiet_group() -> HostGroup:
         error = RuntimeError(f"the save before this call failed: {error}")
     group.agree(error)
     return group
-
-
-@contextmanager
-def _agreed(group: HostGroup) -> Iterator[None]:
-    """Raise on all ranks if the body raises on any."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    group.agree(error)
 
 
 def _as_dict(objects: _OneOrMore) -> dict[str, Any]:
@@ -318,7 +313,7 @@ def _describe(
             for name, each in named.items()
         }
     tree["extra"] = json_tree.encode(extra, "extra", tensors)
-    # Read back by the rank that wrote it alone, so it is no part of the tree that all ranks read.
+    # Only the rank that wrote it reads it, so it is not in the tree, which all ranks read.
     text = json.dumps(json_tree.encode(get_rng_state(), "rng", {})).encode()
     tensors[_rng_name(rank)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return tree, tensors
@@ -336,8 +331,8 @@ def _rng_name(rank: int) -> str:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Name the file where the body finds something that no save has written."""
+def _parsing(path: Path) -> Iterator[None]:
+    """Name the file if the body fails on content that no save has written."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
@@ -352,28 +347,16 @@ def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:
     if folder is None:
         which = "" if step is None else f" of step {step}"
         raise ValueError(f"there is no complete checkpoint{which} in {Path(path).absolute()}")
-    try:
+    with reading(folder / METADATA):
         text = (folder / METADATA).read_bytes()
-    except OSError as error:
-        raise ValueError(f"can't read {folder / METADATA}: {error}") from error
     return [str(folder.absolute()), text.decode(errors="replace")]
-
-
-def _stage_optimizers(
-    reader: CheckpointReader, model: nn.Module, optimizers: dict[str, Optimizer], strict: bool
-) -> list[StagedOptimizer]:
-    stored = _stored(reader, "optimizer", optimizers)
-    return [
-        StagedOptimizer.read(reader, model, each, stored[name], is_strict=strict)
-        for name, each in optimizers.items()
-    ]
 
 
 def _stored(reader: CheckpointReader, kind: str, wanted: dict[str, Any]) -> dict[str, Any]:
     """Return the encoded states of all objects of a kind.
 
     Raises:
-        ValueError: If they are others than those wanted.
+        ValueError: If their names are not those wanted.
     """
     stored = reader.metadata.tree.get(kind)
     if not isinstance(stored, dict):
@@ -397,23 +380,13 @@ def _stage_objects(
         )
         return []
     stored = _stored(reader, kind, objects)
-    states = {
-        name: json_tree.decode(stored[name], _read_whole(reader)) for name in objects if stored
-    }
+    states = {name: json_tree.decode(stored[name], reader.read_whole) for name in objects if stored}
 
     def apply() -> None:
         for name, each in objects.items():
             each.load_state_dict(states[name])
 
     return [apply]
-
-
-def _read_whole(reader: CheckpointReader) -> Callable[[str], Tensor]:
-    def read(name: str) -> Tensor:
-        values = reader.read(name)
-        return values.view(reader.metadata.tensors[name].shape)
-
-    return read
 
 
 def _read_rng_state(reader: CheckpointReader, group: HostGroup) -> dict[str, Any] | None:

@@ -1,21 +1,21 @@
-"""What a checkpoint directory holds, file by file.
+"""The files of a checkpoint directory.
 
 [Note: Checkpoint directory]
 
-    path/latest                                     the name of the newest one
-    path/step_00000100/metadata.json                written last: what is where
-    path/step_00000100/rank_0_of_2.safetensors      what rank 0 wrote
+    path/latest                                     the name of the newest checkpoint
+    path/step_00000100/metadata.json                written last: where everything is
+    path/step_00000100/rank_0_of_2.safetensors      written by rank 0
     path/step_00000100/rank_1_of_2.safetensors
 
-A data file is a valid safetensors file of 1-D entries, one for each piece. `metadata.json` begins
-with a checksum of the rest of its text. It holds a tree of all values, JSON where they are numbers,
-strings and the like, and for each tensor its shape, dtype, order in memory, and the pieces: file,
-offset in it, region, and one CRC-32 for each chunk of a piece, so that a reader verifies just what
-it reads. CRC-32 finds damage, not forgery; a forged checkpoint gives wrong numbers and can do
-nothing else, for nothing in it is executed and no file outside of its directory is opened.
+A data file is a valid safetensors file with one 1-D entry for each piece. `metadata.json` begins
+with a checksum of the rest of its text. It holds all values as a JSON tree, with tensors by name,
+and for each tensor its shape, dtype, order in memory and pieces. A piece has a file, an offset, a
+region, and one CRC-32 for each chunk, so that a reader verifies exactly the bytes it reads. CRC-32
+finds damage, not forgery. A forged checkpoint can give wrong numbers, but no more: nothing in it is
+executed, and no file outside of its directory is opened.
 
-A directory is written under another name and renamed when all of it is on disk, so each that is
-called `step_...` and has metadata is complete. Saving a step again makes `step_00000100.1`.
+A directory has a temporary name until all of it is on disk, so a directory `step_...` with metadata
+is complete. Saving the same step again makes `step_00000100.1`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composable_shard.layout import Bounds, Region, whole_box
+from composable_shard.layout import Bounds, Region, intersect, whole_box
 
 __all__ = [
     "CHUNK_NBYTES",
@@ -63,7 +63,7 @@ _DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
-# What safetensors knows; anything else is written as bytes, and complex numbers as pairs.
+# Types of safetensors; other dtypes are written as bytes, complex numbers as pairs.
 _SAFETENSORS = {
     torch.float64: ("F64", 1),
     torch.float32: ("F32", 1),
@@ -83,7 +83,7 @@ _SAFETENSORS = {
 
 
 class Piece(NamedTuple):
-    """Some elements of a tensor, next to each other in a file."""
+    """Elements of a tensor that are consecutive in a file."""
 
     file: str
     offset: int  # of the first byte in the file
@@ -104,12 +104,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What `metadata.json` says.
+    """The content of `metadata.json`.
 
     Attributes:
         step: Number of steps taken.
-        world_size: Ranks that wrote.
-        chunk_nbytes: Bytes for which there is one checksum.
+        world_size: Number of ranks that wrote it.
+        chunk_nbytes: Bytes for each checksum.
         files: Bytes of each data file.
         tensors: By name.
         tree: All values, encoded, with tensors by name.
@@ -127,18 +127,18 @@ class Metadata:
 
 
 def folder_name(step: int, attempt: int) -> str:
-    """Return the name of a step's directory; further attempts at the same step have a number."""
+    """Return the name of a step's directory, with a number for a further save of the same step."""
     return f"step_{step:08}" + (f".{attempt}" if attempt else "")
 
 
 def parse_folder_name(name: str) -> tuple[int, int] | None:
-    """Return step and attempt of a checkpoint's directory, None for any other name."""
+    """Return step and attempt from a directory's name, None for any other name."""
     match = _FOLDER.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
 def temporary_name(name: str) -> str:
-    """Return what a directory or file is called before it is published, or when it is removed."""
+    """Return the name of a directory or file before it is published and while it is removed."""
     return f".tmp_{name}"
 
 
@@ -156,10 +156,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def make_header(entries: Sequence[tuple[str, torch.dtype, int]]) -> bytes:
-    """Return what a safetensors file begins with; the data of the entries follows without gaps.
+    """Return the header of a safetensors file; the entries' data follows without gaps.
 
     Args:
-        entries: Key, dtype and number of elements of each, in the order of the file.
+        entries: Key, dtype and number of elements of each entry, in the order of the file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": _FORMAT}}
     end = 0
@@ -178,7 +178,7 @@ def make_header(entries: Sequence[tuple[str, torch.dtype, int]]) -> bytes:
 
 
 def write_metadata(content: dict[str, Any]) -> bytes:
-    """Return the text of `metadata.json` for everything but its first two entries."""
+    """Return the text of `metadata.json`, with format, version and checksum added."""
     content = {"format": _FORMAT, "version": _VERSION, **content}
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     rest = (text[1:] + "\n").encode()
@@ -190,14 +190,10 @@ def _first_line(rest: bytes) -> bytes:
 
 
 def parse_metadata(text: bytes, path: str) -> Metadata:
-    """Read and check the text of `metadata.json`.
-
-    Args:
-        text: The whole file.
-        path: Where it is, for messages.
+    """Parse and check the text of `metadata.json`; `path` is for messages.
 
     Raises:
-        ValueError: If it is damaged, of another program or version, or contradicts itself.
+        ValueError: If it is damaged, inconsistent, or of another program or version.
     """
     line, newline, rest = text.partition(b"\n")
     if not re.fullmatch(rb'\{"crc32":"[0-9a-f]{8}",', line):
@@ -267,12 +263,12 @@ def _parse_tensor(
 
 
 def _check_disjoint(name: str, pieces: list[Piece]) -> None:
-    """Check that no element is in two pieces; a reader counts those that it finds."""
+    """Check that no element is in two pieces: readers only count the elements they find."""
     boxes: dict[Bounds, list[Region]] = {}
     for piece in pieces:
         boxes.setdefault(piece.region.box, []).append(piece.region)
     is_disjoint = not any(
-        all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(first, second, strict=True))
+        all(low < high for low, high in map(intersect, first, second))
         for first, second in combinations(boxes, 2)
     )
     for regions in boxes.values():
@@ -289,7 +285,7 @@ def _count(value: object) -> int:
 
 
 def _file_name(name: object) -> str:
-    """Check a data file's name: it must not lead out of the directory."""
+    """Check a data file's name, which must not lead out of the directory."""
     if not isinstance(name, str) or not _DATA_FILE.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a data file")
     return name

@@ -1,7 +1,7 @@
-"""Every file operation of a save, one function each; what is published survives a loss of power.
+"""Every file operation of a save, one function each.
 
-Callers use the module's attributes, so that a test can count the operations and interrupt between
-any two of them.
+Callers use the module's attributes, so that a test can count the operations and interrupt a save
+between any two of them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = [
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents; one that is there stays as it is."""
+    """Make a folder and its parents, if they do not exist."""
     path.mkdir(parents=True, exist_ok=True)
 
 
 def list_names(path: Path) -> list[str]:
-    """Return the names in a folder, sorted; none where there is no such folder."""
+    """Return the sorted names in a folder, none if it does not exist."""
     try:
         return sorted(os.listdir(path))
     except FileNotFoundError:
@@ -38,7 +38,7 @@ def list_names(path: Path) -> list[str]:
 
 
 def create(path: Path) -> BinaryIO:
-    """Open a file to write; one of that name is emptied."""
+    """Open a file to write, and empty it."""
     return open(path, "wb", buffering=0)
 
 
@@ -60,7 +60,7 @@ def close(file: BinaryIO) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Wait until the names in a folder, or what is in a file, are on the disk."""
+    """Wait until a folder's names, or a file's content, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -69,12 +69,12 @@ def sync_path(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a file or folder another name in one step; a file of that name is replaced."""
+    """Rename a file or folder atomically; an existing file of the new name is replaced."""
     os.replace(old, new)
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file, if it exists."""
     path.unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
-"""Nested Python values as JSON: what a checkpoint holds besides tensors, which it only names.
+"""Encode nested Python values as JSON, with tensors by name.
 
-Nothing is executed on reading: what comes back is numbers, strings, lists, tuples, dicts, sets,
-bytes, `collections.Counter` (in torch's schedulers), and tensors that the caller looks up by name.
+Decoding executes nothing. It returns numbers, strings, lists, tuples, dicts, sets, bytes,
+`collections.Counter` (torch's schedulers have some), and tensors that the caller looks up by name.
 """
 
 from __future__ import annotations
@@ -23,43 +23,39 @@ _MARKS = frozenset(
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a JSON value, and collect the tensors in `value` by names that begin with `path`.
+    """Return a JSON value; collect the tensors in `value` by names that begin with `path`.
 
-    Names depend on the path alone, so that ranks with different parts of a tree agree on them.
+    Names depend only on the path, so that ranks with different parts of a tree use the same ones.
 
     Raises:
-        ValueError: For a value that JSON can't hold, naming its path.
+        ValueError: For a value that can't be encoded, naming its path.
     """
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        number = float(value)
-        return number if math.isfinite(number) else {"__float__": repr(number)}
-    if isinstance(value, Tensor):
-        tensors[path] = value
-        return {"__tensor__": path}
-    return _encode_container(value, path, tensors)
-
-
-def _encode_container(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, dict):
-        return _encode_dict(value, path, tensors)
-    if isinstance(value, bytes | bytearray):
-        return {"__bytes__": base64.b64encode(value).decode()}
-    if isinstance(value, list | tuple | set | frozenset):
-        is_set = isinstance(value, set | frozenset)
-        items = sorted(value, key=repr) if is_set else value
-        encoded = [encode(item, f"{path}/{n}", tensors) for n, item in enumerate(items)]
-        if isinstance(value, list):
-            return encoded
-        return {"__set__" if is_set else "__tuple__": encoded}
+    match value:
+        case None | bool() | str():
+            return value
+        case int():
+            return int(value)
+        case float():
+            number = float(value)
+            return number if math.isfinite(number) else {"__float__": repr(number)}
+        case Tensor():
+            tensors[path] = value
+            return {"__tensor__": path}
+        case dict():
+            return _encode_dict(value, path, tensors)
+        case bytes() | bytearray():
+            return {"__bytes__": base64.b64encode(value).decode()}
+        case list() | tuple() | set() | frozenset():
+            is_set = isinstance(value, set | frozenset)
+            items = sorted(value, key=repr) if is_set else value
+            encoded = [encode(item, f"{path}/{n}", tensors) for n, item in enumerate(items)]
+            is_list = isinstance(value, list)
+            return encoded if is_list else {"__set__" if is_set else "__tuple__": encoded}
     raise ValueError(
         f"can't save '{path}', a {type(value).__module__}.{type(value).__qualname__}: a checkpoint "
         "holds tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them. "
-        "Nothing is pickled, so that nothing is executed on loading: save what describes the "
-        "object, its state_dict() for example."
+        "Nothing is pickled, so that nothing is executed on loading. Save a description of the "
+        "object instead, for example its state_dict()."
     )
 
 
@@ -76,7 +72,7 @@ def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, Tensor]) -
 
 
 def _component(key: Any, path: str) -> str:
-    """Return a key's part of a path, another for each key."""
+    """Return a key's component of a path, unique for each key."""
     if isinstance(key, str):
         return key.replace("~", "~0").replace("/", "~1").replace("#", "~2")
     if key is None or isinstance(key, bool | int | float | tuple):
@@ -85,21 +81,17 @@ def _component(key: Any, path: str) -> str:
 
 
 def tensor_name(encoded: Any) -> str | None:
-    """Return the name where an encoded value is a tensor."""
+    """Return the name of an encoded tensor, None for any other value."""
     if isinstance(encoded, dict) and isinstance(name := encoded.get("__tensor__"), str):
         return name
     return None
 
 
 def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
-    """Return the value that was encoded.
-
-    Args:
-        encoded: What `encode` returned.
-        find_tensor: Returns what stands for the tensor of a name.
+    """Return the value that `encode` has encoded; `find_tensor` returns the tensor of a name.
 
     Raises:
-        ValueError: If nothing can have been encoded so.
+        ValueError: If `encode` can't have returned this.
     """
     if isinstance(encoded, list):
         return [decode(item, find_tensor) for item in encoded]
@@ -122,7 +114,7 @@ def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
 
 
 def merge(first: Any, second: Any) -> Any:
-    """Return an encoded tree with the entries of both; where both have one, the first's."""
+    """Return an encoded tree with the entries of both; the first's wins where both have one."""
     if not (isinstance(first, dict) and isinstance(second, dict)):
         return first
     if _MARKS & (first.keys() | second.keys()):

@@ -1,10 +1,12 @@
-"""Read ranges of the tensors of a checkpoint: the bytes that are wanted, all of them verified."""
+"""Read regions of the tensors of a checkpoint: no more bytes than needed, each one verified."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,13 +21,22 @@ from composable_shard.checkpoint.file_format import (
     parse_folder_name,
     parse_metadata,
 )
-from composable_shard.layout import Region, overlap, whole
+from composable_shard.layout import Region, intersect, overlap, whole
 from composable_shard.tensor import find_places
 
-__all__ = ["CheckpointReader", "byte_view", "find_checkpoint", "list_checkpoints"]
+__all__ = ["CheckpointReader", "byte_view", "find_checkpoint", "list_checkpoints", "reading"]
 
 
-_BLOCK_NUMEL = 1 << 20  # elements whose places are computed at a time
+_BLOCK_NUMEL = 1 << 20  # elements located at a time
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an error of the operating system into a ValueError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"can't read {path}: {error}") from error
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -55,9 +66,9 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Pa
     Reads names only; no communication.
 
     Args:
-        path: What `save_checkpoint` was given, or one of the directories in it.
-        step: Which one. Default: the one that was published last, or where `latest` is missing
-            the one of the highest step.
+        path: The directory given to `save_checkpoint`, or one checkpoint in it.
+        step: Which checkpoint. Default: the one published last, or the one of the highest step if
+            the file `latest` is missing.
 
     Raises:
         ValueError: If the file `latest` does not name a checkpoint.
@@ -84,8 +95,8 @@ class CheckpointReader:
 
     Attributes:
         folder: Its directory.
-        metadata: What is in it.
-        nbytes_read: Bytes of data files that were read so far.
+        metadata: Its content.
+        nbytes_read: Bytes read from data files so far.
     """
 
     def __init__(self, folder: Path, metadata_text: bytes | None = None) -> None:
@@ -99,10 +110,8 @@ class CheckpointReader:
         self._descriptors: dict[str, int] = {}
         path = folder / METADATA
         if metadata_text is None:
-            try:
+            with reading(path):
                 metadata_text = path.read_bytes()
-            except OSError as error:
-                raise ValueError(f"can't read {path}: {error}") from error
         self.metadata: Metadata = parse_metadata(metadata_text, str(path))
 
     def __enter__(self) -> CheckpointReader:
@@ -113,17 +122,15 @@ class CheckpointReader:
             os.close(self._descriptors.popitem()[1])
 
     def check_files(self) -> None:
-        """Check that all data files are there and have their length.
+        """Check that all data files exist and have the right length.
 
         Raises:
             ValueError: Naming the file.
         """
         for name, nbytes in self.metadata.files.items():
             path = self.folder / name
-            try:
+            with reading(path):
                 found = path.stat().st_size
-            except OSError as error:
-                raise ValueError(f"can't read {path}: {error}") from error
             if found != nbytes:
                 raise ValueError(f"{path} is damaged: expected {nbytes} bytes, found {found}")
 
@@ -132,14 +139,14 @@ class CheckpointReader:
 
         Args:
             name: The tensor.
-            region: Which elements. Default: all, row by row.
+            region: Its elements to read. Default: all, row by row.
 
         Returns:
             Shape `(region.numel,)`, in the stored dtype.
 
         Raises:
-            ValueError: If a file is missing, truncated or damaged, naming it, or if the pieces do
-                not cover the region.
+            ValueError: If a file is missing, truncated or damaged, naming it, or if elements are
+                in no piece.
         """
         stored = self.metadata.tensors.get(name)
         if stored is None:
@@ -150,14 +157,18 @@ class CheckpointReader:
         if num_found < region.numel:
             raise ValueError(
                 f"{self.folder / METADATA} is damaged: {region.numel - num_found} elements of "
-                f"'{name}' are nowhere"
+                f"'{name}' are in no file"
             )
         return output
+
+    def read_whole(self, name: str) -> Tensor:
+        """Read all of a tensor, in its shape."""
+        return self.read(name).view(self.metadata.tensors[name].shape)
 
     def _read_piece(
         self, stored: StoredTensor, piece: Piece, target: Region, output: Tensor
     ) -> int:
-        """Read what a piece has of the target; return the number of elements."""
+        """Read the elements of the target that are in a piece; return their number."""
         itemsize = stored.dtype.itemsize
         common = overlap(target, piece.region)
         if common is not None:
@@ -175,7 +186,7 @@ class CheckpointReader:
         return num_found
 
     def _read_scattered(self, stored: StoredTensor, piece: Piece, sources: Tensor) -> Tensor:
-        """Read the chunks that hold these elements of a piece, and pick them."""
+        """Read the chunks that hold some elements of a piece; return these elements."""
         chunk_numel = self.metadata.chunk_nbytes // stored.dtype.itemsize
         values = torch.empty(len(sources), dtype=stored.dtype)
         numbers = sources // chunk_numel
@@ -189,15 +200,15 @@ class CheckpointReader:
         return values
 
     def _read_bytes(self, piece: Piece, start: int, output: memoryview) -> None:
-        """Read bytes of a piece, chunk by chunk: whole ones straight into the output."""
+        """Read bytes of a piece, chunk by chunk; whole chunks go straight into the output."""
         chunk_nbytes = self.metadata.chunk_nbytes
         nbytes = len(output)
         for number in range(start // chunk_nbytes, -(-(start + nbytes) // chunk_nbytes)):
             low = number * chunk_nbytes
             high = min(low + chunk_nbytes, piece.nbytes)
-            from_, to = max(low, start), min(high, start + nbytes)
+            from_, to = intersect((low, high), (start, start + nbytes))
             part = output[from_ - start : to - start]
-            if to - from_ == high - low:
+            if len(part) == high - low:
                 self._read_chunk(piece, number, low, part)
             else:
                 chunk = memoryview(bytearray(high - low))
@@ -208,16 +219,16 @@ class CheckpointReader:
         """Read a whole chunk and verify it."""
         path = self.folder / piece.file
         position = piece.offset + start
-        descriptor = self._open(piece.file, path)
         filled = 0
-        try:
+        with reading(path):
+            if piece.file not in self._descriptors:
+                self._descriptors[piece.file] = os.open(path, os.O_RDONLY)
+            descriptor = self._descriptors[piece.file]
             while filled < len(output):
                 count = os.preadv(descriptor, [output[filled:]], position + filled)
                 if not count:
                     break
                 filled += count
-        except OSError as error:
-            raise ValueError(f"can't read {path}: {error}") from error
         self.nbytes_read += filled
         if filled < len(output):
             raise ValueError(f"{path} is damaged: it ends at byte {position + filled}")
@@ -226,11 +237,3 @@ class CheckpointReader:
                 f"{path} is damaged: bytes {position} to {position + len(output)} do not match "
                 "their checksum"
             )
-
-    def _open(self, name: str, path: Path) -> int:
-        if name not in self._descriptors:
-            try:
-                self._descriptors[name] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise ValueError(f"can't read {path}: {error}") from error
-        return self._descriptors[name]

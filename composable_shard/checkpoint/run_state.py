@@ -1,11 +1,12 @@
-"""The state of a run as tensors and JSON: model, optimizers, generators."""
+"""The state of a run as tensors and JSON: model, optimizers, random number generators."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from composable_shard.state_dict import (
     handles_of,
     materialize,
     params_by_fqn,
-    prepare_load,
     set_model_state_dict,
     view_optimizers,
 )
@@ -30,63 +30,56 @@ from composable_shard.tensor import FlatShard, local_part, region_of
 
 __all__ = [
     "StagedModel",
-    "StagedOptimizer",
     "check_rng_state",
     "describe_model",
-    "describe_optimizer",
     "get_rng_state",
+    "read_optimizer",
     "set_rng_state",
 ]
 
 
 def get_rng_state() -> dict[str, Any]:
     """Return the states of Python, of torch, of its accelerator, and of numpy if it is loaded."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "torch": _to_bytes(torch.get_rng_state()),
-    }
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and torch.accelerator.is_available():
-        module: Any = torch.get_device_module(accelerator)
-        state["accelerator"] = _to_bytes(module.get_rng_state())
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (device := _accelerator()) is not None:
+        state["accelerator"] = device.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (str(kind), keys.tolist(), *rest)
+    for name in state.keys() & {"torch", "accelerator"}:
+        state[name] = bytes(state[name].cpu().tolist())
     return state
 
 
 def check_rng_state(state: dict[str, Any]) -> None:
-    """Check that generators can take the states; changes none.
+    """Check that the generators accept the states; changes nothing.
 
     Raises:
-        ValueError: If one of them is no such state.
+        ValueError: If a state is invalid.
     """
     try:
         random.Random().setstate(state["python"])
         torch.Generator().set_state(_to_tensor(state["torch"]))
-        numpy: Any = sys.modules.get("numpy")
-        if "numpy" in state and numpy is not None:
+        if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.RandomState().set_state(state["numpy"])
     except Exception as error:
         raise ValueError(f"no state of a random number generator: {error}") from error
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Go on with these states; a generator that is not in them, or not here, stays as it is."""
+    """Restore the states of generators; a generator without one stays unchanged."""
     random.setstate(state["python"])
     torch.set_rng_state(_to_tensor(state["torch"]))
-    accelerator = torch.accelerator.current_accelerator()
-    if "accelerator" in state and accelerator is not None and torch.accelerator.is_available():
-        module: Any = torch.get_device_module(accelerator)
-        module.set_rng_state(_to_tensor(state["accelerator"]))
-    numpy: Any = sys.modules.get("numpy")
-    if "numpy" in state and numpy is not None:
+    if "accelerator" in state and (device := _accelerator()) is not None:
+        device.set_rng_state(_to_tensor(state["accelerator"]))
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.set_state(state["numpy"])
 
 
-def _to_bytes(state: Tensor) -> bytes:
-    return bytes(state.cpu().tolist())
+def _accelerator() -> Any:
+    kind = torch.accelerator.current_accelerator()
+    is_there = kind is not None and torch.accelerator.is_available()
+    return torch.get_device_module(kind) if is_there else None
 
 
 def _to_tensor(state: bytes) -> Tensor:
@@ -121,21 +114,10 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, An
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
-    """Return what two plain tensors have in common if they are tied."""
+    """Return a key that only tied plain tensors share."""
     if type(value) is not Tensor or value.numel() == 0:
         return None
     return value.data_ptr(), value.shape, value.stride(), value.dtype
-
-
-def describe_optimizer(state: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return an optimizer's state, encoded.
-
-    Args:
-        state: What `get_optimizer_state_dict` returned.
-        name: What names of tensors begin with.
-        tensors: Gets this rank's tensors, by name.
-    """
-    return json_tree.encode(state, name, tensors)
 
 
 # Loading
@@ -146,9 +128,9 @@ class StagedModel:
     """A model's new state in host memory.
 
     Attributes:
-        model: Whose.
-        state: By name; empty once it is in the model.
-        meta: The model's tensors, if some of them are on the meta device.
+        model: The model to load.
+        state: By name; empty after `apply`.
+        meta: The model's tensors, if any is on the meta device.
     """
 
     model: nn.Module
@@ -157,11 +139,11 @@ class StagedModel:
 
     @classmethod
     def read(cls, reader: CheckpointReader, model: nn.Module, *, is_strict: bool) -> StagedModel:
-        """Read and verify what this rank needs; changes nothing.
+        """Read and verify this rank's part; changes nothing.
 
         Raises:
             ValueError: If the checkpoint does not fit or is damaged.
-            RuntimeError: If the model is on the meta device and has no unit to say where to.
+            RuntimeError: If a model without units is on the meta device.
         """
         state = get_model_state_dict(model)
         tree = reader.metadata.tree.get("model")
@@ -169,27 +151,27 @@ class StagedModel:
             raise ValueError(f"{reader.folder} has no model")
         if is_strict:
             _compare_names(reader, "parameters and buffers", state, tree)
-        common = [fqn for fqn in state if fqn in tree]
-        pairs = [(fqn, json_tree.tensor_name(tree[fqn]), state[fqn]) for fqn in common]
-        problems = [p for pair in pairs for p in _mismatch(reader, *pair, is_strict=is_strict)]
-        if problems:
-            raise ValueError(f"{reader.folder} does not fit the model: {_listing(problems)}")
+        common = {fqn: json_tree.tensor_name(tree[fqn]) for fqn in state if fqn in tree}
+        problems = [_mismatch(reader, n, state[fqn], is_strict) for fqn, n in common.items()]
+        named = [f"'{fqn}' {text}" for fqn, text in zip(common, problems, strict=True) if text]
+        if named:
+            raise ValueError(f"{reader.folder} does not fit the model: {_listing(named)}")
         meta = _find_meta(reader, model, state, common)
         staged: dict[str, Any] = {}
         places = params_by_fqn(model)
         known: dict[Any, Tensor] = {}
-        for fqn, name, target in pairs:
+        for fqn, name in common.items():
             if name is None:
                 staged[fqn] = json_tree.decode(tree[fqn], _no_tensor)
             else:
                 key = places.get(fqn, fqn)
                 if key not in known:  # tied parameters are read once
-                    known[key] = _read_like(reader, name, target)
+                    known[key] = _read_like(reader, name, state[fqn])
                 staged[fqn] = known[key]
         return cls(model, staged, meta)
 
     def apply(self) -> None:
-        """Change the model, and let go of the values."""
+        """Load the values into the model, and release them."""
         if self.meta is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self._fill_meta(self.meta)
@@ -197,9 +179,9 @@ class StagedModel:
         self.state.clear()
 
     def _fill_meta(self, tensors: ModelTensors) -> None:
-        """Give what is on the meta device memory and its values, one flat parameter at a time.
+        """Give tensors on the meta device memory and values, one flat parameter at a time.
 
-        The values of each are let go of then, so that no more than one is there twice.
+        Its staged values are released at once, so that at most one is held twice.
         """
         for handle in [handle for handle in tensors.handles if handle.local_shard.is_meta]:
             own = [each for each in tensors.sharded if each.handle is handle]
@@ -207,14 +189,14 @@ class StagedModel:
             is_one_by_one = not handle.shows_flat and len(given) == len(handle.entries)
             materialize(handle, given if is_one_by_one else None)
             handle.guard.note_write(own[0].names[0])
-            for index, part in given.items():  # what is left
+            for index, part in given.items():  # those that `materialize` did not take
                 handle.slice_of(handle.entries[index], handle.local_shard).copy_(part)
         device = tensors.handles[0].shard_group.device
         for other in tensors.others:
             if other.is_meta:
                 other.materialize(device).copy_(self._take(other.names))
 
-    def _take(self, names: tuple[str, ...]) -> Tensor:
+    def _take(self, names: list[str]) -> Tensor:
         values = [self.state.pop(name) for name in names if name in self.state]
         assert isinstance(values[0], Tensor)
         return values[0]
@@ -223,14 +205,14 @@ class StagedModel:
 def _find_meta(
     reader: CheckpointReader, model: nn.Module, state: dict[str, Any], given: Container[str]
 ) -> ModelTensors | None:
-    """Return the tensors of a model that is on the meta device, at least in part."""
+    """Return the tensors of a model if any of them is on the meta device."""
     tensors = [*model.parameters(), *model.buffers(), *state.values()]
     if not any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
         return None
     if not handles_of(model):
         raise RuntimeError(
-            "the model is on the meta device, and has no sharded unit that says which device it "
-            "shall be on. Call model.to_empty(device=...) before load_checkpoint."
+            "the model is on the meta device, and has no sharded unit whose mesh tells its device. "
+            "Call model.to_empty(device=...) before load_checkpoint."
         )
     found = ModelTensors(model, "load_checkpoint can't run")
     try:
@@ -240,71 +222,40 @@ def _find_meta(
     return found
 
 
-@dataclass
-class StagedOptimizer:
-    """An optimizer's new state in host memory."""
+def read_optimizer(
+    reader: CheckpointReader, model: nn.Module, optimizer: Optimizer, tree: Any, *, is_strict: bool
+) -> dict[str, Any]:
+    """Read and verify this rank's part of an optimizer's state, by name; changes nothing.
 
-    model: nn.Module
-    optimizer: Optimizer
-    state: dict[str, Any]
+    State of a parameter's shape is read in the parameter's sharding, other state whole.
 
-    @classmethod
-    def read(
-        cls,
-        reader: CheckpointReader,
-        model: nn.Module,
-        optimizer: Optimizer,
-        tree: Any,
-        *,
-        is_strict: bool,
-    ) -> StagedOptimizer:
-        """Read and verify what this rank needs; changes nothing.
-
-        State of a parameter's shape is read like the parameter is sharded, everything else whole.
-
-        Raises:
-            ValueError: If the checkpoint does not fit or is damaged.
-        """
-        groups = json_tree.decode(tree["param_groups"], _no_tensor)
-        own = [group.fqns for group in view_optimizers(model, [optimizer])]
-        _compare_groups(reader, own, groups, is_strict=is_strict)
-        wanted = {fqn for fqns in own for fqn in fqns}
-        params = get_model_state_dict(model)
-        state: dict[str, dict[str, Any]] = {}
-        for fqn, entries in tree["state"].items():
-            if fqn in wanted:
-
-                def find(name: str, param: Tensor = params[fqn]) -> Tensor:
-                    return _read_state(reader, name, param)
-
-                state[fqn] = json_tree.decode(entries, find)
-                _check_state(fqn, state[fqn])
-        return cls(model, optimizer, {"state": state, "param_groups": groups})
-
-    def prepare(self) -> Callable[[], None]:
-        """Return what changes the optimizer; a collective, which changes nothing.
-
-        Raises:
-            ValueError: On all ranks alike, if the state does not fit.
-        """
-        options = StateDictOptions(strict=False)
-        with torch.no_grad():
-            return prepare_load(
-                self.model, [self.optimizer], self.state, options, is_given_away=True
-            )
+    Raises:
+        ValueError: If the checkpoint does not fit or is damaged.
+    """
+    groups = json_tree.decode(tree["param_groups"], _no_tensor)
+    own = [group.fqns for group in view_optimizers(model, [optimizer])]
+    _compare_groups(reader, own, groups, is_strict=is_strict)
+    wanted = {fqn for fqns in own for fqn in fqns}
+    params = get_model_state_dict(model)
+    state: dict[str, dict[str, Any]] = {}
+    for fqn, entries in tree["state"].items():
+        if fqn in wanted:
+            find = partial(_read_state, reader, params[fqn])
+            state[fqn] = json_tree.decode(entries, find)
+            _check_state(fqn, state[fqn])
+    return {"state": state, "param_groups": groups}
 
 
-def _read_state(reader: CheckpointReader, name: str, param: Tensor) -> Tensor:
+def _read_state(reader: CheckpointReader, param: Tensor, name: str) -> Tensor:
     stored = reader.metadata.tensors.get(name)
-    # One element may be a number for the whole parameter: that is the same everywhere.
+    # State of one element may be a number, which is the same on all ranks.
     if stored is not None and stored.shape == param.shape and param.numel() != 1:
         return _read_like(reader, name, param, stored.dtype)
-    values = reader.read(name)
-    return values.view(reader.metadata.tensors[name].shape)
+    return reader.read_whole(name)
 
 
 def _check_state(fqn: str, state: dict[str, Any]) -> None:
-    """Check that an optimizer can take what is not a tensor, before anything is changed."""
+    """Check that an optimizer accepts the values that are no tensors."""
     for name, value in state.items():
         expected = Tensor | int | float if name == "step" else Tensor | int | float | str | None
         if not isinstance(value, expected):
@@ -337,33 +288,29 @@ def _no_tensor(name: str) -> Any:
 # Checks
 
 
-def _mismatch(
-    reader: CheckpointReader, fqn: str, name: str | None, target: Any, *, is_strict: bool
-) -> list[str]:
+def _mismatch(reader: CheckpointReader, name: str | None, target: Any, is_strict: bool) -> str:
+    """Return why a value of the checkpoint does not fit, or an empty text."""
     if name is None or not isinstance(target, Tensor):
         is_same = name is None and not isinstance(target, Tensor)
-        return [] if is_same else [f"'{fqn}' is a tensor on one side only"]
+        return "" if is_same else "is a tensor on one side only"
     stored = reader.metadata.tensors.get(name)
     if stored is None:
-        return [f"'{fqn}' has no data"]
+        return "has no data"
     if stored.shape != target.shape:
         shapes = tuple(stored.shape), tuple(target.shape)
-        return [f"'{fqn}' was saved with shape {shapes[0]}, the model has {shapes[1]}"]
+        return f"was saved with shape {shapes[0]}, the model has {shapes[1]}"
     # A wider dtype takes the values as they are.
     if is_strict and torch.promote_types(stored.dtype, target.dtype) != target.dtype:
-        return [
-            f"'{fqn}' was saved as {stored.dtype}, the model has {target.dtype}; strict=False casts"
-        ]
-    return []
+        return f"was saved as {stored.dtype}, the model has {target.dtype}; strict=False casts"
+    return ""
 
 
 def _compare_names(
     reader: CheckpointReader, what: str, own: Iterable[str], stored: Iterable[str]
 ) -> None:
-    missing, unexpected = sorted(set(own) - set(stored)), sorted(set(stored) - set(own))
-    if missing or unexpected:
-        parts = [f"missing: {_listing(missing)}"] if missing else []
-        parts += [f"unexpected: {_listing(unexpected)}"] if unexpected else []
+    lists = {"missing": set(own) - set(stored), "unexpected": set(stored) - set(own)}
+    parts = [f"{kind}: {_listing(sorted(names))}" for kind, names in lists.items() if names]
+    if parts:
         raise ValueError(
             f"{reader.folder} has other {what} than the model; {'; '.join(parts)}. Pass "
             "strict=False to load the common ones."

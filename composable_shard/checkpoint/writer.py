@@ -1,24 +1,28 @@
 """Write a checkpoint directory: all of it, or nothing.
 
 [Note: One save]
-Rank 0 gets every rank's list of tensor regions and decides who writes what. What several ranks hold
-is written once: replicas of a shard by the one with the least to write, plain tensors, which may
-differ (buffers), by the lowest rank that has them. Rank 0 makes a directory under a temporary name,
-every rank writes its file there and reports offsets and checksums, and rank 0 writes the metadata,
-renames the directory, replaces the file `latest`, and only then removes what is not to be kept.
-Each file, and each directory in which a name changes, is on disk before the next of these steps. An
-error on any rank is raised on all; what was written is removed then, and nothing else has been
-touched.
+Rank 0 gathers every rank's list of tensor regions and assigns each region to one rank: a replicated
+shard to the replica with the least to write, a plain tensor, which may differ (buffers), to the
+lowest rank that holds it. Then
+1. rank 0 makes a directory under a temporary name;
+2. every rank writes its file there, and reports offsets and checksums;
+3. rank 0 writes the metadata, renames the directory, and replaces the file `latest`;
+4. rank 0 removes old checkpoints.
+Each file, and each directory in which a name changes, is on disk before the next step. An error on
+any rank is raised on all ranks; the temporary directory is removed then, and nothing else has
+changed.
 """
 
 from __future__ import annotations
 
 import warnings
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -45,7 +49,8 @@ from composable_shard.tensor import FlatShard, local_part, region_of
 __all__ = ["SavePlan", "list_items", "plan_save", "write_checkpoint"]
 
 
-_BUFFER_NBYTES = 16 * CHUNK_NBYTES  # what is copied from a device at a time
+_Piece = tuple[str, tuple[Any, ...], int, int]  # tensor, box, start, end
+_BUFFER_NBYTES = 16 * CHUNK_NBYTES  # bytes copied from a device at a time
 
 
 @dataclass
@@ -55,28 +60,24 @@ class Item:
     name: str
     region: Region
     shape: torch.Size
-    values: Tensor  # (region.numel,), until it is chosen the tensor itself
+    values: Tensor  # the tensor itself; once assigned to this rank, shape (region.numel,)
 
     @property
-    def is_whole_box(self) -> bool:
-        """Whether the region's box is the whole tensor."""
-        return self.region.box == whole_box(self.shape)
-
-    @property
-    def key(self) -> str:
-        """What the piece is called in the data file."""
-        start, end = self.region.start, self.region.end
-        return f"{self.name}[{start}:{end}]"
+    def line(self) -> list[Any]:
+        """Its description for rank 0."""
+        region, is_shard = self.region, isinstance(self.values, FlatShard | DTensor)
+        place = [region.box, region.order, region.start, region.end]
+        return [self.name, list(self.shape), dtype_name(self.values.dtype), *place, is_shard]
 
 
 @dataclass
 class SavePlan:
-    """What this rank writes; on rank 0 also what the whole checkpoint will say.
+    """The part of a checkpoint that this rank writes.
 
     Attributes:
         step: Number of steps taken.
         items: This rank's pieces.
-        content: On rank 0: `tree`, and `tensors` without their pieces.
+        content: On rank 0, the metadata's `tree`, and its `tensors` without their pieces.
     """
 
     step: int
@@ -84,39 +85,36 @@ class SavePlan:
     content: dict[str, Any] = field(default_factory=dict)
 
     def copy_to_host(self) -> None:
-        """Copy all values, so that the tensors may be written again."""
+        """Copy all values, so that training may overwrite the tensors."""
         for item in self.items:
             item.values = item.values.to("cpu", copy=True)
 
 
 def list_items(tensors: dict[str, Tensor]) -> list[Item]:
-    """Return what this rank holds of each tensor.
+    """Return this rank's region of each tensor.
 
     Raises:
-        ValueError: For a tensor whose elements this rank can't tell.
+        ValueError: For a DTensor of an unknown layout.
     """
     return [Item(name, region_of(tensor), tensor.shape, tensor) for name, tensor in tensors.items()]
 
 
 def plan_save(group: HostGroup, step: int, tree: dict[str, Any], items: list[Item]) -> SavePlan:
-    """Decide together who writes what; writes nothing. [Note: One save]
+    """Assign every region to one rank; writes nothing. [Note: One save]
 
     One gather of all ranks' lists on rank 0, and one broadcast.
 
     Args:
         group: All ranks.
         step: Number of steps taken.
-        tree: All values, encoded; where ranks have different ones, the lowest rank's are saved.
-        items: What this rank holds.
+        tree: All values, encoded; where ranks differ, the lowest rank's are saved.
+        items: This rank's regions.
 
     Raises:
-        ValueError: On all ranks, if ranks disagree about the step or about a tensor, or have not
-            all of its elements together.
+        ValueError: On all ranks, if ranks disagree about the step or about a tensor, or if they
+            do not hold all of its elements.
     """
-    lines = [
-        [item.name, list(item.shape), dtype_name(item.values.dtype), *_to_json(item)]
-        for item in items
-    ]
+    lines = [item.line for item in items]
     gathered = group.gather({"step": step, "tree": tree, "lines": lines})
     content: dict[str, Any] = {}
 
@@ -134,18 +132,12 @@ def plan_save(group: HostGroup, step: int, tree: dict[str, Any], items: list[Ite
     return SavePlan(step, own, content)
 
 
-def _to_json(item: Item) -> list[Any]:
-    region = item.region
-    is_shard = isinstance(item.values, FlatShard | DTensor)
-    return [region.box, region.order, region.start, region.end, is_shard]
-
-
 def _assign(ranks: list[Any]) -> tuple[dict[str, Any], list[list[int]]]:
-    """Return the content of the metadata, and the numbers of the lines that each rank writes."""
+    """Return the content of the metadata, and for each rank the indices of its lines to write."""
     if len({rank["step"] for rank in ranks}) > 1:
         raise ValueError(f"the ranks save different steps: {[rank['step'] for rank in ranks]}")
     tensors: dict[str, dict[str, Any]] = {}
-    holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    holders: dict[_Piece, list[tuple[int, int]]] = {}
     for number, rank in enumerate(ranks):
         for index, line in enumerate(rank["lines"]):
             name, shape, dtype, box, order, start, end, is_shard = line
@@ -158,20 +150,25 @@ def _assign(ranks: list[Any]) -> tuple[dict[str, Any], list[list[int]]]:
                     "ranks must save the same model, optimizer and extra values"
                 )
             if end > start:
-                piece = (name, tuple(map(tuple, box)), start, end)
-                known = holders.setdefault(piece, [])
+                known = holders.setdefault((name, tuple(map(tuple, box)), start, end), [])
                 if is_shard or not known:
                     known.append((number, index))
-    _check_complete(tensors, holders)
-    tree = ranks[0]["tree"]
-    for rank in ranks[1:]:
-        tree = json_tree.merge(tree, rank["tree"])
+    tree = reduce(json_tree.merge, [rank["tree"] for rank in ranks])
     return {"tree": tree, "tensors": tensors}, _share(holders, len(ranks), tensors)
 
 
-def _check_complete(tensors: dict[str, dict[str, Any]], pieces: dict[tuple[Any, ...], Any]) -> None:
+def _share(
+    holders: dict[_Piece, list[tuple[int, int]]],
+    world_size: int,
+    tensors: dict[str, dict[str, Any]],
+) -> list[list[int]]:
+    """Choose one rank for each piece, the largest first: the holder with the least to write.
+
+    Raises:
+        ValueError: If the pieces of a tensor do not cover it exactly.
+    """
     numels = dict.fromkeys(tensors, 0)
-    for name, _, start, end in pieces:
+    for name, _, start, end in holders:
         numels[name] += end - start
     for name, numel in numels.items():
         expected = torch.Size(tensors[name]["shape"]).numel()
@@ -180,18 +177,10 @@ def _check_complete(tensors: dict[str, dict[str, Any]], pieces: dict[tuple[Any, 
                 f"expected the ranks to hold the {expected} elements of '{name}' once, found "
                 f"{numel}: all ranks of its mesh, and all of the default process group, must save"
             )
-
-
-def _share(
-    holders: dict[tuple[Any, ...], list[tuple[int, int]]],
-    world_size: int,
-    tensors: dict[str, dict[str, Any]],
-) -> list[list[int]]:
-    """Choose one rank for each piece: for the largest first, that with the least to write."""
     chosen: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
 
-    def nbytes(piece: tuple[Any, ...]) -> int:
+    def nbytes(piece: _Piece) -> int:
         name, _, start, end = piece
         dtype: torch.dtype = getattr(torch, tensors[name]["dtype"])
         return int((end - start) * dtype.itemsize)
@@ -212,23 +201,28 @@ def write_checkpoint(
     Args:
         group: All ranks.
         path: The directory of all checkpoints.
-        plan: What to write.
-        keep_last: How many checkpoints to keep, this one included; None: all.
-        error: What went wrong on this rank before: the other ranks hear of it here.
+        plan: The pieces to write.
+        keep_last: Number of checkpoints to keep, this one included; None for all.
+        error: An earlier error of this rank, to raise on all.
 
     Raises:
-        RuntimeError: On all ranks alike, naming the rank and what could not be done.
+        RuntimeError: On all ranks, naming the rank and the file.
     """
     group.agree(error)
     name: str = group.on_first(lambda: _prepare(path, plan.step))
     folder = path / temporary_name(name)
     try:
-        report, failure = _try_to_write(folder / data_file_name(group.rank, group.size), plan.items)
-        group.agree(failure)
+        file = folder / data_file_name(group.rank, group.size)
+        with group.agreed():
+            try:
+                report = _write_data(file, plan.items)
+            except Exception as failure:
+                reason = f"{type(failure).__name__}: {failure}"
+                raise RuntimeError(f"can't write {file}: {reason}") from failure
         reports = group.gather(report)
         group.on_first(lambda: _publish(path, name, plan, reports, group.size))
     except BaseException:
-        # Also where the connection to another rank is lost.
+        # Also if the connection to another rank is lost.
         if group.is_first:
             with suppress(OSError):
                 _remove(folder)
@@ -239,7 +233,7 @@ def write_checkpoint(
 
 
 def _prepare(path: Path, step: int) -> str:
-    """Clean up what interrupted saves left, and make a directory; return the name it will have."""
+    """Remove leftovers of interrupted saves, and make a directory; return its final name."""
     files.make_folder(path)
     names = files.list_names(path)
     for name in names:
@@ -253,37 +247,39 @@ def _prepare(path: Path, step: int) -> str:
     return name
 
 
-def _try_to_write(path: Path, items: list[Item]) -> tuple[dict[str, Any], Exception | None]:
-    try:
-        return _write_data(path, items), None
-    except Exception as error:
-        return {}, RuntimeError(f"can't write {path}: {type(error).__name__}: {error}")
-
-
 def _write_data(path: Path, items: list[Item]) -> dict[str, Any]:
-    """Write this rank's file; return where the pieces are in it."""
+    """Write this rank's file; return its name, size and pieces."""
     if not items:
         return {"name": path.name, "nbytes": 0, "pieces": []}
-    header = make_header([(i.key, i.values.dtype, i.region.numel) for i in items])
+    placed = [(item, item.region) for item in items]
+    header = make_header(
+        [(f"{i.name}[{r.start}:{r.end}]", i.values.dtype, r.numel) for i, r in placed]
+    )
     pieces = []
-    file = files.create(path)
-    try:
+    with _created(path) as file:
         files.write(file, header)
         offset = len(header)
-        for item in items:
+        for item, region in placed:
             checksums = _write_values(file, item.values)
-            box = [] if item.is_whole_box else [item.region.box]
-            region = item.region
+            box = [] if region.box == whole_box(item.shape) else [region.box]
             pieces.append([item.name, offset, region.start, region.end, checksums, *box])
             offset += item.values.nbytes
-        files.sync(file)
-    finally:
-        files.close(file)
     return {"name": path.name, "nbytes": offset, "pieces": pieces}
 
 
-def _write_values(file: Any, values: Tensor) -> str:
-    """Write a piece, and return the checksums of its chunks, 8 hexadecimal digits each."""
+@contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file, which is on disk when the body has succeeded."""
+    file = files.create(path)
+    try:
+        yield file
+        files.sync(file)
+    finally:
+        files.close(file)
+
+
+def _write_values(file: BinaryIO, values: Tensor) -> str:
+    """Write a piece; return the checksums of its chunks, 8 hexadecimal digits each."""
     checksums = []
     step = _BUFFER_NBYTES // values.dtype.itemsize
     for start in range(0, values.numel(), step):
@@ -300,7 +296,7 @@ def _write_values(file: Any, values: Tensor) -> str:
 def _publish(
     path: Path, name: str, plan: SavePlan, reports: list[dict[str, Any]], world_size: int
 ) -> None:
-    """Write the metadata and give the directory its name; then say that it is the latest."""
+    """Write the metadata, rename the directory, and point `latest` to it."""
     tensors = {key: {**entry, "pieces": []} for key, entry in plan.content["tensors"].items()}
     written = [report for report in reports if report["nbytes"]]
     for number, report in enumerate(written):
@@ -315,13 +311,15 @@ def _publish(
         "tree": plan.content["tree"],
     }
     folder = path / temporary_name(name)
-    _write_file(folder / METADATA, write_metadata(metadata))
+    with _created(folder / METADATA) as file:
+        files.write(file, write_metadata(metadata))
     files.sync_path(folder)
     files.rename(folder, path / name)
     try:
         files.sync_path(path)
         pointer = path / temporary_name(LATEST)
-        _write_file(pointer, f"{name}\n".encode())
+        with _created(pointer) as file:
+            files.write(file, f"{name}\n".encode())
         files.rename(pointer, path / LATEST)
         files.sync_path(path)
     except BaseException:
@@ -331,24 +329,15 @@ def _publish(
         raise
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    file = files.create(path)
-    try:
-        files.write(file, data)
-        files.sync(file)
-    finally:
-        files.close(file)
-
-
 def _remove(folder: Path) -> None:
-    """Remove a directory under its temporary name, with the files in it."""
+    """Remove a directory and its files."""
     for name in files.list_names(folder):
         files.remove_file(folder / name)
     files.remove_folder(folder)
 
 
 def _remove_old(path: Path, published: str, keep_last: int) -> None:
-    """Remove all checkpoints but the one just published and those written last before it."""
+    """Keep the published checkpoint and those written last before it; remove the others."""
     folders = [folder for _, _, folder in list_checkpoints(path) if folder.name != published]
     try:
         folders.sort(key=lambda folder: (folder / METADATA).stat().st_mtime_ns)

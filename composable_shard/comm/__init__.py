@@ -1,19 +1,16 @@
 """Tensors and process groups; knows no parameters.
 
 Read `groups` (which ranks), `collectives` (what is sent) and `algorithms` (how) first. `agreement`
-compares what ranks say, `hooks` replaces reductions, `trace` observes.
+makes ranks agree or raise together, `hooks` replaces reductions, `trace` observes.
 """
 
 from composable_shard.comm import collectives, trace
 from composable_shard.comm.agreement import (
     FlagReduction,
-    all_messages,
-    compare_rows,
-    digest_of,
-    gather_bytes,
-    gather_rows,
-    gather_texts,
-    raise_together,
+    HostGroup,
+    Ranks,
+    all_bytes,
+    get_host_group,
 )
 from composable_shard.comm.collectives import (
     AllGather,
@@ -36,7 +33,7 @@ from composable_shard.comm.devices import (
     copies_for,
     make_streams,
 )
-from composable_shard.comm.groups import HostGroup, ShardGroup, SmallGroup, get_host_group
+from composable_shard.comm.groups import ShardGroup, SmallGroup
 from composable_shard.comm.hooks import (
     CommHook,
     ErrorFeedback,
@@ -61,6 +58,7 @@ __all__ = [
     "HostCopies",
     "HostGroup",
     "PendingReduction",
+    "Ranks",
     "ReduceScatter",
     "ReductionStage",
     "ShardGroup",
@@ -69,8 +67,8 @@ __all__ = [
     "StreamPoint",
     "Streams",
     "Waitable",
+    "all_bytes",
     "all_gather_uneven",
-    "all_messages",
     "all_reduce",
     "alloc_host",
     "as_received",
@@ -78,20 +76,14 @@ __all__ = [
     "broadcast",
     "call_hook",
     "collectives",
-    "compare_rows",
     "copies_for",
     "count_collectives",
-    "digest_of",
     "error_feedback_hook",
     "fp16_compress_hook",
-    "gather_bytes",
     "gather_in",
-    "gather_rows",
-    "gather_texts",
     "get_host_group",
     "is_exchange",
     "make_streams",
-    "raise_together",
     "resolve_group",
     "trace",
     "wire_nbytes",

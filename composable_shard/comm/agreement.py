@@ -1,68 +1,49 @@
-"""What ranks tell each other: texts, errors, and which parameters were used."""
+"""How ranks agree on messages, on flags, and on errors that all of them raise.
+
+[Note: All ranks or none]
+A rank that raises alone leaves the other ranks waiting in their next collective. So the ranks
+exchange every problem that only some of them can find (a damaged file, a different shape, a failed
+body) before any of them continues. `Ranks.agreed` runs a body and raises its error on all ranks,
+`compare` finds different messages, `any_of` joins flags. If all messages are the same, this takes
+one all-gather of 31 bytes for each process group. Otherwise the messages follow, as JSON.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
-from composable_shard.comm.groups import ShardGroup
 
-__all__ = [
-    "FlagReduction",
-    "all_messages",
-    "compare_rows",
-    "digest_of",
-    "gather_bytes",
-    "gather_rows",
-    "gather_texts",
-    "raise_together",
-]
+__all__ = ["FlagReduction", "HostGroup", "Ranks", "all_bytes", "get_host_group"]
 
 
-_GroupSequence = Sequence[dist.ProcessGroup]
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, RuntimeError, NotImplementedError)
-}
+# A NotImplementedError is a RuntimeError too, so it stands first.
+_KINDS = (ValueError, NotImplementedError, RuntimeError)
+_DIGEST_NBYTES = 31  # one more makes a message of 32
 
 
-def digest_of(data: bytes) -> bytes:
-    """Return 31 bytes, so that one more makes a message of 32."""
-    return hashlib.sha256(data).digest()[:31]
-
-
-def gather_bytes(
-    group: dist.ProcessGroup, device: torch.device, data: bytes, sizes: list[int]
-) -> list[bytes]:
-    """Return what every rank of the group sent; one all-gather of the largest size.
-
-    Args:
-        group: The ranks that take part.
-        device: Where they communicate.
-        data: This rank's.
-        sizes: Of what each rank sends, the same list on all ranks.
-    """
+def all_bytes(group: dist.ProcessGroup, device: torch.device, data: bytes) -> list[bytes]:
+    """Return every rank's bytes; two all-gathers, the first one of their lengths."""
+    lengths = _gather_rows(group, device, len(data).to_bytes(8, "little"))
+    sizes: list[int] = lengths.view(torch.int64).flatten().tolist()
     # Of at least one byte, as a buffer without any is refused.
     local = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[: len(data)].to(device)
     joined: Tensor = collectives.all_gather_uneven(local, sizes, group).cpu()
     return [bytes(part.tolist()) for part in joined.split(sizes)]
 
 
-def gather_rows(group: dist.ProcessGroup, device: torch.device, data: bytes) -> Tensor:
-    """Return what every rank of the group sent, as many bytes each, shape (ranks, bytes).
+def _gather_rows(group: dist.ProcessGroup, device: torch.device, data: bytes) -> Tensor:
+    """Return every rank's bytes, all of one length; shape `(ranks, bytes)`, on the CPU.
 
-    One all-gather; what follows it takes no Python object for each rank, as there may be thousands.
-
-    Args:
-        group: The ranks that take part.
-        device: Where they communicate.
-        data: This rank's.
+    Without a Python object for each rank, because there may be thousands.
     """
     local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     output = local.new_empty(group.size() * len(data))
@@ -70,79 +51,251 @@ def gather_rows(group: dist.ProcessGroup, device: torch.device, data: bytes) -> 
     return output.cpu().view(group.size(), -1)
 
 
-def compare_rows(rows: Tensor, digest: bytes) -> tuple[bool, bytes]:
-    """Compare the digests of all ranks of a group.
+def _digest_of(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:_DIGEST_NBYTES]
 
-    Args:
-        rows: From `gather_rows`, each beginning with a digest.
-        digest: This rank's.
 
-    Returns:
-        Whether all are the same, and what to tell the ranks of the next group: of a difference in
-        this one too.
+class Ranks:
+    """Ranks that reach each other through process groups. Call its methods on all of them.
+
+    Attributes:
+        groups: A message reaches all ranks when it passes through the groups one by one.
+        device: For the groups' collectives.
+        rank: This rank's number in messages.
     """
-    digests = rows[:, : len(digest)]
-    if bool((digests == digests[0]).all()):
-        return True, digest
-    return False, digest_of(bytes(digests.flatten().tolist()))
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self.groups = groups
+        self.device = device
+        self.rank = dist.get_rank() if groups else 0
+
+    def compare(self, message: Any, flag: bool | None = None) -> tuple[list[Any], bool]:
+        """Return the messages of all ranks, and whether any rank has set a flag.
+
+        One all-gather of 31 bytes for each group, of 32 with a flag. Two more if messages differ.
+
+        Args:
+            message: A JSON value; tuples become lists.
+            flag: None for no flag.
+
+        Returns:
+            The messages in rank order, only this rank's if all are the same; the joined flag.
+        """
+        text = json.dumps(message)
+        digest, is_same = _digest_of(text.encode()), True
+        for group in self.groups:
+            sent = digest if flag is None else digest + bytes([flag])
+            rows = _gather_rows(group, self.device, sent)
+            flag = None if flag is None else bool(rows[:, -1].any())
+            digests = rows[:, :_DIGEST_NBYTES]
+            if not bool((digests == digests[0]).all()):
+                # The digest of digests differs too, so the ranks of the next group see it.
+                is_same, digest = False, _digest_of(bytes(digests.flatten().tolist()))
+        texts = [text]
+        for group in () if is_same else self.groups:
+            parts = all_bytes(group, self.device, json.dumps(texts).encode())
+            texts = [each for part in parts for each in json.loads(part)]
+        decoded = {each: json.loads(each) for each in dict.fromkeys(texts)}
+        return [decoded[each] for each in texts], bool(flag)
+
+    def all_messages(self, message: Any) -> list[Any]:
+        """Return the messages of all ranks, or only this rank's if all are the same."""
+        return self.compare(message)[0]
+
+    def agree(self, problem: Exception | None) -> None:
+        """Raise any rank's problem on all ranks. [Note: All ranks or none]
+
+        Raises:
+            ValueError, NotImplementedError, RuntimeError: As the first rank's problem, with the
+                texts of all ranks.
+        """
+        messages = self.all_messages(None if problem is None else _describe(problem, self.rank))
+        _raise_found(messages, problem)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Raise on all ranks if the body raises on any rank. [Note: All ranks or none]"""
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # of any kind, because the other ranks wait
+            problem = error
+        try:
+            self.agree(problem)
+        finally:
+            problem = None  # its traceback holds this frame: a cycle would keep the body's values
+
+    def copy_from_first(self, tensor: Tensor) -> Tensor:
+        """Overwrite a tensor, on any device, with the first rank's, and return it.
+
+        One broadcast for each group.
+        """
+        sent = tensor.to(self.device).contiguous()
+        for group in self.groups:
+            collectives.broadcast(sent, 0, group).wait()
+        return tensor if sent is tensor else tensor.copy_(sent)
+
+    def any_of(self, flags: list[bool], problem: BaseException | None = None) -> list[int]:
+        """Return for each flag whether any rank has set it; one all-reduce for each group.
+
+        Args:
+            flags: Of the same length on all ranks.
+            problem: The error that this rank is about to raise. It sends its flags, but may return
+                them as they are.
+        """
+        sent = torch.tensor(flags, dtype=torch.uint8, device=self.device)
+        if problem is None:
+            for group in self.groups:
+                collectives.all_reduce(sent, group, dist.ReduceOp.MAX).wait()
+            return sent.tolist()
+        for group in self.groups:
+            with suppress(RuntimeError):  # must not hide the first error
+                work = collectives.all_reduce(sent, group, dist.ReduceOp.MAX)
+                if isinstance(problem, Exception):
+                    work.wait()
+                # Ctrl-C: nothing must keep this rank from ending.
+        return [int(flag) for flag in flags]
 
 
-def all_messages(groups: _GroupSequence, device: torch.device, message: Any) -> list[Any]:
-    """Return the different messages of all ranks; this rank's alone where all have the same.
-
-    One all-gather of 31 bytes for each group; only where messages differ two more, of them.
-
-    Args:
-        groups: What goes through them, one after another, reaches all ranks concerned.
-        device: Where the ranks communicate.
-        message: Anything that JSON can say; tuples come back as lists.
-    """
-    text = json.dumps(message)
-    digest, is_same = digest_of(text.encode()), True
-    for group in groups:
-        is_alike, digest = compare_rows(gather_rows(group, device, digest), digest)
-        is_same &= is_alike
-    if is_same:
-        return [json.loads(text)]
-    texts = dict.fromkeys(gather_texts(groups, device, text))
-    return [json.loads(each) for each in texts]
+def _describe(problem: Exception, rank: int) -> list[Any]:
+    kind = next((each for each in _KINDS if isinstance(problem, each)), RuntimeError)
+    is_plain = type(problem) in _KINDS
+    return [
+        rank,
+        kind.__name__,
+        str(problem) if is_plain else f"{type(problem).__name__}: {problem}",
+    ]
 
 
-def gather_texts(groups: _GroupSequence, device: torch.device, text: str) -> list[str]:
-    """Return every rank's text; two all-gathers for each group."""
-    texts = [text]
-    for group in groups:
-        payload = json.dumps(texts).encode()
-        sizes = gather_bytes(group, device, len(payload).to_bytes(8, "little"), [8] * group.size())
-        numels = [int.from_bytes(size, "little") for size in sizes]
-        gathered = gather_bytes(group, device, payload, numels)
-        texts = [text for part in gathered for text in json.loads(part)]
-    return texts
-
-
-def raise_together(groups: _GroupSequence, device: torch.device, problem: Exception | None) -> None:
-    """Raise on all ranks the errors that any of them has found; one all-gather of 31 bytes each.
-
-    Raises:
-        ValueError, RuntimeError, NotImplementedError: Of the first rank's kind, with the texts of
-            all ranks.
-    """
-    rank = dist.get_rank() if groups else 0
-    mine = None if problem is None else [rank, type(problem).__name__, str(problem)]
-    messages = all_messages(groups, device, mine)
-    found = [each for each in messages if each is not None]
+def _raise_found(messages: list[Any], own: Exception | None) -> None:
+    """Raise the described problems; a message is None where a rank has none."""
+    found = sorted(message for message in messages if message is not None)
     if not found:
         return
     texts: dict[str, list[int]] = {}
-    for where, _, text in sorted(found):
-        texts.setdefault(text, []).append(where)
+    for rank, _, text in found:
+        texts.setdefault(text, []).append(rank)
     joined = "; ".join(f"on ranks {ranks}: {text}" for text, ranks in texts.items())
     is_everywhere = len(texts) == 1 and None not in messages
-    kind = _KINDS.get(min(found)[1], RuntimeError)
-    raise kind(next(iter(texts)) if is_everywhere else joined) from problem
+    kind = next(each for each in _KINDS if each.__name__ == found[0][1])
+    raise kind(next(iter(texts)) if is_everywhere else joined) from own
+
+
+class HostGroup(Ranks):
+    """All ranks of the default process group, or this process alone, for work in the background.
+
+    A thread's messages must not change the order of training's collectives. So this group has a
+    process group of its own, and its messages are not counted as collectives of training. Call all
+    methods but `is_first` on all ranks in the same order, from one thread at a time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__([], torch.device("cpu"))
+        self._group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+        self.pending: Any = None  # the save that runs in the background
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def all_messages(self, message: Any) -> list[Any]:
+        """Return the messages of all ranks, or one None where all are None."""
+        has_message = torch.tensor([int(message is not None)])
+        if self._group is not None and not self._all_gather(has_message).any():
+            return [None]
+        return self.broadcast(self.gather(message))  # type: ignore[no-any-return]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value on rank 0, in rank order; an empty list elsewhere."""
+        if self._group is None:
+            return [value]
+        data = _to_tensor(value)
+        sizes = self._all_gather(torch.tensor([data.numel()])).tolist()
+        largest = max(sizes)
+        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        parts = [torch.empty(largest, dtype=torch.uint8) for _ in sizes] if self.is_first else []
+        self._group.gather([parts] if parts else [], [padded], dist.GatherOptions()).wait()
+        return [_from_tensor(part[:n]) for part, n in zip(parts, sizes, strict=False)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's JSON value on every rank."""
+        if self._group is None:
+            return value
+        data = _to_tensor(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        self._broadcast(size)
+        if not self.is_first:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self._broadcast(data)
+        return _from_tensor(data)
+
+    def on_first(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on rank 0; return its JSON value, or raise its error, on every rank."""
+        value, found, error = None, None, None
+        if self.is_first:
+            try:
+                value = function()
+            except Exception as caught:
+                error, found = caught, _describe(caught, 0)
+        value, found = self.broadcast([value, found])
+        _raise_found([found], error)
+        return value
+
+    def _all_gather(self, numbers: Tensor) -> Tensor:
+        assert self._group is not None
+        output = torch.empty(self.size * numbers.numel(), dtype=numbers.dtype)
+        self._group._allgather_base(output, numbers).wait()
+        return output
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        assert self._group is not None
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        self._group.broadcast([tensor], options).wait()
+
+
+def get_host_group() -> HostGroup:
+    """Return the group of all ranks of the default process group.
+
+    The first call makes it, on all ranks. Without a default process group it is this process alone.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    known = _groups.get(0)
+    if known is None or known[0] is not world:
+        group = None if world is None else dist.new_group(backend="gloo")
+        pending = None if known is None else known[1].pending
+        _groups[0] = known = world, HostGroup(group)
+        known[1].pending = pending  # it continues on the earlier group
+    return known[1]
+
+
+# The one in use with its default group, which a program may destroy and make anew.
+_groups: dict[int, tuple[dist.ProcessGroup | None, HostGroup]] = {}
+
+
+def _to_tensor(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_tensor(data: Tensor) -> Any:
+    return json.loads(bytes(data.untyped_storage())[data.storage_offset() :][: data.numel()])
 
 
 _GroupTuple = tuple[dist.ProcessGroup, ...]
+
+
+class _HasGroups(Protocol):
+    """A ShardGroup: its module imports this one."""
+
+    @property
+    def joint_groups(self) -> _GroupTuple: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
 class FlagReduction:
@@ -152,7 +305,7 @@ class FlagReduction:
     one goes on to the next.
     """
 
-    def __init__(self, values: Sequence[tuple[ShardGroup, list[int]]], *, highest: int) -> None:
+    def __init__(self, values: Sequence[tuple[_HasGroups, list[int]]], *, highest: int) -> None:
         """Start the all-reduces.
 
         Args:
@@ -168,7 +321,7 @@ class FlagReduction:
                 self._meshes[key] = _MeshReduction(key, sent, highest, group.device)
 
     def finish(self) -> list[list[int]]:
-        """Wait, and return the largest numbers that any rank gave, in the order of `values`."""
+        """Wait, and return the largest numbers of all ranks, in the order of `values`."""
         received = {key: mesh.finish() for key, mesh in self._meshes.items()}
         ends = dict.fromkeys(received, 0)
         largest = []

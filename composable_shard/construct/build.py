@@ -15,7 +15,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-from composable_shard.comm import ShardGroup, collectives
+from composable_shard.comm import ShardGroup
 from composable_shard.construct.plan import FLAT_PARAM_NAME, Original, Plan, states_to_sync
 from composable_shard.flat_param import (
     FlatParamHandle,
@@ -156,11 +156,7 @@ def _cut(
 def sync_states(plan: Plan, shard_group: ShardGroup) -> None:
     """Give every rank the parameters and buffers of the mesh's first: a broadcast for each."""
     for tensor in states_to_sync(plan):
-        staged = tensor.to(shard_group.device).contiguous()
-        for group in shard_group.joint_groups:
-            collectives.broadcast(staged, 0, group).wait()
-        if staged.data_ptr() != tensor.data_ptr():
-            tensor.copy_(staged)
+        shard_group.ranks.copy_from_first(tensor)
 
 
 def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:

@@ -1,9 +1,9 @@
-"""Directories of safetensors files as Hugging Face's libraries lay them out: no sharding here.
+"""Directories of safetensors files in the layout of Hugging Face's libraries.
 
 A directory holds either `model.safetensors`, or files `model-00001-of-0000N.safetensors` and an
-index, `model.safetensors.index.json`, that says which file holds which tensor. The package
-`safetensors` reads and writes the files; it maps them to memory, so that only what is copied out of
-a slice is read.
+index, `model.safetensors.index.json`, which names the file of each tensor. The package
+`safetensors` reads and writes the files. It maps them to memory, so that only copied bytes are
+read.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def require_safetensors() -> Any:
 
 
 def parse_nbytes(size: int | str) -> int:
-    """Return a number of bytes given as one, or as text such as "5GB" or "500MiB".
+    """Return a number of bytes from a number, or from a text such as "5GB" or "500MiB".
 
     Raises:
-        ValueError: If it is neither, or not positive.
+        ValueError: If it is neither or not positive.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]*)", str(size).strip().upper())
     unit = _UNITS.get(match[2]) if match else None
@@ -65,26 +65,26 @@ def parse_nbytes(size: int | str) -> int:
 
 
 class TensorInfo(NamedTuple):
-    """What a file's header says of one tensor."""
+    """One tensor in a file's header."""
 
     shape: tuple[int, ...]
     file: str
 
 
 class TensorFiles:
-    """A directory, or one file, open for reading; a context manager.
+    """A directory or file, open for reading; a context manager.
 
-    Every header is read and checked at once, no values.
+    All headers are read and checked at once, but no values.
 
     Attributes:
-        tensors: What there is, by name.
+        tensors: All tensors by name.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open what is there.
+        """Open the files.
 
         Raises:
-            ValueError: If something is missing, damaged, or no such directory; names the file.
+            ValueError: If a file is missing, damaged or of another kind, naming it.
         """
         self._open_file: Any = importlib.import_module("safetensors").safe_open
         self._stack = ExitStack()
@@ -99,7 +99,7 @@ class TensorFiles:
             raise
 
     def _read_header(self, path: Path, names: list[str] | None) -> None:
-        """Open one file and note its tensors, those that the index names or all."""
+        """Open a file and note its tensors: those that the index names, or all."""
         try:
             file = self._stack.enter_context(self._open_file(str(path), framework="pt"))
             self._files[path] = file
@@ -111,11 +111,11 @@ class TensorFiles:
                 self.tensors[name] = TensorInfo(tuple(piece.get_shape()), path.name)
         except FileNotFoundError:
             raise ValueError(f"'{path}' is missing: the index names it") from None
-        except Exception as error:  # the package has a kind of its own
+        except Exception as error:  # the package has its own exceptions
             raise ValueError(f"'{path}' can't be read as a safetensors file: {error}") from error
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Return part of a tensor, in host memory: a view of the mapped file, not to be kept.
+        """Return part of a tensor as a view of the mapped file, which the caller must not keep.
 
         Args:
             name: One of `tensors`.
@@ -139,10 +139,10 @@ class TensorFiles:
 
 
 def _find_files(path: Path) -> dict[Path, list[str] | None]:
-    """Return the files at a path, each with the names that the index puts there, if there is one.
+    """Return the files at a path, each with its tensors' names in the index, None without index.
 
     Raises:
-        ValueError: If there is no index and not exactly one file, or if the index is no such thing.
+        ValueError: If there is neither an index nor exactly one file, or if the index is invalid.
     """
     if path.is_file():
         return _read_index(path) if path.suffix == ".json" else {path: None}
@@ -151,7 +151,7 @@ def _find_files(path: Path) -> dict[Path, list[str] | None]:
     for name in (_SINGLE, _INDEX):
         if (path / name).is_file():
             return _find_files(path / name)
-    # Other libraries name their files after what is in them.
+    # Other libraries choose other names.
     for pattern in ("*.safetensors.index.json", "*.safetensors"):
         found = sorted(file for file in path.glob(pattern) if not file.name.startswith("."))
         if len(found) == 1:
@@ -177,9 +177,9 @@ def _read_index(path: Path) -> dict[Path, list[str] | None]:
 
 
 class TensorWriter:
-    """Writes tensors, as they come, to files of limited size.
+    """Writes tensors one after another to files of limited size.
 
-    Holds the tensors of one file. Files have temporary names until `publish`.
+    Holds the tensors of one file in memory. Files have temporary names until `publish`.
     """
 
     def __init__(
@@ -190,12 +190,12 @@ class TensorWriter:
         dtype: torch.dtype | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Make the directory if need be.
+        """Make the directory if it does not exist.
 
         Args:
-            directory: Where the files go; other files in it stay.
-            max_nbytes: The most bytes of tensors in a file, unless one tensor alone has more.
-            dtype: What floating-point tensors are cast to.
+            directory: For the files; other files in it stay.
+            max_nbytes: Limit of a file's tensors, except for a file of one larger tensor.
+            dtype: Cast floating-point tensors to it.
             metadata: Text for the header of each file.
         """
         self._dtype = dtype
@@ -209,7 +209,7 @@ class TensorWriter:
         directory.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor in host memory, which must not be written any more."""
+        """Add a tensor in host memory, which the caller must not write to any more."""
         dtype = (self._dtype if tensor.is_floating_point() else None) or tensor.dtype
         nbytes = tensor.numel() * dtype.itemsize
         if self._pending and self._pending_nbytes + nbytes > self._max_nbytes:
@@ -226,11 +226,10 @@ class TensorWriter:
         self._pending, self._pending_nbytes = {}, 0
 
     def publish(self) -> None:
-        """Write what is left and give all files their names, the index last.
+        """Write the last file and rename all files, the index last; remove those of earlier saves.
 
-        What an earlier save left is removed. One file takes the earlier ones' place at once. Where
-        an index would be overwritten it is removed first: until the new one is there, a reader
-        finds no checkpoint rather than files of two.
+        A single file replaces an earlier save atomically. An earlier index is removed first, so
+        that until the new one is written a reader finds no checkpoint instead of two mixed ones.
         """
         if self._pending or not self._written:
             self._flush()
@@ -262,7 +261,7 @@ class TensorWriter:
         return weight_map
 
     def discard(self) -> None:
-        """Remove the files that have temporary names, if any."""
+        """Remove files that still have temporary names."""
         self._pending = {}
         for path, _ in self._written:
             path.unlink(missing_ok=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_shard.comm import ShardGroup, Waitable, collectives
+from composable_shard.comm import Ranks, ShardGroup, Waitable
 from composable_shard.flat_param import (
     FlatParamHandle,
     FullParams,
@@ -21,7 +19,7 @@ from composable_shard.flat_param import (
     keep_requires_grad,
     set_gradients,
 )
-from composable_shard.runtime import ShardState, check_is_idle, lazy_init_params
+from composable_shard.runtime import ShardState, check_is_idle, lazy_init_params, tensor_groups
 
 __all__ = ["Scope", "ScopeOptions"]
 
@@ -111,7 +109,7 @@ class Scope:
                 problem is not None or not (flag or entry.spec.is_elsewhere)
                 for flag, entry in zip(flags, entries, strict=True)
             ]
-            both = _exchange(flags + lacks, group.joint_groups, group.device)
+            both = group.ranks.any_of(flags + lacks)
             told = iter(both)
             for handle in handles:
                 self.has_gradient[handle] = [bool(next(told)) for _ in handle.entries]
@@ -253,16 +251,16 @@ class Scope:
             flags = [knows and rank == group.position for rank in ranks]
             for handle in with_grads:
                 flags += self._dropped_gradients(handle)
-            received = iter(_exchange(flags, group.joint_groups, group.device, problem))
+            received = iter(group.ranks.any_of(flags, problem))
             told = [rank for rank in ranks if next(received)]
             failed = failed or told
             dropped |= {h: [bool(next(received)) for _ in h.entries] for h in with_grads}
         where = f"ranks {failed} of its group" if failed else ""
-        for mesh_group in _tensor_parallel_groups(self.handles):
+        for mesh_group in tensor_groups(self.handles):
             # They hold other parts of the same parameters, in shard groups of their own.
             flags = [problem is not None or bool(where)]
             device = self.handles[0].shard_group.device
-            if _exchange(flags, (mesh_group,), device, problem)[0]:
+            if Ranks([mesh_group], device).any_of(flags, problem)[0]:
                 where = where or "another rank of the tensor-parallel mesh"
         if where and problem is None:
             raise RuntimeError(
@@ -326,7 +324,6 @@ class Scope:
                 stack.callback(keep_requires_grad, handle)
 
 
-_MAX = dist.ReduceOp.MAX
 _DISCARDED = (
     "inside unshard_params(writeback=False) are discarded. Pass writeback=True to keep them."
 )
@@ -334,37 +331,6 @@ _CLOSED = (
     "inside unshard_params are discarded: the generator that opened it was closed before the "
     "block had ended."
 )
-
-
-def _exchange(
-    flags: list[bool],
-    groups: Sequence[dist.ProcessGroup],
-    device: torch.device,
-    problem: BaseException | None = None,
-) -> list[int]:
-    """Return for each flag whether it is set on any rank; with a problem, perhaps one's own."""
-    sent = torch.tensor(flags, dtype=torch.uint8, device=device)
-    if problem is None:
-        for group in groups:
-            collectives.all_reduce(sent, group, _MAX).wait()
-        return sent.tolist()
-    for group in groups:
-        with suppress(RuntimeError):  # the first error is the one that counts
-            work = collectives.all_reduce(sent, group, _MAX)
-            if isinstance(problem, Exception):
-                work.wait()
-            # Ctrl-C: the others learn of it, but nothing must keep this rank from ending.
-    return [int(flag) for flag in flags]
-
-
-def _tensor_parallel_groups(handles: list[FlatParamHandle]) -> list[dist.ProcessGroup]:
-    meshes = dict.fromkeys(
-        entry.spec.tensor_parallel[0]
-        for handle in handles
-        for entry in handle.entries
-        if entry.spec.tensor_parallel is not None
-    )
-    return [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
 
 
 def _by_group(handles: list[FlatParamHandle]) -> list[tuple[ShardGroup, list[FlatParamHandle]]]:

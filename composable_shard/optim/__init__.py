@@ -1,4 +1,4 @@
-"""What optimizers need: clipping, scaling, state that was made before sharding.
+"""Clipping, gradient scaling, and optimizer state made before sharding.
 
 Read `clipping` first, then `optimizer_state`.
 """

@@ -49,7 +49,7 @@ def clip_grad_norm_(
         max_norm: The largest norm allowed.
         norm_type: Order of the norm; `float("inf")` for the largest absolute value. Gradients
             without elements don't count.
-        error_if_nonfinite: Raise instead of clipping where the norm is not finite.
+        error_if_nonfinite: Raise instead of clipping if the norm is not finite.
 
     Returns:
         The norm before clipping, a plain 0-d tensor.
@@ -82,7 +82,7 @@ def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[T
         return [model_or_params]
     if not isinstance(model_or_params, nn.Module):
         return list(model_or_params)
-    # What parameters() yields, in its order, for a third of its time.
+    # As parameters() yields them, in a third of its time.
     params: dict[int, Tensor] = {}  # by identity, as tensors hash, but without calling Python
     known: set[nn.Module] = set()
     waiting = [model_or_params]
@@ -100,7 +100,7 @@ def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[T
 
 
 def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:
-    """Return the plain gradients, and what all ranks must pass to one collective."""
+    """Return the plain gradients, and the shards, the same ones on all ranks for a collective."""
     grads, shards = [], []
     for param in params:
         grad = param.grad
@@ -109,14 +109,13 @@ def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:
         elif grad is not None:
             grads.append(grad)
         elif isinstance(param, FlatShard) and _is_owned(param):
-            # Its owner may have one, frozen or not: this rank adds nothing, as an owner
-            # without one.
+            # Its owner may have a gradient, also of a frozen parameter: take part without elements.
             shards.append(FlatShard(param._local.new_empty(0), param._shard_spec))
     return grads, shards
 
 
 def _is_owned(tensor: Tensor) -> bool:
-    """Return whether a tensor is a shard of what one of several ranks holds whole."""
+    """Return whether a tensor is a shard of a tensor that one of several ranks owns whole."""
     if not isinstance(tensor, FlatShard):
         return False
     spec = tensor._shard_spec
@@ -124,12 +123,12 @@ def _is_owned(tensor: Tensor) -> bool:
 
 
 def _filled(tensors: list[T]) -> list[T]:
-    """Return those of any elements: others have no norm of an order such as -1 or infinity."""
+    """Return tensors with elements: others have no norm of an order such as -1 or infinity."""
     return [tensor for tensor in tensors if tensor.numel()]
 
 
 def _dtype_of(params: list[Tensor], grads: list[Tensor], shards: list[FlatShard]) -> torch.dtype:
-    """Return the dtype of the norm, the same on all ranks: what the gradients' promote to.
+    """Return the dtype of the norm, the same on all ranks: the gradients' promoted dtype.
 
     Which owned parameters have gradients is known to their owners alone. The trainable ones count,
     and frozen ones where there are no others.
@@ -156,7 +155,7 @@ def _norm_of(norms: list[Tensor], grads: list[Tensor], order: float) -> Tensor:
 
 
 def _scale(slices: Slices, grads: list[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Multiply the gradients by `max_norm / norm` where that is less than 1."""
+    """Multiply the gradients by `max_norm / norm` if that is less than 1."""
     # 1e-6 as torch.nn.utils has it. Clamped on the device: the host need not know the norm.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
@@ -175,10 +174,9 @@ def _scale(slices: Slices, grads: list[Tensor], max_norm: float, norm: Tensor) -
 class ShardedGradScaler(GradScaler):
     """A `torch.amp.GradScaler` for sharded parameters of any granularity.
 
-    All ranks look for infs and NaNs together, and skip a step together, also where a rank has no
-    gradients: one all-reduce of one element for each device and process group of the optimizer's
-    sharded parameters, whatever gradients there are. Torch's own does the same for parameters that
-    all ranks share.
+    All ranks skip a step if any rank finds an inf or NaN, also ranks without gradients: one
+    all-reduce of one element for each device and process group of the optimizer's sharded
+    parameters. Torch's own scaler does so only for parameters that all ranks share.
     """
 
     def _unscale_grads_(
@@ -220,7 +218,7 @@ def _local_gradients(params: list[Tensor], allow_fp16: bool) -> Iterator[Tensor]
 
 
 def _groups(params: list[Tensor]) -> dict[tuple[torch.device, str], None]:
-    """Return the devices and groups of sharded parameters, in an order that all ranks share."""
+    """Return the devices and groups of sharded parameters, in the same order on all ranks."""
     return {
         (param.device, name): None
         for param in params

@@ -1,4 +1,4 @@
-"""Shard optimizer state that was made, at full size, before its parameters were sharded."""
+"""Shard optimizer state that was made at full size before its parameters were sharded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from composable_shard.tensor import FlatShard, is_elsewhere
 __all__ = ["find_scalar_keys", "init_state", "shard_optimizer_state"]
 
 
-# State of torch's optimizers that is one number per parameter, whatever the parameter's shape.
+# State of torch's optimizers that is one number for each parameter of any shape.
 _SCALAR_KEYS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
@@ -28,17 +28,17 @@ class _Entry(NamedTuple):
 
 
 def shard_optimizer_state(optimizer: Optimizer) -> None:
-    """Replace full-size state of sharded parameters by this rank's slice of it.
+    """Replace full-size state of sharded parameters by this rank's shard of it.
 
-    Needed for state that exists before `fully_shard` is called: Adagrad makes its state in the
-    constructor, other optimizers in their first step. Every rank must hold the same full-size
-    state. State that is one number per parameter (`step`) stays as it is, and so does all state of
-    parameters that are not sharded. Of a parameter of granularity "param" the owner keeps all
-    state, of any shape, and the other ranks none. No-op the second time; no communication.
+    Call it for state made before `fully_shard`: Adagrad makes its state in the constructor, other
+    optimizers in their first step. Every rank must hold the same full-size state. State of one
+    number for each parameter (`step`), and of parameters that are not sharded, stays unchanged. For
+    a parameter of granularity "param" the owner keeps all state, of any shape, and the other ranks
+    none. A second call does nothing. No communication.
 
     Raises:
-        ValueError: If a state tensor has neither the parameter's shape nor a single element, such
-            as Adafactor's row statistics. Nothing has been changed then.
+        ValueError: If a state tensor has neither the parameter's shape nor a single element, for
+            example Adafactor's row statistics. Nothing has been changed then.
     """
     entries = list(_entries(optimizer))
     scalar_keys = find_scalar_keys((e.key, e.value.shape, e.param.shape) for e in entries)
@@ -47,14 +47,14 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
         del optimizer.state[param]
     for entry in full_size:
         spec = entry.param._shard_spec
-        # A parameter whose unit is offloaded is not where it was.
+        # Offloading may have moved the parameter to another device.
         entry.state[entry.key] = FlatShard.from_full(entry.value, spec).to(entry.param.device)
 
 
 def init_state(optimizer: Optimizer) -> None:
-    """Let an optimizer without state make it: one step with zero gradients and a rate of zero.
+    """Let an optimizer without state make it, by a step with zero gradients and a rate of zero.
 
-    Parameters and their gradients are as before. No communication for elementwise optimizers.
+    Parameters and gradients stay unchanged. No communication for elementwise optimizers.
     """
     if optimizer.state:
         return
@@ -90,13 +90,13 @@ def _entries(optimizer: Optimizer) -> Iterator[_Entry]:
 def find_scalar_keys(
     tensors: Iterable[tuple[str, torch.Size, torch.Size]],
 ) -> frozenset[str]:
-    """Return the keys that hold one number per parameter.
+    """Return the keys of state that is one number for each parameter.
 
-    For a parameter of one element the shape doesn't tell: the same key of other parameters does,
-    and where there are none, the names that torch uses.
+    A parameter of one element leaves that open: then other parameters' shapes of the same key
+    decide, or else torch's own names of such state.
 
     Args:
-        tensors: The key of each state tensor, its shape, and its parameter's.
+        tensors: Key and shape of each state tensor, and its parameter's shape.
     """
     told = {key: shape != wanted for key, shape, wanted in tensors if wanted.numel() != 1}
     found = {key for key, is_scalar in told.items() if is_scalar}

@@ -36,6 +36,7 @@ from composable_shard.runtime.tree import (
     read_state,
     rename,
     select_states,
+    tensor_groups,
 )
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState
 
@@ -73,5 +74,6 @@ __all__ = [
     "select_states",
     "settle_owners",
     "share_context",
+    "tensor_groups",
     "watch_meta_buffers",
 ]

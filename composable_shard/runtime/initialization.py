@@ -19,7 +19,6 @@ construction, must be built after the outermost call.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,14 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_shard.comm import (
-    FlagReduction,
-    ShardGroup,
-    compare_rows,
-    digest_of,
-    gather_rows,
-    gather_texts,
-)
+from composable_shard.comm import FlagReduction, Ranks, ShardGroup
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.layout import balance, fullest
 from composable_shard.runtime.backward import on_gradient
@@ -225,7 +217,7 @@ def _check_agreement(states: list[ShardState]) -> None:
     meshes: dict[_Groups, _Mesh] = {}
 
     def mesh_of(shard_group: ShardGroup) -> _Mesh:
-        return meshes.setdefault(shard_group.joint_groups, _Mesh(shard_group.device))
+        return meshes.setdefault(shard_group.joint_groups, _Mesh(shard_group.ranks))
 
     for state in states:
         if state.buffers is not None:
@@ -235,9 +227,9 @@ def _check_agreement(states: list[ShardState]) -> None:
             mesh = mesh_of(handle.shard_group)
             mesh.handles.append(handle)
             mesh.lines.extend(handle.describe_entries(state.describe_options()))
-    for groups, mesh in meshes.items():
+    for mesh in meshes.values():
         has_hooks = [handle.has_gradient_hooks for handle in mesh.handles]
-        if _compare_lines(groups, mesh.device, mesh.lines, any(has_hooks)):
+        if _compare_lines(mesh.ranks, mesh.lines, any(has_hooks)):
             flags = FlagReduction(
                 [
                     (handle.shard_group, [int(flag)])
@@ -253,27 +245,15 @@ def _check_agreement(states: list[ShardState]) -> None:
 class _Mesh:
     """All that ranks in the same process groups must agree on."""
 
-    device: torch.device
+    ranks: Ranks
     handles: list[FlatParamHandle] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
 
-def _compare_lines(
-    groups: _Groups, device: torch.device, lines: list[str], has_hooks: bool
-) -> bool:
+def _compare_lines(ranks: Ranks, lines: list[str], has_hooks: bool) -> bool:
     """Compare descriptions; return whether any rank has hooks."""
-    digest = digest_of(json.dumps(lines).encode())
-    # Axis by axis: a digest of digests tells every rank of the mesh of a difference anywhere.
-    is_same = True
-    for group in groups:
-        rows = gather_rows(group, device, digest + bytes([has_hooks]))
-        has_hooks = bool(rows[:, -1].any())
-        is_alike, digest = compare_rows(rows, digest)
-        is_same &= is_alike
-    if is_same:
-        return has_hooks
-    texts = gather_texts(groups, device, json.dumps(lines))
-    _raise_difference([json.loads(text) for text in texts])
+    all_lines, has_hooks = ranks.compare(lines, has_hooks)
+    _raise_difference(all_lines)
     return has_hooks
 
 
@@ -285,7 +265,7 @@ def _check_same(shard_group: ShardGroup, lines: list[str]) -> None:
     Raises:
         RuntimeError: As `_check_agreement`.
     """
-    _compare_lines(shard_group.joint_groups, shard_group.device, lines, False)
+    _compare_lines(shard_group.ranks, lines, False)
 
 
 def _raise_difference(all_lines: list[list[str]]) -> None:

@@ -8,9 +8,10 @@ pickle.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
@@ -30,6 +31,7 @@ __all__ = [
     "read_state",
     "rename",
     "select_states",
+    "tensor_groups",
 ]
 
 
@@ -153,6 +155,13 @@ def select_states(module: nn.Module, recurse: bool) -> list[ShardState]:
             )
         )
     return states
+
+
+def tensor_groups(handles: Iterable[FlatParamHandle]) -> list[dist.ProcessGroup]:
+    """Return the process groups of all axes of parameters' tensor-parallel meshes, each once."""
+    placed = (entry.spec.tensor_parallel for handle in handles for entry in handle.entries)
+    meshes = dict.fromkeys(each[0] for each in placed if each is not None)
+    return [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
 
 
 def is_sharded(module: nn.Module) -> bool:

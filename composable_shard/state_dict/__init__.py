@@ -17,16 +17,23 @@ from composable_shard.state_dict.model_state import (
     show_shards,
     show_whole_values,
 )
-from composable_shard.state_dict.model_tensors import ModelTensors, OtherTensor, ShardedTensor
-from composable_shard.state_dict.names import Ranks, handles_of, mesh_groups
+from composable_shard.state_dict.model_tensors import (
+    ManagedParam,
+    ModelRanks,
+    ModelTensors,
+    OtherTensor,
+    handles_of,
+    mesh_groups,
+    params_by_fqn,
+)
 from composable_shard.state_dict.optimizer_load import prepare_load
-from composable_shard.state_dict.optimizer_view import params_by_fqn, view_optimizers
+from composable_shard.state_dict.optimizer_state import view_optimizers
 
 __all__ = [
+    "ManagedParam",
+    "ModelRanks",
     "ModelTensors",
     "OtherTensor",
-    "Ranks",
-    "ShardedTensor",
     "Shares",
     "adopt_new_data",
     "gather_full",

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from composable_shard.comm import HOST
-from composable_shard.flat_param import FlatParamHandle
 from composable_shard.optim import init_state
 from composable_shard.options import StateDictOptions
-from composable_shard.runtime import check_is_idle, get_states
-from composable_shard.state_dict.broadcast import broadcast_model
-from composable_shard.state_dict.full_values import Shares, gather_full
-from composable_shard.state_dict.model_state import agree_on_values, find_problems, make_whole
-from composable_shard.state_dict.names import Ranks, handles_of
-from composable_shard.state_dict.optimizer_load import load_optimizers
+from composable_shard.state_dict.full_values import (
+    Shares,
+    copied,
+    decode,
+    encode,
+    gather_full,
+    scatter_full,
+)
+from composable_shard.state_dict.model_state import (
+    agree_on_values,
+    find_problems,
+    make_whole,
+    write_shard,
+)
+from composable_shard.state_dict.model_tensors import (
+    ModelRanks,
+    by_handle,
+    canonical,
+    check_model_is_idle,
+    find_params,
+    handles_of,
+    params_by_fqn,
+)
+from composable_shard.state_dict.optimizer_load import prepare_load
 from composable_shard.state_dict.optimizer_state import read_optimizers
-from composable_shard.state_dict.optimizer_view import canonical, params_by_fqn
 from composable_shard.tensor import FlatShard
 
 __all__ = [
@@ -44,94 +60,77 @@ def get_model_state_dict(
 ) -> dict[str, Any]:
     """Return the parameters and persistent buffers of a model by name; call it on all ranks.
 
-    By default the values are FlatShards that share memory with the parameters; no communication.
-    With `full_state_dict` they are whole plain tensors in memory of their own, on the first rank:
-    one gather for each flat parameter, one after another, so that no rank ever has more than one
-    of them on its device besides what it returns. Where the full values are there anyway (a
-    strategy that keeps them, no step since the last forward) nothing is gathered. Inside
-    `unshard_params` the values are those of the scope.
+    By default the values are FlatShards that share memory with the parameters, without
+    communication. With `full_state_dict` they are whole plain tensors in new memory, on the first
+    rank only if `rank0_only`. That takes one gather for each flat parameter, one after another, so
+    that a device holds at most one of them besides the result. Nothing is gathered where a strategy
+    keeps full values that are current. Inside `unshard_params` the values are the scope's.
 
     Args:
-        model: A model with sharded units, or a plain one.
-        submodules: Only what is in these modules.
-        options: What to return.
+        model: A model, sharded or not.
+        submodules: Return only the values in these modules.
+        options: Which values to return, and where.
 
     Returns:
         The state dict; empty on all ranks but the first with `full_state_dict` and `rank0_only`.
 
     Raises:
-        NotImplementedError: With `full_state_dict` and `rank0_only`, if units' meshes begin with
-            different ranks, of which none has all values.
+        NotImplementedError: With `full_state_dict` and `rank0_only`, if the meshes of the units
+            begin with different ranks, so that no rank is the first of all.
         RuntimeError: Inside forward or backward.
     """
     options = options or StateDictOptions()
-    _check_is_idle(model, "a state dict can't be made")
+    check_model_is_idle(model, "a state dict can't be made")
     found = {canonical(name): value for name, value in model.state_dict().items()}
     names = _names_in(model, submodules, options)
+    device = HOST if options.cpu_offload else None
     if options.full_state_dict and not any(h.is_in_scope for h in handles_of(model)):
         with torch.no_grad():
-            found = _make_full(model, found, names, options)
-    else:
-        device = HOST if options.cpu_offload else None
-        found = {key: _moved(value, device) for key, value in found.items()}
-    kept = {names(key): value for key, value in found.items()}
-    return {key: _cast(value, options.dtype) for key, value in kept.items() if key is not None}
+            found, device = _make_full(model, found, names, options), None
+    kept = {names(key): _convert(value, device, options.dtype) for key, value in found.items()}
+    return {key: value for key, value in kept.items() if key is not None}
 
 
-def _check_is_idle(model: nn.Module, what: str) -> None:
-    for context in dict.fromkeys(state.context for state in get_states(model)):
-        if context is not None:
-            check_is_idle(context, what)
-
-
-class _Names:
-    """Which names are wanted, and what they shall be."""
-
-    def __init__(self, prefixes: list[str] | None, keeps_prefixes: bool) -> None:
-        self._prefixes = prefixes
-        self._keeps_prefixes = keeps_prefixes
-
-    def __call__(self, key: str) -> str | None:
-        """Return the name under which `key` is returned, None if it is not."""
-        if self._prefixes is None:
-            return key
-        for prefix in self._prefixes:
-            if key.startswith(prefix):
-                return key if self._keeps_prefixes else key.removeprefix(prefix)
-        return None
+_Naming = Callable[[str], str | None]  # the name to return, None for a value to leave out
 
 
 def _names_in(
     model: nn.Module, submodules: set[nn.Module] | None, options: StateDictOptions
-) -> _Names:
+) -> _Naming:
     if not submodules:
-        return _Names(None, True)
+        return lambda key: key
     paths = {module: canonical(f"{name}.") for name, module in model.named_modules() if name}
     unknown = [type(module).__name__ for module in submodules if module not in paths]
     if unknown:
         raise ValueError(f"expected submodules of the model, got others: {unknown}")
     prefixes = [path for module, path in paths.items() if module in submodules]
-    return _Names(prefixes, options.keep_submodule_prefixes)
+
+    def rename(key: str) -> str | None:
+        prefix = next((each for each in prefixes if key.startswith(each)), None)
+        if prefix is None or options.keep_submodule_prefixes:
+            return None if prefix is None else key
+        return key.removeprefix(prefix)
+
+    return rename
 
 
 def _make_full(
-    model: nn.Module, found: dict[str, Any], names: _Names, options: StateDictOptions
+    model: nn.Module, found: dict[str, Any], names: _Naming, options: StateDictOptions
 ) -> dict[str, Any]:
-    ranks = Ranks(model)
+    ranks = ModelRanks(model)
     if options.rank0_only:
         ranks.check_one_is_first()
     found = {key: value for key, value in found.items() if names(key) is not None}
-    places: dict[FlatParamHandle, dict[int, list[str]]] = {}
-    for fqn, param in params_by_fqn(model).items():
-        if fqn in found:
-            places.setdefault(param.handle, {}).setdefault(param.index, []).append(fqn)
+    params = {param: param.names for fqn, param in params_by_fqn(model).items() if fqn in found}
+    places = by_handle(params.items())
     wanted = (Shares(handle, indices=list(keys)) for handle, keys in places.items())
     device = HOST if options.cpu_offload else None
     done: set[str] = set()
     for shares, values in gather_full(
         wanted, to_first=options.rank0_only, device=device, dtype=options.dtype
     ):
-        for index, keys in places[shares.handle].items():
+        for index, fqns in places[shares.handle].items():
+            keys = [fqn for fqn in fqns if fqn in found]
             done.update(keys)
             if index in values:
                 found.update(dict.fromkeys(keys, values[index]))
@@ -141,23 +140,14 @@ def _make_full(
             found[key] = value.full_tensor()
     if options.rank0_only and not ranks.is_first:
         return {}
-    return {key: value if key in done else _copied(value, device) for key, value in found.items()}
+    return {key: value if key in done else copied(value, device) for key, value in found.items()}
 
 
-def _copied(value: Any, device: torch.device | None) -> Any:
+def _convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.detach().to(value.device if device is None else device, copy=True)
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    return value.to(device) if device is not None and isinstance(value, Tensor) else value
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    return value.to(dtype)
+    value = value if device is None else value.to(device)
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def set_model_state_dict(
@@ -166,31 +156,31 @@ def set_model_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
-    """Write a state dict into a model; call it on all ranks.
+    """Load a state dict into a model; call it on all ranks.
 
-    The values are FlatShards of this or any other layout, DTensors, or whole plain tensors that
-    are the same on all ranks. What lies on the ranks in another way is gathered, a tensor at a
-    time. With `broadcast_from_rank0` only the first rank passes a dict, of whole tensors: one
-    scatter for each flat parameter, and a broadcast for each other tensor.
+    The values are FlatShards of any layout, DTensors, or whole plain tensors that are the same on
+    all ranks. Values with another sharding than the parameter's are gathered, one tensor at a time.
+    With `broadcast_from_rank0` only the first rank passes a dict, of whole tensors. That takes one
+    scatter for each flat parameter, and one broadcast for each other tensor.
 
     Args:
         model: A model with sharded units.
-        model_state_dict: What to write.
-        options: `strict` and `broadcast_from_rank0` count.
+        model_state_dict: The values by name.
+        options: Only `strict` and `broadcast_from_rank0` count.
 
     Returns:
-        Names that are missing, and unexpected ones: with `strict=False` there may be some.
+        The missing and the unexpected names, where `strict` is False.
 
     Raises:
-        RuntimeError: On all ranks alike, for missing, unexpected and wrongly shaped values on any
-            rank, naming them; nothing has been changed then. Inside forward or backward.
-        NotImplementedError: With `broadcast_from_rank0`, if units' meshes begin with different
-            ranks.
+        RuntimeError: On all ranks, if values are missing, unexpected or wrongly shaped on any rank,
+            naming them; the model is unchanged then. Inside forward or backward.
+        NotImplementedError: With `broadcast_from_rank0`, if the meshes of the units begin with
+            different ranks.
     """
     options = options or StateDictOptions()
-    _check_is_idle(model, "a state dict can't be loaded")
+    check_model_is_idle(model, "a state dict can't be loaded")
     if options.broadcast_from_rank0:
-        return broadcast_model(model, model_state_dict, is_strict=options.strict)
+        return _broadcast_model(model, model_state_dict, is_strict=options.strict)
     raw = {name.replace(_COMPILED, ""): name for name in model.state_dict()}
     given = model_state_dict
     if isinstance(given, Mapping):
@@ -199,15 +189,104 @@ def set_model_state_dict(
     if handles and not any(handle.is_in_scope for handle in handles):
         for handle in handles:
             handle.adopt_changes()
-        # As a whole: the hook of a unit knows only what is in its module.
-        problems = find_problems(model, given, is_strict=options.strict)
-        agree_on_values(model, given, "", problems)
+        # For the whole model: the hook of a unit sees only its own module.
+        params = find_params(model)
+        problems = find_problems(model, params, given, is_strict=options.strict)
+        agree_on_values(model, params, given, "", problems)
     if isinstance(given, dict):
         make_whole(model, given)
     return cast(_IncompatibleKeys, model.load_state_dict(given, strict=options.strict))
 
 
 _COMPILED = "_orig_mod."
+
+
+# From the first rank
+
+
+def _broadcast_model(
+    model: nn.Module, state_dict: Mapping[str, Any], *, is_strict: bool
+) -> _IncompatibleKeys:
+    """Load the first rank's state dict of whole tensors on every rank.
+
+    Raises:
+        RuntimeError: On all ranks, if it does not fit; the model is unchanged then.
+    """
+    ranks, template = ModelRanks(model), model.state_dict()
+    ranks.check_can_broadcast()
+    expected = {canonical(name): value for name, value in template.items()}
+    is_dict = isinstance(state_dict, Mapping)
+    state_dict = state_dict if is_dict else {}
+    names = [key for key in state_dict if key in expected]
+    missing = [key for key in expected if key not in state_dict]
+    extra = [key for key in state_dict if key not in expected]
+    encoded: dict[str, Any] = {}
+    problems = []
+    if ranks.is_first:
+        problems += ["expected a dict"] * (not is_dict)
+        problems += [f"missing {missing}"] * bool(missing and is_strict)
+        problems += [f"unexpected {extra}"] * bool(extra and is_strict)
+        for key in names:
+            problems += _check(key, state_dict[key], expected[key], encoded)
+    shown = [handle.name for handle in ranks.handles if handle.is_registered_unsharded]
+    if shown:
+        problems.append(f"units {shown} show their full parameters: call reshard(module) first")
+    text = f"the state dict does not fit {type(model).__name__}: " + "; ".join(problems)
+    ranks.agree(RuntimeError(text) if problems else None)
+    mine = [names, missing, extra, encoded] if ranks.is_first else None
+    told = next(message for message in ranks.all_messages(mine) if message is not None)
+    names, missing, extra, encoded = told
+    with torch.inference_mode(False), torch.no_grad():
+        _scatter_params(ranks, model, state_dict, set(names))
+        rest: dict[str, Any] = {key: decode(value) for key, value in encoded.items()}
+        for raw, value in template.items():
+            key = canonical(raw)
+            if key in names and isinstance(value, Tensor) and not isinstance(value, FlatShard):
+                rest[raw] = _broadcast(ranks, value, state_dict.get(key))
+        model.load_state_dict(rest, strict=False)
+    return _IncompatibleKeys(missing, extra)
+
+
+def _check(key: str, value: Any, wanted: Any, encoded: dict[str, Any]) -> list[str]:
+    """Return the problems of a value; encode a value that is no tensor into `encoded`."""
+    if not isinstance(wanted, Tensor):
+        try:
+            encoded[key] = encode(value)
+        except ValueError:
+            return [f"'{key}' is a {type(value).__name__}, which can't be sent to other ranks"]
+        return []
+    if not isinstance(value, Tensor) or isinstance(value, FlatShard | DTensor):
+        return [f"expected '{key}' to be a whole plain tensor, got a {type(value).__name__}"]
+    if value.shape != wanted.shape:
+        return [f"expected '{key}' of shape {tuple(wanted.shape)}, got {tuple(value.shape)}"]
+    return []
+
+
+def _scatter_params(
+    ranks: ModelRanks, model: nn.Module, state_dict: Mapping[str, Any], names: set[str]
+) -> None:
+    named = ((param, fqn) for fqn, param in params_by_fqn(model).items() if fqn in names)
+    for handle, keys in by_handle(named).items():
+        write_shard(handle, ())
+        given = {index: state_dict[key] for index, key in keys.items() if key in state_dict}
+        dtype = handle.local_shard.dtype
+        shard = scatter_full(handle, given, list(keys), dtype, groups=ranks.tensor_groups)
+        write_shard(handle, ((i, handle.slice_of(handle.entries[i], shard)) for i in keys))
+
+
+def _broadcast(ranks: ModelRanks, like: Tensor, value: Tensor | None) -> Tensor:
+    """Return the first rank's value of a tensor that no unit manages."""
+    whole = torch.empty(like.shape, dtype=like.dtype, device=ranks.device)
+    if value is not None:
+        whole.copy_(value)
+    whole = ranks.copy_from_first(whole)
+    if isinstance(like, DTensor):
+        # src_data_rank=None: cut locally, because every rank has the same values.
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return whole
+
+
+# Optimizers
 
 
 def get_optimizer_state_dict(
@@ -219,26 +298,26 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Return the state of optimizers by parameter name; call it on all ranks.
 
-    That is `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}`, as a
-    plain optimizer on the full model would have it; what has a parameter's shape is a FlatShard
-    like the parameter, which shares memory with the optimizer's, or with `full_state_dict` a whole
-    plain tensor on the first rank: one gather for each flat parameter and kind of state. State of a
-    flat parameter is cut into that of its originals. Parameters without state have none here
-    either. Otherwise one all-gather of 31 bytes for each process group.
+    The form is `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}`, as
+    for a plain optimizer of the full model. State of a parameter's shape is a FlatShard that shares
+    memory with the optimizer's. With `full_state_dict` it is a whole plain tensor, for one gather
+    for each flat parameter and kind of state. State of a flat parameter is cut into that of its
+    original parameters. Parameters without state are left out. One all-gather of 31 bytes for each
+    process group compares the ranks.
 
     Args:
         model: The model that the optimizers were built for.
         optimizers: One, or several whose state is joined.
-        submodules: Only the parameters in these modules.
-        options: What to return.
+        submodules: Return only the parameters in these modules.
+        options: Which values to return, and where.
 
     Returns:
         The state dict; empty on all ranks but the first with `full_state_dict` and `rank0_only`.
 
     Raises:
         ValueError: If an optimizer holds parameters that are not the model's.
-        NotImplementedError: For state that is no tensor or number (LBFGS).
-        RuntimeError: If ranks lack state of a parameter that they hold a part of.
+        NotImplementedError: For state that is neither a tensor nor a number (LBFGS).
+        RuntimeError: If a rank lacks the state of a parameter of which it holds a shard.
     """
     options = options or StateDictOptions()
     with torch.no_grad():
@@ -263,28 +342,28 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Put state by parameter name into optimizers; call it on all ranks.
+    """Load optimizer state by parameter name; call it on all ranks.
 
-    It may come from any layout, world size or plain model; the optimizers may be fresh, without a
-    step. Values are whole, or sharded in any way, and are loaded by the optimizers' own
-    `load_state_dict`, with their casts and hooks. Options of groups (`lr`, ...) are taken from the
-    saved group with the same parameters. State that a parameter has and the dict has not is
-    dropped. With `broadcast_from_rank0` only the first rank passes a dict, of whole tensors.
+    The state may come from any layout, world size or plain model, and the optimizers may have none
+    yet. Values are whole or sharded in any way. The optimizers' own `load_state_dict` loads them,
+    with its casts and hooks. Options of groups (`lr`, ...) come from the saved group with the same
+    parameters. State that is not in the dict is dropped. With `broadcast_from_rank0` only the first
+    rank passes a dict, of whole tensors.
 
     Args:
         model: The model that the optimizers were built for.
         optimizers: One or several.
-        optim_state_dict: What `get_optimizer_state_dict` returns, here or elsewhere, or torch's
-            function of that name.
-        options: `strict` and `broadcast_from_rank0` count.
+        optim_state_dict: From `get_optimizer_state_dict`, of any run, or from torch's function of
+            that name.
+        options: Only `strict` and `broadcast_from_rank0` count.
 
     Raises:
-        ValueError: On all ranks alike, for missing, unexpected and wrongly shaped state on any
-            rank, naming it; no optimizer has been changed then.
+        ValueError: On all ranks, if state is missing, unexpected or wrongly shaped on any rank,
+            naming it; no optimizer has been changed then.
     """
     options = options or StateDictOptions()
     with torch.no_grad():
-        load_optimizers(model, _as_list(optimizers), optim_state_dict, options)
+        prepare_load(model, _as_list(optimizers), optim_state_dict, options)()
 
 
 def _as_list(optimizers: _Optimizers) -> list[Optimizer]:

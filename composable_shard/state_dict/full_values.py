@@ -1,4 +1,4 @@
-"""Full values of shards on the ranks that want them, tensor by tensor."""
+"""Gather full values of shards, tensor by tensor, and scatter them again."""
 
 from __future__ import annotations
 
@@ -9,34 +9,48 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import Waitable, collectives, is_exchange
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.layout import FlatLayout, intersect
-from composable_shard.state_dict.names import tensor_meshes
+from composable_shard.runtime import tensor_groups
 from composable_shard.tensor import FlatShard, ShardSpec
 
-__all__ = ["Shares", "decode", "describe", "encode", "gather_full", "scatter_full"]
+__all__ = [
+    "Shares",
+    "copied",
+    "decode",
+    "describe",
+    "describe_shard",
+    "encode",
+    "from_bytes",
+    "gather_full",
+    "scatter_full",
+    "to_bytes",
+]
 
 
-_MAX_NUMEL = 16  # of tensors that are told by value
+_MAX_NUMEL = 16  # of tensors whose elements are sent in messages
 
 
 def describe(value: Any) -> dict[str, Any]:
-    """Return what a state value is; `decode` makes it again where it `holds` the value itself."""
-    if isinstance(value, FlatShard):
-        return {"kind": "shard", "dtype": _name(value.dtype)}
-    return encode(value)
+    """Return JSON that describes a state value: a shard's dtype, or what `encode` says."""
+    return describe_shard(value) if isinstance(value, FlatShard) else encode(value)
+
+
+def describe_shard(value: Tensor) -> dict[str, Any]:
+    """Return JSON that stands for a shard of this dtype."""
+    return {"kind": "shard", "dtype": _name(value.dtype)}
 
 
 def encode(value: Any) -> dict[str, Any]:
-    """Return a number, a list of them, or a tensor as JSON; a large tensor without its elements.
+    """Return a number, a string, a tensor or a list as JSON; a large tensor without its elements.
 
     Raises:
-        TypeError: For anything else.
+        ValueError: For anything else.
     """
     if isinstance(value, Tensor):
         told: dict[str, Any] = {
@@ -45,31 +59,49 @@ def encode(value: Any) -> dict[str, Any]:
             "shape": list(value.shape),
         }
         if value.numel() <= _MAX_NUMEL:
-            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            told["bytes"] = bytes(data.tolist()).hex()
+            told["bytes"] = to_bytes(value).hex()
         return told
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {"kind": kind, "items": [encode(item) for item in value]}
     if isinstance(value, bool | int | float | str | None):
         return {"kind": "plain", "value": value}
-    raise TypeError(f"expected a tensor, a number, a string or a list, got {type(value).__name__}")
+    raise ValueError(
+        "only tensors, numbers, strings and lists can be sent to other ranks, got a "
+        f"{type(value).__name__}"
+    )
 
 
 def decode(told: dict[str, Any]) -> Any:
-    """Return the value; of a large tensor an empty one of its shape and dtype, on the CPU."""
+    """Return the encoded value; for a large tensor an uninitialised one, on the CPU."""
     if told["kind"] in ("tuple", "list"):
         items = [decode(item) for item in told["items"]]
         return tuple(items) if told["kind"] == "tuple" else items
     if told["kind"] == "plain":
         return told["value"]
-    dtype: torch.dtype = getattr(torch, told["dtype"])
-    if "bytes" not in told:
-        return torch.empty(told["shape"], dtype=dtype)
-    data = bytearray.fromhex(told["bytes"])
-    if not data:
-        return torch.empty(told["shape"], dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).clone().view(told["shape"])
+    if not told.get("bytes"):
+        return torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]))
+    return from_bytes(bytes.fromhex(told["bytes"]), told)
+
+
+def to_bytes(value: Tensor) -> bytes:
+    """Return a tensor's elements as bytes."""
+    return bytes(value.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist())
+
+
+def from_bytes(data: bytes, told: dict[str, Any]) -> Tensor:
+    """Return the tensor of some bytes that has the told dtype and shape."""
+    flat = torch.frombuffer(bytearray(data), dtype=getattr(torch, told["dtype"]))
+    return flat.clone().view(told["shape"])
+
+
+def copied(value: Any, device: torch.device | None) -> Any:
+    """Return a whole copy of a value, on the device or where it is; what is no tensor as it is."""
+    if isinstance(value, FlatShard | DTensor):
+        value = value.full_tensor()
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(value.device if device is None else device, copy=True)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -81,14 +113,13 @@ _MIN_ALONE_NBYTES = 1 << 16  # a message costs about as much as a copy of 40 kB
 
 @dataclass(frozen=True)
 class Shares:
-    """Shards of tensors, laid out as a handle's.
+    """Shards to gather, in the layout of a handle.
 
     Attributes:
-        handle: Whose layout it is.
-        shard: Shape `(layout.shard_numel,)`, of any dtype, this rank's; None for the main values
-            of the handle's parameters.
-        indices: Of the parameters that are wanted, the same on all ranks; None for all.
-        kind: What they are, for the one who asks.
+        handle: Gives the layout.
+        shard: This rank's, shape `(layout.shard_numel,)`, any dtype; None for the handle's own.
+        indices: Parameters to return, the same on all ranks; None for all.
+        kind: A label for the caller.
     """
 
     handle: FlatParamHandle
@@ -104,27 +135,26 @@ def gather_full(
     device: torch.device | None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[Shares, dict[int, Tensor]]]:
-    """Yield full tensors of which the ranks hold shards, one handle's after another.
+    """Gather shards; yield the full tensors of one handle after another.
 
-    One gather each, or without `to_first` one all-gather. Nothing is gathered where the unsharded
-    buffer holds main values.
+    One gather for each item, or one all-gather without `to_first`. Nothing is gathered where the
+    unsharded buffer already holds the main values.
 
     [Note: Straight to its place]
-    Where ranks send each other messages, each large parameter is received straight into the memory
-    that is returned, while this rank copies its own part; small ones, which lie side by side, are
-    received together and copied out. The next handle's messages are under way meanwhile, unless
-    what they bring takes more memory than what is returned for it: no rank ever has more full
-    values than one handle's besides what is returned in the end.
+    On backends with point-to-point messages, each large parameter is received into the memory that
+    is returned. Small neighbouring parameters are received together and copied out. The next
+    handle's messages are in flight meanwhile, unless they need more memory than the tensors
+    returned for them. So no rank holds more than one handle's full values besides the result.
 
     Args:
-        shares: What to gather, in the same order on all ranks.
-        to_first: Only the first rank gets them.
-        device: Where to; None: where the unit computes.
-        dtype: Of floating-point tensors; None: as they are.
+        shares: In the same order on all ranks.
+        to_first: Only the first rank receives.
+        device: Of the result; None for the unit's device.
+        dtype: Of floating-point tensors in the result; None keeps theirs.
 
-    Returns:
-        With what they are made of, tensors of the parameters' shapes by index, each in memory of
-        its own; none on the other ranks.
+    Yields:
+        Each item with full tensors by index, each in its own memory; no tensors on ranks that do
+        not receive.
     """
     pending: deque[_Arrival] = deque()
     for each in shares:
@@ -138,14 +168,14 @@ def gather_full(
 
 @dataclass
 class _Arrival:
-    """Full values that are on their way.
+    """Full values in flight.
 
     Attributes:
-        shares: What they are made of.
-        parts: Memory, where it begins in the layout, and the parameters in it; none on a rank that
-            does not receive.
-        work: What to wait for.
-        is_own: Whether nobody else has the memory.
+        shares: The gathered shards.
+        parts: Memory, its offset in the layout, and its parameters; empty on ranks that do not
+            receive.
+        work: To wait for before the memory is read.
+        is_own: Whether the memory has no other owner, so that it may be returned without a copy.
     """
 
     shares: Shares
@@ -154,7 +184,7 @@ class _Arrival:
     is_own: bool = False
 
     def leaves_room(self, dtype: torch.dtype | None) -> bool:
-        """Return whether the memory, if there is any, is no more than what is returned for it."""
+        """Return whether the memory in flight is at most that of the tensors returned for it."""
         if not self.parts:
             return True
         received = self.parts[0][0].dtype
@@ -177,7 +207,7 @@ class _Arrival:
                 part = memory[first : first + handle.layout.numels[index]]
                 value = handle.entries[index].spec.unflatten(part)
                 if isinstance(value, DTensor):
-                    value = value.full_tensor()  # of all ranks that hold parts of it and came here
+                    value = value.full_tensor()  # a collective of the ranks that receive
                 if keeps:
                     found[index] = value.to(
                         device or handle.device,
@@ -189,8 +219,8 @@ class _Arrival:
 
 def _is_first(handle: FlatParamHandle) -> bool:
     """Return whether this rank is the first of the handle's ranks, tensor-parallel ones too."""
-    is_first_part = all(not any(mesh.get_coordinate() or ()) for mesh in tensor_meshes([handle]))
-    return handle.shard_group.is_first and is_first_part
+    groups = tensor_groups([handle])
+    return handle.shard_group.is_first and all(group.rank() == 0 for group in groups)
 
 
 def _indices(shares: Shares) -> Sequence[int]:
@@ -220,7 +250,7 @@ def _start(shares: Shares, *, to_first: bool) -> _Arrival:
 
 
 def _start_straight(shares: Shares, shard: Tensor, *, to_first: bool) -> _Arrival:
-    """Start receiving large parameters each in memory of its own."""
+    """Start receiving, each large parameter in its own memory. [Note: Straight to its place]"""
     layout, group = shares.handle.layout, shares.handle.shard_group
     if to_first and not group.is_first_replica:
         return _Arrival(shares, [])
@@ -246,7 +276,7 @@ def _start_straight(shares: Shares, shard: Tensor, *, to_first: bool) -> _Arriva
 
 
 def _runs(layout: FlatLayout, indices: Sequence[int], itemsize: int) -> list[list[int]]:
-    """Return the parameters that are wanted, large ones alone, neighbours that are small together.
+    """Group the wanted parameters: each large one alone, neighbouring small ones together.
 
     Example: numels `(4, 4, 10**6, 4)` give `[[0, 1], [2], [3]]`.
     """
@@ -268,7 +298,7 @@ def _pieces(
     ranges: Sequence[tuple[int, int]],
     owned: tuple[int, int],
 ) -> list[Tensor]:
-    """Return what is owned of each range, if anything, as a view of its tensor."""
+    """View the owned part of each range, where it is not empty, in the range's tensor."""
     found = []
     for tensor, start, each in zip(tensors, starts, ranges, strict=True):
         low, high = intersect(each, owned)
@@ -283,19 +313,19 @@ def scatter_full(
     indices: Sequence[int],
     dtype: torch.dtype,
     *,
-    meshes: Sequence[DeviceMesh] = (),
+    groups: Sequence[dist.ProcessGroup] = (),
 ) -> Tensor:
-    """Give each rank its shard of full tensors that the first rank has.
+    """Scatter the first rank's full tensors; return this rank's shard, zero elsewhere.
 
-    One scatter of `layout.padded_numel` elements, and a broadcast for each axis of copies; where
-    there are tensor-parallel meshes, one more for each parameter and axis of those.
+    One scatter of `layout.padded_numel` elements, one broadcast for each axis of replicas, and one
+    for each parameter and axis of tensor-parallel meshes.
 
     Args:
-        handle: Whose layout the shard gets.
-        given: By index, each of the parameter's shape; empty on the other ranks.
-        indices: What the first rank has; the same on all ranks. The rest of the shard is zero.
+        handle: Gives the layout.
+        given: Full tensors by index; empty on all ranks but the first.
+        indices: Of `given` on the first rank; the same on all ranks.
         dtype: Of the shard.
-        meshes: The tensor-parallel ones of the model.
+        groups: Those of the model's tensor-parallel meshes.
 
     Returns:
         Shape `(layout.shard_numel,)`.
@@ -306,17 +336,16 @@ def scatter_full(
         full = torch.zeros(handle.layout.padded_numel, dtype=dtype, device=handle.device)
         for index in indices:
             spec, start = handle.entries[index].spec, handle.layout.offsets[index]
-            dense = _dense_part(given.get(index), spec, full, meshes)
+            dense = _dense_part(given.get(index), spec, full, groups)
             full[start : start + spec.numel].copy_(spec.flatten(dense))
     handle.write_slice(shard, full, from_first=True)
     return shard
 
 
 def _dense_part(
-    value: Tensor | None, spec: ShardSpec, like: Tensor, meshes: Sequence[DeviceMesh]
+    value: Tensor | None, spec: ShardSpec, like: Tensor, groups: Sequence[dist.ProcessGroup]
 ) -> Tensor:
-    """Return what this rank's data-parallel group shares of a tensor that the first rank has."""
-    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    """Return the dense tensor of this rank's shard group, cut from the first rank's full one."""
     if not groups:
         assert value is not None
         return value.reshape(spec.shape)
@@ -328,5 +357,5 @@ def _dense_part(
     if spec.tensor_parallel is None:
         return whole
     mesh, placements = spec.tensor_parallel
-    # src_data_rank=None: cut locally, as every rank has the same values.
+    # src_data_rank=None: cut locally, because every rank has the same values.
     return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()

@@ -1,33 +1,35 @@
-"""The model's state dict, and what may be wrong with one that is loaded.
+"""The hooks behind a model's own `state_dict()` and `load_state_dict()`.
 
 [Note: State dicts]
-At rest a state dict holds a FlatShard for every managed parameter, under its own name and in its
-own place, also where a flat parameter, or full values by hand, are shown instead; inside
-`unshard_params` it holds what the scope shows. The values share memory with the parameters.
-A load is checked as a whole, with the ranks, before the first value is written; then the hook of
-the outermost unit writes every managed parameter and puts the registered objects in place of what
-was given, so that what torch does after it, assignments included, changes nothing more.
+At rest a state dict holds a FlatShard for every managed parameter, under its own name and at its
+own position, also where modules show a flat parameter or gathered values. Inside `unshard_params`
+it holds the scope's values. The values share memory with the parameters.
+
+A load is checked as a whole, on all ranks, before the first value is written. Then the hook of the
+outermost unit writes every managed parameter and replaces the given values by the registered
+parameters, so that torch's own load after it, assignments included, changes nothing.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
+from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.comm import HOST, all_messages, raise_together
+from composable_shard.comm import HOST, Ranks
 from composable_shard.flat_param import FlatParamHandle, take_place
 from composable_shard.runtime import ShardState, get_states
-from composable_shard.state_dict.names import (
+from composable_shard.state_dict.model_tensors import (
     ManagedParam,
+    by_handle,
     find_params,
-    flat_names,
-    handles_of,
+    iter_slots,
     mesh_groups,
     unwrapped,
 )
@@ -49,51 +51,49 @@ __all__ = [
     "materialize",
     "show_shards",
     "show_whole_values",
+    "write_shard",
 ]
 
 
 def keys_by_name(state_dict: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    """Return the keys of a state dict below `prefix`, by names without checkpoint wrappers.
+    """Return the keys of a state dict that begin with `prefix`, by unwrapped name.
 
-    While torch loads what is in a wrapper, the keys have the wrapper's name in them, and elsewhere
-    they do not.
+    Keys contain the name of a checkpoint wrapper only while torch loads the wrapped module.
     """
     return {unwrapped(key): key for key in state_dict if key.startswith(prefix)}
 
 
 def find_problems(
     module: nn.Module,
+    params: Mapping[str, ManagedParam],
     state_dict: Mapping[str, Any],
     prefix: str = "",
     *,
-    around: ShardState | None = None,
     is_strict: bool,
     is_assigned: bool = False,
 ) -> list[str]:
-    """Return all that is wrong with a state dict for `module`, in torch's words; changes nothing.
+    """Return all problems of a state dict for `module`, in torch's words; changes nothing.
 
-    Names and shapes in modules that translate state dicts as they load (by a method or hook of
-    their own) are left to them.
+    Modules that translate state dicts, by a method or hook of their own, check their part.
 
     Args:
-        module: What is loaded into.
-        state_dict: What is given for it, and more.
-        prefix: What the keys for `module` begin with.
-        around: The unit that `module` is a part of, if it is none itself.
-        is_strict: Whether names count.
-        is_assigned: Whether values are to take the place of tensors on the meta device.
+        module: The module to load.
+        params: Its managed parameters, from `find_params`.
+        state_dict: May hold other modules' values too.
+        prefix: Of the keys for `module`.
+        is_strict: Whether missing and unexpected names are problems.
+        is_assigned: Whether values replace tensors on the meta device.
     """
     if not isinstance(state_dict, Mapping):
         return [f"expected a state dict, got {type(state_dict).__name__}."]
-    params = {
-        unwrapped(prefix + name): param for name, param in find_params(module, around).items()
-    }
+    by_name = {unwrapped(prefix + name): param for name, param in params.items()}
     expected = {
         unwrapped(key): value.shape if isinstance(value, Tensor) else None
         for key, value in module.state_dict(prefix=prefix).items()
     }
-    # torch's own functions put the model's parameters, flat ones too, beside what was given.
-    flats = {id(h.flat.sharded) for h in handles_of(module, around) if h.flat is not None}
+    # torch's own functions add the model's parameters, flat ones too, to the given values.
+    handles = {param.handle for param in params.values()}
+    flats = {id(handle.flat.sharded) for handle in handles if handle.flat is not None}
     given = {
         name: state_dict[key]
         for name, key in keys_by_name(state_dict, prefix).items()
@@ -109,29 +109,24 @@ def find_problems(
     problems = _find_name_problems(expected, given, checked) if is_strict else []
     for name, shape in expected.items():
         if name in checked and name in given and shape is not None:
-            problems += _find_value_problem(name, given[name], shape, params.get(name))
-    by_handle: dict[FlatParamHandle, set[int]] = {}
-    for name, param in params.items():
-        if name in given:
-            by_handle.setdefault(param.handle, set()).add(param.index)
-    for handle, indices in by_handle.items():
-        problems += _find_handle_problem(handle, indices, is_assigned)
+            problems += _find_value_problem(name, given[name], shape, by_name.get(name))
+    named = by_handle((param, name) for name, param in by_name.items() if name in given)
+    for handle, by_index in named.items():
+        problems += _find_handle_problem(handle, by_index, is_assigned)
     return problems
 
 
 def _find_name_problems(
     expected: Mapping[str, Any], given: Mapping[str, Any], checked: set[str]
 ) -> list[str]:
-    # Batch norm counts from zero where an old state dict has no count.
+    # Old state dicts have no count of batches; batch norm then counts from zero.
     needed = [name for name in expected if not name.endswith("num_batches_tracked")]
     missing = [name for name in needed if name in checked and name not in given]
     extra = [name for name in given if name in checked and name not in expected]
-    problems = []
-    if missing:
-        problems.append(f"Missing key(s) in state_dict: {_quoted(missing)}.")
-    if extra:
-        problems.append(f"Unexpected key(s) in state_dict: {_quoted(extra)}.")
-    return problems
+    lists = {"Missing": missing, "Unexpected": extra}
+    return [
+        f"{kind} key(s) in state_dict: {_quoted(each)}." for kind, each in lists.items() if each
+    ]
 
 
 def _translates(module: nn.Module) -> bool:
@@ -167,10 +162,12 @@ def _find_value_problem(
     ]
 
 
-def _find_handle_problem(handle: FlatParamHandle, given: set[int], is_assigned: bool) -> list[str]:
+def _find_handle_problem(
+    handle: FlatParamHandle, given: Mapping[int, str], is_assigned: bool
+) -> list[str]:
     if handle.is_registered_unsharded:
         return [
-            f"unit '{handle.name}' shows its full parameters, which would not get the values. Call "
+            f"unit '{handle.name}' shows its full parameters, which would miss the values. Call "
             "reshard(module) first, or load inside unshard_params(module)."
         ]
     if handle.local_shard.is_meta and not is_assigned:
@@ -189,9 +186,9 @@ def _quoted(names: list[str]) -> str:
 
 
 def adopt_new_data(state: ShardState, *_: Any) -> None:
-    """Take over what `to_empty` and the like gave the parameters, so that a state dict shares it.
+    """Adopt memory that `to_empty` and the like gave parameters, so that state dicts share it.
 
-    A state-dict pre-hook of a unit's own modules, which runs before anything in them is saved.
+    A state-dict pre-hook of each module of a unit.
     """
     with torch.no_grad():
         for handle in state.needed:
@@ -203,15 +200,18 @@ def adopt_new_data(state: ShardState, *_: Any) -> None:
 def show_shards(
     state: ShardState, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """Put FlatShards of the originals where anything else is shown of them at rest.
+    """Replace flat parameters and gathered values in a state dict by FlatShards of the originals.
 
-    A state-dict hook of each module of a unit, which runs after everything in it has been saved.
+    A state-dict hook of each module of a unit, which runs when everything in it has been saved.
     """
     if not any(h.shows_flat or h.is_registered_unsharded or h.is_in_scope for h in state.needed):
         return
     with torch.no_grad():
-        for name in flat_names(module):
-            state_dict.pop(prefix + name, None)
+        flats = {id(h.flat.sharded) for h in state.needed if h.flat is not None}
+        flats |= {id(h.unsharded_flat) for h in state.needed if h.unsharded_flat is not None}
+        for name, child, key in iter_slots(module):
+            if id(child._parameters.get(key)) in flats:
+                state_dict.pop(prefix + name, None)
         for name, param in find_params(module, state).items():
             value = _value_of(param)
             if value is not None:
@@ -233,49 +233,48 @@ def _value_of(param: ManagedParam) -> Tensor | None:
 
 def _restore_order(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Put the module's part of a state dict in the order of names."""
-    expected = {prefix + unwrapped(name): i for i, name in enumerate(_local_names(module))}
-    # It is the end of the dict, unless that held something before.
+    names = [name for name, _, _ in iter_slots(module)]
+    expected = {prefix + unwrapped(name): i for i, name in enumerate(names)}
+    # They are the last keys of the dict.
     mine = list(takewhile(lambda key: key.startswith(prefix), reversed(state_dict)))[::-1]
     places: dict[str, tuple[int, int]] = {}
     last = -1
     for number, key in enumerate(mine):
-        # What has no place of its own (extra state) stays behind what it came after.
+        # Extra state has no position of its own and follows the key before it.
         last = expected.get(key, last)
         places[key] = (last, number)
     for key in sorted(mine, key=places.__getitem__):
         state_dict[key] = state_dict.pop(key)
 
 
-def _local_names(module: nn.Module) -> Iterator[str]:
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        for name in (*child._parameters, *child._buffers):
-            yield f"{prefix}.{name}".lstrip(".")
-
-
 def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Gather what torch's own `get_model_state_dict` is to return as whole tensors.
+    """Gather parameters for torch's own `get_model_state_dict` with `full_state_dict`.
 
     A state-dict hook of units, after `show_shards`. Torch gathers DTensors only, and would return
-    FlatShards as if they were whole. One all-gather for each parameter; for all ranks.
+    FlatShards as whole tensors. One all-gather for each parameter; a collective.
     """
-    if not _is_full_wanted():
+    info = _local_of_caller(
+        "_get_model_state_dict", "torch.distributed.checkpoint.state_dict", "info"
+    )
+    if not getattr(info, "full_state_dict", False):
         return
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if isinstance(state_dict[key], FlatShard):
             state_dict[key] = state_dict[key].full_tensor()
 
 
-def _is_full_wanted() -> bool:
-    frame = sys._getframe()
+def _local_of_caller(function: str, module: str, name: str) -> Any:
+    """Return a local variable of a running function of torch, None if it is not running.
+
+    The only walk over the stack. Users call these functions of torch directly, and torch passes the
+    argument in question neither to hooks nor to anything that a hook can reach.
+    """
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        is_getter = frame.f_code.co_name == "_get_model_state_dict"
-        if is_getter and frame.f_globals.get("__name__") == _TORCHS_FUNCTIONS:
-            return bool(getattr(frame.f_locals.get("info"), "full_state_dict", False))
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-_TORCHS_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+            return frame.f_locals.get(name)
+        frame = frame.f_back
+    return None
 
 
 # Load
@@ -291,13 +290,13 @@ def load_values(  # noqa: PLR0913 -- torch's hook
     missing_keys: list[str],
     *_: Any,
 ) -> None:
-    """Write the values given for managed parameters, of all units in `module`.
+    """Load the managed parameters of all units in `module`.
 
     A load-state-dict hook of each module of a unit, which runs before anything in it is loaded.
 
     Raises:
-        RuntimeError: On all ranks alike, if keys are missing or unexpected, or values are wrong;
-            nothing in the module has been changed then.
+        RuntimeError: On all ranks, if keys are missing or unexpected, or values do not fit; the
+            module is unchanged then.
     """
     if _is_done(state, module, missing_keys):
         _add_flat_params(state, module, state_dict, prefix)
@@ -310,14 +309,15 @@ def load_values(  # noqa: PLR0913 -- torch's hook
         handle.adopt_changes()
     problems = find_problems(
         module,
+        params,
         state_dict,
         prefix,
-        around=state,
-        is_strict=_is_strict(),
+        # Torch passes True to every hook, and raises for names after everything has been loaded.
+        is_strict=bool(_local_of_caller("load_state_dict", "torch.nn.modules.module", "strict")),
         is_assigned=bool(metadata.get("assign_to_params_buffers", False)),
     )
     given = _given_params(params, state_dict, prefix)
-    agree_on_values(module, state_dict, prefix, problems, around=state)
+    agree_on_values(module, params, state_dict, prefix, problems)
     make_whole(module, state_dict, prefix)
     _write_values(given, state_dict)
     by_name = keys_by_name(state_dict, prefix)
@@ -337,9 +337,9 @@ def load_values(  # noqa: PLR0913 -- torch's hook
 def _add_flat_params(
     state: ShardState, module: nn.Module, state_dict: dict[str, Any], prefix: str
 ) -> None:
-    """Let torch find what it would miss: the flat parameters that `module` itself shows.
+    """Add the flat parameters that `module` itself shows, which torch would miss.
 
-    Not for a whole tree at once: a checkpoint wrapper would take them for those of its module.
+    Not those of a whole tree: a checkpoint wrapper would take them for its module's.
     """
     flats = {id(handle.flat.sharded) for handle in state.needed if handle.flat is not None}
     for name, param in module._parameters.items():
@@ -348,9 +348,9 @@ def _add_flat_params(
 
 
 def _is_done(state: ShardState, module: nn.Module, missing_keys: list[str]) -> bool:
-    """Return whether a hook around this one has loaded `module`; if not, note that this one does.
+    """Return whether an outer hook has loaded `module`; if not, note that this one does.
 
-    Torch makes one list of missing keys for each call of `load_state_dict`, which all hooks get.
+    The list of missing keys identifies a call of `load_state_dict`: all its hooks get the same one.
     """
     if state.load_call is not None:
         known, done = state.load_call
@@ -363,69 +363,50 @@ def _is_done(state: ShardState, module: nn.Module, missing_keys: list[str]) -> b
 
 
 def _given_params(
-    params: dict[str, ManagedParam], state_dict: dict[str, Any], prefix: str
+    params: Mapping[str, ManagedParam], state_dict: dict[str, Any], prefix: str
 ) -> dict[str, ManagedParam]:
-    """Return the parameters that a state dict has values of, by its keys."""
+    """Return the parameters that a state dict has values for, by its keys."""
     keys = keys_by_name(state_dict, prefix)
     named = {unwrapped(prefix + name): param for name, param in params.items()}
     return {keys[name]: param for name, param in named.items() if name in keys}
 
 
-def _is_strict() -> bool:
-    """Return the argument of the running `load_state_dict`.
-
-    Torch tells every hook True, and raises for names only when all else has been loaded.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _LOAD_CODE:
-            return bool(frame.f_locals["strict"])
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-_LOAD_CODE = nn.Module.load_state_dict.__code__
-
-
 def agree_on_values(
     module: nn.Module,
+    params: Mapping[str, ManagedParam],
     state_dict: dict[str, Any],
     prefix: str,
     problems: list[str],
-    *,
-    around: ShardState | None = None,
 ) -> None:
-    """See that no rank has found a problem, and that all give values that lie alike.
+    """Check that no rank has found a problem, and that all ranks give values sharded the same way.
 
     Two all-gathers of 31 bytes for each process group.
 
     Raises:
-        RuntimeError: On all ranks alike.
+        RuntimeError: On all ranks.
     """
-    handles = handles_of(module, around)
-    device = handles[0].shard_group.device
-    groups = mesh_groups(handles)
+    handles = list(dict.fromkeys(param.handle for param in params.values()))
+    ranks = Ranks(mesh_groups(handles), handles[0].shard_group.device)
     text = "\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *problems])
-    raise_together(groups, device, RuntimeError(text) if problems else None)
-    given = _given_params(find_params(module, around), state_dict, prefix)
+    ranks.agree(RuntimeError(text) if problems else None)
+    given = _given_params(params, state_dict, prefix)
     gathered = [
         unwrapped(key.removeprefix(prefix))
         for key, param in given.items()
         if isinstance(value := state_dict[key], Tensor) and needs_gather(value, param.entry.spec)
     ]
     gathered += _to_make_whole(module, state_dict, prefix)
-    told = all_messages(groups, device, gathered)
+    told = ranks.all_messages(gathered)
     if len(told) > 1:
         odd = sorted({name for names in told for name in names})
-        quoted = ", ".join(f'"{name}"' for name in odd)
         raise RuntimeError(
-            f"the ranks gave values that lie on them in different ways for {quoted}. Load "
+            f"the ranks gave values that are sharded in different ways for {_quoted(odd)}. Load "
             "the same kind of state dict on every rank."
         )
 
 
 def make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str = "") -> None:
-    """Replace sharded values of what is plain in `module` by whole ones, in the dict."""
+    """Replace sharded values of unmanaged parameters and buffers by whole ones, in the dict."""
     for key in _to_make_whole(module, state_dict, prefix):
         state_dict[key] = state_dict[key].full_tensor()
 
@@ -443,35 +424,37 @@ def _to_make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
 
 
 def _write_values(given: dict[str, ManagedParam], state_dict: dict[str, Any]) -> None:
-    """Write the values that a state dict has of managed parameters into the shards."""
+    """Write the given values of managed parameters into the shards."""
+    values = by_handle((param, state_dict[key]) for key, param in given.items())
     with torch.inference_mode(False), torch.no_grad():
-        by_handle: dict[FlatParamHandle, dict[int, Tensor]] = {}
-        for key, param in given.items():
-            by_handle.setdefault(param.handle, {})[param.index] = state_dict[key]
-        for handle, values in by_handle.items():
-            if handle.local_shard.is_meta:
-                materialize(handle)
-            _write_handle(handle, values)
+        for handle, by_index in values.items():
+            # Cut one by one, because each may be gathered. Modules translate values that don't fit.
+            pieces = (
+                (index, slice_given(value, handle.entries[index].spec))
+                for index, value in by_index.items()
+                if has_fitting_shape(value, handle.entries[index].spec)
+            )
+            write_shard(handle, pieces)
 
 
-def _write_handle(handle: FlatParamHandle, given: dict[int, Tensor]) -> None:
+def write_shard(handle: FlatParamHandle, pieces: Iterable[tuple[int, Tensor]]) -> None:
+    """Write pieces of parameters, by index, into a handle's shard, which leaves the meta device."""
+    if handle.local_shard.is_meta:
+        materialize(handle)
     handle.adopt_changes()
-    for index, value in given.items():
+    for index, piece in pieces:
         entry = handle.entries[index]
-        if not has_fitting_shape(value, entry.spec):
-            continue  # what a module is going to translate
-        piece = slice_given(value, entry.spec)
         handle.guard.note_write(entry.label.fqn)
         handle.slice_of(entry, handle.local_shard).copy_(piece)
 
 
 def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None) -> None:
-    """Give a handle on the meta device memory; its parameters hold zeros then.
+    """Give a handle on the meta device memory, filled with zeros.
 
     Args:
         handle: Of a unit at rest.
-        given: This rank's part of the originals, by index, in place of zeros; used up, so that
-            nothing is there twice. Not where a flat parameter is shown.
+        given: Values in place of zeros: this rank's shards of the originals by index. Each is
+            removed when it has been copied, to save memory. Not with a flat parameter.
     """
     device = HOST if handle.offload.is_active else handle.shard_group.device
     for index, shown in enumerate(handle.shown_at_rest):

@@ -1,34 +1,86 @@
-"""The tensors of a model under the names that its unsharded twin's state dict would have."""
+"""The tensors of a model by the names that its unsharded twin's state dict would have."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_shard.flat_param import FlatParamHandle, ParamEntry
-from composable_shard.runtime import check_is_idle, select_states
-from composable_shard.state_dict.names import ManagedParam, flat_names
-from composable_shard.state_dict.optimizer_view import canonical, params_by_fqn
+from composable_shard.comm import HOST, Ranks
+from composable_shard.flat_param import FlatParamHandle, ParamEntry, slot_key
+from composable_shard.runtime import (
+    ShardState,
+    check_is_idle,
+    get_states,
+    select_states,
+    tensor_groups,
+)
 
-__all__ = ["ModelTensors", "OtherTensor", "ShardedTensor"]
+__all__ = [
+    "ManagedParam",
+    "ModelRanks",
+    "ModelTensors",
+    "OtherTensor",
+    "by_handle",
+    "canonical",
+    "check_model_is_idle",
+    "find_params",
+    "handles_of",
+    "iter_slots",
+    "mesh_groups",
+    "params_by_fqn",
+    "unwrapped",
+]
+
+
+T = TypeVar("T")
+
+
+# Names
+
+
+def unwrapped(name: str) -> str:
+    """Return a name without torch's checkpoint wrapper, which its state dicts leave out."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def canonical(name: str) -> str:
+    """Return a name without the prefixes of checkpoint wrappers and torch.compile."""
+    return unwrapped(name).replace("_orig_mod.", "")
+
+
+def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield every name of every parameter and buffer, with its module and its key there."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for key in (*child._parameters, *child._buffers):
+            yield f"{prefix}.{key}".lstrip("."), child, key
+
+
+# Parameters of units
 
 
 @dataclass(frozen=True)
-class ShardedTensor:
-    """A parameter of a unit, with all names it has in the model."""
+class ManagedParam:
+    """A parameter that a unit manages; two of the same parameter are equal.
+
+    Attributes:
+        handle: Its owner.
+        index: Among the handle's entries.
+        names: Canonical names in the searched module; several for a tied parameter.
+    """
 
     is_persistent: ClassVar[bool] = True
-    names: tuple[str, ...]
     handle: FlatParamHandle
-    index: int  # among the handle's entries
+    index: int
+    names: list[str] = field(default_factory=list, compare=False)
 
     @property
     def entry(self) -> ParamEntry:
-        """What the handle knows of it."""
+        """The handle's record of it."""
         return self.handle.entries[self.index]
 
     @property
@@ -42,14 +94,126 @@ class ShardedTensor:
         return self.handle.local_shard.is_meta
 
 
-@dataclass(frozen=True)
-class OtherTensor:
-    """A parameter that no unit manages, or a buffer, with all names and places it has."""
+def handles_of(module: nn.Module, around: ShardState | None = None) -> list[FlatParamHandle]:
+    """Return the handles whose parameters `module` shows, also those of units outside of it.
 
-    names: tuple[str, ...]
-    places: tuple[tuple[nn.Module, str], ...]
+    Args:
+        module: Any module.
+        around: The unit that `module` is a part of, if it is none itself.
+    """
+    states = [*get_states(module), *([] if around is None else [around])]
+    return list(dict.fromkeys(h for state in states for h in state.needed))
+
+
+def find_params(module: nn.Module, around: ShardState | None = None) -> dict[str, ManagedParam]:
+    """Return every managed parameter by name, a tied one under each of its names, in order."""
+    places: dict[tuple[int, str], ManagedParam] = {}
+    for handle in handles_of(module, around):
+        for index, entry in enumerate(handle.entries):
+            places |= dict.fromkeys(map(slot_key, entry.slots), ManagedParam(handle, index))
+    found: dict[str, ManagedParam] = {}
+    for name, child, key in iter_slots(module):
+        param = places.get((id(child._parameters), key))
+        if param is not None:
+            found[name] = param
+            param.names.append(canonical(name))
+    return found
+
+
+def params_by_fqn(model: nn.Module) -> dict[str, ManagedParam]:
+    """Return every managed parameter by canonical name, a tied one under each, in order."""
+    return {canonical(name): param for name, param in find_params(model).items()}
+
+
+def by_handle(
+    params: Iterable[tuple[ManagedParam, T]],
+) -> dict[FlatParamHandle, dict[int, T]]:
+    """Group values of parameters by handle and index."""
+    found: dict[FlatParamHandle, dict[int, T]] = {}
+    for param, value in params:
+        found.setdefault(param.handle, {})[param.index] = value
+    return found
+
+
+# Ranks
+
+
+def mesh_groups(handles: list[FlatParamHandle]) -> list[dist.ProcessGroup]:
+    """Return groups that reach all ranks of handles when a message passes through one by one.
+
+    First those of the data-parallel meshes, then the axes of the tensor-parallel ones.
+    """
+    groups = [group for handle in handles for group in handle.shard_group.joint_groups]
+    return list(dict.fromkeys([*groups, *tensor_groups(handles)]))
+
+
+class ModelRanks(Ranks):
+    """The ranks that share a model.
+
+    Attributes:
+        handles: The model's.
+        tensor_groups: The groups of the tensor-parallel meshes.
+        is_first: Whether this rank is the first of all.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.handles = handles_of(model)
+        for handle in self.handles:
+            if not handle.is_in_scope:
+                handle.adopt_changes()
+        self.tensor_groups = tensor_groups(self.handles)
+        device = self.handles[0].shard_group.device if self.handles else HOST
+        super().__init__(mesh_groups(self.handles), device)
+        self.is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._is_first_part = all(group.rank() == 0 for group in self.tensor_groups)
+        if self.handles:
+            self.is_first = self._is_first_part and self.handles[0].shard_group.is_first
+
+    def check_one_is_first(self) -> None:
+        """Check that the first rank is the first of every unit's.
+
+        One all-gather of 31 bytes for each process group, if units have different groups.
+
+        Raises:
+            NotImplementedError: On all ranks.
+        """
+        if len({handle.shard_group.joint_groups for handle in self.handles}) < 2:
+            return
+        odd = [h.name for h in self.handles if h.shard_group.is_first != self.is_first]
+        with self.agreed():
+            if odd and self._is_first_part:
+                raise NotImplementedError(
+                    "one rank can hold all full values only if the meshes of all units begin with "
+                    f"it, and those of {odd} and '{self.handles[0].name}' begin with different "
+                    "ranks. Pass StateDictOptions(rank0_only=False) to get a state dict, and give "
+                    "every rank the whole one to load it."
+                )
+
+    def check_can_broadcast(self) -> None:
+        """Check that the first rank can send values to all others.
+
+        Raises:
+            NotImplementedError: On all ranks.
+        """
+        if not self.handles and dist.is_initialized() and dist.get_world_size() > 1:
+            raise NotImplementedError(
+                "broadcast_from_rank0 needs a model with sharded units, and this one has none. "
+                "Give every rank the whole state dict."
+            )
+        self.check_one_is_first()
+
+
+# Everything in a model
+
+
+@dataclass
+class OtherTensor:
+    """A parameter that no unit manages, or a buffer, with all its names and places."""
+
     tensor: Tensor
-    is_persistent: bool  # belongs in state dicts
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    is_persistent: bool = False  # belongs in state dicts
 
     @property
     def shape(self) -> torch.Size:
@@ -62,11 +226,7 @@ class OtherTensor:
         return self.tensor.is_meta
 
     def materialize(self, device: torch.device) -> Tensor:
-        """Put a real tensor where one on the meta device is; a Parameter stays the same object.
-
-        Returns:
-            What is there then, without values.
-        """
+        """Replace a meta tensor by a real one without values; a Parameter stays the same object."""
         real = torch.empty_like(self.tensor.detach(), device=device)
         if isinstance(self.tensor, nn.Parameter):
             torch.utils.swap_tensors(self.tensor, nn.Parameter(real, self.tensor.requires_grad))
@@ -79,50 +239,48 @@ class OtherTensor:
 class ModelTensors:
     """All tensors of a model at rest.
 
-    Names are those of the original parameters, whichever form the modules show, without the parts
-    that `torch.compile` and activation checkpointing add.
+    Names are canonical names of the original parameters, whichever form the modules show.
 
     Attributes:
-        handles: Those with a parameter in the model, also if a unit outside of it owns them.
+        handles: Those with a parameter in the model, also of units outside of it.
         sharded: Their parameters in the model, in the order of the handles.
         others: All other parameters, and all buffers.
     """
 
     def __init__(self, model: nn.Module, what: str) -> None:
-        """Find and name everything; takes over what was done to the parameters since.
+        """Find and name everything; adopts changes of the parameters.
 
         Args:
             model: A model with sharded units.
-            what: How a message begins, for example "load_safetensors can't run".
+            what: Beginning of error messages, for example "load_safetensors can't run".
 
         Raises:
-            ValueError: If there is no unit.
+            ValueError: If the model has no unit.
             RuntimeError: In a forward or backward, or while units show full parameters.
         """
-        states = select_states(model, recurse=True)
-        for context in dict.fromkeys(state.context for state in states):
-            if context is not None:
-                check_is_idle(context, what)
-        names: dict[ManagedParam, list[str]] = {}
-        for fqn, param in params_by_fqn(model).items():
-            names.setdefault(param, []).append(fqn)
-        handles = dict.fromkeys(handle for state in states for handle in state.needed)
-        self.sharded: list[ShardedTensor] = []
+        select_states(model, recurse=True)
+        check_model_is_idle(model, what)
+        found = set(params_by_fqn(model).values())
+        handles = handles_of(model)
         for handle in handles:
-            _check_at_rest(handle, what)
+            if handle.is_in_scope or handle.is_registered_unsharded:
+                raise RuntimeError(
+                    f"{what} while unit '{handle.name}' shows full parameters. Call it outside "
+                    "unshard_params, and after reshard(module)."
+                )
             handle.adopt_changes()
-            for index in range(len(handle.entries)):
-                if found := names.get(ManagedParam(handle, index)):
-                    self.sharded.append(ShardedTensor(tuple(found), handle, index))
-        self.handles = list(dict.fromkeys(each.handle for each in self.sharded))
+        order = {handle: number for number, handle in enumerate(handles)}
+        self.sharded = sorted(found, key=lambda param: (order[param.handle], param.index))
+        self.handles = list(dict.fromkeys(param.handle for param in self.sharded))
         managed = {id(entry.sharded) for handle in handles for entry in handle.entries}
-        self.others = _find_others(model, managed | _ids_of_flat(model))
+        managed |= {id(handle.flat.sharded) for handle in handles if handle.flat is not None}
+        self.others = _find_others(model, managed)
 
     def check_none_stays_meta(self, given: Container[str]) -> None:
         """Check that everything on the meta device will get values.
 
         Raises:
-            ValueError: Naming what is not in `given` under any of its names.
+            ValueError: Naming the tensors of which `given` has no name.
         """
         lost = [
             each.names[0]
@@ -137,54 +295,33 @@ class ModelTensors:
             )
 
     @property
-    def all(self) -> Sequence[ShardedTensor | OtherTensor]:
+    def all(self) -> Sequence[ManagedParam | OtherTensor]:
         """All parameters and buffers."""
         return [*self.sharded, *self.others]
 
-    def by_name(self) -> dict[str, ShardedTensor | OtherTensor]:
-        """Return everything that belongs in a state dict, under every name it has."""
+    def by_name(self) -> dict[str, ManagedParam | OtherTensor]:
+        """Return everything that belongs in a state dict, under each of its names."""
         return {name: each for each in self.all if each.is_persistent for name in each.names}
 
 
-def _check_at_rest(handle: FlatParamHandle, what: str) -> None:
-    if handle.is_in_scope or handle.is_registered_unsharded:
-        raise RuntimeError(
-            f"{what} while unit '{handle.name}' shows full parameters. Call it outside "
-            "unshard_params, and after reshard(module)."
-        )
-
-
-def _ids_of_flat(model: nn.Module) -> set[int]:
-    return {id(handle.flat.sharded) for handle in flat_names(model).values() if handle.flat}
-
-
-@dataclass
-class _Found:
-    """Where a tensor was found, and its names there."""
-
-    tensor: Tensor
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    hidden_names: list[str] = field(default_factory=list)  # where it is not persistent
+def check_model_is_idle(model: nn.Module, what: str) -> None:
+    """Check that no forward or backward of the model is running; `what` begins the message."""
+    for context in dict.fromkeys(state.context for state in get_states(model)):
+        if context is not None:
+            check_is_idle(context, what)
 
 
 def _find_others(model: nn.Module, managed: set[int]) -> list[OtherTensor]:
-    found: dict[int, _Found] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or id(tensor) in managed:
-                continue
-            each = found.setdefault(id(tensor), _Found(tensor))
-            each.places.append((module, key))
-            is_hidden = key in module._non_persistent_buffers_set
-            names = each.hidden_names if is_hidden else each.names
-            names.append(canonical(f"{prefix}.{key}".lstrip(".")))
-    return [
-        OtherTensor(
-            tuple(each.names or each.hidden_names),
-            tuple(each.places),
-            each.tensor,
-            bool(each.names),
-        )
-        for each in found.values()
-    ]
+    found: dict[int, OtherTensor] = {}
+    for name, module, key in iter_slots(model):
+        tensor = module._parameters.get(key, module._buffers.get(key))
+        if tensor is None or id(tensor) in managed:
+            continue
+        each = found.setdefault(id(tensor), OtherTensor(tensor))
+        each.places.append((module, key))
+        is_hidden = key in module._non_persistent_buffers_set
+        if not is_hidden and not each.is_persistent:
+            each.names, each.is_persistent = [], True  # only names in state dicts count
+        if is_hidden != each.is_persistent:
+            each.names.append(canonical(name))
+    return list(found.values())

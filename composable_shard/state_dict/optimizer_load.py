@@ -1,9 +1,9 @@
-"""Optimizer state by parameter name put into optimizers, whatever form it has."""
+"""Load optimizer state by parameter name, in any form, into optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,32 +12,27 @@ from torch.optim import Optimizer
 
 from composable_shard.optim import find_scalar_keys
 from composable_shard.options import StateDictOptions
-from composable_shard.state_dict.full_values import decode, describe, encode, scatter_full
-from composable_shard.state_dict.names import Ranks
-from composable_shard.state_dict.optimizer_state import by_handle, view_together
-from composable_shard.state_dict.optimizer_view import Group, States, join_state
+from composable_shard.state_dict.full_values import decode, describe_shard, encode, scatter_full
+from composable_shard.state_dict.model_tensors import ModelRanks
+from composable_shard.state_dict.optimizer_state import (
+    Group,
+    States,
+    group_kinds,
+    join_state,
+    names_by_handle,
+    view_optimizers,
+)
 from composable_shard.tensor import (
     FlatShard,
-    ShardSpec,
     has_fitting_shape,
     needs_gather,
     slice_given,
 )
 
-__all__ = ["load_optimizers", "prepare_load"]
+__all__ = ["prepare_load"]
 
 
 _KEPT_OPTIONS = ("params", "param_names")
-
-
-def load_optimizers(
-    model: nn.Module,
-    optimizers: Iterable[Optimizer],
-    state_dict: Mapping[str, Any],
-    options: StateDictOptions,
-) -> None:
-    """Put state by name into optimizers, which may be fresh; for all ranks together."""
-    prepare_load(model, optimizers, state_dict, options)()
 
 
 def prepare_load(
@@ -48,41 +43,29 @@ def prepare_load(
     *,
     is_given_away: bool = False,
 ) -> Callable[[], None]:
-    """Check and cut state by name; return what puts it into the optimizers without communication.
+    """Check the state and cut it; return a function that loads it without communication.
 
     Args:
         model: The model that the optimizers were built for.
-        optimizers: They may be fresh.
-        state_dict: By parameter name.
-        options: `strict` and `broadcast_from_rank0` count.
-        is_given_away: Whether optimizers may go on with the very tensors of the dict.
+        optimizers: May have no state yet.
+        state_dict: As `get_optimizer_state_dict` returns it.
+        options: Only `strict` and `broadcast_from_rank0` count.
+        is_given_away: Whether the optimizers may keep the dict's own tensors.
     """
-    optimizers, ranks = list(optimizers), Ranks(model)
-    groups = view_together(ranks, model, optimizers)
-    specs = {
-        fqn: handle.entries[index].spec
-        for handle, names in by_handle(groups).items()
-        for index, fqn in names.items()
-    }
-    given = _Given(groups, specs, is_given_away=is_given_away)
-    problem: Exception | None = None
-    if not options.broadcast_from_rank0 or ranks.is_first:
-        try:
+    optimizers, ranks = list(optimizers), ModelRanks(model)
+    with ranks.agreed():
+        groups = view_optimizers(model, optimizers)
+    given = _Given(groups, is_given_away=is_given_away)
+    with ranks.agreed():
+        if not options.broadcast_from_rank0 or ranks.is_first:
             given.take(state_dict, is_strict=options.strict)
-        except (ValueError, NotImplementedError) as error:
-            problem = error
-    ranks.raise_together(problem)
     if options.broadcast_from_rank0:
         ranks.check_can_broadcast()
         given.spread(ranks)
     else:
         given.cut(ranks)
-    joined: list[list[dict[str, Any]]] = []
-    try:
+    with ranks.agreed():
         joined = [[join_state(m, given.states) for m in group.members] for group in groups]
-    except ValueError as error:
-        problem = error
-    ranks.raise_together(problem)
 
     def load() -> None:
         for handle in ranks.handles:
@@ -114,42 +97,35 @@ def _load(
 
 
 class _Given:
-    """State that was given by name, on its way into the groups of optimizers.
+    """The state to load.
 
     Attributes:
-        states: What is there, by parameter name; what has a parameter's shape in any form at
-            first, and as FlatShards like the parameters' after `cut` or `spread`.
-        options: For each group, what its options shall be.
+        states: By parameter name. State of a parameter's shape has the form in which it was given
+            until `cut` or `spread` makes FlatShards of it.
+        options: New options of each group.
     """
 
-    def __init__(
-        self, groups: list[Group], specs: dict[str, ShardSpec], *, is_given_away: bool
-    ) -> None:
+    def __init__(self, groups: list[Group], *, is_given_away: bool) -> None:
+        members = [member for group in groups for member in group.members]
         self._groups = groups
-        self._specs = specs
-        self._plain = {
-            member.fqns[0]: member.param
-            for group in groups
-            for member in group.members
-            if member.handle is None
-        }
+        self._specs = {fqn: spec for m in members for fqn, spec in m.specs.items()}
+        self._plain = {m.fqns[0]: m.param for m in members if m.handle is None}
         self._is_given_away = is_given_away
         self.states: States = {}
         self.options: list[dict[str, Any]] = [{} for _ in groups]
 
     def take(self, state_dict: Mapping[str, Any], *, is_strict: bool) -> None:
-        """Take what concerns the optimizers' parameters; changes no optimizer.
+        """Take the state of the optimizers' parameters; changes no optimizer.
 
         Raises:
-            ValueError: If the dict is none of this kind, or names or shapes do not fit.
+            ValueError: If it is no optimizer state dict, or if names or shapes do not fit.
         """
-        if (
-            not isinstance(state_dict, Mapping)
-            or not {"state", "param_groups"} <= state_dict.keys()
-        ):
+        keys = list(state_dict) if isinstance(state_dict, Mapping) else []
+        if not {"state", "param_groups"}.issubset(keys):
             raise ValueError(
                 "expected an optimizer state dict by parameter name, with 'state' and "
-                f"'param_groups', got {_outline(state_dict)}. get_optimizer_state_dict makes one."
+                f"'param_groups', got a {type(state_dict).__name__} with the keys {keys[:5]}. "
+                "get_optimizer_state_dict makes one."
             )
         saved = state_dict["param_groups"]
         homes = {fqn: number for number, group in enumerate(saved) for fqn in group["params"]}
@@ -204,7 +180,8 @@ class _Given:
                 if not isinstance(value, Tensor):
                     continue
                 is_alike = isinstance(value, FlatShard | DTensor) or name in elementwise
-                if is_alike and not _fits(value, spec, shapes[fqn]):
+                fits = has_fitting_shape(value, spec) if spec else value.shape == shapes[fqn]
+                if is_alike and not fits:
                     raise ValueError(
                         f"expected the state '{name}' of '{fqn}' to have shape "
                         f"{tuple(shapes[fqn])}, got {tuple(value.shape)}"
@@ -214,17 +191,17 @@ class _Given:
                     state[name] = _Whole(value)
 
     def _is_scattered(self, fqn: str, value: Any) -> bool:
-        """Return whether a value must be gathered before this rank can take its part."""
+        """Return whether a value must be gathered before this rank can cut it."""
         if isinstance(value, _Whole):
             return needs_gather(value.tensor, self._specs[fqn])
         is_plain = not isinstance(self._plain.get(fqn), DTensor)
         return is_plain and isinstance(value, FlatShard | DTensor)
 
-    def cut(self, ranks: Ranks) -> None:
-        """Cut what has a parameter's shape like the parameter.
+    def cut(self, ranks: ModelRanks) -> None:
+        """Cut state of a parameter's shape like the parameter.
 
         Raises:
-            RuntimeError: On all ranks alike, if they gave values that lie in different ways.
+            RuntimeError: On all ranks, if ranks gave values that are sharded differently.
         """
         gathered = [
             f"{fqn}.{name}"
@@ -236,8 +213,8 @@ class _Given:
         if len(told) > 1:
             odd = sorted({name for names in told for name in names})
             raise RuntimeError(
-                f"the ranks gave optimizer state that lies on them in different ways: {odd}. Load "
-                "the same kind of state dict on every rank."
+                f"the ranks gave optimizer state that is sharded differently: {odd}. Load the same "
+                "kind of state dict on every rank."
             )
         current = {
             fqn: group.optimizer.state.get(member.param, {})
@@ -249,35 +226,32 @@ class _Given:
             for name, value in state.items():
                 own = current[fqn].get(name)
                 if isinstance(value, _Whole):
-                    state[name] = self._shard_of(value.tensor, self._specs[fqn], own)
+                    # torch.distributed.checkpoint fills the optimizer's own tensors.
+                    if (tensor := value.tensor) is not own:
+                        spec = self._specs[fqn]
+                        tensor = FlatShard(self._owned(slice_given(tensor, spec)), spec)
+                    state[name] = tensor
                 elif self._is_scattered(fqn, value):
                     state[name] = value.full_tensor()
                 elif isinstance(value, Tensor):
                     state[name] = value if value is own else self._owned(value)
 
-    def _shard_of(self, value: Tensor, spec: ShardSpec, own: object) -> Tensor:
-        if value is own:
-            return value  # its own, as torch.distributed.checkpoint has filled it
-        return FlatShard(self._owned(slice_given(value, spec)), spec)
-
     def _owned(self, value: Tensor) -> Tensor:
         return value if self._is_given_away else value.clone()
 
-    def spread(self, ranks: Ranks) -> None:
-        """Give every rank its part of what the first rank has taken, a handle at a time."""
+    def spread(self, ranks: ModelRanks) -> None:
+        """Give every rank its shards of the first rank's state, one handle at a time."""
         mine: Any = None
-        problem: Exception | None = None
-        if ranks.is_first:
-            try:
+        with ranks.agreed():
+            if ranks.is_first:
                 self._check_is_whole()
-                mine = [[encode_options(o) for o in self.options], self._describe()]
-            except TypeError as error:
-                problem = ValueError(f"state or options that can't be sent to other ranks: {error}")
-            except ValueError as error:
-                problem = error
-        ranks.raise_together(problem)
-        messages = [message for message in ranks.all_messages(mine) if message is not None]
-        options, told = messages[0]
+                options = [{k: encode(v) for k, v in each.items()} for each in self.options]
+                told = {
+                    fqn: {name: _describe(value) for name, value in state.items()}
+                    for fqn, state in self.states.items()
+                }
+                mine = [options, told]
+        options, told = next(each for each in ranks.all_messages(mine) if each is not None)
         self.options = [{key: decode(value) for key, value in each.items()} for each in options]
         # All names, for their order.
         states: States = {fqn: dict.fromkeys(state) for fqn, state in told.items()}
@@ -285,19 +259,14 @@ class _Given:
             for name, what in state.items():
                 if what["kind"] != "shard":
                     states[fqn][name] = self._send(ranks, fqn, name, what)
-        for handle, names in by_handle(self._groups).items():
-            kinds = {
-                (name, what["dtype"]): None
-                for fqn in names.values()
-                for name, what in told.get(fqn, {}).items()
-                if what["kind"] == "shard"
-            }
-            for key, dtype in kinds:
-                what = {"kind": "shard", "dtype": dtype}
-                indices = [i for i, fqn in names.items() if told.get(fqn, {}).get(key) == what]
+        dtypes = {
+            fqn: {k: getattr(torch, w["dtype"]) for k, w in state.items() if w["kind"] == "shard"}
+            for fqn, state in told.items()
+        }
+        for handle, names in names_by_handle(self._groups).items():
+            for (key, dtype), indices in group_kinds(names, dtypes).items():
                 given = {i: self.states[names[i]][key].tensor for i in indices if ranks.is_first}
-                target: torch.dtype = getattr(torch, dtype)
-                shard = scatter_full(handle, given, indices, target, meshes=ranks.meshes)
+                shard = scatter_full(handle, given, indices, dtype, groups=ranks.tensor_groups)
                 for index in indices:
                     entry = handle.entries[index]
                     piece = handle.slice_of(entry, shard).clone()
@@ -311,46 +280,24 @@ class _Given:
                 if isinstance(tensor, FlatShard | DTensor):
                     raise ValueError(
                         f"expected the state '{name}' of '{fqn}' to be a whole plain tensor, got a "
-                        f"{type(tensor).__name__}, which the first rank has only a part of. Pass "
-                        "StateDictOptions() and give every rank its part."
+                        f"{type(tensor).__name__}, whose shards other ranks hold. Pass "
+                        "StateDictOptions() and give every rank its shard."
                     )
 
-    def _send(self, ranks: Ranks, fqn: str, name: str, what: dict[str, Any]) -> Any:
+    def _send(self, ranks: ModelRanks, fqn: str, name: str, what: dict[str, Any]) -> Any:
         value = decode(what)
         if what["kind"] != "tensor" or "bytes" in what:
             return value
         if ranks.is_first:
             value.copy_(self.states[fqn][name])
-        return ranks.broadcast(value)
-
-    def _describe(self) -> dict[str, dict[str, Any]]:
-        return {
-            fqn: {
-                name: {"kind": "shard", "dtype": str(value.tensor.dtype).removeprefix("torch.")}
-                if isinstance(value, _Whole)
-                else describe(value)
-                for name, value in state.items()
-            }
-            for fqn, state in self.states.items()
-        }
+        return ranks.copy_from_first(value)
 
 
-def _fits(value: Tensor, spec: ShardSpec | None, shape: torch.Size) -> bool:
-    return value.shape == shape if spec is None else has_fitting_shape(value, spec)
+class _Whole(NamedTuple):
+    """A tensor of a parameter's shape, in any form, to be cut like the parameter."""
+
+    tensor: Tensor
 
 
-class _Whole:
-    """A tensor of a parameter's shape, in any form, which is to be cut like the parameter."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def encode_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: encode(value) for key, value in options.items()}
-
-
-def _outline(found: Any) -> str:
-    if isinstance(found, Mapping):
-        return f"a dict with the keys {list(found)[:5]}"
-    return f"a {type(found).__name__}"
+def _describe(value: Any) -> dict[str, Any]:
+    return describe_shard(value.tensor) if isinstance(value, _Whole) else encode(value)

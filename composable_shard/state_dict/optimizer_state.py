@@ -1,32 +1,226 @@
-"""Optimizer state read by parameter name: sharded on every rank, or whole on the first."""
+"""Optimizers by parameter name: their groups, and their state."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_shard.comm import HOST, gather_bytes
+from composable_shard.comm import HOST, all_bytes
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.options import StateDictOptions
-from composable_shard.state_dict.full_values import Shares, decode, describe, gather_full
-from composable_shard.state_dict.names import Ranks
-from composable_shard.state_dict.optimizer_view import Group, States, split_state, view_optimizers
-from composable_shard.tensor import FlatShard, ShardSpec
+from composable_shard.state_dict.full_values import (
+    Shares,
+    copied,
+    decode,
+    describe,
+    from_bytes,
+    gather_full,
+    to_bytes,
+)
+from composable_shard.state_dict.model_tensors import (
+    ModelRanks,
+    by_handle,
+    canonical,
+    params_by_fqn,
+)
+from composable_shard.tensor import FlatShard, ShardSpec, is_elsewhere
 
-__all__ = ["by_handle", "read_optimizers", "view_together"]
+__all__ = [
+    "Group",
+    "Member",
+    "States",
+    "group_kinds",
+    "join_state",
+    "names_by_handle",
+    "read_optimizers",
+    "split_state",
+    "view_optimizers",
+]
 
 
-_ERRORS = (ValueError, RuntimeError, NotImplementedError)
 _Told = dict[str, dict[str, dict[str, Any]]]  # by name and state, what `describe` says
+States = dict[str, dict[str, Any]]
 
 
-def by_handle(groups: list[Group]) -> dict[FlatParamHandle, dict[int, str]]:
+@dataclass(frozen=True)
+class Member:
+    """One parameter of an optimizer.
+
+    Attributes:
+        param: The object that the optimizer holds.
+        fqns: Its name; for a flat parameter the names of all its originals.
+        handle: Its owner, None for a plain parameter.
+        indices: Of the originals in the handle.
+        is_flat: Whether it is a flat parameter.
+    """
+
+    param: Tensor
+    fqns: tuple[str, ...]
+    handle: FlatParamHandle | None = None
+    indices: tuple[int, ...] = ()
+    is_flat: bool = False
+
+    @property
+    def specs(self) -> dict[str, ShardSpec]:
+        """The specs of the originals by name; none of a plain parameter."""
+        entries = () if self.handle is None else [self.handle.entries[i] for i in self.indices]
+        return {fqn: entry.spec for fqn, entry in zip(self.fqns, entries, strict=False)}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One of an optimizer's `param_groups`.
+
+    Attributes:
+        optimizer: Its optimizer.
+        options: Everything but its parameters.
+        members: Its parameters.
+        fqns: Names of the originals, in the model's order if a member is flat.
+    """
+
+    optimizer: Optimizer
+    options: dict[str, Any]
+    members: list[Member]
+    fqns: list[str]
+
+
+def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Group]:
+    """Return the groups of all optimizers, empty ones too, with the parameters' names.
+
+    Raises:
+        ValueError: If an optimizer holds a parameter of another model.
+    """
+    members = _members(model)
+    order = {canonical(name): i for i, name in enumerate(model.state_dict())}
+    groups = []
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            unknown = [i for i, param in enumerate(group["params"]) if id(param) not in members]
+            if unknown:
+                raise ValueError(
+                    f"expected an optimizer over the model's parameters, and the parameters "
+                    f"{unknown} of its group {number} are not among them. Pass the model that it "
+                    "was built for, and build it from model.parameters()."
+                )
+            found = [members[id(param)] for param in group["params"]]
+            fqns = [fqn for member in found for fqn in member.fqns]
+            if any(member.is_flat for member in found):
+                fqns.sort(key=lambda fqn: order.get(fqn, len(order)))
+            groups.append(Group(optimizer, options, found, fqns))
+    return groups
+
+
+def _members(model: nn.Module) -> dict[int, Member]:
+    found = {id(p): Member(p, (canonical(name),)) for name, p in model.named_parameters()}
+    named = by_handle((param, param.names[0]) for param in params_by_fqn(model).values())
+    for handle, names in named.items():
+        for index in sorted(names):
+            sharded = handle.entries[index].sharded
+            found[id(sharded)] = Member(sharded, (names[index],), handle, (index,))
+        if handle.flat is not None:
+            indices, fqns = zip(*sorted(names.items()), strict=True)
+            flat = handle.flat.sharded
+            found[id(flat)] = Member(flat, fqns, handle, indices, is_flat=True)
+    return found
+
+
+def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
+    """Return the state of one parameter by name; a flat parameter's is cut into its originals'.
+
+    Empty for a parameter that another rank owns whole: no step updates Adagrad's state here.
+
+    Raises:
+        NotImplementedError: For state that is neither a tensor nor a number, as LBFGS has, or that
+            can't be cut like a flat parameter.
+    """
+    if not state or is_elsewhere(member.param):
+        return {}
+    found: States = {fqn: {} for fqn in member.fqns}
+    for name, value in state.items():
+        if not isinstance(value, Tensor | int | float | str | None):
+            raise NotImplementedError(
+                f"the optimizer state '{name}' of '{member.fqns[0]}' is a {type(value).__name__}, "
+                "which belongs to several parameters, like the history of LBFGS. Only tensors and "
+                "numbers can be saved by parameter name."
+            )
+        for fqn, index in zip(member.fqns, member.indices or (0,), strict=True):
+            found[fqn][name] = _cut_flat(member, name, value, index) if member.is_flat else value
+    return found
+
+
+def _cut_flat(member: Member, name: str, value: Any, index: int) -> Any:
+    handle = member.handle
+    assert handle is not None
+    assert handle.flat is not None
+    if isinstance(value, FlatShard) and value._shard_spec == handle.flat.spec:
+        entry, rank = handle.entries[index], handle.shard_group.rank
+        start, end = handle.layout.world_range(index, rank)
+        base = handle.flat.spec.local_range[0]
+        low = min(max(start - base, 0), value._local.numel())
+        return FlatShard(value._local[low : low + end - start], entry.spec)
+    if isinstance(value, Tensor):
+        if value.numel() > 1:
+            raise NotImplementedError(
+                f"the optimizer state '{name}' of '{handle.flat.label}' has shape "
+                f"{tuple(value.shape)}, which can't be cut like the parameter. Call "
+                "register_orig_params(module) before building the optimizer."
+            )
+        return value.clone()
+    return value
+
+
+def join_state(member: Member, states: States) -> dict[str, Any]:
+    """Return an optimizer's state for one parameter: the reverse of `split_state`.
+
+    A flat parameter gets zeros for originals without state.
+
+    Raises:
+        ValueError: If originals of one flat parameter have different numbers.
+    """
+    given = {fqn: states[fqn] for fqn in member.fqns if states.get(fqn)}
+    if is_elsewhere(member.param):
+        return {}
+    if not member.is_flat or not given:
+        return dict(given.get(member.fqns[0], {}))
+    handle = member.handle
+    assert handle is not None
+    assert handle.flat is not None
+    joined: dict[str, Any] = {}
+    for name in dict.fromkeys(name for state in given.values() for name in state):
+        values = {fqn: state[name] for fqn, state in given.items() if name in state}
+        first = next(iter(values.values()))
+        if not isinstance(first, FlatShard):
+            _check_equal(name, values)
+            joined[name] = first
+            continue
+        whole = torch.zeros_like(handle.local_shard, dtype=first.dtype)
+        for fqn, index in zip(member.fqns, member.indices, strict=True):
+            if fqn in values:
+                handle.slice_of(handle.entries[index], whole).copy_(values[fqn]._local)
+        joined[name] = FlatShard(handle.slice_of(handle.flat, whole), handle.flat.spec)
+    return joined
+
+
+def _check_equal(name: str, values: dict[str, Any]) -> None:
+    told = {fqn: v.item() if isinstance(v, Tensor) else v for fqn, v in values.items()}
+    if len(set(told.values())) > 1:
+        raise ValueError(
+            f"expected one '{name}' for the parameters of a flat parameter, which share it, got "
+            f"{told}. Call register_orig_params(module) before building the optimizer."
+        )
+
+
+# Read
+
+
+def names_by_handle(groups: list[Group]) -> dict[FlatParamHandle, dict[int, str]]:
     """Return the names of the optimizers' managed parameters, by handle and index."""
     found: dict[FlatParamHandle, dict[int, str]] = {}
     for member in [member for group in groups for member in group.members]:
@@ -36,35 +230,20 @@ def by_handle(groups: list[Group]) -> dict[FlatParamHandle, dict[int, str]]:
     return found
 
 
-def view_together(ranks: Ranks, model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Group]:
-    """Return the optimizers' groups, or raise on all ranks."""
-    groups: list[Group] = []
-    problem: Exception | None = None
-    try:
-        groups = view_optimizers(model, optimizers)
-    except _ERRORS as error:
-        problem = error
-    ranks.raise_together(problem)
-    return groups
-
-
 def read_optimizers(
     model: nn.Module, optimizers: Iterable[Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
     """Return `{"state": {fqn: {name: value}}, "param_groups": [...]}`; for all ranks together."""
-    ranks = Ranks(model)
-    groups = view_together(ranks, model, optimizers)
+    ranks = ModelRanks(model)
+    with ranks.agreed():
+        groups = view_optimizers(model, optimizers)
     if options.full_state_dict and options.rank0_only:
         ranks.check_one_is_first()
     states: States = {}
-    problem: Exception | None = None
-    try:
+    with ranks.agreed():
         for group in groups:
             for member in group.members:
                 states |= split_state(member, group.optimizer.state.get(member.param))
-    except _ERRORS as error:
-        problem = error
-    ranks.raise_together(problem)
     states = {fqn: states[fqn] for group in groups for fqn in group.fqns if fqn in states}
     states = _complete(ranks, groups, states, takes_large=options.full_state_dict)
     device = HOST if options.cpu_offload else None
@@ -73,20 +252,21 @@ def read_optimizers(
         if options.rank0_only and not ranks.is_first:
             return {}
     elif options.cpu_offload:
-        states = {fqn: _map(state, Tensor.cpu) for fqn, state in states.items()}
+        states = {
+            fqn: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+            for fqn, state in states.items()
+        }
     param_groups = [{**copy.deepcopy(group.options), "params": group.fqns} for group in groups]
     return {"state": states, "param_groups": param_groups}
 
 
-def _map(state: dict[str, Any], convert: Any) -> dict[str, Any]:
-    return {k: convert(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+def _complete(
+    ranks: ModelRanks, groups: list[Group], states: States, *, takes_large: bool
+) -> States:
+    """Add state that only other ranks have, for parameters that one rank owns whole.
 
-
-def _complete(ranks: Ranks, groups: list[Group], states: States, *, takes_large: bool) -> States:
-    """Add what only other ranks have: the owners of whole parameters.
-
-    Shards are empty then, numbers and small tensors the same; large tensors, which are no shards,
-    are fetched on request.
+    Shards are empty, numbers and small tensors are copied, and other large tensors are fetched if
+    `takes_large`.
     """
     mine = {
         fqn: {name: describe(value) for name, value in state.items()}
@@ -97,41 +277,37 @@ def _complete(ranks: Ranks, groups: list[Group], states: States, *, takes_large:
         return states
     places = {
         fqn: (handle, handle.entries[index].spec)
-        for handle, names in by_handle(groups).items()
+        for handle, names in names_by_handle(groups).items()
         for index, fqn in names.items()
     }
     order = [fqn for group in groups for fqn in group.fqns]
-    problem: Exception | None = None
     completed: States = {}
-    for fqn in [fqn for fqn in order if any(told.get(fqn) for told in messages)]:
-        told: dict[str, dict[str, Any]] = {}
-        for message in messages:
-            told = {**message.get(fqn, {}), **told}
-        completed[fqn] = dict(states.get(fqn, {}))
-        for name in [name for name in told if name not in completed[fqn]]:
-            what = told[name]
-            if what["kind"] == "shard":
-                problem = problem or _lacks_part(fqn, name, places[fqn][1])
-                completed[fqn][name] = _empty_shard(what["dtype"], *places[fqn])
-            elif what["kind"] != "tensor" or "bytes" in what:
-                completed[fqn][name] = decode(what)
-    ranks.raise_together(problem)
+    with ranks.agreed():
+        for fqn in [fqn for fqn in order if any(told.get(fqn) for told in messages)]:
+            told: dict[str, dict[str, Any]] = {}
+            for message in messages:
+                told = {**message.get(fqn, {}), **told}
+            completed[fqn] = dict(states.get(fqn, {}))
+            for name in [name for name in told if name not in completed[fqn]]:
+                what = told[name]
+                if what["kind"] == "shard":
+                    completed[fqn][name] = _empty_shard(fqn, name, what["dtype"], *places[fqn])
+                elif what["kind"] != "tensor" or "bytes" in what:
+                    completed[fqn][name] = decode(what)
     if takes_large:
         _fetch_large(messages, places, completed)
     return completed
 
 
-def _lacks_part(fqn: str, name: str, spec: ShardSpec) -> Exception | None:
+def _empty_shard(
+    fqn: str, name: str, dtype: str, handle: FlatParamHandle, spec: ShardSpec
+) -> FlatShard:
     start, end = spec.local_range
-    if start == end:
-        return None
-    return RuntimeError(
-        f"the optimizer state '{name}' of '{fqn}' is not on all ranks that hold a part of the "
-        "parameter. Step the optimizer alike on all ranks."
-    )
-
-
-def _empty_shard(dtype: str, handle: FlatParamHandle, spec: ShardSpec) -> FlatShard:
+    if start < end:
+        raise RuntimeError(
+            f"the optimizer state '{name}' of '{fqn}' is not on all ranks that hold a shard of the "
+            "parameter. Step the optimizer on all ranks."
+        )
     memory = torch.empty(0, dtype=getattr(torch, dtype), device=handle.local_shard.device)
     return FlatShard(memory, spec)
 
@@ -154,24 +330,15 @@ def _fetch_large(
             continue
         group = places[fqn][0].shard_group
         value: Tensor | None = states[fqn].get(name)
-        data = b"" if value is None else bytes(_as_bytes(value).tolist())
-        sizes = gather_bytes(
-            group.group, group.device, len(data).to_bytes(8, "little"), [8] * group.group.size()
-        )
-        numels = [int.from_bytes(size, "little") for size in sizes]
-        found = gather_bytes(group.group, group.device, data, numels)
+        data = b"" if value is None else to_bytes(value)
+        found = all_bytes(group.group, group.device, data)
         if value is None:
-            payload = bytearray(next(part for part in found if part))
-            flat = torch.frombuffer(payload, dtype=getattr(torch, what["dtype"]))
-            states[fqn][name] = flat.clone().view(what["shape"]).to(group.device)
-
-
-def _as_bytes(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            payload = next(part for part in found if part)
+            states[fqn][name] = from_bytes(payload, what).to(group.device)
 
 
 def _make_full(
-    ranks: Ranks,
+    ranks: ModelRanks,
     groups: list[Group],
     states: States,
     device: torch.device | None,
@@ -179,7 +346,7 @@ def _make_full(
     to_first: bool,
 ) -> States:
     full = {fqn: dict(state) for fqn, state in states.items()}
-    names = by_handle(groups)
+    names = names_by_handle(groups)
     for shares, values in gather_full(_shares(names, states), to_first=to_first, device=device):
         for index, value in values.items():
             full[names[shares.handle][index]][shares.kind] = value
@@ -187,8 +354,8 @@ def _make_full(
         return {}
     return {
         fqn: {
-            # Not the optimizer's own `step`, which goes on counting.
-            name: _copied(value, device) if value is states[fqn].get(name) else value
+            # A copy of the optimizer's own `step`, which later steps change.
+            name: copied(value, device) if value is states[fqn].get(name) else value
             for name, value in state.items()
         }
         for fqn, state in full.items()
@@ -196,10 +363,13 @@ def _make_full(
 
 
 def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Iterator[Shares]:
-    """Yield each kind of state of each handle, joined as the handle's parameters are."""
+    """Yield each kind of state of each handle as one shard in the handle's layout."""
+    dtypes = {
+        fqn: {key: value.dtype for key, value in state.items() if isinstance(value, FlatShard)}
+        for fqn, state in states.items()
+    }
     for handle, fqns in names.items():
-        for key, dtype in _shard_kinds(fqns, states):
-            indices = [i for i, fqn in fqns.items() if _is_kind(states.get(fqn), key, dtype)]
+        for (key, dtype), indices in group_kinds(fqns, dtypes).items():
             shard = torch.zeros_like(handle.local_shard, dtype=dtype)
             for index in indices:
                 piece = states[fqns[index]][key]._local
@@ -207,25 +377,17 @@ def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Ite
             yield Shares(handle, shard, indices, key)
 
 
-def _copied(value: Any, device: torch.device | None) -> Any:
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(value.device if device is None else device, copy=True)
+def group_kinds(
+    names: Mapping[int, str], dtypes: Mapping[str, Mapping[str, torch.dtype]]
+) -> dict[tuple[str, torch.dtype], list[int]]:
+    """Return the indices of a handle's parameters that have each kind of state: (name, dtype).
 
-
-def _shard_kinds(names: dict[int, str], states: States) -> list[tuple[str, torch.dtype]]:
-    """Return the states of a handle's parameters that are shards, each with its dtype, in order."""
-    kinds = {
-        (key, value.dtype): None
-        for fqn in names.values()
-        for key, value in states.get(fqn, {}).items()
-        if isinstance(value, FlatShard)
-    }
-    return list(kinds)
-
-
-def _is_kind(state: dict[str, Any] | None, key: str, dtype: torch.dtype) -> bool:
-    value = None if state is None else state.get(key)
-    return isinstance(value, FlatShard) and value.dtype == dtype
+    Args:
+        names: Parameters' names by index.
+        dtypes: Dtypes of each parameter's sharded state, by name.
+    """
+    kinds: dict[tuple[str, torch.dtype], list[int]] = {}
+    for index, fqn in names.items():
+        for kind in dtypes.get(fqn, {}).items():
+            kinds.setdefault(kind, []).append(index)
+    return kinds
