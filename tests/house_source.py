@@ -356,7 +356,8 @@ def _read_class(source: Source, node: ast.ClassDef) -> Class:
                 found.attributes |= _set_on_self(statement)
         elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
             names = {_dotted(target) for target in _targets(statement)} - {""}
-            found.members |= names
+            if statement.value is not None:
+                found.members |= names
             if isinstance(statement, ast.AnnAssign):
                 found.attributes |= names
             elif "__slots__" in names:

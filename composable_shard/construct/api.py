@@ -18,6 +18,7 @@ from composable_shard.construct.build import (
 )
 from composable_shard.construct.plan import Plan, as_modules, plan_unit
 from composable_shard.options import (
+    DEFAULT_STRATEGY,
     GranularityOption,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -49,7 +50,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     module: _M,
     *,
     mesh: DeviceMesh | None = None,
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    strategy: ShardingStrategy = DEFAULT_STRATEGY,
     reshard_after_forward: ReshardAfterForward = None,
     shard_over_replicas: bool = False,
     mp_policy: MixedPrecisionPolicy = _NO_POLICY,

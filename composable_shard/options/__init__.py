@@ -15,7 +15,7 @@ from composable_shard.options.policies import (
     OffloadPolicy,
     StateDictOptions,
 )
-from composable_shard.options.strategy import ShardingStrategy, StrategyFacts
+from composable_shard.options.strategy import DEFAULT_STRATEGY, ShardingStrategy, StrategyFacts
 from composable_shard.options.unit_options import (
     ReshardAfterForward,
     UnitOptions,
@@ -23,6 +23,7 @@ from composable_shard.options.unit_options import (
 )
 
 __all__ = [
+    "DEFAULT_STRATEGY",
     "PRECISIONS",
     "Block",
     "Granularity",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["ShardingStrategy", "StrategyFacts"]
+__all__ = ["DEFAULT_STRATEGY", "ShardingStrategy", "StrategyFacts"]
 
 
 @dataclass(frozen=True)
@@ -71,3 +71,6 @@ class ShardingStrategy(Enum):
         "no_shard",
         StrategyFacts("DDP", accumulates_unsharded=True, is_replicated=True),
     )
+
+
+DEFAULT_STRATEGY = ShardingStrategy.FULL_SHARD

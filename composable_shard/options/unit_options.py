@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard.options.granularity import GranularityOption, check_granularity
 from composable_shard.options.policies import MixedPrecisionPolicy, OffloadPolicy
-from composable_shard.options.strategy import ShardingStrategy
+from composable_shard.options.strategy import DEFAULT_STRATEGY, ShardingStrategy
 
 __all__ = ["ReshardAfterForward", "UnitOptions", "check_reshard_after_forward"]
 
@@ -33,7 +33,7 @@ class UnitOptions:
     """
 
     mesh: DeviceMesh | None = None
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    strategy: ShardingStrategy = DEFAULT_STRATEGY
     reshard_after_forward: ReshardAfterForward = None
     shard_over_replicas: bool = False
     mp_policy: MixedPrecisionPolicy = _NO_POLICY
