@@ -106,7 +106,6 @@ class BufferBroadcast:
         self.shard_group = shard_group
         self._slots = [module._buffers for module in modules]
         self._is_due = True
-        self._last_call: object = None
 
     def describe(self) -> list[str]:
         """Return one line for each buffer: all that the ranks must agree on."""
@@ -117,21 +116,18 @@ class BufferBroadcast:
             if buffer is not None
         ]
 
-    def broadcast_if_due(self, call: object, *, is_followed: bool) -> None:
+    def broadcast_if_due(self, *, is_followed: bool) -> None:
         """Broadcast, unless the rule says no: [Note: When buffers are broadcast].
 
         All buffers of the unit travel together, as bytes: one broadcast, on a 2-D mesh without a
         group of all its ranks one along each axis. None for a unit without buffers.
 
         Args:
-            call: One object for all units that a call of the tree runs.
             is_followed: Whether the next forward is to broadcast too.
         """
-        if self._last_call is call:
-            return
         if self._is_due:
             self._broadcast()
-        self._last_call, self._is_due = call, is_followed
+        self._is_due = is_followed
 
     @torch.no_grad()
     def _broadcast(self) -> None:

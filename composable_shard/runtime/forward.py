@@ -54,10 +54,11 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
     context.entered[state.ref] = None
     try:
         _unshard(context, state, call)
-        if state.buffers is not None:
+        if state.buffers is not None and state not in call.broadcast:
             # Batch norm moves its statistics in training mode, a user's module with a graph.
             is_trained = module.training or torch.is_grad_enabled()
-            state.buffers.broadcast_if_due(call, is_followed=is_trained and state.reduces_fully)
+            state.buffers.broadcast_if_due(is_followed=is_trained and state.reduces_fully)
+            call.broadcast.add(state)
     except BaseException:
         state.depth -= 1
         _leave_pass(context, state)

@@ -324,14 +324,16 @@ class ForwardCall:
         output_sequence_nr: Number of the next autograd node when a unit last returned.
         prefetched: Units whose gathers were issued ahead, until they run; True for those that the
             user chose.
+        broadcast: Units whose buffers were broadcast, if that was due.
     """
 
-    __slots__ = ("leader", "output_sequence_nr", "prefetched")
+    __slots__ = ("broadcast", "leader", "output_sequence_nr", "prefetched")
 
     def __init__(self, leader: StateRef) -> None:
         self.leader = leader
         self.output_sequence_nr = 0
         self.prefetched: dict[ShardState, bool] = {}
+        self.broadcast: set[ShardState] = set()
 
 
 class TreeContext:
