@@ -144,7 +144,11 @@ def _by_shape(param: nn.Parameter) -> Granularity:
     return "element" if param.dim() < 2 else "param" if param.shape[0] < param.shape[1] else "row"
 
 
-@pytest.mark.parametrize("granularity", ["row", Block(16), "param", _by_shape], ids=str)
+@pytest.mark.parametrize(
+    "granularity",
+    ["row", Block(16), "param", _by_shape],
+    ids=lambda g: getattr(g, "__name__", str(g)),
+)
 @distributed(3, 4)
 def test_uneven_shards_cost_what_the_dry_run_says(granularity: Any) -> None:
     """Owners are those of the run, over all units; bytes held are those of the first rank."""
