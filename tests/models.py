@@ -491,12 +491,12 @@ def _assert_state_at_rest(state: ShardState, *, is_kept: bool) -> None:
     assert state.depth == 0, state.name
     assert not state.is_in_pass, state.name
     for handle in state.handles:
-        handle.check_registered()
-        assert not handle.is_registered_unsharded, handle.name
-        assert handle.num_holders == 0, handle.name
-        assert not handle.grad.is_in_flight, handle.name
-        if not handle.grad.is_persistent:
-            assert handle.grad._own.untyped_storage().size() == 0, f"{handle.name}: reduce buffer"
+        handle.shown.check_registered()
+        assert not handle.shown.is_unsharded, handle.name
+        assert handle.full.num_claims == 0, handle.name
+        assert not handle.grads.reduction.output is not None, handle.name
+        if not handle.grads.is_persistent:
+            assert handle.grads._own.untyped_storage().size() == 0, f"{handle.name}: reduce buffer"
         assert all(e.unsharded is None or e.unsharded.grad is None for e in handle.entries)
         if not handle.is_kept and not is_kept:
             assert handle.unsharded.untyped_storage().size() == 0, f"{handle.name}: full values"

@@ -147,7 +147,7 @@ class StreamAccount(TorchDispatchMode):
             return result
 
         monkeypatch.setattr("composable_shard.runtime.unit.make_streams", lambda _: self.streams)
-        monkeypatch.setattr("composable_shard.flat_param.flat_storage.copies_for", self._copies)
+        monkeypatch.setattr("composable_shard.flat_param.memory.copies_for", self._copies)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda: self.current)
         monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_and_note)
         for name in _COLLECTIVES:

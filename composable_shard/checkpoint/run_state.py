@@ -186,11 +186,11 @@ class StagedModel:
         for handle in [handle for handle in tensors.handles if handle.local_shard.is_meta]:
             own = [each for each in tensors.sharded if each.handle is handle]
             given = {each.index: local_part(self._take(each.names)) for each in own}
-            is_one_by_one = not handle.shows_flat and len(given) == len(handle.entries)
+            is_one_by_one = not handle.shown.shows_flat and len(given) == len(handle.entries)
             materialize(handle, given if is_one_by_one else None)
             handle.guard.note_write(own[0].names[0])
             for index, part in given.items():  # those that `materialize` did not take
-                handle.slice_of(handle.entries[index], handle.local_shard).copy_(part)
+                handle.entries[index].slice_of(handle.local_shard).copy_(part)
         device = tensors.handles[0].shard_group.device
         for other in tensors.others:
             if other.is_meta:

@@ -26,7 +26,6 @@ from composable_shard.flat_param import (
     make_flat_entry,
     plan_layout,
     show_flat,
-    take_place,
 )
 from composable_shard.layout import FlatLayout, cut_buckets
 from composable_shard.options import UnitOptions
@@ -176,19 +175,19 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
     ]
     for number, (_, handle) in enumerate(built):
         suffix = f"_{number}" if number else ""
-        handle.flat_slot = FlatSlot(plan.modules[0], f"{FLAT_PARAM_NAME}{suffix}")
+        handle.shown.set_flat_slot(FlatSlot(plan.modules[0], f"{FLAT_PARAM_NAME}{suffix}"))
         if not options.use_orig_params:
             make_flat_entry(handle)
     for members, handle in built:
         for original, entry in zip(members, handle.entries, strict=True):
-            entry.slots = original.slots
+            entry.add_slots(original.slots)
             _replace_parameter(original.param, entry)
         if not options.use_orig_params:
             show_flat(handle)
     for item in plan.borrowed:
-        item.entry.slots = item.entry.slots + item.slots
-        item.handle.index_slots()
-        item.handle.show_again()
+        item.entry.add_slots(item.slots)
+        item.handle.shown.index_slots()
+        item.handle.shown.show_again()
     buffer_dtype = options.mp_policy.buffer_dtype
     if buffer_dtype is not None:
         cast_buffers(plan.unmanaged_modules, plan.kept_modules, buffer_dtype)
@@ -226,7 +225,6 @@ def _build_handle(
     precision: Precision,
     options: UnitOptions,
 ) -> FlatParamHandle:
-    labels = [ParamLabel(original.fqn) for original in members]
     dense = [original.dense for original in members]
     layout = lay_out(members, shard_group.size, precision)
     specs = [
@@ -239,13 +237,12 @@ def _build_handle(
             rank=shard_group.rank,
             group_name=shard_group.name,
             tensor_parallel=original.tensor_parallel,
-            label=label,
+            label=ParamLabel(original.fqn),
         )
-        for index, (original, tensor, label) in enumerate(zip(members, dense, labels, strict=True))
+        for index, (original, tensor) in enumerate(zip(members, dense, strict=True))
     ]
     return FlatParamHandle(
         dense,
-        labels,
         shard_group,
         layout,
         specs,
@@ -261,13 +258,7 @@ def _replace_parameter(param: nn.Parameter, entry: ParamEntry) -> None:
     """Turn the original Parameter object into the FlatShard; attributes and `.grad` carry over."""
     grad = param.grad
     param.grad = None
-    take_place(param, entry.sharded)
-    entry.sharded = param  # type: ignore[assignment]
-    if entry.shard_view is None or param.dtype != entry.shard_view.dtype:
-        raise RuntimeError(
-            f"parameter '{entry.label}' has {param.dtype} after it was sharded, not that of its "
-            "shard; please report this"
-        )
+    entry.replace(param)
     if grad is not None and not entry.spec.is_elsewhere:
         param.grad = FlatShard.from_full(grad.to(param.device, param.dtype), entry.spec)
 
@@ -278,7 +269,7 @@ def _cast_arguments(
     dtype = state.options.mp_policy.param_dtype
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
         # unshard_params shows the main parameters.
-        dtype = next((h.local_shard.dtype for h in state.needed if h.is_cast), dtype)
+        dtype = next((h.local_shard.dtype for h in state.needed if h.full.is_cast), dtype)
     return None if dtype is None else cast_arguments(args, kwargs, dtype)
 
 

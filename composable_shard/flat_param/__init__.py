@@ -1,9 +1,12 @@
 """The handle of one flat parameter: its shard, its full values, its gradients.
 
-Read `handle`, `flat_storage` (memory) and `gradient` (reductions) first.
+`handle` ties four parts together, each in a module of its own: `shard` (this rank's part of the
+values), `full_values` (the unsharded buffer and its states), `shown` (which parameters modules
+show) and `gradients` (packing, reduction, `.grad`). Read `handle`, `full_values` and `gradients`
+first.
 """
 
-from composable_shard.flat_param.entries import Precision, UnshardedParameter
+from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.flat_mode import (
     check_can_show_flat,
     check_can_show_originals,
@@ -17,9 +20,12 @@ from composable_shard.flat_param.flat_mode import (
     show_originals,
     write_unsharded_gradients,
 )
-from composable_shard.flat_param.full_params import FullParams, is_shown_by_scope
-from composable_shard.flat_param.handle import FlatParamHandle, ParamEntry, plan_layout
+from composable_shard.flat_param.full_values import FullState
+from composable_shard.flat_param.handle import FlatParamHandle
+from composable_shard.flat_param.memory import Precision, plan_layout
 from composable_shard.flat_param.reduction import ScratchPool
+from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
+from composable_shard.flat_param.shown import Shown
 from composable_shard.flat_param.storage import (
     FlatSlot,
     Slot,
@@ -28,14 +34,17 @@ from composable_shard.flat_param.storage import (
     slot_key,
     take_place,
 )
+from composable_shard.flat_param.unsharded import UnshardedParameter
 
 __all__ = [
     "FlatParamHandle",
     "FlatSlot",
-    "FullParams",
+    "FullState",
     "ParamEntry",
     "Precision",
+    "ScopeParams",
     "ScratchPool",
+    "Shown",
     "Slot",
     "UnshardedParameter",
     "check_can_show_flat",

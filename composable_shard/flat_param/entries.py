@@ -1,154 +1,113 @@
-"""What a handle knows of each parameter: its names, its slots, its dtypes.
-
-[Note: Reduce dtype]
-The buffer of gradients may have another dtype than the parameters: packing casts. Gradients of
-microbatches that are not reduced then add up in it too, under every strategy. The result is cast
-once, to the main dtype. Where that takes memory of its own, persistent gradients have it
-persistently.
-"""
+"""The record of each parameter, and of the flat parameter: its objects, its places, its spec."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import Placement, Shard
 
 from composable_shard.comm import ShardGroup
+from composable_shard.flat_param.storage import Slot, take_place
 from composable_shard.layout import FlatLayout
-from composable_shard.options import PRECISIONS, MixedPrecisionPolicy
-from composable_shard.tensor import FlatShard, FlatShardOfDTensor, ParamLabel, ShardSpec
+from composable_shard.tensor import (
+    FlatShard,
+    FlatShardOfDTensor,
+    ParamLabel,
+    ShardSpec,
+    WriteGuard,
+    rebind,
+)
 
 __all__ = [
     "FlatEntry",
-    "Precision",
-    "UnshardedParameter",
-    "alias_of",
+    "ParamEntry",
     "flat_spec",
     "hide",
     "hide_flat",
-    "is_repointed",
-    "make_unsharded",
     "set_requires_grad",
     "unhide",
 ]
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes that differ, or may come to differ, from that of the local shard.
+@dataclass
+class ParamEntry:
+    """One managed parameter: the object users hold, and the one modules compute with."""
 
-    None follows another dtype, also through `module.to(dtype)`.
-
-    Attributes:
-        main_dtype: What the local shard must have; None: whatever it has.
-        param_dtype: Of the unsharded buffer; None: that of the local shard.
-        gather_dtype: In which shards travel; None: that of the unsharded buffer.
-        reduce_dtype: In which gradients travel; None: that of the unsharded buffer.
-    """
-
-    main_dtype: torch.dtype | None = None
-    param_dtype: torch.dtype | None = None
-    gather_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, policy: MixedPrecisionPolicy, dtype: torch.dtype, *, is_kept: bool) -> Precision:
-        """Return the dtypes of a flat parameter.
-
-        Args:
-            policy: Of its unit.
-            dtype: Of its original parameters.
-            is_kept: Whether they are in a module that computes in their main dtype.
-        """
-        if dtype not in PRECISIONS:
-            return cls()
-        if is_kept:
-            return cls(policy.main_dtype)
-        param_dtype = policy.param_dtype
-        if param_dtype is None and policy.main_dtype is not None:
-            param_dtype = dtype  # the model computes as it did
-        return cls(policy.main_dtype, param_dtype, policy.gather_dtype, policy.reduce_dtype)
-
-    def computes_in(self, main: torch.dtype) -> torch.dtype:
-        """Return the dtype of the unsharded buffer, where the local shard's is `main`."""
-        return self.param_dtype or main
-
-    def reduces_in(self, main: torch.dtype) -> torch.dtype:
-        """Return the dtype of the reduce buffer."""
-        return self.reduce_dtype or self.computes_in(main)
-
-    def travels_in(self, main: torch.dtype) -> torch.dtype:
-        """Return the dtype in which shards are gathered."""
-        return self.gather_dtype or self.computes_in(main)
-
-    def itemsize(self, main: torch.dtype) -> int:
-        """Return the smallest size of an element in any of the buffers, which alignment is for."""
-        used = (main, self.computes_in(main), self.reduces_in(main), self.travels_in(main))
-        return min(dtype.itemsize for dtype in used)
-
-
-class UnshardedParameter(nn.Parameter):
-    """A parameter that remembers whether anyone took an alias of it that autograd can't see.
-
-    The value may give way to the gradient once autograd is done with the parameter. A node that
-    computes with `param.detach()` or `param.data` may come later, and for `.data` not even the
-    version counter would tell. See [Note: Packing in place].
-    """
-
-    has_hidden_alias: bool = False
-    is_repointed: bool = False  # `param.data = x`: it is no view of the buffer any more
-
-    def detach(self) -> Tensor:
-        """Return a detached alias, as any tensor's does."""
-        self.has_hidden_alias = True
-        return super().detach()
+    sharded: FlatShard  # the original Parameter object; spec.shape
+    spec: ShardSpec
+    slots: list[Slot] = field(default_factory=list)  # every place that shows it; several if tied
+    # spec.shape, a view of the unsharded buffer; printing it without storage would crash
+    unsharded: nn.Parameter | None = field(default=None, repr=False)
+    shard_view: Tensor | None = None  # (spec's local numel,) view of the local shard
+    runs_hooks: bool = False  # `unsharded` runs the hooks that users registered on `sharded`
 
     @property
-    def data(self) -> Tensor:
-        """A detached alias with a version counter of its own, as any tensor's is."""
-        self.has_hidden_alias = True
-        return super().data
+    def label(self) -> ParamLabel:
+        """The name for messages."""
+        return self.spec.label
 
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self.is_repointed = True
-        increment_version(self)  # an edit like any other
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+    def slice_of(self, shard: Tensor) -> Tensor:
+        """Return the parameter's part of a tensor of shape `(layout.shard_numel,)`, a view."""
+        spec = self.spec
+        if spec.index is None:
+            start, end = spec.local_range
+            return shard[: end - start]
+        start, end = spec.layout.local_range(spec.index, spec.rank)
+        return shard[start:end]
 
+    def add_slots(self, slots: list[Slot]) -> None:
+        """Let the parameter be shown in further places."""
+        self.slots = self.slots + slots
 
-def make_unsharded(dense: Tensor, requires_grad: bool) -> nn.Parameter:
-    """Return the parameter whose data is `dense`, a view of the buffer (or a DTensor of one)."""
-    kind: Any = nn.Parameter if isinstance(dense, DTensor) else UnshardedParameter
-    param: nn.Parameter = kind(dense, requires_grad)
-    return param
+    def replace(self, original: nn.Parameter) -> None:
+        """Turn the original Parameter object into the sharded parameter; attributes carry over.
 
+        `.grad`, which must be None, stays the caller's.
+        """
+        take_place(original, self.sharded)
+        self.sharded = original  # type: ignore[assignment]
+        if self.shard_view is None or original.dtype != self.shard_view.dtype:
+            raise RuntimeError(
+                f"parameter '{self.label}' has {original.dtype} after it was sharded, not that of "
+                "its shard; please report this"
+            )
 
-def is_repointed(param: nn.Parameter) -> bool:
-    """Return whether `param.data` was set to another tensor."""
-    return isinstance(param, UnshardedParameter) and param.is_repointed
+    def view_in(self, shard: Tensor, guard: WriteGuard) -> None:
+        """Make the sharded parameter a view of its part of a new shard."""
+        self.shard_view = self.slice_of(shard)
+        param, view = self.sharded, self.shard_view
+        if (
+            param.dtype != view.dtype
+            or param.device != view.device
+            or param.shape != self.spec.shape
+        ):
+            self.remake(guard)
+        rebind(param, view, self.spec, guard)
 
-
-def alias_of(param: nn.Parameter) -> Tensor:
-    """Return the parameter's data (of a DTensor: the local part) under its version counter."""
-    alias = torch.Tensor.detach(param)
-    return alias.to_local() if isinstance(alias, DTensor) else alias
+    def remake(self, guard: WriteGuard) -> None:
+        """Make the sharded parameter what the entry says: of another dtype, or another shape."""
+        param = self.sharded
+        shown_class = FlatShardOfDTensor if isinstance(param, FlatShardOfDTensor) else FlatShard
+        old_class, flag = type(param), param.requires_grad
+        shard = shown_class(cast(Tensor, self.shard_view), self.spec, guard=guard)
+        take_place(cast(nn.Parameter, param), nn.Parameter(shard, flag))
+        param.__class__ = old_class
 
 
 @dataclass
-class FlatEntry:
-    """The flat parameter as one parameter, which modules can show instead of the originals."""
+class FlatEntry(ParamEntry):
+    """The flat parameter as one parameter, which modules can show instead of the originals.
 
-    sharded: FlatShard  # spec.shape: the padding behind the last parameter is left out
-    label: ParamLabel
-    spec: ShardSpec
-    shard_view: Tensor  # (spec's local numel,) view of the local shard
-    used: list[bool]  # which parameters its `.grad` has gradients of
+    The padding behind the last parameter is left out of `spec.shape`. `unsharded` is there while
+    modules show the full values as one parameter.
+    """
+
+    used: list[bool] = field(default_factory=list)  # whose gradients are in its `.grad`
 
 
 class _HiddenShard(FlatShard):

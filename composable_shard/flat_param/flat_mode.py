@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -33,18 +34,22 @@ def make_flat_entry(handle: FlatParamHandle) -> FlatEntry:
     Raises:
         RuntimeError: If parameters of a tensor-parallel mesh lie on it in different ways.
     """
-    if handle.flat is None:
+    shown = handle.shown
+    if shown.flat is None:
         spec = _flat_spec(handle)
-        view = handle.slice_at(spec, handle.local_shard)
+        start, end = spec.local_range
+        view = handle.local_shard[: end - start]
         param = nn.Parameter(FlatShard(view, spec, guard=handle.guard), handle.requires_grad)
         used = [False] * len(handle.entries)
-        handle.flat = FlatEntry(cast(FlatShard, param), spec.label, spec, view, used)
-    return handle.flat
+        flat = FlatEntry(cast(FlatShard, param), spec, shard_view=view, used=used)
+        shown.set_flat(flat, shows_flat=shown.shows_flat)
+        return flat
+    return shown.flat
 
 
 def _flat_spec(handle: FlatParamHandle) -> ShardSpec:
     specs = [entry.spec for entry in handle.entries]
-    return flat_spec(specs, handle.layout, handle.shard_group, handle.flat_slot.name)
+    return flat_spec(specs, handle.layout, handle.shard_group, handle.shown.flat_slot.name)
 
 
 def check_can_show_flat(handle: FlatParamHandle) -> None:
@@ -70,10 +75,12 @@ def check_can_show_flat(handle: FlatParamHandle) -> None:
             f"never run while unit '{handle.name}' shows one flat parameter. Remove them, and "
             "register them on the flat parameter."
         )
-    if not handle.flat_slot.is_free(None if handle.flat is None else handle.flat.sharded):
+    if not handle.shown.flat_slot.is_free(
+        None if handle.shown.flat is None else handle.shown.flat.sharded
+    ):
         raise RuntimeError(
-            f"the module of unit '{handle.name}' has an attribute '{handle.flat_slot.name}', the "
-            "name of its flat parameter. Rename it."
+            f"the module of unit '{handle.name}' has an attribute "
+            f"'{handle.shown.flat_slot.name}', the name of its flat parameter. Rename it."
         )
     has_gradients(handle)
 
@@ -85,12 +92,12 @@ def check_can_show_originals(handle: FlatParamHandle) -> None:
         RuntimeError: If hooks wait for the gradient of the flat parameter, or if a `.grad` is no
             shard.
     """
-    handle.adopt_hooks()
+    handle.shown.adopt_hooks()
     has_gradients(handle)
-    if handle.flat is not None and handle.flat.sharded._post_accumulate_grad_hooks:
+    if handle.shown.flat is not None and handle.shown.flat.sharded._post_accumulate_grad_hooks:
         raise RuntimeError(
-            f"the hooks on '{handle.flat.label}' (register_post_accumulate_grad_hook) would never "
-            f"run while unit '{handle.name}' shows its original parameters. Remove them, and "
+            f"the hooks on '{handle.shown.flat.label}' (register_post_accumulate_grad_hook) would "
+            f"never run while unit '{handle.name}' shows its original parameters. Remove them, and "
             "register them on the original parameters."
         )
 
@@ -100,38 +107,37 @@ def show_flat(handle: FlatParamHandle) -> None:
 
     While the full values are registered, the flat parameter of the full values is shown.
     """
-    if not handle.shows_flat:
-        flat = make_flat_entry(handle)
-        handle.flat_slot.keep_reachable(flat.sharded)
-        handle.unhide_all()
+    shown, flat = handle.shown, make_flat_entry(handle)
+    if not shown.shows_flat:
+        shown.flat_slot.keep_reachable(flat.sharded)
+        shown.unhide_all()
         flat.sharded.requires_grad = handle.entries[0].sharded.requires_grad
         with torch.no_grad():
             _move_gradients_to_flat(handle, flat)
-        handle.shows_flat = True
-        handle.hide_unshown()
-        handle.index_slots()
-    if handle.is_registered_unsharded and handle.unsharded_flat is None:
-        full = handle.unsharded[: handle.layout.end]
-        handle.unsharded_flat = nn.Parameter(full.data, handle.requires_grad)
-    handle.show_again()
+        shown.set_flat(flat, shows_flat=True)
+        shown.hide_unshown()
+        shown.index_slots()
+    if shown.is_unsharded and flat.unsharded is None:
+        full = handle.full.buffer[: handle.layout.end]
+        flat.unsharded = nn.Parameter(full.data, handle.requires_grad)
+    shown.show_unsharded_as(flat.unsharded)
 
 
 def show_originals(handle: FlatParamHandle) -> None:
     """Show the original parameters instead of the flat one; gradients move. No communication."""
-    flat = handle.flat
-    if not handle.shows_flat or flat is None:
+    shown, flat = handle.shown, handle.shown.flat
+    if not shown.shows_flat or flat is None:
         return  # before the first forward there is no list of slots to show them by
-    handle.unhide_all()
+    shown.unhide_all()
     for entry in handle.entries:
         entry.sharded.requires_grad = flat.sharded.requires_grad
     with torch.no_grad():
         _move_gradients_to_originals(handle, flat)
-    handle.shows_flat = False
-    handle.hide_unshown()
-    handle.index_slots()
-    handle.unsharded_flat = None
-    handle.show_again()
-    handle.flat_slot.remove()
+    shown.set_flat(flat, shows_flat=False)
+    shown.hide_unshown()
+    shown.index_slots()
+    shown.show_unsharded_as(None)
+    shown.flat_slot.remove()
 
 
 def check_requires_grad(handle: FlatParamHandle) -> None:
@@ -142,10 +148,10 @@ def check_requires_grad(handle: FlatParamHandle) -> None:
     """
     frozen = [
         str(entry.label)
-        for entry, param in zip(handle.entries, handle.scope_params, strict=True)
+        for entry, param in zip(handle.entries, _scope_params(handle), strict=False)
         if not param.requires_grad
     ]
-    if handle.shows_flat and 0 < len(frozen) < len(handle.entries):
+    if handle.shown.shows_flat and 0 < len(frozen) < len(handle.entries):
         raise RuntimeError(
             f"the parameters {frozen} of unit '{handle.name}' were frozen inside unshard_params "
             "and others are not, so they can't be one flat parameter. Freeze or unfreeze all of "
@@ -153,11 +159,16 @@ def check_requires_grad(handle: FlatParamHandle) -> None:
         )
 
 
+def _scope_params(handle: FlatParamHandle) -> Sequence[Tensor]:
+    """Return what an open scope shows of the originals."""
+    return () if handle.shown.scope is None else handle.shown.scope.params
+
+
 def keep_requires_grad(handle: FlatParamHandle) -> None:
     """Take over what a scope's body did with `requires_grad_`, as if it were done outside."""
-    flags = [param.requires_grad for param in handle.scope_params]
-    if handle.shows_flat and handle.flat is not None:
-        whole = handle.flat.sharded
+    flags = [param.requires_grad for param in _scope_params(handle)]
+    if handle.shown.shows_flat and handle.shown.flat is not None:
+        whole = handle.shown.flat.sharded
         if len(set(flags)) == 1 and flags[0] != whole.requires_grad:
             whole.requires_grad = flags[0]
         return
@@ -172,7 +183,7 @@ def has_gradients(handle: FlatParamHandle) -> list[bool]:
     Raises:
         RuntimeError: If a `.grad` is no shard like its parameter.
     """
-    for shown in handle.shown_at_rest:
+    for shown in handle.shown.at_rest:
         grad = shown.sharded.grad
         if grad is not None and not (
             isinstance(grad, FlatShard) and grad._shard_spec == shown.spec
@@ -181,8 +192,8 @@ def has_gradients(handle: FlatParamHandle) -> list[bool]:
                 f"expected .grad of parameter '{shown.label}' to be None or a FlatShard, got "
                 f"{type(grad).__name__}. Let backward() set it, or assign a FlatShard."
             )
-    if handle.shows_flat and handle.flat is not None:
-        is_there, used = handle.flat.sharded.grad is not None, handle.flat.used
+    if handle.shown.shows_flat and handle.shown.flat is not None:
+        is_there, used = handle.shown.flat.sharded.grad is not None, handle.shown.flat.used
         # Set by the user, if no backward has set it: then it is one for all.
         return [is_there and (is_used or not any(used)) for is_used in used]
     return [entry.sharded.grad is not None for entry in handle.entries]
@@ -191,10 +202,10 @@ def has_gradients(handle: FlatParamHandle) -> list[bool]:
 def gradient_shard(handle: FlatParamHandle) -> Tensor:
     """Return a copy of all sharded gradients, shape `(layout.shard_numel,)`, zero where none is."""
     whole = torch.zeros_like(handle.local_shard)
-    for shown in handle.shown_at_rest:
+    for shown in handle.shown.at_rest:
         grad = shown.sharded.grad
         if isinstance(grad, FlatShard):
-            handle.slice_of(shown, whole).copy_(grad._local)
+            shown.slice_of(whole).copy_(grad._local)
     return whole
 
 
@@ -206,22 +217,22 @@ def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -
         shard: Shape `(layout.shard_numel,)`.
         dropped: Which gradients to set to None instead.
     """
-    flat = handle.flat
-    if handle.shows_flat and flat is not None:
+    flat = handle.shown.flat
+    if handle.shown.shows_flat and flat is not None:
         existing = zip(has_gradients(handle), dropped, strict=True)
         flat.used = [exists and not drop for exists, drop in existing]
         for entry, drop in zip(handle.entries, dropped, strict=True):
             if drop:
-                handle.slice_of(entry, shard).zero_()
+                entry.slice_of(shard).zero_()
         if not any(flat.used):
             flat.sharded.grad = None
     else:
         for entry, drop in zip(handle.entries, dropped, strict=True):
             if drop:
                 entry.sharded.grad = None
-    for shown in handle.shown_at_rest:
+    for shown in handle.shown.at_rest:
         if isinstance(shown.sharded.grad, FlatShard):
-            shown.sharded.grad._local.copy_(handle.slice_of(shown, shard))
+            shown.sharded.grad._local.copy_(shown.slice_of(shard))
 
 
 def write_unsharded_gradients(handle: FlatParamHandle) -> None:
@@ -234,7 +245,7 @@ def write_unsharded_gradients(handle: FlatParamHandle) -> None:
         if param is None or param.grad is None or not exists:
             continue
         piece = entry.spec.slice(local_gradient(param.grad, entry.spec))
-        handle.slice_of(entry, shard).copy_(piece)
+        entry.slice_of(shard).copy_(piece)
         param.grad = None
     set_gradients(handle, shard, [False] * len(existing))
 
@@ -246,7 +257,7 @@ def _move_gradients_to_flat(handle: FlatParamHandle, flat: FlatEntry) -> None:
     whole = gradient_shard(handle)
     for entry in handle.entries:
         entry.sharded.grad = None
-    flat.sharded.grad = wrap(handle.slice_of(flat, whole), flat.spec)
+    flat.sharded.grad = wrap(flat.slice_of(whole), flat.spec)
 
 
 def _move_gradients_to_originals(handle: FlatParamHandle, flat: FlatEntry) -> None:
@@ -257,4 +268,4 @@ def _move_gradients_to_originals(handle: FlatParamHandle, flat: FlatEntry) -> No
     flat.sharded.grad = None
     for entry, is_there in zip(handle.entries, has_gradient, strict=True):
         if is_there and not entry.spec.is_elsewhere:
-            entry.sharded.grad = wrap(handle.slice_of(entry, whole), entry.spec)
+            entry.sharded.grad = wrap(entry.slice_of(whole), entry.spec)

@@ -1,36 +1,30 @@
-"""Gradients cut from a reduced shard, and small ones that wait for each other.
-
-[Note: Small gradients]
-What is done for a gradient as it arrives costs the host more than the copy of a small one does.
-So once a round has begun in the ordinary way, small gradients stay in `.grad` of their unsharded
-parameters until 64 KiB of them are there, or the unit is over. That is all the memory it takes,
-and no more than a cache holds. Where every gradient counts as it arrives (hooks of users, buckets,
-units that end with their last gradient, graphs of gradients), none waits.
-"""
+"""The parts of a flat gradient: packed one by one, cut from a reduced shard, or kept locally."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import ShardGroup
+from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import FlatShard, ShardSpec, wrap
+from composable_shard.tensor import FlatShard, ShardSpec, rebind, wrap
 
 __all__ = [
     "AwaitedGradients",
     "GradPieces",
-    "SmallGradients",
+    "LocalGradients",
+    "join",
     "local_gradient",
     "move_out_gradients",
+    "note_used",
     "packing_scale",
     "set_gradients",
     "write_gradient",
-    "write_gradients",
 ]
 
 
@@ -169,6 +163,26 @@ def set_gradients(
             )
 
 
+def note_used(flat: FlatEntry, used: list[bool]) -> list[bool]:
+    """Note which parameters the flat parameter's `.grad` is about to get gradients of.
+
+    Returns:
+        Whether it gets any, as a list for that one parameter.
+    """
+    if flat.sharded.grad is None:
+        flat.used = [False] * len(used)
+    flat.used = [before or now for before, now in zip(flat.used, used, strict=True)]
+    return [any(used)]
+
+
+def join(entries: Sequence[ParamEntry], pieces: Sequence[Tensor | None], shard: Tensor) -> Tensor:
+    """Write gradients of whole parameters into one shard of zeros, and return that."""
+    for entry, piece in zip(entries, pieces, strict=True):
+        if piece is not None:
+            entry.slice_of(shard).copy_(piece)
+    return shard
+
+
 def move_out_gradients(params: Sequence[FlatShard], memory: Tensor) -> None:
     """Give gradients of sharded parameters that are views of `memory` memory of their own."""
     start = memory.untyped_storage().data_ptr()
@@ -177,7 +191,7 @@ def move_out_gradients(params: Sequence[FlatShard], memory: Tensor) -> None:
         if isinstance(grad, FlatShard):
             local = grad._local
             if local.numel() and local.untyped_storage().data_ptr() == start:
-                grad._local = local.clone()
+                rebind(grad, local.clone(), grad._shard_spec, grad._guard)
 
 
 def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:
@@ -192,60 +206,46 @@ def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:
     return cast(DTensor, gradient).redistribute(mesh, placements).to_local()
 
 
-_BATCH_NBYTES = 1 << 16
+class LocalGradients:
+    """Gradients that no other rank adds to, taken out of autograd's hands.
 
-
-class SmallGradients:
-    """Which gradients of a flat parameter wait to be packed.
-
-    Attributes:
-        indices: The parameters whose gradients wait, in the order in which they came.
+    Autograd would add up microbatches in the parameter's dtype. [Note: Reduce dtype]
     """
 
-    __slots__ = ("_may_wait", "_nbytes", "_room", "indices")
-
     def __init__(self) -> None:
-        self.indices: list[int] = []
-        self._nbytes: list[int] = []
-        self._may_wait: list[bool] | None = None  # by parameter; None while none may
-        self._room = 0
+        self._held: dict[int, Tensor] = {}  # by parameter, each in its dense shape
 
-    def bind(self, views: Sequence[Tensor]) -> None:
-        """Take the sizes of the gradients from the views that they are packed into."""
-        self.close()
-        self._nbytes = [view.nbytes for view in views]
+    def hold(self, index: int, entry: ParamEntry, gradient: Tensor, dtype: torch.dtype) -> None:
+        """Take the gradient of parameter `index`, cast, or add it to the one that is held."""
+        held = self._held.get(index)
+        entry.unsharded.grad = None  # type: ignore[union-attr]
+        dense = local_gradient(gradient.to_dense() if gradient.is_sparse else gradient, entry.spec)
+        self._held[index] = dense.to(dtype) if held is None else held.add_(dense)
 
-    def open(self, has_arrived: Sequence[bool]) -> None:
-        """Let gradients wait from now on: small ones that are not in the buffer yet."""
-        if self._may_wait is None:
-            self._room = _BATCH_NBYTES
-            self._may_wait = [
-                nbytes < _BATCH_NBYTES and not arrived
-                for nbytes, arrived in zip(self._nbytes, has_arrived, strict=True)
-            ]
+    def take(
+        self, index: int, entry: ParamEntry, dtype: torch.dtype, factor: float | None
+    ) -> Tensor | None:
+        """Return the gradient of parameter `index`, held or autograd's own, and forget it.
 
-    def close(self) -> None:
-        """Let no gradient wait, and forget those that did."""
-        self._may_wait, self.indices = None, []
-
-    def take(self) -> list[int]:
-        """Return the parameters whose gradients are to be packed now."""
-        indices, self.indices, self._room = self.indices, [], _BATCH_NBYTES
-        return indices
-
-    def receive(self, index: int, arrive: Callable[[int], object], _: Tensor) -> None:
-        """Let the gradient of parameter `index` wait if it may and there is room; else arrive.
-
-        In a single function, as it runs for each parameter: a hook of the unsharded one.
+        Args:
+            index: Position of the parameter.
+            entry: The parameter.
+            dtype: Of the result, shape `(spec.numel,)`.
+            factor: What it is divided by.
         """
-        may_wait = self._may_wait
-        if may_wait is not None and may_wait[index]:
-            room = self._room = self._room - self._nbytes[index]
-            if room >= 0:
-                may_wait[index] = False
-                self.indices.append(index)
-                return
-        arrive(index)
+        dense, gradient = self._held.pop(index, None), entry.unsharded.grad  # type: ignore[union-attr]
+        if dense is None:
+            if gradient is None:
+                return None
+            entry.unsharded.grad = None  # type: ignore[union-attr]
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
+            dense = local_gradient(gradient, entry.spec)
+        flat = entry.spec.flatten(dense).to(dtype)
+        return flat if factor is None else flat.div_(factor)
+
+    def drop(self) -> None:
+        """Forget all."""
+        self._held.clear()
 
 
 def write_gradient(view: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
@@ -256,27 +256,3 @@ def write_gradient(view: Tensor, gradient: Tensor, factor: Tensor | None) -> Non
         view.copy_(gradient)
     else:
         torch.mul(gradient, factor, out=view)
-
-
-def write_gradients(
-    views: Sequence[Tensor], params: Sequence[nn.Parameter | None], factor: Tensor | None
-) -> list[int]:
-    """Move the gradients of parameters, times a tensor of 0 dimensions, into views.
-
-    Returns:
-        The positions of those that have one: a hook of a user may have taken it away.
-    """
-    positions, targets, gradients = [], [], []
-    for position, (view, param) in enumerate(zip(views, params, strict=True)):
-        gradient = None if param is None else param.grad
-        if gradient is not None:
-            param.grad = None  # type: ignore[union-attr]
-            positions.append(position)
-            targets.append(view)
-            gradients.append(gradient)
-    if factor is None and targets and not any(gradient.is_sparse for gradient in gradients):
-        torch._foreach_copy_(targets, gradients)
-        return positions
-    for view, gradient in zip(targets, gradients, strict=True):
-        write_gradient(view, gradient, factor)
-    return positions

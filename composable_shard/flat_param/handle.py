@@ -3,177 +3,78 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable_shard.comm import ShardGroup, SmallGroup, Streams, Waitable
-from composable_shard.flat_param.entries import FlatEntry, Precision
-from composable_shard.flat_param.grad_pieces import local_gradient
-from composable_shard.flat_param.gradient import FlatGradient
-from composable_shard.flat_param.host_gradient import HostGradient
-from composable_shard.flat_param.param_views import GradientHook, ParamViews
-from composable_shard.flat_param.reduction import ScratchPool
-from composable_shard.flat_param.registration import ParamEntry
+from composable_shard.comm import ShardGroup, Streams
+from composable_shard.flat_param.entries import (
+    FlatEntry,
+    ParamEntry,
+    flat_spec,
+    set_requires_grad,
+)
+from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
+from composable_shard.flat_param.gradients import FlatGradients
+from composable_shard.flat_param.memory import MemoryPlan, Precision
+from composable_shard.flat_param.shard import LocalShard
+from composable_shard.flat_param.shown import ShownParams
+from composable_shard.flat_param.storage import alloc_storage, free_storage, zero_gaps
 from composable_shard.layout import FlatLayout
 from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy
 from composable_shard.tensor import (
     FlatShard,
     FlatShardOfDTensor,
-    ParamLabel,
     ShardSpec,
     WriteGuard,
     note_owned,
 )
 
-__all__ = ["FlatParamHandle", "ParamEntry", "PublishedGradients", "plan_layout"]
+__all__ = ["FlatParamHandle", "GradientHook"]
 
 
-class PublishedGradients(ParamViews):
-    """What a handle does with gradients that are reduced, or that no other rank adds to."""
-
-    _held: dict[int, Tensor]  # gradients where no other rank has any
-
-    def publish_gradients(self, used: list[bool]) -> None:
-        """Set or add to `.grad` of the parameters shown at rest that any rank used."""
-        flat = self.flat if self.shows_flat else None
-        own = pieces = None
-        if self.grad.is_alone:
-            own = pieces = [self._take_gradient(*item) for item in enumerate(self.entries)]
-        if flat is not None:
-            if flat.sharded.grad is None:
-                flat.used = [False] * len(used)
-            flat.used = [before or now for before, now in zip(flat.used, used, strict=True)]
-            used = [any(used)]
-        if self.host_grad is not None and not self.grad.is_partial:
-            pieces = self._collect_on_host(self.host_grad, own)
-        elif flat is not None:
-            whole = self.grad.reduced if own is None else self._join(own)
-            if whole is not None:
-                self.zero_gaps(whole)  # nothing was packed there
-            pieces = [None if whole is None else self.slice_of(flat, whole)]
-        shown = self.shown_at_rest
-        self.is_outdated = bool(self.layout.owners) and self.is_sharded
-        self.grad.publish([e.sharded for e in shown], [e.spec for e in shown], used, pieces)
-
-    def _collect_on_host(
-        self, host: HostGradient, own: list[Tensor | None] | None
-    ) -> list[Tensor | None] | None:
-        """Return the gradients of what is shown, complete, in host memory; None if none came.
-
-        Args:
-            host: Where they are, or come to.
-            own: Autograd's own, which were not reduced.
-        """
-        shown = self.shown_at_rest
-        if own is not None:
-            target = host.begin([each.sharded for each in shown])
-            if self.shows_flat:
-                target.zero_()
-            for entry, gradient in zip(self.entries, own, strict=True):
-                if gradient is not None:
-                    host.copy(self.slice_of(entry, target), gradient)
-        whole = host.collect()
-        if whole is None:
-            return None
-        if self.shows_flat:
-            self.zero_gaps(whole)
-        pieces: list[Tensor | None] = []
-        for index, each in enumerate(shown):
-            piece = self.slice_of(each, whole)
-            if whole is not host.memory and each.sharded.grad is None:
-                piece = self.slice_of(each, host.memory).copy_(piece)
-            is_there = own is None or own[index] is not None or self.shows_flat
-            pieces.append(piece if is_there else None)
-        return pieces
-
-    def _join(self, pieces: list[Tensor | None]) -> Tensor:
-        """Return gradients of whole parameters as one shard, zero where there is none."""
-        shard = torch.zeros_like(self.local_shard)
-        for entry, piece in zip(self.entries, pieces, strict=True):
-            if piece is not None:
-                self.slice_of(entry, shard).copy_(piece)
-        return shard
-
-    def _take_gradient(self, index: int, entry: ParamEntry) -> Tensor | None:
-        """Take autograd's own gradient, shape `(spec.numel,)`, where no other rank has one."""
-        dense = self._held.pop(index, None)
-        gradient = entry.unsharded.grad  # type: ignore[union-attr]
-        if dense is None:
-            if gradient is None:
-                return None
-            entry.unsharded.grad = None  # type: ignore[union-attr]
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
-            dense = local_gradient(gradient, entry.spec)
-        flat = entry.spec.flatten(dense)
-        flat = flat.to(self.local_shard.dtype)
-        factor = self.grad.reduction.divide_factor
-        return flat if factor is None else flat.div_(factor)
+GradientHook = Callable[["FlatParamHandle", int], None]
 
 
-_ALIGNMENT_NBYTES = 16
-_OWNED_ALIGNMENT_NBYTES = 64  # torch's own, on which the rounding of matrix products depends
-
-
-def plan_layout(
-    params: Sequence[Tensor],
-    world_size: int,
-    precision: Precision | None = None,
-    *,
-    blocks: Sequence[int] = (),
-    owners: Sequence[int] = (),
-) -> FlatLayout:
-    """Lay out the dense tensors of one flat parameter; reads only their sizes and dtypes.
-
-    Args:
-        params: The tensors.
-        world_size: The ranks that share the flat parameter.
-        precision: The dtypes that differ from theirs.
-        blocks: As in `FlatLayout.plan`.
-        owners: As in `FlatLayout.plan`.
-    """
-    precision = precision or Precision()
-    itemsize = precision.itemsize(precision.main_dtype or params[0].dtype)
-    nbytes = _OWNED_ALIGNMENT_NBYTES if owners else _ALIGNMENT_NBYTES
-    alignment = max(1, nbytes // itemsize)
-    numels = [param.numel() for param in params]
-    return FlatLayout.plan(numels, world_size, alignment, blocks=blocks, owners=owners)
-
-
-def _describe(granularity: Granularity) -> str:
-    return "" if granularity == "element" else f" granularity={granularity!r}"
-
-
-class FlatParamHandle(PublishedGradients):
+class FlatParamHandle:
     """One flat parameter: parameters of a unit that share dtypes, requires_grad and mesh.
 
-    At rest it holds this rank's shard. `unshard` gathers the full values into one buffer,
-    `reshard` frees them; `register_unsharded` and `register_sharded` decide which of the two forms
-    the modules show. Gradients are packed one by one into the reduce buffer and reduced together.
+    At rest it holds this rank's shard. `unshard` gathers the full values into one buffer, and
+    `full.free` frees them; `shown` decides which of the two forms the modules show. Gradients are
+    packed one by one into the reduce buffer and reduced together. What involves more than one part
+    is here.
 
     Attributes:
+        shard: This rank's part of the values.
+        full: The full values: their buffer and its state.
+        shown: What modules show.
+        grads: The gradients of a backward.
+        guard: Counts the writes to the shard.
+        name: The unit's, for messages.
         layout: Where each parameter lies, and who owns what.
         granularities: How finely each parameter may be cut.
         shard_group: The ranks that share the flat parameter, and those that hold copies.
         strategy: What each rank keeps.
         reshards_after_backward: Whether the end of a backward frees the full values.
         has_early_hooks: Any rank has hooks on gradients; all ranks know, [Note: Early gradients].
-        small_group: The ranks that hold all values once between forward and backward, if any.
         precision: The dtypes that differ from the local shard's.
         offload: What lives on the host.
         entries: The managed parameters, in order.
         requires_grad: Whether any of the parameters is trainable.
         has_fixed_owners: Whether parameters that are owned whole stay where they are for good.
+        is_attached: The unsharded parameters and their hooks exist.
+        is_sharded: False only where each rank holds everything: then nothing is gathered.
+        is_kept: The unsharded buffer is never freed, see [Note: Kept buffers].
     """
 
     def __init__(  # noqa: PLR0913 -- all that defines a handle, each by name
         self,
         params: Sequence[Tensor],
-        labels: Sequence[ParamLabel],
         shard_group: ShardGroup,
         layout: FlatLayout,
         specs: Sequence[ShardSpec],
@@ -188,7 +89,6 @@ class FlatParamHandle(PublishedGradients):
         Args:
             params: Dense tensors (local tensors of DTensors) on one device; of one dtype, unless
                 the precision has a main dtype.
-            labels: Names for messages, one for each parameter.
             shard_group: The ranks that share the flat parameter.
             layout: Where each parameter lies.
             specs: One for each parameter.
@@ -203,72 +103,67 @@ class FlatParamHandle(PublishedGradients):
         self.shard_group = shard_group
         self.strategy = strategy
         self.reshards_after_backward = True
-        self.has_early_hooks = False
-        self.small_group: SmallGroup | None = None
         self.requires_grad = requires_grad
         self.has_fixed_owners = False
-        self.flat: FlatEntry | None = None
-        self.shows_flat = False
-        self.name = labels[0].fqn
+        self.name = specs[0].label.fqn
         self.layout = layout
         self.granularities = tuple(granularities)
         self.entries: list[ParamEntry] = []
-        self._reset()
+        self._reset(None, shows_flat=False)
         device = params[0].device
         if device.type != "meta":
             device = shard_group.device
         main_dtype = self.precision.main_dtype or params[0].dtype
-        self._buffers = self._make_buffers(main_dtype, device)
-        shard = self._buffers.local_shard
-        for index, (param, label, spec) in enumerate(zip(params, labels, specs, strict=True)):
-            start, end = self.layout.local_range(index, shard_group.rank)
-            view = shard[start:end]
-            view.copy_(spec.slice(param.detach()))
+        self.shard, self.full = self._memory.allocate(layout, self.guard, main_dtype, device)
+        self.rename(self.name)
+        for param, spec in zip(params, specs, strict=True):
             kind = FlatShard if spec.tensor_parallel is None else FlatShardOfDTensor
-            sharded = cast(
-                FlatShard, nn.Parameter(kind(view, spec, guard=self.guard), requires_grad)
-            )
-            self.entries.append(ParamEntry(sharded, label, [], spec, None, view))
+            start, end = layout.local_range(cast(int, spec.index), shard_group.rank)
+            view = self.shard.values[start:end]
+            view.copy_(spec.slice(param.detach()))
+            sharded = nn.Parameter(kind(view, spec, guard=self.guard), requires_grad)
+            self.entries.append(ParamEntry(cast(FlatShard, sharded), spec, shard_view=view))
 
-    def _reset(self) -> None:
+    def _reset(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
         """Set what a new handle, or a copy of one, begins with."""
         group, facts = self.shard_group, self.strategy.facts
         self.is_sharded = group.size > 1
         self.is_kept = facts.keeps_params(group.size)
+        self._memory = MemoryPlan(group, self.precision, self.offload, self.is_kept)
         self.guard = WriteGuard(weakref.ref(self))
-        self.num_holders = 0  # units in forward, and unshard() calls, that need the full values
-        self.is_unsynced = False  # gradients of earlier microbatches wait for a reduction
-        self._has_new_versions = False  # gradients were packed in place since the last gather
-        self.gathered_writes = -1  # guard.num_writes when the unsharded buffer was filled
-        self.is_outdated = False
-        if self.layout.owners and self.shard_group.size > 1:
-            note_owned(self)
-        self.written_back = -1
-        self._small_part: Tensor | None = None
-        self._small_writes = -1
-        self.is_registered_unsharded = False
-        self.is_in_scope = self.has_scope_values = False
-        self._scope_slots, self.scope_params, self._hides_scope_params = [], (), False
-        self.unsharded_flat = None
+        self.shown = ShownParams(self.entries, flat, self.guard, shows_flat=shows_flat)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
-        self.grad = FlatGradient(self.layout, group, self.name, is_persistent=is_persistent)
-        self._held: dict[int, Tensor] = {}  # gradients where no other rank has any
-        self._on_gradient: GradientHook | None = None
+        self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
+        if self.layout.owners and self.is_sharded:
+            note_owned(self)
         self.is_attached = False
-        self._watched = []
-        self._versions: list[int] = []  # of the unsharded parameters, while they hold values
-        self._slots = []
-        self._gather: Waitable | None = None
+        self._on_gradient: GradientHook | None = None
+        self.has_early_hooks = False
 
-    # Set-up
+    @property
+    def local_shard(self) -> Tensor:
+        """This rank's shard, shape `(layout.shard_numel,)`."""
+        return self.shard.values
+
+    @property
+    def unsharded(self) -> Tensor:
+        """The full flat parameter, shape `(layout.padded_numel,)`; no storage while freed."""
+        return self.full.buffer
+
+    def rename(self, name: str) -> None:
+        """Take the name of a unit that got another one."""
+        self.name = self.full.name = self.grads.name = name
 
     def describe_entries(self, options: str) -> list[str]:
         """Return a line for each parameter with all that the ranks must agree on."""
-        return [
-            f"'{entry.label}' shape {tuple(entry.spec.shape)} {self.local_shard.dtype} "
-            f"requires_grad={self.requires_grad}{_describe(granularity)} {options}"
-            for entry, granularity in zip(self.entries, self.granularities, strict=True)
-        ]
+        lines = []
+        for entry, granularity in zip(self.entries, self.granularities, strict=True):
+            cut = "" if granularity == "element" else f" granularity={granularity!r}"
+            lines.append(
+                f"'{entry.label}' shape {tuple(entry.spec.shape)} {self.shard.values.dtype} "
+                f"requires_grad={self.requires_grad}{cut} {options}"
+            )
+        return lines
 
     # Copies and pickles
 
@@ -278,17 +173,18 @@ class FlatParamHandle(PublishedGradients):
         Raises:
             RuntimeError: While modules show the full parameters, which the copy does not manage.
         """
-        if self.is_in_scope:
+        if self.shown.is_in_scope:
             raise RuntimeError(
                 f"unit '{self.name}' can't be copied or pickled inside unshard_params, for the "
                 "copy's parameters would belong to no unit. Copy it outside the scope, or its "
                 "state_dict() inside."
             )
-        if self.is_registered_unsharded:
+        if self.shown.is_unsharded:
             raise RuntimeError(
                 f"unit '{self.name}' can't be copied or pickled while it shows its full "
                 "parameters. Call reshard(module) first, and not during its forward or backward."
             )
+        flat = self.shown.flat
         return {
             "name": self.name,
             "layout": self.layout,
@@ -296,170 +192,294 @@ class FlatParamHandle(PublishedGradients):
             "shard_group": self.shard_group,
             "strategy": self.strategy,
             "reshards_after_backward": self.reshards_after_backward,
-            "small_group": self.small_group,
-            "divide_factor": self.grad.reduction.divide_factor,
             "precision": self.precision,
             "offload": self.offload,
             "requires_grad": self.requires_grad,
             "has_fixed_owners": self.has_fixed_owners,
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],
-            "flat": None if self.flat is None else (self.flat.sharded, self.flat.used),
-            "flat_slot": self.flat_slot,
-            "shows_flat": self.shows_flat,
+            "parts": (
+                self.full.small_group,
+                self.grads.reduction.divide_factor,
+                None if flat is None else (flat.sharded, flat.used),
+                self.shown.flat_slot,
+                self.shown.shows_flat,
+            ),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        divide_factor = state.pop("divide_factor")
+        small_group, divide_factor, flat, flat_slot, shows_flat = state.pop("parts")
         self.__dict__.update(state)
-        self.has_early_hooks = False
         self.entries = [
             # The parameter's own spec: optimizers compare specs by identity first.
-            ParamEntry(sharded, sharded._shard_spec.label, slots, sharded._shard_spec)
+            ParamEntry(sharded, sharded._shard_spec, slots)
             for sharded, slots in state["entries"]
         ]
-        if state["flat"] is not None:
-            flat, used = state["flat"]
-            spec = flat._shard_spec
-            self.flat = FlatEntry(flat, spec.label, spec, flat._local, used)
-        self.hide_unshown()  # a pickle does not know it
-        self._reset()
-        self.grad.reduction.divide_factor = divide_factor
+        if flat is not None:
+            sharded, used = flat
+            flat = FlatEntry(sharded, sharded._shard_spec, shard_view=sharded._local, used=used)
+        self._reset(flat, shows_flat=shows_flat)
+        self.shown.set_flat_slot(flat_slot)
+        self.shown.hide_unshown()  # a pickle does not know it
+        self.grads.reduction.set_divide_factor(divide_factor)
         with torch.inference_mode(False), torch.no_grad():
             self._take_slices()
+        self.rename(self.name)
+        self.full.set_small_group(small_group)
 
-    # Gradients
+    # The parameters, kept in step with the buffers
 
-    @property
-    def has_hidden_alias(self) -> bool:
-        """Whether the value of any parameter may be used where autograd can't see it."""
-        return any([getattr(entry.unsharded, "has_hidden_alias", False) for entry in self.entries])
+    def attach(self, on_gradient: GradientHook) -> None:
+        """Build the unsharded parameters and their hooks; the entries' slots are final now.
+
+        Args:
+            on_gradient: Called as `on_gradient(handle, index)` when the full gradient of a
+                parameter has been accumulated, in the thread that runs the backward.
+        """
+        self._on_gradient, self.is_attached = on_gradient, True
+        # Inference tensors could never be trained, whatever context the first call runs in.
+        with torch.inference_mode(False), torch.no_grad():
+            self._build_unsharded_params()
+
+    def _build_unsharded_params(self) -> None:
+        full = self.full
+        if self.shard.values.is_meta:
+            return
+        full.free()
+        alloc_storage(full.buffer)  # views of a storage without memory can't be made
+        views = full.params.build(self.entries, self.requires_grad)
+        self.shown.index_slots()
+        if not self.is_kept:
+            # Before the gradients' own buffer is made: no more than one is there at a time.
+            free_storage(full.buffer)
+        if self.requires_grad:
+            for index, entry in enumerate(self.entries):
+                _hook_gradient(self, index, cast(nn.Parameter, entry.unsharded))
+            reduce_dtype = self.precision.reduces_in(self.shard.values.dtype)
+            self.grads.bind(full, views, reduce_dtype, is_pinned=self._memory.is_pinned)
+
+    def adopt_changes(self) -> None:
+        """Take over what was done to the sharded parameters: `.to()`, `requires_grad_()`.
+
+        Identity says nothing of the former: it gives the Parameter object other data. The new
+        slices are copied into a new flat shard, which the parameters become views of again.
+
+        Raises:
+            RuntimeError: If the parameters now differ in dtype or device.
+        """
+        for each in self.shown.at_rest:
+            if each.sharded._local is not each.shard_view:
+                self._rebuild()
+                return
+        if self.guard.has_new_attributes and self.is_attached:
+            self._adopt_requires_grad()
+            self.shown.adopt_hooks()
+            self.guard.note_attributes(False)
+
+    def _adopt_requires_grad(self) -> None:
+        shown, flat = self.shown, self.shown.flat
+        self.requires_grad = any(each.sharded.requires_grad for each in shown.at_rest)
+        hidden: Sequence[ParamEntry] = self.entries if shown.shows_flat else [flat] if flat else []
+        for each in hidden:
+            set_requires_grad(each.sharded, self.requires_grad)
+        if self.requires_grad and not self.grads.is_bound:
+            # They were frozen when the full parameters were built.
+            shown.show_sharded()
+            with torch.inference_mode(False), torch.no_grad():
+                self._build_unsharded_params()
+        if self.grads.is_persistent and not self.requires_grad and not self.grads.is_unsynced:
+            self.grads.release()
+        for entry in self.entries:
+            if entry.unsharded is not None:
+                entry.unsharded.requires_grad_(entry.sharded.requires_grad)
+
+    def _rebuild(self) -> None:
+        shown = self.shown.at_rest
+        kinds = {(each.sharded._local.dtype, each.sharded._local.device) for each in shown}
+        if len(kinds) > 1:
+            detail = ", ".join(
+                f"'{each.label}': {each.sharded._local.dtype} on {each.sharded._local.device}"
+                for each in shown
+            )
+            raise RuntimeError(
+                "expected the parameters of one unit that were sharded together to change dtype "
+                f"and device together, got {detail}. Convert the whole unit."
+            )
+        self._memory.check(shown[0], self.name)
+        # No reference to a slice: each is freed as soon as it has been copied.
+        with torch.inference_mode(False), torch.no_grad():
+            old = self.full
+            self._take_slices()
+            self.full.take_over(old)
+            if self.is_attached:
+                self._build_unsharded_params()
+        self.guard.note_attributes(True)
+
+    def _take_slices(self) -> None:
+        """Copy the parameters shown at rest into a new flat shard; all become views of it."""
+        at_rest, flat = self.shown.at_rest, self.shown.flat
+        local = at_rest[0].sharded._local
+        self.shard, self.full = self._memory.allocate(
+            self.layout, self.guard, local.dtype, local.device
+        )
+        values = self.shard.values
+        for each in at_rest:
+            each.slice_of(values).copy_(each.sharded._local)
+        # A flat parameter that to_empty() made has anything between the parameters.
+        zero_gaps(values, self.layout, self.shard_group.rank)
+        for each in self.entries if flat is None else [*self.entries, flat]:
+            each.view_in(values, self.guard)
+
+    def change_owners(self, owners: Sequence[int]) -> None:
+        """Give parameters that are owned whole to other ranks, with their values.
+
+        Before `attach`, while no parameter has a gradient. One all-gather of the main values, none
+        on the meta device. The Parameter objects stay the same; if the allocation or the collective
+        fails, the handle is as before.
+
+        Args:
+            owners: A rank for each entry.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self.adopt_changes()
+            order = sorted(range(len(owners)), key=lambda index: owners[index])
+            old, shard = self.layout, self.shard
+            layout = FlatLayout.plan(
+                [old.numels[index] for index in order],
+                old.world_size,
+                old.alignment,
+                owners=[owners[index] for index in order],
+            )
+            # All memory before the collective: nothing fails after it.
+            full = None if shard.values.is_meta else shard.new_full()
+            parts = self._memory.allocate(
+                layout, self.guard, shard.values.dtype, shard.values.device
+            )
+            if full is not None:
+                work = shard.gather_into(full, shard.values, to_first=False)
+                assert work is not None
+                work.wait()
+            self._take_layout(layout, order, *parts)
+            if full is not None:
+                for index, entry in zip(order, self.entries, strict=True):
+                    start, end = old.offsets[index], old.offsets[index] + old.numels[index]
+                    if entry.spec.owner == self.shard_group.rank:
+                        entry.slice_of(self.shard.values).copy_(full[start:end])
+
+    def _take_layout(
+        self, layout: FlatLayout, order: Sequence[int], shard: LocalShard, full: FullValues
+    ) -> None:
+        """Bring the entries in the order of a new layout; they become views of its shard."""
+        full.take_over(self.full)
+        self.layout, self.shard, self.full = layout, shard, full
+        self.entries[:] = [self.entries[index] for index in order]
+        for index, entry in enumerate(self.entries):
+            entry.spec = replace(entry.spec, layout=layout, index=index)
+            entry.view_in(shard.values, self.guard)
+        flat = self.shown.flat
+        if flat is not None:
+            specs = [entry.spec for entry in self.entries]
+            spec = flat_spec(specs, layout, self.shard_group, flat.label.fqn)
+            flat.spec = replace(spec, label=flat.label)
+            flat.used = [flat.used[index] for index in order]
+            flat.view_in(shard.values, self.guard)
+        grads = self.grads
+        self.grads = FlatGradients(
+            layout, self.shard_group, self.shown, is_persistent=grads.is_persistent
+        )
+        self.grads.name = self.name
+        self.grads.reduction.take_options(grads.reduction)
+        self.shown.index_slots()
+
+    # What involves several parts
+
+    def unshard(self, streams: Streams | None = None) -> None:
+        """Start gathering the full values; no-op while they are there and no shard was written.
+
+        One all-gather of `layout.padded_numel` elements, in the dtype in which shards travel, on
+        the unshard stream where there are streams. `full.wait` must follow before the parameters
+        are used. If the allocation or the collective fails, the handle is as before.
+        """
+        full = self.full
+        if full.writes == self.guard.num_writes and full.state is not STALE:
+            return  # as `full.is_current` says, for most calls
+        if full.is_whole or self.shown.scope is not None:
+            return
+        if full.state is HOLDS_GRADIENTS:
+            # Wanted again while its storage serves a reduction, by another use in this backward.
+            self.grads.finish()
+            self.grads.move_out()
+        full.gather(streams)
 
     def will_get_gradient(self) -> bool:
         """Return whether the running backward pass accumulates a gradient of any parameter."""
         if not self.requires_grad:
             return False
-        for param in self.unsharded_params:
+        for entry in self.entries:
+            param = entry.unsharded
             # It raises where autograd.grad() differentiates with respect to the parameter.
             with suppress(RuntimeError):
-                node = get_gradient_edge(param).node if param.requires_grad else None
-                if node is not None and torch._C._will_engine_execute_node(node):
-                    return True
+                if param is not None and param.requires_grad:
+                    node = get_gradient_edge(param).node
+                    if node is not None and torch._C._will_engine_execute_node(node):
+                        return True
         return False
 
-    def pack_gradient(self, index: int, *, may_overwrite: bool) -> None:
-        """Move the accumulated gradient of parameter `index` into the reduce buffer.
+    def warn_of_edits(self, where: str) -> None:
+        """Warn of edits of the full values that are about to be lost, once."""
+        full, flat = self.full, self.shown.flat
+        params = full.params
+        is_edited = [tensor._version for tensor in params.watched] != params.versions
+        if not is_edited and (flat is None or flat.unsharded is None):
+            return
+        if not full.has_new_versions:  # else a backward wrote gradients in their place
+            are_lost = not self.is_kept or full.has_separate_shard
+            params.warn_of_edits(flat, where, are_lost=are_lost)
 
-        Args:
-            index: Position of the parameter.
-            may_overwrite: Whether the backward does not need the parameter's value any more,
-                see [Note: Packing in place].
+    def fix_owners(self) -> None:
+        """Let parameters that are owned whole stay where they are for good."""
+        self.has_fixed_owners = True
+
+    def set_reshard_after_backward(self, flag: bool) -> None:
+        """Choose whether the end of a backward frees the full values."""
+        self.reshards_after_backward = flag
+
+    def set_early_hooks(self, flag: bool) -> None:
+        """Note whether any rank has hooks on gradients, see [Note: Early gradients]."""
+        self.has_early_hooks = flag
+
+    def check_materialized(self) -> None:
+        """Check that the shard is on a real device.
 
         Raises:
-            RuntimeError: If a nested backward has used a value that was overwritten.
+            RuntimeError: Naming the parameters that are still on the meta device.
         """
-        entry = self.entries[index]
-        unsharded = entry.unsharded
-        gradient = unsharded.grad  # type: ignore[union-attr]
-        if gradient is None:
-            return
-        if self.grad.is_alone:
-            if not self.grad.can_share:
-                self._hold_gradient(index, gradient)
-            self.grad.note_arrival(index)
-            return
-        self._begin_round()
-        # Dropped at once: a unit never holds its gradients twice.
-        unsharded.grad = None  # type: ignore[union-attr]
-        if entry.spec.tensor_parallel is not None:
-            gradient = local_gradient(gradient, entry.spec)
-        in_place = (
-            may_overwrite
-            and self.grad.can_share
-            and not self.is_kept
-            and self.gathered_writes >= 0
-            and self.num_holders == 0
-            and self._gather is None
-            and not self.has_hidden_alias
-        )
-        if self.grad.uses_shared and self.grad.arrived[index]:
+        if self.shard.values.is_meta:
+            names = [str(entry.label) for entry in self.entries]
+            device = "'cpu'" if self.offload.is_active else "..."
             raise RuntimeError(
-                f"parameter '{entry.label}' was used inside and outside of a reentrant checkpoint: "
-                "its recomputation ran after the value had given way to the gradient. Pass "
-                "use_reentrant=False to torch.utils.checkpoint, or call fully_shard on the module "
-                "that holds the parameter, so that it is gathered again."
+                f"parameters {names} are on the meta device. Call model.to_empty(device={device}) "
+                "and initialise them (reset_parameters()) or load them before the first forward."
             )
-        self.grad.pack(index, gradient, in_place=in_place)
-        if in_place and self.grad.uses_shared:
-            self.gathered_writes = -1
-            self._has_new_versions = True
 
-    def _hold_gradient(self, index: int, gradient: Tensor) -> None:
-        """Take a gradient that no other rank adds to, cast, out of autograd's hands.
+    def check_pinned(self) -> None:
+        """Check that an offloaded shard is in the memory that it was given.
 
-        It would add up microbatches in the parameter's dtype. [Note: Reduce dtype]
+        Raises:
+            RuntimeError: If it should be pinned and is not, naming a parameter.
         """
-        entry, held = self.entries[index], self._held.get(index)
-        entry.unsharded.grad = None  # type: ignore[union-attr]
-        dense = local_gradient(gradient.to_dense() if gradient.is_sparse else gradient, entry.spec)
-        dtype = self.precision.reduces_in(self.local_shard.dtype)
-        self._held[index] = dense.to(dtype) if held is None else held.add_(dense)
+        self._memory.check_pinned(self.shard.values, self.name)
 
-    def _begin_round(self) -> None:
-        if self.grad.is_in_flight:
-            self.finish_reduction()  # it frees the buffers that this round is going to use
-        if self.grad.is_persistent and not self.grad.is_open:
-            self.grad.move_out_published([each.sharded for each in self.shown_at_rest])
-            if self.host_grad is not None:
-                self.host_grad.reuse_sources()
 
-    def pack_small(self) -> None:
-        """Pack the gradients that wait for others, [Note: Small gradients]."""
-        if self.grad.small.indices:
-            self.grad.pack_small([entry.unsharded for entry in self.entries])
+def _hook_gradient(handle: FlatParamHandle, index: int, unsharded: nn.Parameter) -> None:
+    # Weak: the leaf holds its hooks where the garbage collector cannot see them, and the
+    # handle holds the leaf; one strong reference would leak the unit for ever.
+    handle_ref = weakref.ref(handle)
 
-    def pack_rest(self, *, may_overwrite: bool) -> None:
-        """Pack what is not packed yet: gradients that wait, and those of earlier microbatches."""
-        self.pack_small()
-        if self.grad.num_arrived < len(self.entries):
-            with torch.no_grad():  # those of create_graph have a graph, the buffer has none
-                for index in range(len(self.entries)):
-                    self.pack_gradient(index, may_overwrite=may_overwrite)
+    def arrive(_: Tensor) -> None:
+        handle = handle_ref()
+        if handle is None:
+            return
+        if not (handle.grads.is_direct and handle.grads.pack_further(index)):
+            handle._on_gradient(handle, index)  # type: ignore[misc]
 
-    def issue_reduction(
-        self,
-        streams: Streams | None,
-        scratch: ScratchPool,
-        *,
-        keep_unsharded: bool,
-        is_deferred: bool,
-    ) -> None:
-        """Start reducing the packed gradients, and those kept unsharded by earlier microbatches.
-
-        Args:
-            streams: The side streams of an accelerator.
-            scratch: The tree's.
-            keep_unsharded: Whether the full values are still needed.
-            is_deferred: Whether to put the all-reduce over copies of the shard off.
-        """
-        self.pack_rest(may_overwrite=not keep_unsharded)
-        if not self.grad.is_open:
-            self._begin_round()
-        self.is_unsynced = False
-        if not keep_unsharded and self._gather is not None:
-            self.wait_unshard()  # the backend still writes into what may become scratch
-        may_share = not self.is_kept and not keep_unsharded
-        self.grad.issue(streams, scratch, may_share=may_share, is_deferred=is_deferred)
-        if self.grad.uses_shared:
-            self.gathered_writes = -1
-
-    def drop_gradients(self) -> None:
-        """Forget all gradients that are not published, after an aborted backward."""
-        self.grad.drop()
-        if self.host_grad is not None:
-            self.host_grad.drop()
-        self._held.clear()
-        self.is_unsynced = False
-        for entry in self.entries:
-            if entry.unsharded is not None:
-                entry.unsharded.grad = None
-        self._free_unused()
+    unsharded.register_post_accumulate_grad_hook(arrive)

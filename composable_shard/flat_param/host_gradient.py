@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from composable_shard.comm import HostCopies, alloc_host
+from composable_shard.flat_param.entries import ParamEntry
+from composable_shard.flat_param.storage import zero_gaps
 from composable_shard.tensor import FlatShard
 
 __all__ = ["HostGradient"]
@@ -97,6 +99,42 @@ class HostGradient:
             assert incoming is not None
             incoming.add_(shard)
         return incoming
+
+    def pieces_of(
+        self,
+        at_rest: Sequence[ParamEntry],
+        entries: Sequence[ParamEntry],
+        own: Sequence[Tensor | None] | None,
+    ) -> list[Tensor | None] | None:
+        """Return the gradients of what is shown at rest, complete; None if none came.
+
+        Args:
+            at_rest: The entries, or the flat parameter.
+            entries: The original parameters.
+            own: Their gradients, where none came from a reduction.
+        """
+        is_flat = at_rest is not entries
+        if own is not None:
+            target = self.begin([each.sharded for each in at_rest])
+            if is_flat:
+                target.zero_()
+            for entry, gradient in zip(entries, own, strict=True):
+                if gradient is not None:
+                    self.copy(entry.slice_of(target), gradient)
+        whole = self.collect()
+        if whole is None:
+            return None
+        if is_flat:
+            spec = entries[0].spec
+            zero_gaps(whole, spec.layout, spec.rank)
+        pieces: list[Tensor | None] = []
+        for index, each in enumerate(at_rest):
+            piece = each.slice_of(whole)
+            if whole is not self.memory and each.sharded.grad is None:
+                piece = each.slice_of(self.memory).copy_(piece)
+            is_there = own is None or is_flat or own[index] is not None
+            pieces.append(piece if is_there else None)
+        return pieces
 
     def drop(self) -> None:
         """Forget what came, after an error, once nothing writes to the memory any more."""

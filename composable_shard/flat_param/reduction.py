@@ -124,6 +124,10 @@ class FlatReduction:
         """Take over what users set on another reduction."""
         self.divide_factor, self._hook = other.divide_factor, other._hook
 
+    def set_divide_factor(self, factor: float | None) -> None:
+        """Choose what the sum over all data-parallel ranks is divided by; None: their number."""
+        self.divide_factor = factor
+
     def set_hook(self, hook: CommHook | None, state: object) -> None:
         """Let a hook do what the collectives do from now on, or no more; [Note: Comm hooks]."""
         self._hook = None if hook is None else (hook, state)

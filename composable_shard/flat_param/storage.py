@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from composable_shard.layout import FlatLayout
+
 __all__ = [
     "FlatSlot",
     "Slot",
@@ -21,6 +23,8 @@ __all__ = [
     "slot_key",
     "swap_parameter",
     "take_place",
+    "zero_gaps",
+    "zero_padding",
 ]
 
 
@@ -65,6 +69,24 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     """Set version counters back, where the content is again what it was at that version."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def zero_gaps(shard: Tensor, layout: FlatLayout, rank: int) -> None:
+    """Set what lies between the parameters in a shard to zero: it counts in norms.
+
+    Args:
+        shard: Shape `(layout.shard_numel,)`.
+        layout: The flat parameter's.
+        rank: Whose shard it is.
+    """
+    for gap in shard.split_with_sizes(layout.piece_numels(rank))[::2]:
+        gap.zero_()
+
+
+def zero_padding(full: Tensor, layout: FlatLayout) -> None:
+    """Set what lies between the parameters of shape `(layout.padded_numel,)` to zero."""
+    for start, end in layout.padding_ranges():
+        full[start:end].zero_()
 
 
 class _Container(Protocol):

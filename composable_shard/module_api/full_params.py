@@ -110,11 +110,8 @@ def writeback(module: nn.Module, *, recurse: bool = False, with_grads: bool = Fa
         _check_can_write_back(state, with_grads)
     with torch.no_grad():
         for handle in dict.fromkeys(h for state in states for h in state.needed):
-            handle.wait_unshard()
-            handle.write_unsharded()
-            handle.guard.num_writes += 1
-            handle.written_back = handle.guard.num_writes
-            handle.forget_edits()
+            handle.full.write_back()
+            handle.full.params.forget_edits(handle.shown.flat)
             if with_grads:
                 write_unsharded_gradients(handle)
 
@@ -132,16 +129,15 @@ def _check_can_write_back(state: ShardState, with_grads: bool) -> None:
         )
     check_is_idle(state.context, "writeback can't run")
     for handle in state.needed:
-        handle.check_registered()
-        handle.check_not_repointed()
-        known = (handle.gathered_writes, handle.written_back)
-        if not handle.is_whole and handle.guard.num_writes not in known:
+        handle.shown.check_registered()
+        handle.full.params.check_not_repointed()
+        if not handle.full.can_write_back:
             raise RuntimeError(
                 f"parameters of unit '{state.name}' were written in their sharded form, as by "
                 "optimizer.step(), after unshard(module): writeback would overwrite that. Call "
                 "reshard(module) and unshard(module) before editing."
             )
-        if with_grads and handle.is_unsynced:
+        if with_grads and handle.grads.is_unsynced:
             raise RuntimeError(
                 f"the full gradients of unit '{state.name}' are those that no_sync keeps until "
                 "they are reduced. Run a backward that reduces them before writeback."
@@ -172,10 +168,10 @@ def register_flat_param(module: nn.Module, *, recurse: bool = True) -> None:
         check_can_show_flat(handle)
     for state in states:
         for handle in state.handles:
-            if handle.is_in_scope:
+            if handle.shown.is_in_scope:
                 full = state.full_params.get(handle)
                 flat = make_flat_entry(handle).sharded if full is None else full.flat_param()
-                handle.show_in_scope(None, flat)
+                handle.shown.show_in_scope(None, flat)
             else:
                 show_flat(handle)
 
@@ -202,10 +198,10 @@ def register_orig_params(module: nn.Module, *, recurse: bool = True) -> None:
             check_can_show_originals(handle)
     for state in states:
         for handle in state.handles:
-            if handle.is_in_scope:
+            if handle.shown.is_in_scope:
                 full = state.full_params.get(handle)
                 sharded = [entry.sharded for entry in handle.entries]
-                handle.show_in_scope(sharded if full is None else full.params, None)
+                handle.shown.show_in_scope(sharded if full is None else full.params, None)
             else:
                 show_originals(handle)
 
@@ -217,4 +213,4 @@ def _check_can_toggle(states: list[ShardState], module: nn.Module) -> None:
     for state in states:
         for handle in state.handles:
             handle.adopt_changes()
-            handle.check_registered()
+            handle.shown.check_registered()

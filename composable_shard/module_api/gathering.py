@@ -132,7 +132,7 @@ def _unshard(state: ShardState) -> None:
     if state.is_held or state.context is None:
         return
     for handle in state.needed:
-        handle.check_registered()
+        handle.shown.check_registered()
     for handle in state.needed:
         handle.unshard(state.context.streams)
     state.hold()
@@ -141,11 +141,11 @@ def _unshard(state: ShardState) -> None:
 def _show_unsharded(state: ShardState) -> None:
     """Wait for `_unshard` and register the full parameters."""
     for handle in state.needed:
-        if state.context is not None and not handle.is_registered_unsharded:
+        if state.context is not None and not handle.shown.is_unsharded:
             # Again, if shards were written meanwhile: what was sent may be half of each.
             handle.unshard(state.context.streams)
-        handle.wait_unshard()
-        handle.register_unsharded()
+        handle.full.wait()
+        handle.shown.show_unsharded()
 
 
 def _reshard(state: ShardState) -> None:

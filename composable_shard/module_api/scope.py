@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from composable_shard.comm import Ranks, ShardGroup, Waitable
 from composable_shard.flat_param import (
     FlatParamHandle,
-    FullParams,
+    ScopeParams,
     check_requires_grad,
     gradient_shard,
     has_gradients,
@@ -49,7 +49,7 @@ class Scope:
         self.states = states
         self.handles = list(dict.fromkeys(h for state in states for h in state.needed))
         self.contexts = list(dict.fromkeys(s.context for s in states if s.context is not None))
-        self.full: dict[FlatParamHandle, FullParams] = {}
+        self.full: dict[FlatParamHandle, ScopeParams] = {}
         self.has_gradient: dict[FlatParamHandle, list[bool]] = {}
 
     # Open
@@ -65,7 +65,7 @@ class Scope:
                     "and edit its parameters in that scope, or close it first."
                 )
         for handle in self.handles:
-            handle.check_registered()
+            handle.shown.check_registered()
         if self.options.offload_to_cpu and not self.options.rank0_only:
             self._warn_of_host_memory()
         with torch.inference_mode(False), torch.no_grad():
@@ -138,11 +138,13 @@ class Scope:
 
     def _start(self, handle: FlatParamHandle) -> tuple[Tensor | None, Waitable | None]:
         output = self._new_buffer(handle)
-        if handle.is_sharded and handle.is_current and not handle.is_cast:
-            handle.copy_unsharded(output)
+        if handle.is_sharded and handle.full.is_current and not handle.full.is_cast:
+            handle.full.wait()
+            if output is not None:
+                output.copy_(handle.full.buffer)
             return output, None
         to_first = self.options.rank0_only
-        return output, handle.gather_into(output, handle.local_shard, to_first=to_first)
+        return output, handle.shard.gather_into(output, handle.local_shard, to_first=to_first)
 
     def _finish(
         self, handle: FlatParamHandle, output: Tensor | None, work: Waitable | None
@@ -150,14 +152,14 @@ class Scope:
         if work is not None:
             work.wait()
         if output is not None:
-            self.full[handle] = FullParams(handle.entries, handle.layout, self._to_host(output))
+            self.full[handle] = ScopeParams(handle.entries, handle.layout, self._to_host(output))
 
     def _gather_gradients(self, handle: FlatParamHandle) -> None:
         if not any(self.has_gradient.get(handle, ())):
             return
         output = self._new_buffer(handle)
         shard = gradient_shard(handle)
-        work = handle.gather_into(output, shard, to_first=self.options.rank0_only)
+        work = handle.shard.gather_into(output, shard, to_first=self.options.rank0_only)
         if work is not None:
             work.wait()
         if output is not None:
@@ -165,7 +167,7 @@ class Scope:
 
     def _new_buffer(self, handle: FlatParamHandle) -> Tensor | None:
         """Return a buffer for full values on the device, None on a rank that gets none."""
-        return handle.new_full() if self._shows_full(handle) else None
+        return handle.shard.new_full() if self._shows_full(handle) else None
 
     def _shows_full(self, handle: FlatParamHandle) -> bool:
         return not self.options.rank0_only or handle.shard_group.is_first
@@ -181,7 +183,7 @@ class Scope:
             state.enter_scope({h: self.full[h] for h in state.needed if h in self.full})
         for handle in self.handles:
             full = self.full.get(handle)
-            handle.enter_scope(None if full is None else full.params)
+            handle.shown.enter_scope(None if full is None else full.params)
 
     # Close
 
@@ -212,22 +214,24 @@ class Scope:
 
     def _refresh_held(self) -> None:
         """Gather anew what `unshard` holds: modules show it again."""
-        held = [handle for handle in self.handles if handle.num_holders > 0]
+        held = [handle for handle in self.handles if handle.full.num_claims > 0]
         try:
             for handle in held:
-                handle.forget_edits()  # made before the scope, and written back with its own
+                handle.full.params.forget_edits(
+                    handle.shown.flat
+                )  # made before the scope, and written back with its own
                 handle.unshard(self.contexts[0].streams)
-                handle.wait_unshard()
+                handle.full.wait()
         except BaseException:
             # What could not be gathered has no memory, and must not be shown.
             for handle in held:
-                handle.register_sharded()
+                handle.shown.show_sharded()
             raise
 
     def _find_problem(self) -> Exception | None:
         try:
             for handle in self.handles:
-                handle.check_scope()
+                handle.shown.check_scope()
                 check_requires_grad(handle)
             for full in self.full.values() if self.options.writeback else ():
                 full.collect()
@@ -277,9 +281,9 @@ class Scope:
         for handle in self.handles:
             full = self.full.get(handle)
             # Before: a scatter that fails may have written.
-            handle.guard.num_writes += 1
+            handle.guard.count_write()
             values = None if full is None else self._to_send(full.buffer, handle)
-            handle.write_slice(handle.local_shard, values, from_first=self.options.rank0_only)
+            handle.shard.write_slice(handle.local_shard, values, from_first=self.options.rank0_only)
             del values
             if any(self.has_gradient.get(handle, ())):
                 self._write_gradients(handle, dropped[handle])
@@ -290,12 +294,12 @@ class Scope:
         grads = None if full is None else full.grad_buffer
         grads = None if grads is None else self._to_send(grads, handle)
         shard = gradient_shard(handle)
-        handle.write_slice(shard, grads, from_first=self.options.rank0_only)
+        handle.shard.write_slice(shard, grads, from_first=self.options.rank0_only)
         set_gradients(handle, shard, dropped)
 
     def _to_send(self, values: Tensor, handle: FlatParamHandle) -> Tensor:
         # Only a scatter needs all of them where the shards are; else a slice is copied.
-        return values.to(handle.device) if self.options.rank0_only else values
+        return values.to(handle.shard.device) if self.options.rank0_only else values
 
     def _warn_of_edits(self, why: str) -> None:
         names = [name for full in self.full.values() for name in full.edited()]
@@ -320,7 +324,7 @@ class Scope:
             for state in self.states:
                 stack.callback(state.leave_scope)
             for handle in self.handles:
-                stack.callback(handle.leave_scope)
+                stack.callback(handle.shown.leave_scope)
                 stack.callback(keep_requires_grad, handle)
 
 

@@ -77,7 +77,7 @@ def set_gradient_divide_factor(
         raise ValueError(f"expected a positive, finite gradient divide factor, got {factor}")
     for state in select_states(module, recurse):
         for handle in state.handles:
-            handle.grad.reduction.divide_factor = factor
+            handle.grads.reduction.set_divide_factor(factor)
 
 
 def set_reshard_after_forward(
@@ -119,7 +119,7 @@ def set_reshard_after_backward(module: nn.Module, flag: bool, *, recurse: bool =
     """
     for state in select_states(module, recurse):
         for handle in state.handles:
-            handle.reshards_after_backward = flag
+            handle.set_reshard_after_backward(flag)
 
 
 def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
@@ -197,7 +197,7 @@ def register_comm_hook(
     states = select_states(module, recurse)
     for context in {each.context for each in states if each.context is not None}:
         check_is_idle(context, "a comm hook can't be registered or taken away")
-    reductions = [(each, handle.grad.reduction) for each in states for handle in each.handles]
+    reductions = [(each, handle.grads.reduction) for each in states for handle in each.handles]
     for each, reduction in reductions if hook is not None else ():
         if reduction.hook_name is not None:
             raise RuntimeError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import FlatParamHandle
+from composable_shard.flat_param import FlatParamHandle, Shown
 from composable_shard.runtime.backward_pass import (
     BackwardPass,
     begin_backward,
@@ -64,7 +64,7 @@ class OutputReached:
             is_safe = is_safe and context.is_only_one_armed()
             state.buckets.reach(self._start if is_safe else None)
         # The owner of borrowed ones may have ended since, and freed them.
-        has_borrowed = all([handle.is_registered_unsharded for handle in state.borrowed])
+        has_borrowed = all([handle.shown.is_unsharded for handle in state.borrowed])
         if state.training_state is TrainingState.PRE_BACKWARD and has_borrowed:
             return
         if _count_writes(state) != self._num_writes:
@@ -85,15 +85,15 @@ def _unshard(backward: BackwardPass, state: ShardState) -> None:
     state.transition(TrainingState.PRE_BACKWARD)
     for handle in state.needed:
         if handle.guard.has_new_attributes:
-            handle.adopt_hooks()
+            handle.shown.adopt_hooks()
         # Once registered it holds what is needed, though on some ranks a gradient may have taken
         # the place of a value meanwhile: all ranks must decide alike.
-        if not handle.is_registered_unsharded:
+        if handle.shown.state is Shown.SHARDED:
             handle.unshard(context.streams)
     gather_ahead_in_backward(context, state, backward.prefetched, backward.following)
     for handle in state.needed:
-        handle.wait_unshard()
-        handle.register_unsharded()
+        handle.full.wait()
+        handle.shown.show_unsharded()
     if trace.logs:
         trace.record("compute_backward", state.name)
 
@@ -121,8 +121,8 @@ def recompute(state: ShardState) -> None:
     for handle in state.needed:
         handle.unshard(context.streams)
     for handle in state.needed:
-        handle.wait_unshard()
-        handle.register_unsharded()
+        handle.full.wait()
+        handle.shown.show_unsharded()
 
 
 def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, index: int) -> None:
@@ -139,14 +139,14 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
         return  # [Note: Buckets]: a late gradient stays where it is
     if backward.early is not None:
         backward.early.note_accumulated(handle, index)
-    if handle.grad.packs_always or handle in backward.reducing:
+    if handle.grads.packs_always or handle in backward.reducing:
         counts_each = state.buckets is not None or position == -1 or handle.has_early_hooks
         _pack(backward, state, handle, index, counts_each=counts_each)
     if state.buckets is not None:
         _end_full_buckets(backward, state, handle, index)
     elif position == -1:
         backward.counted.add(handle)
-        if handle.grad.awaited.count(index):
+        if handle.grads.awaited.count(index):
             _end_unannounced(backward, state, handle)
 
 
@@ -170,14 +170,13 @@ def _pack(
     *,
     counts_each: bool,
 ) -> None:
-    """Move a gradient into the reduce buffer, at once unless it may wait for others."""
+    """Move a gradient into the reduce buffer; those to come go there directly if they may."""
     if torch.is_grad_enabled():
         # create_graph: the packed copy must not become part of the graph.
         with torch.no_grad():
-            handle.pack_gradient(index, may_overwrite=False)
+            handle.grads.pack(index, may_overwrite=False)
         return
-    handle.pack_small()
-    if not handle.grad.pack_further(index, handle.entries[index].unsharded):
+    if not handle.grads.pack_further(index):
         # A value that gave way to a gradient, on some ranks only, would be gathered for a
         # recomputation by these ranks alone.
         may_overwrite = (
@@ -185,9 +184,9 @@ def _pack(
             and _is_outermost(backward)
             and (state in backward.recomputed or not state.is_checkpointed)
         )
-        handle.pack_gradient(index, may_overwrite=may_overwrite)
-    if handle.grad.may_wait and not counts_each:
-        handle.grad.small.open(handle.grad.arrived)
+        handle.grads.pack(index, may_overwrite=may_overwrite)
+    if not counts_each:
+        handle.grads.take_directly(True)
 
 
 def _is_outermost(backward: BackwardPass) -> bool:
@@ -229,7 +228,7 @@ def _end_full_buckets(
     for bucket in buckets.take_full([item[2] for item in first]):
         buckets.note_issued(bucket)
         # Packed in place, its values are gone; else the unit may need them until its end.
-        is_packed_in_place = bucket.grad.uses_shared
+        is_packed_in_place = bucket.grads.is_in_place
         backward.issue(state, bucket, keeps=not is_packed_in_place)
         if is_packed_in_place:
             release_after_backward(backward.context, bucket)
@@ -242,7 +241,7 @@ def _check_not_in_scope(state: ShardState) -> None:
         RuntimeError: Inside `unshard_params`.
     """
     for handle in state.needed:
-        if handle.is_in_scope:
+        if handle.shown.is_in_scope:
             raise RuntimeError(
                 f"a backward reached unit '{state.name}' inside unshard_params. Call backward() "
                 "before the scope opens or after it has closed."

@@ -27,7 +27,7 @@ import torch
 from torch.autograd import Variable
 
 from composable_shard.comm import FlagReduction, ShardGroup, trace
-from composable_shard.flat_param import FlatParamHandle
+from composable_shard.flat_param import FlatParamHandle, FullState, Shown
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.early_gradients import EarlyGradients
 from composable_shard.runtime.prefetch import release_handle
@@ -90,7 +90,7 @@ class BackwardPass:
         states = context.live_states()
         for state in states:
             for handle in state.handles:
-                handle.guard.is_in_backward = True
+                handle.guard.set_in_backward(True)
                 if state.reduces(handle):
                     self.reducing.add(handle)
                 if handle.has_early_hooks and self.early is None:
@@ -187,9 +187,7 @@ class BackwardPass:
             if self.accumulates and not (self.early and self.early.is_final(handle)):
                 self.issue(state, handle, keeps=self._keeps_values(handle))
         elif handle.requires_grad and self.accumulates:
-            handle.pack_small()
-            handle.grad.small.close()
-            handle.is_unsynced = True
+            handle.grads.postpone()
         release_after_backward(self.context, handle)
         if state.training_state is TrainingState.PRE_BACKWARD:
             state.transition(TrainingState.POST_BACKWARD)
@@ -201,13 +199,13 @@ class BackwardPass:
             early.collect(is_ending=self._is_ending)
         if not handle.has_early_hooks or early.is_final(handle):
             return
-        handle.pack_rest(may_overwrite=not self._keeps_values(handle))
+        handle.grads.pack_rest(may_overwrite=not self._keeps_values(handle))
         is_due = state.is_last_backward and not state.defers_all_reduce(handle)
         if is_due and not self._is_ending:
             may_change = (
                 state.ref in self.context.may_recompute
                 or self.context.keeps_unsharded
-                or handle.num_holders > 0
+                or handle.full.num_claims > 0
                 or torch._C._current_graph_task_id() != self.graph_task_id
             )
             early.start(handle, accumulates=self.accumulates, may_change=may_change)
@@ -224,7 +222,7 @@ class BackwardPass:
         """
         # One reduction in flight: ending the last one here bounds the buffers to two units.
         self._advance_in_flight()
-        handle.issue_reduction(
+        handle.grads.issue(
             self.context.streams,
             self.context.scratch,
             keep_unsharded=keeps,
@@ -243,13 +241,13 @@ class BackwardPass:
 
     def _keeps_values(self, handle: FlatParamHandle) -> bool:
         """Return whether the full values are still wanted when the handle's unit is over."""
-        keeps = self.context.keeps_unsharded or handle.num_holders > 0
+        keeps = self.context.keeps_unsharded or handle.full.num_claims > 0
         return keeps or not handle.reshards_after_backward
 
     def _advance_in_flight(self) -> None:
         """Wait until the reduction in flight, if any, needs its buffers no more."""
         while self._in_flight:
-            self._in_flight.pop(0).advance_reduction()
+            self._in_flight.pop(0).grads.advance()
 
     # The backward ends
 
@@ -282,7 +280,7 @@ class BackwardPass:
         published = self._publish(handles, flags)
         self.context.backward, self.context.spans_calls = None, self._reaches_earlier_call
         for handle in self.counted:
-            handle.grad.awaited.reset()
+            handle.grads.awaited.reset()
         _return_to_idle(self.context)
         # Last of all: a user's hook may raise, or step an optimizer.
         self._run_last_hooks(published)
@@ -295,7 +293,7 @@ class BackwardPass:
             if handle.requires_grad and handle in self.reducing and not state.has_issued(handle)
         ]
         for handle in still_open + unsynced:
-            handle.pack_rest(may_overwrite=not self._keeps_values(handle))
+            handle.grads.pack_rest(may_overwrite=not self._keeps_values(handle))
         handles = list(dict.fromkeys([*self._reduced, *still_open, *unsynced]))
         if self.early is None:
             return handles
@@ -317,8 +315,11 @@ class BackwardPass:
             and handle not in self._reduced
             and handle in self.reducing
             and (
-                handle.is_unsynced
-                or (handle.grad.is_partial and not state.defers_all_reduce(handle))
+                handle.grads.is_unsynced
+                or (
+                    handle.grads.reduction.partial is not None
+                    and not state.defers_all_reduce(handle)
+                )
             )
         ]
 
@@ -334,25 +335,25 @@ class BackwardPass:
         """Wait for everything that is in flight; give the parameters their gradients."""
         self._advance_in_flight()
         for handle in handles:
-            handle.finish_reduction()
+            handle.grads.finish()
         # Last, for it costs no time then; but before anything is published, for it may fail.
         for other in self.context.flag_reductions:
             other.finish()
         if not self.accumulates:
             return []
         for handle, used in zip(handles, flags.finish(), strict=True):
-            handle.publish_gradients(list(map(bool, used)))
+            handle.grads.publish(list(map(bool, used)))
         self.context.forget_graphs()
         return handles
 
     def _run_hooks(self, handle: FlatParamHandle) -> None:
         """Run the hooks of a handle's parameters, unless one has failed in this backward."""
-        if self._hook_error is not None or handle.grad.is_partial:
+        if self._hook_error is not None or handle.grads.reduction.partial is not None:
             return
         if trace.logs:
             trace.record("gradient_hooks", handle.name)
         try:
-            handle.run_gradient_hooks()
+            handle.shown.run_gradient_hooks()
         except BaseException as error:
             # Raised at the end: the other ranks count on this one's collectives.
             self._hook_error = error
@@ -414,9 +415,9 @@ def _note_abort(
     context.backward, context.has_aborted = None, True
     for state in context.live_states():
         for handle in state.handles:
-            handle.grad.small.close()
+            handle.grads.take_directly(False)
             if state.depth == 0 and not state.is_held:
-                handle.register_sharded()
+                handle.shown.show_sharded()
 
 
 def drop_aborted(context: TreeContext) -> None:
@@ -432,7 +433,7 @@ def drop_aborted(context: TreeContext) -> None:
     context.forget_graphs()
     for state in context.live_states():
         for handle in state.handles:
-            handle.drop_gradients()
+            handle.grads.drop()
     _return_to_idle(context)
 
 
@@ -445,13 +446,13 @@ def _catch_up(context: TreeContext, state: ShardState) -> None:
     with suppress(Exception):
         for handle in buckets:
             if not state.has_issued(handle):
-                handle.issue_reduction(
+                handle.grads.issue(
                     context.streams,
                     context.scratch,
                     keep_unsharded=True,
                     is_deferred=state.defers_all_reduce(handle),
                 )
-            handle.advance_reduction()
+            handle.grads.advance()
 
 
 def _return_to_idle(context: TreeContext) -> None:
@@ -466,8 +467,9 @@ def _return_to_idle(context: TreeContext) -> None:
         if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
         for handle in state.handles:
-            handle.guard.is_in_backward = False
-            if handle.is_registered_unsharded or handle.is_unsharded or handle.is_small:
+            handle.guard.set_in_backward(False)
+            is_freed = handle.full.state is FullState.FREED
+            if handle.shown.state is not Shown.SHARDED or not is_freed:
                 release_after_backward(context, handle)
 
 
@@ -475,17 +477,18 @@ def release_after_backward(context: TreeContext, handle: FlatParamHandle) -> Non
     """Show the sharded parameters, and free the full ones unless the policy keeps them."""
     if handle.reshards_after_backward:
         release_handle(context, handle)
-    elif handle.num_holders == 0:
-        handle.register_sharded()
+    elif handle.full.num_claims == 0:
+        handle.shown.show_sharded()
         # One that was issued ahead, for a unit that this backward did not run, may never be used.
         # An error is not ours to raise here, as in `reshard`.
         with suppress(RuntimeError):
-            handle.wait_unshard()
+            handle.full.wait()
 
 
 def _use_flags(handle: FlatParamHandle, is_bucket: bool) -> list[int]:
-    is_late = is_bucket and any(param.grad is not None for param in handle.unsharded_params)
-    return [LATE if used and is_late else int(used) for used in handle.grad.used]
+    params = [entry.unsharded for entry in handle.entries] if is_bucket else []
+    is_late = any(param is not None and param.grad is not None for param in params)
+    return [LATE if used and is_late else int(used) for used in handle.grads.used]
 
 
 def _find_late(

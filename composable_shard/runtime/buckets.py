@@ -77,7 +77,7 @@ class Buckets:
 
     def fills(self, handle: FlatParamHandle, index: int) -> bool:
         """Count the gradient of parameter `index` of a bucket; return whether that made it full."""
-        if not handle.grad.awaited.count(index):
+        if not handle.grads.awaited.count(index):
             return False
         self._full.add(handle)
         return True
@@ -109,7 +109,7 @@ class Buckets:
         was_issued = handle in self._issued
         self._issued.discard(handle)
         self._full.discard(handle)
-        handle.grad.awaited.reset()
+        handle.grads.awaited.reset()
         return was_issued
 
     def note_late(self) -> None:

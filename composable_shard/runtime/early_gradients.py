@@ -76,12 +76,14 @@ class EarlyGradients:
             accumulates: Whether this rank accumulates gradients in this backward.
             may_change: Whether no gradient of it can be called final.
         """
-        if may_change or (handle.is_kept and not handle.is_cast and handle.has_hidden_alias):
+        if may_change or (
+            handle.is_kept and not handle.full.is_cast and handle.full.params.has_hidden_alias
+        ):
             statuses = [_MAY_CHANGE] * len(handle.entries)
         else:
             statuses = [
                 _MAY_CHANGE if self._is_to_come(handle, index) else int(is_used)
-                for index, is_used in enumerate(handle.grad.used)
+                for index, is_used in enumerate(handle.grads.used)
             ]
         values = [(handle.shard_group, [int(accumulates), *statuses])]
         flags = FlagReduction(values, highest=_MAY_CHANGE)
@@ -122,7 +124,7 @@ class EarlyGradients:
             has_second_stage = group.size > 1 and bool(group.replicate_groups)
             if has_second_stage and self._ages[handle] == 1 and not is_ending:
                 continue
-            handle.finish_reduction()
+            handle.grads.finish()
             _, *statuses = flags.finish()[0]
             del self.pending[handle]
             self._in_flight.remove(flags)
@@ -133,9 +135,9 @@ class EarlyGradients:
         """Publish the gradients that are ready; yield each handle when its hooks are to run."""
         ready, self.ready = self.ready, []
         for handle, used in ready:
-            handle.publish_gradients(used)
+            handle.grads.publish(used)
             # It may be written from here on: this backward does not need it any more.
-            handle.guard.is_in_backward = False
+            handle.guard.set_in_backward(False)
             self._delivered[handle] = handle.guard.num_writes
             yield handle
 

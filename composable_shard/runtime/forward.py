@@ -126,7 +126,7 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
     _refresh(state)
     _check_forward_in_scope(state)
     for handle in needed:
-        handle.check_registered()
+        handle.shown.check_registered()
     chosen = state.forward_prefetch
     leader = call.leader()
     upcoming = () if leader is None else leader.forward_order.advance(state.ref)
@@ -137,15 +137,15 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
         # Before anything is gathered: after an error `_leave_pass` frees it.
         state.is_in_pass = True
         for handle in needed:
-            handle.num_holders += 1
+            handle.full.claim()
     for handle in needed:
         handle.unshard(context.streams)
     if ahead:
         gather_ahead(context, call.prefetched, ahead, are_chosen=chosen is not None)
     for handle in needed:
-        handle.wait_unshard()
+        handle.full.wait()
     for handle in needed:
-        handle.register_unsharded()
+        handle.shown.show_unsharded()
 
 
 def _refresh(state: ShardState) -> None:
@@ -164,9 +164,10 @@ def _check_forward_in_scope(state: ShardState) -> None:
         RuntimeError: If it records a graph, or this rank has no full values.
     """
     for handle in state.needed:
-        if not handle.is_in_scope:
+        scope = handle.shown.scope
+        if scope is None:
             continue
-        if not handle.has_scope_values:
+        if not scope.has_values:
             raise RuntimeError(
                 f"unit '{state.name}' can't run inside unshard_params(rank0_only=True) on this "
                 "rank, which has no full parameters. Run the model on the first rank only, or pass "
@@ -177,7 +178,7 @@ def _check_forward_in_scope(state: ShardState) -> None:
                 f"a training forward of unit '{state.name}' inside unshard_params: gradients would "
                 "not be reduced. Run it under torch.no_grad(), or train outside the scope."
             )
-        handle.show_scope_params()
+        handle.shown.show_scope_params()
 
 
 # After a forward
@@ -215,7 +216,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
 
 
 def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, bool]:
-    extents = [extent for handle in state.needed if (extent := handle.unsharded_extent)]
+    extents = [extent for handle in state.needed if (extent := handle.full.extent())]
     tensors = _tensors(output)
     if extents and any([_is_within(extents, tensor) for tensor in tensors]):
         output = map_tensors(output, partial(_copy_alias, extents))
@@ -300,11 +301,11 @@ def _leave_pass(
         return
     state.is_in_pass = False
     for handle in state.needed:
-        handle.num_holders -= 1
-        if handle.num_holders == 0:
+        handle.full.release_claim()
+        if handle.full.num_claims == 0:
             handle.warn_of_edits("in forward")
-        if keeps and handle.num_holders == 0:
-            handle.register_sharded()
+        if keeps and handle.full.num_claims == 0:
+            handle.shown.show_sharded()
         else:
             release_handle(context, handle, is_backward_next=is_armed)
 

@@ -125,7 +125,7 @@ def _fix_owners(contexts: list[TreeContext]) -> None:
         # The ranks compare everything soon; a rank that has another plan meets them there.
         settle_owners(handles, always_compare=False)
         for handle in handles:
-            handle.has_fixed_owners = True
+            handle.fix_owners()
 
 
 def _outermost(contexts: list[TreeContext], module: nn.Module) -> list[nn.Module]:
@@ -142,13 +142,13 @@ def _check_trees(contexts: list[TreeContext], module: nn.Module) -> None:
             for handle in state.handles:
                 handle.check_materialized()
                 handle.check_pinned()
-                handle.check_registered()
+                handle.shown.check_registered()
     for context in contexts:
         _check_agreement(context.live_states())
         # Ranks that initialised copies of a shard differently would train different models.
         for state in context.live_states():
             for handle in state.handles:
-                handle.copy_to_replicas()
+                handle.shard.copy_to_replicas()
     _warn_unmanaged(_outermost(contexts, module), states)
     for context in contexts:
         context.has_agreed = True
@@ -182,7 +182,10 @@ def _warn_unmanaged(modules: list[nn.Module], states: list[ShardState]) -> None:
     entries = [entry for state in states for handle in state.handles for entry in handle.entries]
     managed = {id(param) for entry in entries for param in (entry.sharded, entry.unsharded)}
     managed |= {
-        id(handle.flat.sharded) for state in states for handle in state.handles if handle.flat
+        id(handle.shown.flat.sharded)
+        for state in states
+        for handle in state.handles
+        if handle.shown.flat
     }
     names = {
         id(param): name
@@ -228,7 +231,7 @@ def _check_agreement(states: list[ShardState]) -> None:
             mesh.handles.append(handle)
             mesh.lines.extend(handle.describe_entries(state.describe_options()))
     for mesh in meshes.values():
-        has_hooks = [handle.has_gradient_hooks for handle in mesh.handles]
+        has_hooks = [handle.shown.has_gradient_hooks for handle in mesh.handles]
         if _compare_lines(mesh.ranks, mesh.lines, any(has_hooks)):
             flags = FlagReduction(
                 [
@@ -238,7 +241,7 @@ def _check_agreement(states: list[ShardState]) -> None:
                 highest=1,
             )
             for handle, (flag,) in zip(mesh.handles, flags.finish(), strict=True):
-                handle.has_early_hooks = bool(flag)
+                handle.set_early_hooks(bool(flag))
 
 
 @dataclass
@@ -374,7 +377,7 @@ def _plan(pool: _Pool) -> tuple[dict[FlatParamHandle, list[int]], list[int]]:
 
 def _is_movable(handle: FlatParamHandle) -> bool:
     return not handle.has_fixed_owners and all(
-        shown.sharded.grad is None for shown in handle.shown_at_rest
+        shown.sharded.grad is None for shown in handle.shown.at_rest
     )
 
 

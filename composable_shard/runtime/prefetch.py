@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
 from composable_shard.comm import ShardGroup, SmallGroup
-from composable_shard.flat_param import FlatParamHandle
+from composable_shard.flat_param import FlatParamHandle, Shown
 from composable_shard.options import ReshardAfterForward
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 
@@ -39,7 +39,7 @@ def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
         return
     state.reshard_after_forward = value
     for handle in state.handles:
-        handle.small_group = find_small_group(handle.shard_group, value)
+        handle.full.set_small_group(find_small_group(handle.shard_group, value))
 
 
 def find_small_group(shard_group: ShardGroup, value: ReshardAfterForward) -> SmallGroup | None:
@@ -73,7 +73,7 @@ def choose_ahead(
         if target is None or target is state or (not targets and target in prefetched):
             break
         for handle in target.needed:
-            nbytes += handle.unsharded.nbytes
+            nbytes += handle.full.nbytes
         if targets and nbytes > state.options.prefetch_nbytes:
             break
         targets.append(target)
@@ -99,7 +99,7 @@ def gather_ahead(
         # Before its gathers: should one fail, the others are freed.
         prefetched[target] = are_chosen or prefetched.get(target, False)
         for handle in target.needed:
-            if handle.is_attached and not handle.is_registered_unsharded:
+            if handle.is_attached and handle.shown.state is Shown.SHARDED:
                 handle.unshard(context.streams)
 
 
@@ -149,16 +149,16 @@ def drop_prefetched(
             continue
         for handle in unused.needed:
             # Another unit may compute with it, of which this one borrows.
-            is_used = handle.num_holders > 0 or handle.is_registered_unsharded
+            is_used = handle.full.num_claims > 0 or handle.shown.is_unsharded
             if is_used:
                 continue
             if unused.reshard_after_forward is not False:
-                handle.reshard()
+                handle.full.free()
             else:
                 # The values stay, but nothing stays in flight. As in `reshard`, nobody wants an
                 # error of it.
                 with suppress(RuntimeError):
-                    handle.wait_unshard()
+                    handle.full.wait()
 
 
 def release_handle(
@@ -171,12 +171,12 @@ def release_handle(
         handle: What to release.
         is_backward_next: Keep what the policy keeps for a backward.
     """
-    if handle.num_holders > 0:
+    if handle.full.num_claims > 0:
         return
-    handle.register_sharded()
+    handle.shown.show_sharded()
     if context.keeps_unsharded:
         return
-    if is_backward_next and handle.small_group is not None:
-        handle.reshard_to_small_group()
+    if is_backward_next and handle.full.small_group is not None:
+        handle.full.free(keeps_part=True)
     else:
-        handle.reshard()
+        handle.full.free()

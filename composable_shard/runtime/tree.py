@@ -207,7 +207,7 @@ def rename(module: nn.Module) -> None:
             label = labels.get((id(child._parameters), key))
             if label is not None and id(label) not in renamed:
                 renamed.add(id(label))
-                label.fqn = f"{prefix}.{key}".lstrip(".")
+                label.rename(f"{prefix}.{key}".lstrip("."))
     named: set[ShardState] = set()
     for name, child in module.named_modules():
         state = read_state(child)
@@ -216,7 +216,7 @@ def rename(module: nn.Module) -> None:
         named.add(state)
         state.name = name or type(child).__name__
         for handle in state.handles:
-            handle.name = state.name
-            handle.grad.name = state.name
-            if handle.flat is not None:
-                handle.flat.label.fqn = f"{name}.{handle.flat_slot.name}".lstrip(".")
+            handle.rename(state.name)
+            if handle.shown.flat is not None:
+                flat_name = f"{name}.{handle.shown.flat_slot.name}"
+                handle.shown.flat.label.rename(flat_name.lstrip("."))

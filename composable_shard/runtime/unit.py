@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from composable_shard.comm import FlagReduction, make_streams
-from composable_shard.flat_param import FlatParamHandle, FullParams, ScratchPool
+from composable_shard.flat_param import FlatParamHandle, ScopeParams, ScratchPool
 from composable_shard.options import UnitOptions
 from composable_shard.runtime.buckets import Buckets
 from composable_shard.runtime.buffers import BufferBroadcast
@@ -172,7 +172,7 @@ class ShardState:
         self.backward_prefetch: tuple[StateRef, ...] | None = None
         self.is_held = False
         self.is_in_pass = False
-        self.full_params: dict[FlatParamHandle, FullParams] = {}
+        self.full_params: dict[FlatParamHandle, ScopeParams] = {}
         self.depth = 0
         self.last_call = -1
         self.call_number = -1
@@ -193,7 +193,7 @@ class ShardState:
 
         A buffer that holds them unsharded anyway is reduced once, when nothing is put off.
         """
-        if not handle.grad.is_persistent:
+        if not handle.grads.is_persistent:
             return self.requires_gradient_sync
         return self.reduces_fully
 
@@ -209,7 +209,7 @@ class ShardState:
     @property
     def is_in_scope(self) -> bool:
         """Whether `unshard_params` shows any of its handles, perhaps for a unit it borrows from."""
-        return any([handle.is_in_scope for handle in self.needed])
+        return any([handle.shown.is_in_scope for handle in self.needed])
 
     def set_gradient_sync(
         self,
@@ -237,7 +237,7 @@ class ShardState:
     def hold(self) -> None:
         """Claim the full parameters until `let_go`, for `unshard`."""
         for handle in self.needed:
-            handle.num_holders += 1
+            handle.full.claim()
         self.is_held = True
 
     def let_go(self) -> None:
@@ -246,11 +246,11 @@ class ShardState:
             return
         self.is_held = False
         for handle in self.needed:
-            handle.num_holders -= 1
-            if handle.num_holders == 0:
+            handle.full.release_claim()
+            if handle.full.num_claims == 0:
                 handle.warn_of_edits("between unshard and reshard")
 
-    def enter_scope(self, full_params: dict[FlatParamHandle, FullParams]) -> None:
+    def enter_scope(self, full_params: dict[FlatParamHandle, ScopeParams]) -> None:
         """Note that `unshard_params` shows these full parameters."""
         self.transition(TrainingState.UNSHARDED_PARAMS)
         self.full_params = full_params
@@ -286,7 +286,7 @@ class ShardState:
             f"in unit '{self.name}' strategy={self.options.strategy.name} "
             f"reshard_after_forward={self.reshard_after_forward}{self.options.describe()}"
         )
-        if self.handles and (hook_name := self.handles[0].grad.reduction.hook_name):
+        if self.handles and (hook_name := self.handles[0].grads.reduction.hook_name):
             text += f" comm_hook={hook_name}"
         return text
 

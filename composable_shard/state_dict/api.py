@@ -84,7 +84,7 @@ def get_model_state_dict(
     found = {canonical(name): value for name, value in model.state_dict().items()}
     names = _names_in(model, submodules, options)
     device = HOST if options.cpu_offload else None
-    if options.full_state_dict and not any(h.is_in_scope for h in handles_of(model)):
+    if options.full_state_dict and not any(h.shown.is_in_scope for h in handles_of(model)):
         with torch.no_grad():
             found, device = _make_full(model, found, names, options), None
     kept = {names(key): _convert(value, device, options.dtype) for key, value in found.items()}
@@ -186,7 +186,7 @@ def set_model_state_dict(
     if isinstance(given, Mapping):
         given = {raw.get(key, key): value for key, value in given.items()}
     handles = handles_of(model)
-    if handles and not any(handle.is_in_scope for handle in handles):
+    if handles and not any(handle.shown.is_in_scope for handle in handles):
         for handle in handles:
             handle.adopt_changes()
         # For the whole model: the hook of a unit sees only its own module.
@@ -228,7 +228,7 @@ def _broadcast_model(
         problems += [f"unexpected {extra}"] * bool(extra and is_strict)
         for key in names:
             problems += _check(key, state_dict[key], expected[key], encoded)
-    shown = [handle.name for handle in ranks.handles if handle.is_registered_unsharded]
+    shown = [handle.name for handle in ranks.handles if handle.shown.is_unsharded]
     if shown:
         problems.append(f"units {shown} show their full parameters: call reshard(module) first")
     text = f"the state dict does not fit {type(model).__name__}: " + "; ".join(problems)
@@ -271,7 +271,7 @@ def _scatter_params(
         given = {index: state_dict[key] for index, key in keys.items() if key in state_dict}
         dtype = handle.local_shard.dtype
         shard = scatter_full(handle, given, list(keys), dtype, groups=ranks.tensor_groups)
-        write_shard(handle, ((i, handle.slice_of(handle.entries[i], shard)) for i in keys))
+        write_shard(handle, ((i, handle.entries[i].slice_of(shard)) for i in keys))
 
 
 def _broadcast(ranks: ModelRanks, like: Tensor, value: Tensor | None) -> Tensor:

@@ -210,7 +210,7 @@ class _Arrival:
                     value = value.full_tensor()  # a collective of the ranks that receive
                 if keeps:
                     found[index] = value.to(
-                        device or handle.device,
+                        device or handle.shard.device,
                         dtype if dtype and value.is_floating_point() else value.dtype,
                         copy=not may_keep,
                     )
@@ -234,18 +234,18 @@ def _start(shares: Shares, *, to_first: bool) -> _Arrival:
     if shard is None:
         handle.adopt_changes()
         shard = handle.local_shard
-        if handle.is_sharded and handle.is_current and not handle.is_cast:
-            handle.wait_unshard()
+        if handle.is_sharded and handle.full.is_current and not handle.full.is_cast:
+            handle.full.wait()
             return _Arrival(shares, [(handle.unsharded, 0, indices)] if is_receiver else [])
     if not handle.is_sharded:
         return _Arrival(shares, [(shard, 0, indices)] if is_receiver else [])
-    if is_exchange(group.group, handle.device):
+    if is_exchange(group.group, handle.shard.device):
         return _start_straight(shares, shard, to_first=to_first)
     output = None
     if is_receiver:
         numel = handle.layout.padded_numel
-        output = torch.empty(numel, dtype=shard.dtype, device=handle.device)
-    work = handle.gather_into(output, shard, to_first=to_first)
+        output = torch.empty(numel, dtype=shard.dtype, device=handle.shard.device)
+    work = handle.shard.gather_into(output, shard, to_first=to_first)
     return _Arrival(shares, [] if output is None else [(output, 0, indices)], work)
 
 
@@ -254,7 +254,7 @@ def _start_straight(shares: Shares, shard: Tensor, *, to_first: bool) -> _Arriva
     layout, group = shares.handle.layout, shares.handle.shard_group
     if to_first and not group.is_first_replica:
         return _Arrival(shares, [])
-    shard = shares.handle.to_device(shard)
+    shard = shares.handle.shard.to_device(shard)
     runs = _runs(layout, _indices(shares), shard.itemsize)
     ranges = [
         (layout.offsets[run[0]], layout.offsets[run[-1]] + layout.numels[run[-1]]) for run in runs
@@ -333,12 +333,12 @@ def scatter_full(
     shard = torch.zeros_like(handle.local_shard, dtype=dtype)
     full = None
     if handle.shard_group.is_first:
-        full = torch.zeros(handle.layout.padded_numel, dtype=dtype, device=handle.device)
+        full = torch.zeros(handle.layout.padded_numel, dtype=dtype, device=handle.shard.device)
         for index in indices:
             spec, start = handle.entries[index].spec, handle.layout.offsets[index]
             dense = _dense_part(given.get(index), spec, full, groups)
             full[start : start + spec.numel].copy_(spec.flatten(dense))
-    handle.write_slice(shard, full, from_first=True)
+    handle.shard.write_slice(shard, full, from_first=True)
     return shard
 
 

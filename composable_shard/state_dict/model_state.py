@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import HOST, Ranks
-from composable_shard.flat_param import FlatParamHandle, take_place
+from composable_shard.flat_param import FlatParamHandle, Shown, take_place
 from composable_shard.runtime import ShardState, get_states
 from composable_shard.state_dict.model_tensors import (
     ManagedParam,
@@ -93,7 +93,7 @@ def find_problems(
     }
     # torch's own functions add the model's parameters, flat ones too, to the given values.
     handles = {param.handle for param in params.values()}
-    flats = {id(handle.flat.sharded) for handle in handles if handle.flat is not None}
+    flats = {id(handle.shown.flat.sharded) for handle in handles if handle.shown.flat is not None}
     given = {
         name: state_dict[key]
         for name, key in keys_by_name(state_dict, prefix).items()
@@ -165,7 +165,7 @@ def _find_value_problem(
 def _find_handle_problem(
     handle: FlatParamHandle, given: Mapping[int, str], is_assigned: bool
 ) -> list[str]:
-    if handle.is_registered_unsharded:
+    if handle.shown.is_unsharded:
         return [
             f"unit '{handle.name}' shows its full parameters, which would miss the values. Call "
             "reshard(module) first, or load inside unshard_params(module)."
@@ -192,8 +192,8 @@ def adopt_new_data(state: ShardState, *_: Any) -> None:
     """
     with torch.no_grad():
         for handle in state.needed:
-            is_new = any(e.sharded._local is not e.shard_view for e in handle.shown_at_rest)
-            if is_new and not handle.is_in_scope:
+            is_new = any(e.sharded._local is not e.shard_view for e in handle.shown.at_rest)
+            if is_new and not handle.shown.is_in_scope:
                 handle.adopt_changes()
 
 
@@ -204,11 +204,14 @@ def show_shards(
 
     A state-dict hook of each module of a unit, which runs when everything in it has been saved.
     """
-    if not any(h.shows_flat or h.is_registered_unsharded or h.is_in_scope for h in state.needed):
+    if not any(
+        h.shown.shows_flat or h.shown.is_unsharded or h.shown.is_in_scope for h in state.needed
+    ):
         return
     with torch.no_grad():
-        flats = {id(h.flat.sharded) for h in state.needed if h.flat is not None}
-        flats |= {id(h.unsharded_flat) for h in state.needed if h.unsharded_flat is not None}
+        entries = [h.shown.flat for h in state.needed if h.shown.flat is not None]
+        flats = {id(flat.sharded) for flat in entries}
+        flats |= {id(flat.unsharded) for flat in entries if flat.unsharded is not None}
         for name, child, key in iter_slots(module):
             if id(child._parameters.get(key)) in flats:
                 state_dict.pop(prefix + name, None)
@@ -221,9 +224,10 @@ def show_shards(
 
 def _value_of(param: ManagedParam) -> Tensor | None:
     handle, entry = param.handle, param.entry
-    if handle.is_in_scope:
-        return handle.scope_params[param.index].detach() if handle._hides_scope_params else None
-    if not (handle.shows_flat or handle.is_registered_unsharded):
+    if handle.shown.scope is not None:
+        is_hidden = handle.shown.state is Shown.SCOPE_FLAT
+        return handle.shown.scope.params[param.index].detach() if is_hidden else None
+    if not (handle.shown.shows_flat or handle.shown.is_unsharded):
         return None
     handle.adopt_changes()
     # Not detach(): a hidden parameter's class would come along.
@@ -303,7 +307,7 @@ def load_values(  # noqa: PLR0913 -- torch's hook
         return
     params = find_params(module, state)
     handles = list(dict.fromkeys(param.handle for param in params.values()))
-    if not handles or any(handle.is_in_scope for handle in handles):
+    if not handles or any(handle.shown.is_in_scope for handle in handles):
         return  # the scope's own parameters are shown
     for handle in handles:
         handle.adopt_changes()
@@ -324,10 +328,10 @@ def load_values(  # noqa: PLR0913 -- torch's hook
     missing_keys += [
         name
         for name, param in ((unwrapped(prefix + n), p) for n, p in params.items())
-        if param.handle.shows_flat and name not in by_name
+        if param.handle.shown.shows_flat and name not in by_name
     ]
     for key, param in given.items():
-        if param.handle.shows_flat:
+        if param.handle.shown.shows_flat:
             del state_dict[key]
         elif has_fitting_shape(state_dict[key], param.entry.spec):
             state_dict[key] = param.entry.sharded
@@ -341,7 +345,9 @@ def _add_flat_params(
 
     Not those of a whole tree: a checkpoint wrapper would take them for its module's.
     """
-    flats = {id(handle.flat.sharded) for handle in state.needed if handle.flat is not None}
+    flats = {
+        id(handle.shown.flat.sharded) for handle in state.needed if handle.shown.flat is not None
+    }
     for name, param in module._parameters.items():
         if id(param) in flats:
             state_dict[prefix + name] = param
@@ -445,7 +451,7 @@ def write_shard(handle: FlatParamHandle, pieces: Iterable[tuple[int, Tensor]]) -
     for index, piece in pieces:
         entry = handle.entries[index]
         handle.guard.note_write(entry.label.fqn)
-        handle.slice_of(entry, handle.local_shard).copy_(piece)
+        entry.slice_of(handle.local_shard).copy_(piece)
 
 
 def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None) -> None:
@@ -457,7 +463,7 @@ def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None)
             removed when it has been copied, to save memory. Not with a flat parameter.
     """
     device = HOST if handle.offload.is_active else handle.shard_group.device
-    for index, shown in enumerate(handle.shown_at_rest):
+    for index, shown in enumerate(handle.shown.at_rest):
         param, flag = shown.sharded, shown.sharded.requires_grad
         if given:
             memory = given.pop(index).to(device)

@@ -159,7 +159,7 @@ class ModelRanks(Ranks):
     def __init__(self, model: nn.Module) -> None:
         self.handles = handles_of(model)
         for handle in self.handles:
-            if not handle.is_in_scope:
+            if not handle.shown.is_in_scope:
                 handle.adopt_changes()
         self.tensor_groups = tensor_groups(self.handles)
         device = self.handles[0].shard_group.device if self.handles else HOST
@@ -263,7 +263,7 @@ class ModelTensors:
         found = set(params_by_fqn(model).values())
         handles = handles_of(model)
         for handle in handles:
-            if handle.is_in_scope or handle.is_registered_unsharded:
+            if handle.shown.is_in_scope or handle.shown.is_unsharded:
                 raise RuntimeError(
                     f"{what} while unit '{handle.name}' shows full parameters. Call it outside "
                     "unshard_params, and after reshard(module)."
@@ -273,7 +273,9 @@ class ModelTensors:
         self.sharded = sorted(found, key=lambda param: (order[param.handle], param.index))
         self.handles = list(dict.fromkeys(param.handle for param in self.sharded))
         managed = {id(entry.sharded) for handle in handles for entry in handle.entries}
-        managed |= {id(handle.flat.sharded) for handle in handles if handle.flat is not None}
+        managed |= {
+            id(handle.shown.flat.sharded) for handle in handles if handle.shown.flat is not None
+        }
         self.others = _find_others(model, managed)
 
     def check_none_stays_meta(self, given: Container[str]) -> None:

@@ -69,7 +69,7 @@ def prepare_load(
 
     def load() -> None:
         for handle in ranks.handles:
-            handle.has_fixed_owners = True  # whoever has a parameter has its state
+            handle.fix_owners()  # whoever has a parameter has its state
         for optimizer in optimizers:
             _load(optimizer, groups, joined, given.options)
 
@@ -269,7 +269,7 @@ class _Given:
                 shard = scatter_full(handle, given, indices, dtype, groups=ranks.tensor_groups)
                 for index in indices:
                     entry = handle.entries[index]
-                    piece = handle.slice_of(entry, shard).clone()
+                    piece = entry.slice_of(shard).clone()
                     states[names[index]][key] = FlatShard(piece, entry.spec)
         self.states = states
 

@@ -124,9 +124,9 @@ def _members(model: nn.Module) -> dict[int, Member]:
         for index in sorted(names):
             sharded = handle.entries[index].sharded
             found[id(sharded)] = Member(sharded, (names[index],), handle, (index,))
-        if handle.flat is not None:
+        if handle.shown.flat is not None:
             indices, fqns = zip(*sorted(names.items()), strict=True)
-            flat = handle.flat.sharded
+            flat = handle.shown.flat.sharded
             found[id(flat)] = Member(flat, fqns, handle, indices, is_flat=True)
     return found
 
@@ -158,17 +158,17 @@ def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
 def _cut_flat(member: Member, name: str, value: Any, index: int) -> Any:
     handle = member.handle
     assert handle is not None
-    assert handle.flat is not None
-    if isinstance(value, FlatShard) and value._shard_spec == handle.flat.spec:
+    assert handle.shown.flat is not None
+    if isinstance(value, FlatShard) and value._shard_spec == handle.shown.flat.spec:
         entry, rank = handle.entries[index], handle.shard_group.rank
         start, end = handle.layout.world_range(index, rank)
-        base = handle.flat.spec.local_range[0]
+        base = handle.shown.flat.spec.local_range[0]
         low = min(max(start - base, 0), value._local.numel())
         return FlatShard(value._local[low : low + end - start], entry.spec)
     if isinstance(value, Tensor):
         if value.numel() > 1:
             raise NotImplementedError(
-                f"the optimizer state '{name}' of '{handle.flat.label}' has shape "
+                f"the optimizer state '{name}' of '{handle.shown.flat.label}' has shape "
                 f"{tuple(value.shape)}, which can't be cut like the parameter. Call "
                 "register_orig_params(module) before building the optimizer."
             )
@@ -191,7 +191,7 @@ def join_state(member: Member, states: States) -> dict[str, Any]:
         return dict(given.get(member.fqns[0], {}))
     handle = member.handle
     assert handle is not None
-    assert handle.flat is not None
+    assert handle.shown.flat is not None
     joined: dict[str, Any] = {}
     for name in dict.fromkeys(name for state in given.values() for name in state):
         values = {fqn: state[name] for fqn, state in given.items() if name in state}
@@ -203,8 +203,8 @@ def join_state(member: Member, states: States) -> dict[str, Any]:
         whole = torch.zeros_like(handle.local_shard, dtype=first.dtype)
         for fqn, index in zip(member.fqns, member.indices, strict=True):
             if fqn in values:
-                handle.slice_of(handle.entries[index], whole).copy_(values[fqn]._local)
-        joined[name] = FlatShard(handle.slice_of(handle.flat, whole), handle.flat.spec)
+                handle.entries[index].slice_of(whole).copy_(values[fqn]._local)
+        joined[name] = FlatShard(handle.shown.flat.slice_of(whole), handle.shown.flat.spec)
     return joined
 
 
@@ -373,7 +373,7 @@ def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Ite
             shard = torch.zeros_like(handle.local_shard, dtype=dtype)
             for index in indices:
                 piece = states[fqns[index]][key]._local
-                handle.slice_of(handle.entries[index], shard).copy_(piece)
+                handle.entries[index].slice_of(shard).copy_(piece)
             yield Shares(handle, shard, indices, key)
 
 

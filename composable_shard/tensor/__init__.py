@@ -9,6 +9,7 @@ from composable_shard.tensor.flat_shard import (
     FlatShard,
     FlatShardOfDTensor,
     is_elsewhere,
+    rebind,
     wrap,
 )
 from composable_shard.tensor.gradient_rules import (
@@ -50,6 +51,7 @@ __all__ = [
     "norms_of",
     "note_owned",
     "note_write",
+    "rebind",
     "reduction_groups",
     "region_of",
     "register_op_rules",

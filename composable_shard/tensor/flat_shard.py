@@ -27,6 +27,7 @@ __all__ = [
     "WholeRule",
     "allow_loading",
     "is_elsewhere",
+    "rebind",
     "wrap",
 ]
 
@@ -405,6 +406,11 @@ def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
     # At once: each assignment to an attribute of a tensor takes its time.
     shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}
     return shard
+
+
+def rebind(shard: FlatShard, local: Tensor, spec: ShardSpec, guard: WriteGuard | None) -> None:
+    """Let a shard of the same dtype and device hold other data."""
+    shard._local, shard._shard_spec, shard._guard = local, spec, guard
 
 
 _make_wrapper = make_wrapper

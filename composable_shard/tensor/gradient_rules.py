@@ -55,10 +55,15 @@ class _Entry(Protocol):
     sharded: FlatShard
 
 
-class _Handle(Protocol):
-    requires_grad: bool
+class _Shown(Protocol):
     shows_flat: bool
 
+
+class _Handle(Protocol):
+    requires_grad: bool
+
+    @property
+    def shown(self) -> _Shown: ...
     @property
     def entries(self) -> Iterable[_Entry]: ...
 
@@ -82,7 +87,7 @@ def trainable_owned() -> Iterator[FlatShard]:
     The same ones on all ranks, whatever gradients those have.
     """
     for handle in list(_HANDLES):
-        if handle.requires_grad and not handle.shows_flat:
+        if handle.requires_grad and not handle.shown.shows_flat:
             yield from (entry.sharded for entry in handle.entries)
 
 

@@ -57,6 +57,10 @@ class ParamLabel:
     def __init__(self, fqn: str) -> None:
         self.fqn = fqn
 
+    def rename(self, fqn: str) -> None:
+        """Take another name."""
+        self.fqn = fqn
+
     def __repr__(self) -> str:
         return self.fqn
 
@@ -110,6 +114,22 @@ class WriteGuard:
         self.num_writes += 1
         if self._reads:
             self.wait_for_reads()
+
+    def count_write(self) -> None:
+        """Count a write that the owner of the shard makes."""
+        self.num_writes += 1
+
+    def set_in_backward(self, flag: bool) -> None:
+        """Choose whether a backward still needs the parameters."""
+        self.is_in_backward = flag
+
+    def set_in_scope(self, flag: bool) -> None:
+        """Choose whether `unshard_params` shows the full values."""
+        self.is_in_scope = flag
+
+    def note_attributes(self, are_new: bool) -> None:
+        """Note whether there is requires_grad or a hook that the owner has not adopted."""
+        self.has_new_attributes = are_new
 
     def note_read(self, wait: Callable[[], None]) -> None:
         """Note that a copy of the shard is under way: `wait` returns when it is done."""

@@ -118,7 +118,7 @@ def test_a_forward_without_gradients_gathers_each_unit_once() -> None:
         with torch.no_grad(), count_collectives() as log:
             model(_same_tokens())
     assert log.count("all_gather") == NUM_BLOCKS + 1
-    assert not any(handle.is_unsharded for handle in get_handles(model))
+    assert not any(handle.full.has_values for handle in get_handles(model))
 
 
 @distributed(2)
@@ -253,10 +253,10 @@ def test_what_was_gathered_ahead_in_vain_is_freed() -> None:
         del plain.blocks[1]
         expected = plain(_same_tokens())
         left_out = get_handles(blocks[1])
-        assert not any(handle.is_unsharded for handle in left_out)
+        assert not any(handle.full.has_values for handle in left_out)
         for _ in range(2):
             assert torch.equal(model(_same_tokens()), expected)
-            assert not any(handle.is_unsharded for handle in (*get_handles(model), *left_out))
+            assert not any(handle.full.has_values for handle in (*get_handles(model), *left_out))
 
 
 @distributed(2)
@@ -354,5 +354,5 @@ def test_a_forward_that_fails_in_any_operation_leaves_nothing_gathered() -> None
             model(_same_tokens())
         if mode.calls < k:
             break
-        assert not any(handle.is_unsharded for handle in get_handles(model)), k
+        assert not any(handle.full.has_values for handle in get_handles(model)), k
     assert k > 20

@@ -33,6 +33,7 @@ from composable_shard import (
     unshard,
 )
 from composable_shard.comm.collectives import count_collectives
+from composable_shard.flat_param.memory import MemoryPlan
 from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
 from tests.models import (
     CheckpointsBlocks,
@@ -473,17 +474,17 @@ def test_call_that_runs_out_of_memory_changes_nothing() -> None:
     before = [fingerprint(child) for child in module.modules()]
     facts = [(type(param), param.tolist()) for param in module.parameters()]
     num_calls = 0
-    make_buffers = FlatParamHandle._make_buffers
+    allocate = MemoryPlan.allocate
 
     def fail_the_second_time(*args: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 2:
             raise MemoryError("on purpose")
-        return make_buffers(*args)
+        return allocate(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FlatParamHandle, "_make_buffers", fail_the_second_time)
+        patch.setattr(MemoryPlan, "allocate", fail_the_second_time)
         with pytest.raises(MemoryError, match="on purpose"):
             fully_shard(module)
     assert [fingerprint(child) for child in module.modules()] == before
@@ -842,7 +843,7 @@ def _count_items(model: nn.Module) -> dict[str, int]:
     things: list[Any] = [*get_states(model), *get_handles(model), *model.modules()]
     things += [state.context for state in get_states(model)]
     things += [state.forward_order for state in get_states(model)]
-    things += [handle.grad for handle in get_handles(model)]
+    things += [handle.grads for handle in get_handles(model)]
     things += [entry for handle in get_handles(model) for entry in handle.entries]
     return {
         f"{index} {type(thing).__name__}.{name}": len(value)
@@ -966,7 +967,7 @@ def test_unshard_and_reshard_are_idempotent() -> None:
     assert get_handles(net)[0].unsharded.data_ptr() == pointers[0]
     for _ in range(2):
         reshard(net, recurse=True)
-        assert not any(handle.is_unsharded for handle in get_handles(net))
+        assert not any(handle.full.has_values for handle in get_handles(net))
 
 
 @distributed(2)
@@ -1012,7 +1013,7 @@ def test_handle_has_what_debugging_needs(world_size: int) -> None:
     assert [entry.spec.shape for entry in handle.entries] == [p.shape for p in net.parameters()]
     assert handle.local_shard.shape == (handle.layout.shard_numel,)
     assert handle.unsharded.shape == (handle.layout.padded_numel,)
-    assert handle.grad.num_arrived == 0
+    assert not any(handle.grads.arrived)
     assert handle.requires_grad
 
 

@@ -35,7 +35,7 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm.collectives import count_collectives
-from composable_shard.flat_param import gradient
+from composable_shard.flat_param import gradients
 from composable_shard.flat_param.storage import alloc_storage
 from tests.construct.test_composition import (
     CHECKPOINTED,
@@ -157,13 +157,13 @@ class FlatTwins(Twins):
 def assert_flat_at_rest(model: nn.Module) -> None:
     """Assert that flat parameters are registered where they belong, and nothing is unsharded."""
     __tracebackhide__ = True
-    shown = {id(each.sharded) for handle in get_handles(model) for each in handle.shown_at_rest}
+    shown = {id(each.sharded) for handle in get_handles(model) for each in handle.shown.at_rest}
     found = {id(param) for param in model.parameters()}
     assert found == shown
     for handle in get_handles(model):
-        handle.check_registered()
-        assert not handle.is_registered_unsharded, handle.name
-        assert handle.num_holders == 0, handle.name
+        handle.shown.check_registered()
+        assert not handle.shown.is_unsharded, handle.name
+        assert handle.full.num_claims == 0, handle.name
         if not handle.is_kept:
             assert handle.unsharded.untyped_storage().size() == 0, handle.name
 
@@ -254,7 +254,7 @@ def _poisoned(tensor: Tensor, _: object = None) -> None:
 def test_what_lies_between_the_parameters_is_zero() -> None:
     """In gradients and in values, whatever the memory held before: it would count in norms."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient, "alloc_storage", _poisoned)
+        patch.setattr(gradients, "alloc_storage", _poisoned)
         for reshard_after_forward in (True, False):
             model = make_flat(Net, shard_blocks, reshard_after_forward=reshard_after_forward)
             for step in range(2):

@@ -288,7 +288,7 @@ def test_deferred_all_reduce_adds_up_in_the_main_dtype(strategy: ShardingStrateg
                 state.requires_all_reduce = not is_deferred or micro == 2
             loss_of(model, micro).backward()
             if is_deferred and micro < 2:
-                partials = [handle.grad.reduction.partial for handle in get_handles(model)]
+                partials = [handle.grads.reduction.partial for handle in get_handles(model)]
                 assert {partial.dtype for partial in partials} == {F32}
         grads.append([param.grad.full_tensor() for param in model.parameters()])
     for ours, expected in zip(*grads, strict=True):
@@ -473,7 +473,7 @@ def test_dtype_of_everything(strategy: ShardingStrategy) -> None:
     for handle in get_handles(model):
         assert handle.local_shard.dtype == F32
         assert handle.unsharded.dtype == BF16
-        assert handle.grad._own.dtype == F16
+        assert handle.grads._own.dtype == F16
         for entry in handle.entries:
             assert entry.sharded.dtype == entry.sharded.grad.dtype == F32
             assert entry.unsharded.dtype == BF16
@@ -486,7 +486,7 @@ def test_kept_parameters_are_views_of_the_gathered_buffer(strategy: ShardingStra
     model = _train_beside_reference(strategy, POLICIES["bf16"])
     for handle in get_handles(model):
         pointer = handle.unsharded.data_ptr()
-        handle.check_not_repointed()
+        handle.full.params.check_not_repointed()
         assert handle.unsharded.untyped_storage().nbytes() == handle.layout.padded_numel * 2
         assert handle.local_shard.untyped_storage().nbytes() == handle.layout.shard_numel * 4
         with torch.no_grad():
@@ -679,7 +679,7 @@ def test_no_policy_changes_nothing(strategy: ShardingStrategy) -> None:
         ]
         assert set(hooks) == {(1, 1)}
         assert not model.inp._forward_pre_hooks
-        assert not any(handle.is_cast for handle in get_handles(model))
+        assert not any(handle.full.is_cast for handle in get_handles(model))
         stored = [handle.unsharded.untyped_storage().nbytes() for handle in get_handles(model)]
         names = [(event.kind, event.nbytes) for event in log.events]
         seen.append((names, stored, [param.full_tensor() for param in model.parameters()]))

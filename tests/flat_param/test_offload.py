@@ -43,7 +43,7 @@ from composable_shard import (
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.devices import HostCopies
 from composable_shard.comm.groups import ShardGroup
-from composable_shard.flat_param import flat_storage
+from composable_shard.flat_param import memory
 from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.tensor.shard_spec import WriteGuard
 from tests.helpers import Planned, assert_equal, distributed, peak_bytes
@@ -95,7 +95,7 @@ class LateCopies(HostCopies):
 def _late_copies(**patches: Any) -> Iterator[None]:
     """Delay copies; patch `HostGradient` too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat_storage, "copies_for", LateCopies)
+        patch.setattr(memory, "copies_for", LateCopies)
         for name, value in patches.items():
             patch.setattr(HostGradient, name, value)
         yield
@@ -208,9 +208,8 @@ def _assert_same_lists(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 def _device_addresses(handle: FlatParamHandle) -> set[int]:
     """Return the addresses of device storages of a handle."""
-    buffers = handle._buffers
-    found = [buffers.unsharded, handle.grad._own, handle.grad._result]
-    found += [] if buffers.device_shard is None else [buffers.device_shard]
+    found = [handle.unsharded, handle.grads._own, handle.grads._result]
+    found += [] if handle.shard.device_copy is None else [handle.shard.device_copy]
     return {tensor.untyped_storage().data_ptr() for tensor in found} - {0}
 
 
@@ -389,11 +388,11 @@ class _LoggedCopies(HostCopies):
 def test_a_write_to_a_shard_waits_for_the_copies_that_read_it() -> None:
     """A forward without backward leaves copies to the device under way when Python goes on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat_storage, "copies_for", _LoggedCopies)
+        patch.setattr(memory, "copies_for", _LoggedCopies)
         model = _make_offloaded(PARAMS)
         with torch.no_grad():
             model(rank_input(4, 5))
-            waited = [handle._buffers.copies.waited for handle in get_handles(model)]
+            waited = [handle.shard.copies.waited for handle in get_handles(model)]
             assert not any(waited)
             model.blocks[0].up.weight.mul_(2)
             assert [len(each) for each in waited].count(1) == 1
@@ -431,15 +430,13 @@ def _assert_rounds_agree(*, expect_equal: bool) -> None:
             lazy_init(model)
             for value in (1.0, 2.0):
                 # What a late gradient does: pack, reduce, and pack again before publishing.
-                handle._begin_round()
                 for index, entry in enumerate(handle.entries):
-                    handle.grad.pack(index, torch.full(entry.spec.shape, value), in_place=False)
+                    entry.unsharded.grad = torch.full(entry.spec.shape, value)
+                    handle.grads.pack(index, may_overwrite=False)
                 context = fully_shard.state(model.blocks[0]).context
-                handle.issue_reduction(
-                    None, context.scratch, keep_unsharded=False, is_deferred=False
-                )
-                handle.finish_reduction()
-            handle.publish_gradients([True] * len(handle.entries))
+                handle.grads.issue(None, context.scratch, keep_unsharded=False, is_deferred=False)
+                handle.grads.finish()
+            handle.grads.publish([True] * len(handle.entries))
             results.append([entry.sharded.grad.full_tensor() for entry in handle.entries])
     is_equal = all(torch.equal(*pair) for pair in zip(*results, strict=True))
     assert is_equal is expect_equal
@@ -453,11 +450,11 @@ def _shard_nbytes(model: nn.Module) -> int:
 
 
 def _device_nbytes(model: nn.Module) -> int:
-    buffers = [handle._buffers for handle in get_handles(model)]
-    held = [b.unsharded for b in buffers] + [
-        b.device_shard for b in buffers if b.device_shard is not None
+    handles = get_handles(model)
+    held = [h.unsharded for h in handles] + [
+        h.shard.device_copy for h in handles if h.shard.device_copy is not None
     ]
-    held += [t for h in get_handles(model) for t in (h.grad._own, h.grad._result)]
+    held += [t for h in get_handles(model) for t in (h.grads._own, h.grads._result)]
     return sum(tensor.untyped_storage().size() for tensor in held)
 
 
@@ -472,8 +469,8 @@ def test_at_rest_the_device_holds_nothing_or_a_copy_of_the_shard(policy: str) ->
         _plain_step(model, optimizer, step)
     shard_nbytes = _shard_nbytes(model)
     assert _device_nbytes(model) == (0 if policy == "params" else shard_nbytes)
-    assert sum(h.host_grad.nbytes for h in get_handles(model)) == shard_nbytes
-    assert all(h.grad.reduced is None and not h.host_grad._in_flight for h in get_handles(model))
+    assert sum(h.grads.host.nbytes for h in get_handles(model)) == shard_nbytes
+    assert all(h.grads.reduced is None and not h.grads.host._in_flight for h in get_handles(model))
 
 
 @distributed(2)
@@ -481,8 +478,9 @@ def test_host_memory_is_allocated_once() -> None:
     """The first backward allocates gradients, the first that adds to some a second buffer."""
     model = _make_offloaded(PARAMS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lazy_init(model)
     nbytes, growth = _shard_nbytes(model), []
-    hosts = [handle.host_grad for handle in get_handles(model)]
+    hosts = [handle.grads.host for handle in get_handles(model)]
     addresses = set()
     for step in range(3):
         _accumulating(model, optimizer, step)
@@ -545,7 +543,7 @@ def test_a_device_copy_of_the_shard_is_renewed_once_for_each_step() -> None:
                 return super().copy_to_device(target, host)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flat_storage, "copies_for", lambda _, kind=Counting: kind())
+            patch.setattr(memory, "copies_for", lambda _, kind=Counting: kind())
             model = _make_offloaded(policy, reshard_after_forward=True)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             _accumulating(model, optimizer, 0)
@@ -572,7 +570,7 @@ def test_copies_pickles_and_conversions_stay_offloaded(policy: str) -> None:
             _train_with(model, _plain_step, 1)
         models = [change(model) for model in models]
         assert all(h.offload == POLICIES[policy] for h in get_handles(models[1]))
-        assert all(h._buffers.is_offloaded for h in get_handles(models[1]))
+        assert all(h.shard.is_offloaded for h in get_handles(models[1]))
         expected, actual = (_train_with(model, _accumulating, 1) for model in models)
         _assert_same_lists(actual, expected)
         _assert_on_host(models[1])
@@ -811,7 +809,7 @@ def test_on_a_gpu_shards_and_gradients_are_pinned(policy: str, tmp_path: Any) ->
         assert loss.is_cuda
         for handle in get_handles(model):
             assert handle.local_shard.is_pinned()
-            assert handle.host_grad.memory.is_pinned()
+            assert handle.grads.host.memory.is_pinned()
             assert handle.unsharded.is_cuda
         for param in model.parameters():
             assert {param.device.type, param.grad.device.type} == {"cpu"}

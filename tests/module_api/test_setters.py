@@ -25,6 +25,7 @@ from composable_shard import (
 )
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.trace import trace_events
+from composable_shard.flat_param import FullState
 from tests.helpers import assert_equal, distributed
 from tests.models import (
     Net,
@@ -63,18 +64,18 @@ def test_backward_gathers_over_the_small_group() -> None:
     handles = get_handles(model)
     for handle in handles:
         assert handle.unsharded.untyped_storage().size() == 0
-        assert handle._small_part is not None
-        assert handle._small_part.numel() == handle.layout.padded_numel // 2
+        assert handle.full._part is not None
+        assert handle.full._part.numel() == handle.layout.padded_numel // 2
     backward = collectives_of(loss.backward)
     names = [
         {event.name for event in log.events if event.kind == "all_gather"}
         for log in (forward, backward)
     ]
     assert names[0] == {handles[0].shard_group.name}
-    assert names[1] == {handles[0].small_group.group.group_name}
+    assert names[1] == {handles[0].full.small_group.group.group_name}
     assert backward.count("all_gather") == forward.count("all_gather") == NUM_UNITS
     assert_at_rest(model)
-    assert not any(handle.is_small for handle in handles)
+    assert not any(handle.full.state is FullState.PARTIAL for handle in handles)
 
 
 @distributed(4)
@@ -83,9 +84,9 @@ def test_no_part_is_kept_where_no_backward_follows() -> None:
     model = make_net(reshard_after_forward=2)
     with torch.no_grad():
         before = loss_of(model)
-    assert not any(handle.is_small for handle in get_handles(model))
+    assert not any(handle.full.state is FullState.PARTIAL for handle in get_handles(model))
     loss = loss_of(model)
-    assert all(handle.is_small for handle in get_handles(model))
+    assert all(handle.full.state is FullState.PARTIAL for handle in get_handles(model))
     del loss
     with torch.no_grad():
         for param in model.parameters():
@@ -147,7 +148,7 @@ def test_reshard_after_backward_keeps_what_the_next_forward_needs() -> None:
     model = twins.sharded
     set_reshard_after_backward(model, False)
     _step_of_twins(twins)
-    assert all(handle.is_unsharded for handle in get_handles(model))
+    assert all(handle.full.has_values for handle in get_handles(model))
     with torch.no_grad():
         assert collectives_of(lambda: loss_of(model)).events == []
     train_twins(twins, kept=(model,))

@@ -93,9 +93,9 @@ def _assert_shown(model: nn.Module) -> None:
         assert state.training_state is not TrainingState.UNSHARDED_PARAMS
         assert not state.full_params
     for handle in get_handles(model):
-        assert not handle.is_in_scope
+        assert not handle.shown.is_in_scope
         assert not handle.guard.is_in_scope
-        assert handle.num_holders == 0
+        assert handle.full.num_claims == 0
 
 
 # --- refused inside, by their texts ---
@@ -743,7 +743,7 @@ def _forms(model: nn.Module) -> list[Any]:
     names = [(name, id(param), id(param.grad)) for name, param in model.named_parameters()]
     states = [(state.training_state, state.depth) for state in get_states(model)]
     sizes = [
-        (h.unsharded.untyped_storage().size(), h.is_registered_unsharded, h.is_in_scope)
+        (h.unsharded.untyped_storage().size(), h.shown.is_unsharded, h.shown.is_in_scope)
         for h in get_handles(model)
     ]
     return [names, states, sizes]

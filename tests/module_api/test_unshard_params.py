@@ -158,12 +158,12 @@ def _snapshot_of_scope(model: nn.Module) -> list[Any]:
         (
             handle.unsharded.untyped_storage().size(),
             handle.local_shard.untyped_storage().data_ptr(),
-            handle.grad._own.untyped_storage().size(),
-            handle.is_registered_unsharded,
-            handle.shows_flat,
-            handle.is_in_scope,
+            handle.grads._own.untyped_storage().size(),
+            handle.shown.is_unsharded,
+            handle.shown.shows_flat,
+            handle.shown.is_in_scope,
             handle.guard.is_in_scope,
-            handle.num_holders,
+            handle.full.num_claims,
         )
         for handle in get_handles(model)
     ]
@@ -238,7 +238,7 @@ def _gathered(model: nn.Module, flags: dict[str, bool]) -> tuple[list[FlatParamH
         return [], [], []
     if not handles[0].is_sharded:
         return handles, [], have_grads if flags["with_grads"] else []
-    to_gather = [handle for handle in handles if not handle.is_current]
+    to_gather = [handle for handle in handles if not handle.full.is_current]
     return handles, to_gather, have_grads if flags["with_grads"] else []
 
 
@@ -917,7 +917,7 @@ def test_writeback_by_hand_keeps_edits_without_communication(use_orig_params: bo
     for module in (model, plain):
         add_one(module)
     for handle in get_handles(model):
-        for param, entry in zip(handle.unsharded_params, handle.entries, strict=True):
+        for param, entry in [(entry.unsharded, entry) for entry in handle.entries]:
             assert param.grad is None
             param.grad = torch.full(entry.spec.shape, 3.0)
     with count_collectives() as log:

@@ -296,12 +296,12 @@ def _check_stored(
     """Check a model at rest, after steps of the optimizer."""
     handles = get_handles(model)
     params = [t for handle in handles for t in (handle.unsharded, handle.local_shard)]
-    copies = [handle._buffers.device_shard for handle in handles]
+    copies = [handle.shard.device_copy for handle in handles]
     params += [copy for copy in copies if copy is not None]
     assert _stored(params) == plan.cost.param_nbytes, case
     _backward(model, dtype)
     grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-    grads += [t for handle in handles for t in (handle.grad._own, handle.grad._result)]
+    grads += [t for handle in handles for t in (handle.grads._own, handle.grads._result)]
     assert _stored(grads) == plan.cost.grad_nbytes, case
     moments = sum(
         state[key].to_local().nbytes

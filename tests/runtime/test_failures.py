@@ -30,7 +30,8 @@ from composable_shard import (
 from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import Works, exchange
 from composable_shard.comm.collectives import AllGather, ReduceScatter
-from composable_shard.flat_param import flat_storage, gradient
+from composable_shard.flat_param import full_values, gradients
+from composable_shard.flat_param import handle as handle_module
 from tests.helpers import Planned, assert_equal, distributed
 from tests.models import (
     FailingMode,
@@ -252,7 +253,9 @@ def _fail_every_call(
 def test_out_of_memory_in_any_allocation_leaves_the_next_step_right() -> None:
     """The k-th allocation of a unit's storage fails, for every k."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        num_calls = _fail_every_call(monkeypatch, [flat_storage, gradient], "alloc_storage")
+        num_calls = _fail_every_call(
+            monkeypatch, [full_values, gradients, handle_module], "alloc_storage"
+        )
     assert num_calls >= 7  # at least every gather of a step
 
 
@@ -700,9 +703,9 @@ def test_allocation_error_on_one_rank_reaches_the_other(position: str) -> None:
     begin = time.monotonic()
     if dist.get_rank() == 0:
         k = 2 if position == "pre_forward_last" else 7
-        failing = _FailingCall(flat_storage.alloc_storage, k, torch.OutOfMemoryError)
+        failing = _FailingCall(full_values.alloc_storage, k, torch.OutOfMemoryError)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flat_storage, "alloc_storage", failing)
+            patch.setattr(full_values, "alloc_storage", failing)
             with pytest.raises(torch.OutOfMemoryError):
                 _forward_and_backward(model)
     else:

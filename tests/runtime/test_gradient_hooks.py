@@ -148,7 +148,9 @@ def _held_nbytes(model: nn.Module) -> int:
     """Return the bytes of gradient shards that are there now, published or not."""
     tensors = [param.grad.to_local() for param in model.parameters() if param.grad is not None]
     for handle in get_handles(model):
-        tensors += [t for t in (handle.grad.reduced, handle.grad.reduction.output) if t is not None]
+        tensors += [
+            t for t in (handle.grads.reduced, handle.grads.reduction.output) if t is not None
+        ]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -376,8 +376,8 @@ def test_a_failed_move_leaves_everything_usable(monkeypatch: pytest.MonkeyPatch)
     before = [param.detach().clone() for param in model.parameters()]
     for block in model.blocks:
         fully_shard(block, granularity="param")
-    handle_class = type(get_handles(model)[0])
-    gather, calls = handle_class.gather_into, []
+    shard_class = type(get_handles(model)[0].shard)
+    gather, calls = shard_class.gather_into, []
 
     def fail(self: Any, *args: Any, **options: Any) -> Any:
         calls.append(self)
@@ -386,7 +386,7 @@ def test_a_failed_move_leaves_everything_usable(monkeypatch: pytest.MonkeyPatch)
         return gather(self, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(handle_class, "gather_into", fail)
+        patch.setattr(shard_class, "gather_into", fail)
         with pytest.raises(RuntimeError, match="planned"):
             fully_shard(model, granularity="param")
     assert len(calls) == 2
@@ -420,8 +420,8 @@ def test_comm_options_survive_a_move() -> None:
     for block in model.blocks:
         fully_shard(block, granularity="param")
     for handle in get_handles(model):
-        handle.grad.reduction.divide_factor = 3.0
+        handle.grads.reduction.set_divide_factor(3.0)
     fully_shard(model, granularity="param")
-    factors = [handle.grad.reduction.divide_factor for handle in get_handles(model.blocks)]
+    factors = [handle.grads.reduction.divide_factor for handle in get_handles(model.blocks)]
     assert factors == [3.0] * len(factors)
     assert all(isinstance(param, FlatShard) for param in model.parameters())

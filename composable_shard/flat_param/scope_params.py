@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.flat_param.registration import ParamEntry
+from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import DTensorSlots, ParamLabel
 
-__all__ = ["FullParams", "is_shown_by_scope"]
+__all__ = ["ScopeParams", "is_shown_by_scope"]
 
 
-class FullParams:
+class ScopeParams:
     """The parameters of one handle inside `unshard_params`.
 
     Attributes:

@@ -1,0 +1,354 @@
+"""`FullValues`: the unsharded buffer of a flat parameter, and which values it holds.
+
+[Note: Storage and autograd]
+The unsharded buffer and the reduce buffer are allocated once and keep their identity; only their
+storages are resized, to nothing and back. Views of them therefore stay valid: the unsharded
+parameters that modules compute with, what autograd saved of them in forward, and the views that
+gradients are packed into. Each unsharded parameter is built on its own `.data` alias, and
+collectives write through another: an alias has its own version counter, so refilling the buffer
+for backward does not look like an in-place change of what forward saved.
+
+[Note: Kept buffers]
+Where the strategy keeps parameters unsharded, and where one rank holds them all, the unsharded
+buffer is never freed, and this rank's part of it is the local shard. The optimizer writes into it,
+and the next forward that finds `guard.num_writes` changed gathers the other ranks' parts in place.
+
+[Note: Small group]
+Between forward and backward a rank may keep more than its shard and less than everything: the ranks
+of the shard group are divided into groups of consecutive ones, each of which holds all values once.
+The backward gathers over such a small group, of ranks that are near each other.
+
+[Note: Main and compute dtype]
+A unit may compute in another dtype than that of its shards, the main dtype. A gather then casts the
+shard straight into this rank's part of the unsharded buffer and goes on in place; a kept buffer has
+a local shard beside it. Where shards travel in a third dtype, or quantised, they do so through
+memory that is freed as soon as it has been cast into the unsharded buffer: the owner too computes
+with what the others receive. No value ever goes the other way.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from composable_shard.comm import (
+    AllGather,
+    SmallGroup,
+    StreamPoint,
+    Streams,
+    Waitable,
+    collectives,
+    gather_in,
+    trace,
+)
+from composable_shard.flat_param.shard import LocalShard
+from composable_shard.flat_param.storage import (
+    alloc_storage,
+    free_storage,
+    restore_versions,
+    zero_padding,
+)
+from composable_shard.flat_param.unsharded import UnshardedParams
+
+__all__ = ["MOVES", "FullState", "FullValues"]
+
+
+class FullState(Enum):
+    """What the unsharded buffer of a flat parameter holds."""
+
+    FREED = "no full values; the buffer has no memory, unless it is a kept one"
+    GATHERING = "full values that a gather still writes"
+    CURRENT = "full values, as they were gathered"
+    STALE = "full values of shards that were written since"
+    PARTIAL = "no full values; this rank keeps its part for a small group"
+    HOLDS_GRADIENTS = "gradients in the place of values, or terms of a reduction"
+
+    __hash__ = object.__hash__  # that of Enum is a call into Python
+
+
+FREED, GATHERING, CURRENT, STALE, PARTIAL, HOLDS_GRADIENTS = FullState
+
+MOVES: dict[FullState, frozenset[FullState]] = {
+    FREED: frozenset({GATHERING, HOLDS_GRADIENTS}),
+    GATHERING: frozenset({CURRENT, FREED}),
+    CURRENT: frozenset({STALE, FREED, PARTIAL, HOLDS_GRADIENTS}),
+    STALE: frozenset({GATHERING, FREED, HOLDS_GRADIENTS}),
+    PARTIAL: frozenset({GATHERING, FREED, HOLDS_GRADIENTS}),
+    HOLDS_GRADIENTS: frozenset({GATHERING, FREED}),
+}
+
+
+class FullValues:
+    """The unsharded buffer, its state, and the parameters that are views of it.
+
+    Args:
+        shard: What is gathered.
+        buffer: Shape `(layout.padded_numel,)`.
+        output: An alias of it with a version counter of its own, [Note: Storage and autograd].
+        own_part: Shape `(layout.shard_numel,)`, this rank's part of the alias.
+        wire_dtype: In which shards are gathered.
+        is_kept: The buffer is never freed, see [Note: Kept buffers].
+
+    Attributes:
+        name: The unit's, for messages.
+        state: What the buffer holds; `move` alone changes it.
+        writes: guard.num_writes of the shard when the buffer was filled, -1: it is not.
+        is_cast: The buffer is not the shards as they are, [Note: Main and compute dtype].
+        has_separate_shard: The local shard is never part of the buffer.
+        is_whole: The local shard is the buffer, so that nothing needs to be filled.
+        small_group: The ranks that hold all values once between forward and backward, if any.
+        num_claims: Units in forward, and `unshard` calls, that need the full values.
+        params: The parameters that are views of the buffer.
+        has_new_versions: Gradients were packed in their place since the last gather.
+    """
+
+    def __init__(
+        self,
+        shard: LocalShard,
+        buffer: Tensor,
+        output: Tensor,
+        own_part: Tensor,
+        wire_dtype: torch.dtype,
+        *,
+        is_kept: bool,
+    ) -> None:
+        self.name = "?"
+        self.shard = shard
+        self.buffer = buffer
+        self.output = output
+        self.own_part = own_part
+        self.wire_dtype = wire_dtype
+        self.nbytes = buffer.nbytes
+        self.is_kept = is_kept
+        self.is_sharded = shard.shard_group.size > 1
+        main_dtype = shard.values.dtype
+        self.is_cast = buffer.dtype != main_dtype or wire_dtype != main_dtype
+        self.has_separate_shard = self.is_cast or shard.is_offloaded
+        self.is_whole = not (self.is_sharded or self.has_separate_shard)
+        self.state = CURRENT if self.is_whole else FREED
+        self.writes = -1
+        self.num_claims = 0
+        self.small_group: SmallGroup | None = None
+        self.params = UnshardedParams(buffer, shard.layout)
+        self.has_new_versions = False
+        self._written_back = -1  # guard.num_writes after the last writeback by hand
+        self._gather: Waitable | None = None  # while GATHERING
+        self._all_gather: AllGather | None = None  # into `output`, made ready by the first one
+        self._part: Tensor | None = None  # (padded_numel / small_group.size,), kept while PARTIAL
+        self._part_writes = -1  # guard.num_writes when it was filled
+
+    def move(self, state: FullState) -> None:
+        """Change the state.
+
+        Raises:
+            RuntimeError: If that is not one of `MOVES`.
+        """
+        if state not in MOVES[self.state]:
+            raise RuntimeError(
+                f"the full values of unit '{self.name}' can't go from {self.state.name} to "
+                f"{state.name}; please report this"
+            )
+        self.state = state
+
+    def take_over(self, other: FullValues) -> None:
+        """Take over what is known of the full values that these replace."""
+        self.name, self.num_claims = other.name, other.num_claims
+        self.small_group = other.small_group
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the buffer holds what the shards hold now, or a gather brings it."""
+        return self.writes == self.shard.guard.num_writes and self.state is not STALE
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the buffer holds full values, or is being filled with them."""
+        return self.state is CURRENT or self.state is STALE or self.state is GATHERING
+
+    def extent(self) -> tuple[int, int] | None:
+        """Return the addresses `[start, end)` of the buffer, None where it outlives every view."""
+        if self.is_kept or self.state in (FREED, PARTIAL, HOLDS_GRADIENTS):
+            return None
+        start = self.output.data_ptr()
+        return start, start + self.output.nbytes
+
+    def claim(self) -> None:
+        """Keep the values from being freed until `release_claim`."""
+        self.num_claims += 1
+
+    def release_claim(self) -> None:
+        """Take a claim back; frees nothing."""
+        self.num_claims -= 1
+
+    def set_small_group(self, group: SmallGroup | None) -> None:
+        """Choose what `free(keeps_part=True)` keeps a part for, see [Note: Small group]."""
+        self.small_group = group
+
+    # Gather, wait, free
+
+    def gather(self, streams: Streams | None) -> None:
+        """Start filling the buffer from the shards, after any gather that is in flight.
+
+        One all-gather of `layout.padded_numel` elements, in the dtype in which shards travel, on
+        the unshard stream where there are streams. If the allocation or the collective fails, the
+        values are freed.
+        """
+        if self.state is GATHERING:
+            self.wait()
+        if self.state is CURRENT:
+            self.move(STALE)
+        if trace.logs:
+            trace.record("issue_gather", self.name)
+        self.move(GATHERING)
+        try:
+            self._gather = self._issue(streams)
+        except BaseException:
+            self._part = None
+            self._forget()
+            raise
+        self.writes = self.shard.guard.num_writes
+        if self._gather is None:
+            self.move(CURRENT)
+        if self.has_new_versions:
+            # [Note: Packing in place]: what an earlier forward saved is valid again.
+            self.has_new_versions = False
+            restore_versions(self.params.watched, self.params.versions)
+
+    def _issue(self, streams: Streams | None) -> Waitable | None:
+        if not self.is_sharded:
+            self.shard.fill(self.own_part)
+            return None
+        if streams is None:
+            return self._start()
+        stream = streams.unshard_stream
+        # The shard may just have been written by the optimizer, and the memory that the gather
+        # gets may still be read by the last unit's compute: both are on the current stream.
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            self._start().wait()
+            return StreamPoint(stream)
+
+    def _start(self) -> Waitable:
+        shard, group = self.shard, self.shard.shard_group.group
+        numels, output = shard.layout.uneven_numels, self.output
+        alloc_storage(self.buffer)
+        if (
+            self._part is not None
+            and self.small_group is not None
+            and self._part_writes == shard.guard.num_writes
+        ):
+            return collectives.all_gather(output, self._part, self.small_group.group)
+        # [Note: Main and compute dtype]
+        if self.wire_dtype != output.dtype:
+            return gather_in(self.wire_dtype, output, shard.on_device(), group, numels)
+        sent = shard.fill(self.own_part) if self.has_separate_shard else shard.values
+        if self._all_gather is None:
+            self._all_gather = AllGather(output, sent, group, numels)
+        return self._all_gather.start()
+
+    def wait(self) -> None:
+        """Make the current stream (on CPU: the caller) wait for the gather in flight, if any."""
+        gather = self._gather
+        if gather is None:
+            return
+        self._gather = None
+        try:
+            gather.wait()
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            self._part = None
+        self.move(CURRENT)
+        if trace.logs:
+            trace.record("wait_gather", self.name)
+
+    def free(self, *, keeps_part: bool = False) -> None:
+        """Free the values, after waiting for a gather in flight; a kept buffer stays as it is.
+
+        Gradients in the place of values stay, until `end_gradients`.
+
+        Args:
+            keeps_part: Keep this rank's part in the small group, if there is one.
+        """
+        part = None
+        if keeps_part and self.small_group is not None and self.is_current:
+            self.wait()
+            numel = self.buffer.numel() // self.small_group.size
+            start = self.small_group.rank * numel
+            part = self.output[start : start + numel].clone()
+        self._part = None
+        if self.state is PARTIAL:
+            self.move(FREED)
+        if not self.is_sharded or self.state is FREED or self.state is HOLDS_GRADIENTS:
+            return
+        if self._gather is not None:
+            # The backend still writes into the storage. An error is not ours to raise here: nobody
+            # wants the values, and an earlier error may be why.
+            with suppress(RuntimeError):
+                self.wait()
+        if self.is_kept:
+            return
+        if part is None:
+            self._forget()
+        else:
+            self._forget(PARTIAL)
+            self._part, self._part_writes = part, self.shard.guard.num_writes
+        if trace.logs:
+            trace.record("free", self.name)
+
+    def _forget(self, state: FullState = FREED) -> None:
+        """Free the memory, unless the buffer is a kept one."""
+        if self.state is not state:
+            self.move(state)
+        self.writes = -1
+        if not self.is_kept:
+            free_storage(self.buffer)
+
+    def expire(self) -> None:
+        """Note that shards may have been written where this rank can't see it."""
+        if not self.is_sharded:
+            return
+        if self.state is CURRENT:
+            self.move(STALE)
+        elif self.state is GATHERING:
+            self.writes = -1
+
+    # Edits
+
+    @property
+    def can_write_back(self) -> bool:
+        """Whether no shard was written since the gather, but by `write_back`."""
+        return self.is_whole or self.shard.guard.num_writes in (self.writes, self._written_back)
+
+    def write_back(self) -> None:
+        """Write this rank's part of the full values, which were edited, into the shard."""
+        self.wait()
+        zero_padding(self.output, self.shard.layout)
+        self.shard.write_edited(self.own_part, self.wire_dtype if self.is_cast else None)
+        self.shard.guard.count_write()
+        self._written_back = self.shard.guard.num_writes
+
+    # Gradients in the place of values
+
+    def hold_gradients(self, *, are_packed: bool) -> None:
+        """Note that gradients take the place of the values, see [Note: Packing in place].
+
+        Args:
+            are_packed: They were written through the parameters, whose versions have changed.
+        """
+        if self.state is not HOLDS_GRADIENTS:
+            self.move(HOLDS_GRADIENTS)
+        self.writes = -1
+        self._part = None
+        self.has_new_versions |= are_packed
+
+    def end_gradients(self) -> None:
+        """Free the memory of gradients that took the place of the values, if any did."""
+        if self.state is HOLDS_GRADIENTS:
+            self._forget()
+            if trace.logs:
+                trace.record("free", self.name)

@@ -1,0 +1,503 @@
+"""`FlatGradients`: from a unit's unsharded gradients, one by one, to the published `.grad`s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from composable_shard.comm import ShardGroup, Streams, trace
+from composable_shard.flat_param.full_values import (
+    CURRENT,
+    HOLDS_GRADIENTS,
+    STALE,
+    FullValues,
+)
+from composable_shard.flat_param.grad_pieces import (
+    AwaitedGradients,
+    GradPieces,
+    LocalGradients,
+    join,
+    local_gradient,
+    move_out_gradients,
+    note_used,
+    packing_scale,
+    set_gradients,
+    write_gradient,
+)
+from composable_shard.flat_param.host_gradient import HostGradient
+from composable_shard.flat_param.reduction import FlatReduction, ScratchPool
+from composable_shard.flat_param.shown import ShownParams
+from composable_shard.flat_param.storage import alloc_storage, free_storage, zero_gaps
+from composable_shard.layout import FlatLayout
+
+__all__ = ["FlatGradients"]
+
+
+class FlatGradients:
+    """The gradients of one flat parameter during a backward pass.
+
+    Gradients are packed into one buffer as autograd produces them. `issue` starts their
+    reduction, `finish` ends it and adds the result to `reduced`; a second round in the same
+    backward (a gradient that arrives late) adds to it too. `publish` sets the sharded parameters'
+    `.grad` from it.
+
+    [Note: Packing in place]
+    When autograd has accumulated the whole gradient of a parameter, every node that used the
+    parameter has run, so the gradient may take the place of the value: the unsharded buffer has
+    just the right layout, and the backward of a unit then needs no second buffer. Where a later use
+    is possible (create_graph, a backward nested in a backward, a forward that still runs, a
+    detached alias), the gradients are packed into a buffer of their own. The write changes the
+    parameter's version counter, so what the last resort misses raises in autograd; the next
+    gather restores the counters.
+
+    [Note: Persistent gradients]
+    Under `SHARD_OPTIM`, and where each rank holds the whole parameter, the buffer stays from the
+    first backward on. Gradients of microbatches that are not reduced add up in it, it is reduced in
+    place, and the published `.grad`s are views of the result: a step allocates nothing. A round
+    that begins while they are still set moves them out first.
+
+    Where one rank trains alone, nothing is packed: autograd's own gradients are published, cast.
+
+    Attributes:
+        arrived: Which parameters' gradients are in the buffer.
+        reduced: Shape `(layout.shard_numel,)`, or None before the first `finish`.
+        reduction: Reduces the buffer.
+        is_persistent: See [Note: Persistent gradients].
+        is_alone: No other rank has gradients.
+        packs_always: Gradients are packed also if this backward does not reduce them.
+        can_share: Gradients may be packed in place.
+        is_direct: Gradients go into the open round as they arrive, see `take_directly`.
+        is_unsynced: Gradients of earlier microbatches wait for a reduction.
+        awaited: Counts the parameters whose gradient this backward has accumulated.
+        local: Gradients of a rank that trains alone, where they have another dtype.
+        host: Where gradients are offloaded.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        shard_group: ShardGroup,
+        shown: ShownParams,
+        *,
+        is_persistent: bool,
+    ) -> None:
+        self.name = "?"
+        self._shown = shown
+        self._full: FullValues | None = None  # whose buffer is used, once there are own ones
+        self.reduction = FlatReduction(shard_group, layout)
+        self.is_alone = shard_group.num_ranks == 1
+        self.is_persistent = is_persistent
+        self._layout = layout
+        self._shard_group = shard_group
+        self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
+        self.arrived = [False] * len(layout.numels)
+        self._was_used = [False] * len(layout.numels)
+        self.reduced: Tensor | None = None
+        self.is_unsynced = self.is_direct = False
+        self.awaited = AwaitedGradients(len(layout.numels))
+        self.local = LocalGradients()
+        self.host: HostGradient | None = None
+        self._own = torch.empty(0)  # (padded_numel,), storage size 0 unless a round needs it
+        self._own_part: Tensor | None = None  # (shard_numel,), where a reduction ends in place
+        self._result = self._own  # (shard_numel,), persistent memory of the main dtype, if needed
+        self.packs_always = self.is_persistent
+        self.can_share = True
+        self._own_views: list[Tensor] = []  # by parameter, in its dense shape
+        self._shared_views: list[Tensor] = []  # of the values; they share the parameters' versions
+        self._views: list[Tensor] | None = None  # those of the round, None between rounds
+        self._prescale = 1.0
+        # The same, None for 1: a kernel takes a tensor of 0 dimensions fastest.
+        self._factor: Tensor | None = None
+        self._is_plain = False  # gradients are copied as they are
+        self._num_terms = 0  # shards' memory that a reduction needs beside the buffer
+
+    def bind(
+        self,
+        full: FullValues,
+        shared_views: list[Tensor],
+        reduce_dtype: torch.dtype,
+        *,
+        is_pinned: bool,
+    ) -> None:
+        """Make the own buffer and its views anew, without storage; drops what was in flight.
+
+        Args:
+            full: The full values, in whose place gradients may be packed.
+            shared_views: The buffer's part for each parameter, in the dense shape.
+            reduce_dtype: The own buffer's.
+            is_pinned: Whether host memory for offloaded gradients is pinned.
+        """
+        self._forget()
+        group, self._full = self._shard_group, full
+        values, main_dtype, copies = full.output, full.shard.values.dtype, full.shard.copies
+        self.host = None
+        if copies is not None:
+            numel = full.shard.values.numel()
+            self.host = HostGradient(numel, main_dtype, copies, is_pinned=is_pinned)
+        specs = [entry.spec for entry in self._shown.entries]
+        self._own_part = None
+        self._own = torch.empty_like(values, dtype=reduce_dtype)
+        self._result = self._own.new_empty(0, dtype=main_dtype)
+        self.reduction.bind(reduce_dtype, main_dtype, values.device)
+        self.can_share = reduce_dtype == values.dtype
+        self.packs_always = self.is_persistent or not self.can_share
+        self._own_views = [
+            self._own.as_strided(spec.dense_shape, spec.dense_stride, offset)
+            for spec, offset in zip(specs, self._layout.offsets, strict=True)
+        ]
+        self._num_terms = self.reduction.scratch_parts(in_place=self.is_persistent)
+        if self.is_persistent and self.reduction.output_dtype == reduce_dtype:
+            start, end = self._layout.shard_range(group.rank)
+            self._own_part = self._own[start:end]
+        free_storage(self._own)
+        self._shared_views = shared_views
+        self._prescale, factor = packing_scale(group, reduce_dtype, is_cast=not self.can_share)
+        self._factor = None if self._prescale == 1.0 else factor
+        self._is_plain = all(spec.tensor_parallel is None for spec in specs)
+
+    def release(self) -> None:
+        """Give up the buffers, of parameters that are frozen now; published gradients stay."""
+        self._forget()
+        self._own = self._result = torch.empty(0)
+        self._own_part = None
+        self._own_views, self._shared_views = [], []
+
+    @property
+    def used(self) -> list[bool]:
+        """Which parameters got a gradient on this rank since the last `publish`."""
+        return list(map(or_, self._was_used, self.arrived))
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether there are buffers for gradients."""
+        return bool(self._own_views)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether a round packs gradients in the place of the values."""
+        return self._views is not None and self._views is self._shared_views
+
+    def postpone(self) -> None:
+        """Note that a backward leaves gradients to a later reduction."""
+        self.is_unsynced, self.is_direct = True, False
+
+    # From unsharded gradients to the reduced shard
+
+    def pack(self, index: int, *, may_overwrite: bool) -> None:
+        """Move the accumulated gradient of parameter `index` into the reduce buffer.
+
+        Args:
+            index: Position of the parameter.
+            may_overwrite: Whether the backward does not need the parameter's value any more,
+                see [Note: Packing in place].
+
+        Raises:
+            RuntimeError: If a nested backward has used a value that was overwritten.
+        """
+        entries, full = self._shown.entries, self._full
+        entry = entries[index]
+        unsharded = entry.unsharded
+        gradient = unsharded.grad  # type: ignore[union-attr]
+        if gradient is None:
+            return
+        assert full is not None
+        if self.is_alone:
+            if not self.can_share:
+                self.local.hold(index, entry, gradient, self._own.dtype)
+            self.arrived[index] = True
+            return
+        if self._views is None:
+            self._begin_round()
+        # Dropped at once: a unit never holds its gradients twice.
+        unsharded.grad = None  # type: ignore[union-attr]
+        if not self._is_plain:
+            gradient = local_gradient(gradient, entry.spec)
+        if full.state is HOLDS_GRADIENTS and self.arrived[index]:
+            raise RuntimeError(
+                f"parameter '{entry.label}' was used inside and outside of a reentrant checkpoint: "
+                "its recomputation ran after the value had given way to the gradient. Pass "
+                "use_reentrant=False to torch.utils.checkpoint, or call fully_shard on the module "
+                "that holds the parameter, so that it is gathered again."
+            )
+        if self._views is None:
+            self._open(
+                in_place=may_overwrite
+                and self.can_share
+                and not full.is_kept
+                and (full.state is CURRENT or full.state is STALE)
+                and full.num_claims == 0
+                and True not in [getattr(e.unsharded, "has_hidden_alias", False) for e in entries]
+            )
+        view = self._views[index]  # type: ignore[index]
+        if self.arrived[index]:
+            view.add_(gradient, alpha=self._prescale)
+        else:
+            write_gradient(view, gradient, self._factor)
+            self.arrived[index] = True
+
+    def take_directly(self, flag: bool) -> None:
+        """Choose whether gradients go into the open round as they arrive, until it ends.
+
+        Else the runtime is told of each: it may have more to do than to pack it.
+        """
+        self.is_direct = flag and self._views is not None and self._is_plain
+
+    def pack_further(self, index: int) -> bool:
+        """Pack the gradient of a parameter into a round that is open: the short way, for most.
+
+        In a single function, as it runs for each parameter.
+
+        Returns:
+            False, having done nothing, where `pack` must be called instead.
+        """
+        param = self._shown.entries[index].unsharded
+        gradient = None if param is None else param.grad
+        if self._views is None or self.arrived[index] or not self._is_plain or gradient is None:
+            return False
+        if gradient.is_sparse or torch.is_grad_enabled():
+            return False
+        param.grad = None  # type: ignore[union-attr]
+        if self._factor is None:
+            self._views[index].copy_(gradient)
+        else:
+            torch.mul(gradient, self._factor, out=self._views[index])
+        self.arrived[index] = True
+        return True
+
+    def pack_rest(self, *, may_overwrite: bool) -> None:
+        """Pack what is not packed yet: gradients of earlier microbatches."""
+        if not all(self.arrived):
+            with torch.no_grad():  # those of create_graph have a graph, the buffer has none
+                for index in range(len(self.arrived)):
+                    self.pack(index, may_overwrite=may_overwrite)
+
+    def _begin_round(self) -> None:
+        """Let go of memory that a new round is going to use."""
+        if self.reduction.output is not None:
+            self.finish()
+        if self.is_persistent:
+            memory = self._result if self._result.numel() else self._own
+            move_out_gradients([each.sharded for each in self._shown.at_rest], memory)
+            if self.host is not None:
+                self.host.reuse_sources()
+
+    def _open(self, *, in_place: bool) -> None:
+        if self.is_persistent and self.reduced is not None:
+            # An earlier round of this backward left it in the buffer.
+            self.reduced = self.reduced.clone()
+        if in_place and self._full is not None:
+            self._full.hold_gradients(are_packed=True)
+            self._views = self._shared_views
+        else:
+            alloc_storage(self._own)
+            self._views = self._own_views
+
+    def move_out(self) -> None:
+        """Move gradients packed in place to the own buffer: the values are wanted again."""
+        if not self.is_in_place:
+            return
+        self._open(in_place=False)
+        for own, shared, has_arrived in zip(
+            self._own_views, self._shared_views, self.arrived, strict=True
+        ):
+            if has_arrived:
+                own.copy_(shared)
+
+    def issue(
+        self,
+        streams: Streams | None,
+        scratch: ScratchPool,
+        *,
+        keep_unsharded: bool,
+        is_deferred: bool,
+    ) -> None:
+        """Start reducing the packed gradients, and those kept unsharded by earlier microbatches.
+
+        A reduce-scatter of `layout.padded_numel` elements over the shard group, and an all-reduce
+        of `layout.shard_numel` over the ranks that hold copies, as far as there are such; on the
+        reduce stream where there are streams. Parameters without a gradient contribute zeros.
+
+        Args:
+            streams: The side streams of an accelerator.
+            scratch: The tree's.
+            keep_unsharded: Whether the full values are still needed.
+            is_deferred: Whether to put the all-reduce off.
+        """
+        full = self._full
+        assert full is not None
+        self.pack_rest(may_overwrite=not keep_unsharded)
+        self.is_unsynced = False
+        if self.is_alone:
+            self._close()
+            return
+        if self._views is None:
+            self._begin_round()
+            self._open(in_place=False)
+        if not keep_unsharded:
+            full.wait()  # the backend still writes into what may become scratch
+        if not all(self.arrived):
+            for view, has_arrived in zip(self._views or (), self.arrived, strict=True):
+                if not has_arrived:
+                    view.zero_()
+        if trace.logs:
+            trace.record("issue_reduce", self.name)
+        output = self._own_part
+        if output is None and self.is_persistent:
+            output = self._main_memory()
+        self.reduction.start(
+            full.output if self._views is self._shared_views else self._own,
+            self._take_scratch(full, scratch, may_share=not (full.is_kept or keep_unsharded)),
+            streams,
+            output=output,
+            prescale=self._prescale,
+            is_deferred=is_deferred,
+        )
+        self._close()
+
+    def _main_memory(self) -> Tensor:
+        """Return the persistent memory of [Note: Reduce dtype]."""
+        if self._result.numel() == 0:
+            self._result = self._result.new_empty(self.reduction.own_numel)
+        return self._result
+
+    def _take_scratch(
+        self, full: FullValues, pool: ScratchPool, *, may_share: bool
+    ) -> Tensor | None:
+        """Return the one of the two buffers that does not hold the gradients, or other memory."""
+        if self._num_terms == 0 or self.reduction.hook_name:
+            return None
+        numel = self._num_terms * self.reduction.own_numel
+        if self.is_persistent:
+            return pool.take(numel, self._own)
+        is_in_place = self._views is self._shared_views
+        scratch = self._own if is_in_place else full.output
+        may_share = is_in_place or (may_share and self.can_share)
+        may_share = may_share and self._num_terms == self._shard_group.size
+        if not may_share or numel > scratch.numel():  # as with an uneven shard, and a large one
+            return self._own.new_empty(numel)
+        if not is_in_place:
+            full.hold_gradients(are_packed=False)
+        alloc_storage(scratch)
+        return scratch[:numel]
+
+    def advance(self) -> None:
+        """Wait until the reduction in flight, if any, needs no buffer any more; free the buffers.
+
+        Where the result is the whole buffer there is nothing to wait for before `finish`.
+        """
+        if self.reduction.output is None:
+            return
+        if not self._shard_group.replicate_groups:
+            self.finish()
+        elif self._shard_group.size > 1:
+            try:
+                self.reduction.advance()
+            finally:
+                self._free_buffers()
+
+    def _free_buffers(self) -> None:
+        if not self.is_persistent:
+            free_storage(self._own)
+        if self._full is not None:
+            self._full.end_gradients()
+
+    def finish(self) -> None:
+        """Wait for the reduction in flight, if any, free the buffers, add to `reduced`.
+
+        Where gradients are offloaded the result goes to the host, beside the rest of the backward.
+        """
+        if self.reduction.output is None:
+            return
+        try:
+            output = self.reduction.finish()
+        finally:
+            self._free_buffers()
+        if trace.logs:
+            trace.record("wait_reduce", self.name)
+        if output is not None and output.dtype != self.reduction.main_dtype:
+            into = self._main_memory() if self.is_persistent else None
+            output = output.to(self.reduction.main_dtype) if into is None else into.copy_(output)
+        if output is not None:
+            self.reduced = output if self.reduced is None else self.reduced.add_(output)
+        if self.host is not None and self.reduced is not None:
+            self.host.receive(self.reduced, [each.sharded for each in self._shown.at_rest])
+            self.reduced = None
+
+    def publish(self, used: list[bool]) -> None:
+        """Set, or add to, `.grad` of the parameters shown at rest; forget `reduced`.
+
+        Args:
+            used: Which parameters any rank used.
+
+        Raises:
+            RuntimeError: If a parameter's existing `.grad` is not a shard like the parameter.
+        """
+        shown, full = self._shown, self._full
+        assert full is not None
+        if self._layout.owners:
+            full.expire()  # [Note: Writes by owners]
+        is_partial = self.reduction.partial is not None
+        pieces = self._ready_pieces(full, is_partial=is_partial)
+        if shown.shows_flat and shown.flat is not None:
+            used = note_used(shown.flat, used)
+        if is_partial:
+            return  # until the all-reduce that was put off
+        reduced, self.reduced = self.reduced, None
+        self._was_used = [False] * len(self._was_used)
+        params = [each.sharded for each in shown.at_rest]
+        specs = [each.spec for each in shown.at_rest]
+        if pieces is not None:
+            set_gradients(params, self._pieces.wrap(pieces, specs), used)
+        elif reduced is not None:
+            set_gradients(params, self._pieces.cut(reduced, specs), used)
+
+    def _ready_pieces(
+        self, full: FullValues, *, is_partial: bool
+    ) -> Sequence[Tensor | None] | None:
+        """Return the gradients of what is shown at rest, None where `reduced` is to be cut."""
+        shown = self._shown
+        own: list[Tensor | None] | None = None
+        if self.is_alone:
+            dtype, factor = full.shard.values.dtype, self.reduction.divide_factor
+            own = [self.local.take(*item, dtype, factor) for item in enumerate(shown.entries)]
+        if self.host is not None and not is_partial:
+            return self.host.pieces_of(shown.at_rest, shown.entries, own)
+        if not shown.shows_flat or shown.flat is None:
+            return own
+        whole = self.reduced
+        if own is not None:
+            whole = join(shown.entries, own, torch.zeros_like(full.shard.values))
+        if whole is None:
+            return [None]
+        zero_gaps(whole, self._layout, self._shard_group.rank)  # nothing was packed there
+        return [shown.flat.slice_of(whole)]
+
+    def drop(self) -> None:
+        """Forget all gradients that are not published, whatever was in flight, after an error."""
+        self._forget()
+        if self.host is not None:
+            self.host.drop()
+        self.local.drop()
+        self.is_unsynced = False
+        for entry in self._shown.entries:
+            if entry.unsharded is not None:
+                entry.unsharded.grad = None
+
+    def _forget(self) -> None:
+        self.reduction.drop()
+        self.reduced = None
+        self._pieces.forget()
+        self._close()
+        self._was_used = [False] * len(self._was_used)
+        self.awaited.reset()
+        self._free_buffers()
+
+    def _close(self) -> None:
+        """End the round: what comes next begins a new one."""
+        self._was_used = self.arrived if all(self.arrived) else self.used
+        self.arrived = [False] * len(self.arrived)
+        self._views = None
+        self.is_direct = False

@@ -1,0 +1,332 @@
+"""`ShownParams`: which form of its parameters a unit's modules show.
+
+At rest they show the sharded parameters: the originals, or the one flat parameter instead of
+them. In forward, backward and after `unshard` they show the unsharded originals, and inside
+`unshard_params` the parameters of that scope. Hidden originals leave None in `_parameters`, so that
+names keep their order when they come back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import Tensor, nn
+
+from composable_shard.flat_param.entries import FlatEntry, ParamEntry, hide, hide_flat, unhide
+from composable_shard.flat_param.storage import FlatSlot
+from composable_shard.tensor import WriteGuard
+
+__all__ = ["Scope", "Shown", "ShownParams"]
+
+
+class Shown(Enum):
+    """What the modules show."""
+
+    SHARDED = "what they show at rest: the originals, or the flat parameter"
+    UNSHARDED = "the full values of the originals"
+    UNSHARDED_FLAT = "the full values as one parameter"
+    SCOPE = "the originals that `unshard_params` made, or left sharded"
+    SCOPE_FLAT = "one parameter instead of these"
+
+
+SHARDED, UNSHARDED, UNSHARDED_FLAT, SCOPE, SCOPE_FLAT = Shown
+
+
+@dataclass
+class Scope:
+    """What an open `unshard_params` scope shows.
+
+    Attributes:
+        params: In place of the originals.
+        has_values: Whether these are full values.
+        before: What was shown before the scope.
+        slots: Container, key, what is shown there.
+    """
+
+    params: Sequence[Tensor]
+    has_values: bool
+    before: Shown
+    slots: list[tuple[Any, Any, Tensor | None]]
+
+
+class ShownParams:
+    """The parameters of a flat parameter, and the places in modules that show them.
+
+    Args:
+        entries: The managed parameters, in order.
+        flat: The flat parameter, None until it is wanted.
+        guard: Of the local shard.
+        shows_flat: Whether the flat parameter is shown at rest, instead of the originals.
+
+    Attributes:
+        state: What the modules show now.
+        at_rest: What users and optimizers hold: the originals, or the flat parameter.
+        scope: The open `unshard_params` scope, if any.
+        flat_slot: Where the unit's module shows the flat parameter.
+    """
+
+    flat_slot: FlatSlot
+
+    def __init__(
+        self,
+        entries: list[ParamEntry],
+        flat: FlatEntry | None,
+        guard: WriteGuard,
+        *,
+        shows_flat: bool,
+    ) -> None:
+        self.entries = entries
+        self.flat = flat
+        self.guard = guard
+        self.state = SHARDED
+        self.shows_flat = shows_flat
+        self.at_rest: Sequence[ParamEntry] = entries
+        self.scope: Scope | None = None
+        # container, key, at rest, unsharded
+        self._slots: list[tuple[Any, Any, Tensor | None, Tensor | None]] = []
+        self.set_flat(flat, shows_flat=shows_flat)
+
+    def set_flat(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
+        """Choose what is at rest; shows nothing."""
+        self.flat, self.shows_flat = flat, shows_flat
+        self.at_rest = [flat] if shows_flat and flat is not None else self.entries
+
+    def set_flat_slot(self, slot: FlatSlot) -> None:
+        """Choose where the unit's module shows the flat parameter."""
+        self.flat_slot = slot
+
+    def index_slots(self) -> None:
+        """Refresh the flat list that registration walks; call after `entries[i].slots` changed."""
+        self._slots = [
+            (container, key, None if self.shows_flat else entry.sharded, entry.unsharded)
+            for entry in self.entries
+            for container, key in entry.slots
+        ]
+        if self.shows_flat and self.flat is not None:
+            slot = self.flat_slot
+            self._slots.append((slot.take(), slot.name, self.flat.sharded, None))
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the unsharded parameters are registered, perhaps beneath a scope."""
+        state = self.state if self.scope is None else self.scope.before
+        return state in (UNSHARDED, UNSHARDED_FLAT)
+
+    @property
+    def is_in_scope(self) -> bool:
+        """Whether `unshard_params` decides what is shown."""
+        return self.scope is not None
+
+    # Forms of the handle
+
+    def show_unsharded(self) -> None:
+        """Make the modules show the unsharded parameters."""
+        if self.state is UNSHARDED or self.scope is not None:
+            return
+        if self.state is UNSHARDED_FLAT:
+            self.show_unsharded_as(None)
+        for container, key, _, unsharded in self._slots:
+            container[key] = unsharded
+        self.state = UNSHARDED
+
+    def show_sharded(self) -> None:
+        """Make the modules show what they show at rest, the objects users and optimizers hold."""
+        if self.state is SHARDED or self.scope is not None:
+            return
+        if self.state is UNSHARDED_FLAT:
+            self.show_unsharded_as(None)
+        for container, key, at_rest, _ in self._slots:
+            container[key] = at_rest
+        self.state = SHARDED
+
+    def show_unsharded_as(self, flat: nn.Parameter | None) -> None:
+        """Show full values as one parameter, or with None as the originals, where any are shown."""
+        if self.flat is not None:
+            self.flat.unsharded = flat
+        if self.is_unsharded:
+            self.state = UNSHARDED if flat is None else UNSHARDED_FLAT
+        self.show_again()
+
+    def show_again(self) -> None:
+        """Make the modules show what the state says, after other things were shown."""
+        if self.state is UNSHARDED_FLAT and self.flat is not None:
+            self._show(None, self.flat.unsharded)
+            return
+        self._show(None, None)
+        for container, key, at_rest, unsharded in self._slots:
+            container[key] = unsharded if self.state is UNSHARDED else at_rest
+
+    def _show(self, originals: Sequence[Tensor] | None, flat: Tensor | None) -> None:
+        """Make the modules show these parameters: one for each entry, or none of them."""
+        for index, entry in enumerate(self.entries):
+            for container, key in entry.slots:
+                container[key] = None if originals is None else originals[index]
+        self.flat_slot.show(flat)
+
+    def check_registered(self) -> None:
+        """Check that the modules still show our parameters.
+
+        Raises:
+            RuntimeError: Naming the parameter that was replaced.
+        """
+        is_unsharded = self.state is UNSHARDED
+        if not is_unsharded and self.state is not SHARDED:
+            return
+        for container, key, at_rest, unsharded in self._slots:
+            if container[key] is not (unsharded if is_unsharded else at_rest):
+                raise RuntimeError(
+                    f"parameter '{self._label_at(container, key)}' was replaced by another object "
+                    f"({_describe(container[key])}) after fully_shard, as by assignment, "
+                    "functional_call or load_state_dict(assign=True). "
+                    "Its new value would be ignored. Write into the existing parameter instead, "
+                    "for example `param.copy_(full_tensor)` under torch.no_grad(), or replace it "
+                    "before fully_shard."
+                )
+
+    def _label_at(self, container: Any, key: Any) -> object:
+        """Return the name of the parameter that is shown in a slot."""
+        for entry in self.entries:
+            if any(container is other and key == name for other, name in entry.slots):
+                return entry.label
+        return key if self.flat is None else self.flat.label
+
+    # Scopes
+
+    def enter_scope(self, params: Sequence[Tensor] | None) -> None:
+        """Show the parameters of an `unshard_params` scope; None for the sharded originals."""
+        if params is None:
+            self.unhide_all()
+        shown = [entry.sharded for entry in self.entries] if params is None else params
+        self.scope = Scope(shown, params is not None, self.state, [])
+        self.guard.set_in_scope(True)
+        self.show_in_scope(shown, None)
+
+    def show_in_scope(self, originals: Sequence[Tensor] | None, flat: Tensor | None) -> None:
+        """Show these parameters, and expect them to stay until the scope's end."""
+        assert self.scope is not None
+        self._show(originals, flat)
+        self.state = SCOPE_FLAT if originals is None else SCOPE
+        slots = [
+            (container, key, container[key])
+            for entry in self.entries
+            for container, key in entry.slots
+        ]
+        if flat is not None:
+            slots.append((self.flat_slot.take(), self.flat_slot.name, flat))
+        self.scope.slots = slots
+
+    def show_scope_params(self) -> None:
+        """Show the originals again, for a forward, where the scope shows the flat parameter."""
+        if self.scope is not None and self.state is SCOPE_FLAT:
+            self.show_in_scope(self.scope.params, None)
+
+    def check_scope(self) -> None:
+        """Check that the modules still show the parameters of the scope.
+
+        Raises:
+            RuntimeError: Naming the parameter that was replaced.
+        """
+        for container, key, shown in () if self.scope is None else self.scope.slots:
+            try:
+                found = container[key]
+            except KeyError:
+                found = None
+            except RuntimeError:
+                continue  # its module was deleted, as by replacing it in its parent
+            if found is not shown:
+                raise RuntimeError(
+                    f"parameter '{self._label_at(container, key)}' was replaced by another object "
+                    f"({_describe(found)}) inside unshard_params. Its value was not written back, "
+                    "nor was any other. Write into the existing parameter instead, for example "
+                    "`param.copy_(value)` under torch.no_grad()."
+                )
+
+    def leave_scope(self) -> None:
+        """Show again what was shown before the scope; no-op outside of one."""
+        scope, self.scope = self.scope, None
+        if scope is None:
+            return
+        self.guard.set_in_scope(False)
+        self.state = scope.before
+        self.hide_unshown()
+        self.show_again()
+        if not self.shows_flat:
+            self.flat_slot.remove()
+
+    # Gradients of what is hidden, and hooks
+
+    def unhide_all(self) -> None:
+        """Let all sharded parameters, in both forms, have gradients."""
+        for entry in self.entries:
+            unhide(entry.sharded)
+        if self.flat is not None:
+            unhide(self.flat.sharded)
+
+    def hide_unshown(self) -> None:
+        """Make the sharded parameters that are not shown at rest refuse gradients."""
+        self.unhide_all()
+        if self.shows_flat:
+            for entry in self.entries:
+                hide(entry.sharded)
+        elif self.flat is not None:
+            hide_flat(self.flat.sharded)
+
+    def adopt_hooks(self) -> None:
+        """Make backward run the hooks that users put on parameters with `register_hook`.
+
+        Raises:
+            RuntimeError: If some are on the flat parameter, of which autograd has no gradient.
+        """
+        if self.flat is not None and self.flat.sharded._backward_hooks:
+            raise RuntimeError(
+                f"the hooks on '{self.flat.label}' (register_hook) would never run: autograd "
+                "computes the gradients of the original parameters. Remove them, and use "
+                "register_post_accumulate_grad_hook, which sees the reduced gradient, or register "
+                "them on the original parameters after register_orig_params(module)."
+            )
+        for entry in self.entries:
+            if entry.sharded._backward_hooks and not entry.runs_hooks:
+                _connect_hooks(entry)
+
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether `run_gradient_hooks` has any to run."""
+        return any(entry.sharded._post_accumulate_grad_hooks for entry in self.at_rest)
+
+    def run_gradient_hooks(self) -> None:
+        """Run the hooks that users put on the sharded parameters with
+        `register_post_accumulate_grad_hook`, once, with the final gradient.
+        """
+        for entry in self.at_rest:
+            hooks = entry.sharded._post_accumulate_grad_hooks
+            if hooks and entry.sharded.grad is not None:
+                for hook in list(hooks.values()):
+                    hook(entry.sharded)
+
+
+def _connect_hooks(entry: ParamEntry) -> None:
+    if entry.unsharded is None or not entry.unsharded.requires_grad:
+        return
+    # Weak, as the handle's own hook on the gradient: a user's hook may lead anywhere.
+    sharded_ref = weakref.ref(entry.sharded)
+
+    def run_hooks(gradient: Tensor) -> Tensor:
+        sharded = sharded_ref()
+        hooks = None if sharded is None else sharded._backward_hooks
+        for hook in list((hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    entry.unsharded.register_hook(run_hooks)
+    entry.runs_hooks = True
+
+
+def _describe(found: object) -> str:
+    if isinstance(found, Tensor):
+        return f"{type(found).__name__}{tuple(found.shape)}"
+    return repr(found)

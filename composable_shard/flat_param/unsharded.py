@@ -1,0 +1,191 @@
+"""`UnshardedParams`: the parameters that modules compute with, and what was done to them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from composable_shard.flat_param.entries import FlatEntry, ParamEntry
+from composable_shard.layout import FlatLayout
+
+__all__ = ["UnshardedParameter", "UnshardedParams"]
+
+
+class UnshardedParameter(nn.Parameter):
+    """A parameter that remembers whether anyone took an alias of it that autograd can't see.
+
+    The value may give way to the gradient once autograd is done with the parameter. A node that
+    computes with `param.detach()` or `param.data` may come later, and for `.data` not even the
+    version counter would tell. See [Note: Packing in place].
+    """
+
+    has_hidden_alias: bool = False
+    is_repointed: bool = False  # `param.data = x`: it is no view of the buffer any more
+
+    def detach(self) -> Tensor:
+        """Return a detached alias, as any tensor's does."""
+        self.has_hidden_alias = True
+        return super().detach()
+
+    @property
+    def data(self) -> Tensor:
+        """A detached alias with a version counter of its own, as any tensor's is."""
+        self.has_hidden_alias = True
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.is_repointed = True
+        increment_version(self)  # an edit like any other
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+def _make_unsharded(dense: Tensor, requires_grad: bool) -> nn.Parameter:
+    """Return the parameter whose data is `dense`, a view of the buffer (or a DTensor of one)."""
+    kind: Any = nn.Parameter if isinstance(dense, DTensor) else UnshardedParameter
+    param: nn.Parameter = kind(dense, requires_grad)
+    return param
+
+
+def _is_repointed(param: nn.Parameter) -> bool:
+    """Return whether `param.data` was set to another tensor."""
+    return isinstance(param, UnshardedParameter) and param.is_repointed
+
+
+def _alias_of(param: nn.Parameter) -> Tensor:
+    """Return the parameter's data (of a DTensor: the local part) under its version counter."""
+    alias = torch.Tensor.detach(param)
+    return alias.to_local() if isinstance(alias, DTensor) else alias
+
+
+class UnshardedParams:
+    """The unsharded parameters of a flat parameter, views of its unsharded buffer.
+
+    Attributes:
+        watched: These, or plain aliases of the same version.
+        versions: Theirs, when the values were gathered.
+    """
+
+    def __init__(self, buffer: Tensor, layout: FlatLayout) -> None:
+        self._buffer = buffer
+        self._layout = layout
+        self._entries: Sequence[ParamEntry] = ()
+        self.watched: list[Tensor] = []
+        self.versions: list[int] = []
+
+    def build(self, entries: Sequence[ParamEntry], requires_grad: bool) -> list[Tensor]:
+        """Make the unsharded parameters of entries; the buffer must have memory.
+
+        Returns:
+            Their dense data, under their version counters.
+        """
+        self._entries = entries
+        for index, entry in enumerate(entries):
+            entry.unsharded = _make_unsharded(self._view(index, entry), requires_grad)
+            # What a forward asks of a parameter: how tensor parallelism split it, for example.
+            for name, value in entry.sharded.user_attributes().items():
+                entry.unsharded.__dict__.setdefault(name, value)
+            entry.runs_hooks = False
+        params = self._params()
+        views = [_alias_of(param) for param in params]
+        self.watched = [
+            param if isinstance(param, DTensor) else view
+            for param, view in zip(params, views, strict=True)
+        ]
+        self.versions = [param._version for param in params]
+        return views
+
+    def _params(self) -> list[nn.Parameter]:
+        return [entry.unsharded for entry in self._entries if entry.unsharded is not None]
+
+    def _view(self, index: int, entry: ParamEntry) -> Tensor:
+        """Return a parameter's part of the buffer in its shape."""
+        start = self._layout.offsets[index]
+        # [Note: Storage and autograd]: .data gives each parameter its own version counter.
+        flat = self._buffer.data[start : start + self._layout.numels[index]]
+        return entry.spec.unflatten(flat)
+
+    @property
+    def has_hidden_alias(self) -> bool:
+        """Whether the value of any parameter may be used where autograd can't see it."""
+        return any([getattr(param, "has_hidden_alias", False) for param in self._params()])
+
+    def edited(self, flat: FlatEntry | None) -> list[str]:
+        """Return the names of parameters that were edited since they were gathered.
+
+        By version counters: an edit through an alias, `param.data.add_(1)`, leaves no trace.
+        """
+        names = [
+            str(entry.label)
+            for entry, version in zip(self._entries, self.versions, strict=False)
+            if (param := entry.unsharded) is not None
+            and (param._version != version or _is_repointed(param))
+        ]
+        if flat is not None and flat.unsharded is not None:
+            known = vars(flat.unsharded).get("_known_version", 0)
+            is_replaced = flat.unsharded.data_ptr() != self._buffer.data_ptr()
+            if flat.unsharded._version != known or is_replaced:
+                names.append(str(flat.label))
+        return names
+
+    def warn_of_edits(self, flat: FlatEntry | None, where: str, *, are_lost: bool) -> None:
+        """Warn of edits that are about to be lost, once.
+
+        Args:
+            flat: The flat parameter, if there is one.
+            where: When they were made.
+            are_lost: Whether the buffer will be freed, or filled from other memory.
+        """
+        names = self.edited(flat)
+        if not names:
+            return
+        for index, entry in enumerate(self._entries):
+            param = entry.unsharded
+            if param is not None and _is_repointed(param):
+                are_lost = True
+                if self._buffer.untyped_storage().size():
+                    # A view of the buffer again: gathers go there.
+                    param.data = self._view(index, entry)
+                    param.is_repointed = False  # type: ignore[attr-defined]
+        self.forget_edits(flat)
+        outcome = (
+            "are lost: the full values are freed without being written back"
+            if are_lost
+            else "stay only because the full values are never freed here: elsewhere they are lost"
+        )
+        warnings.warn(
+            f"the edits of {names} {where} {outcome}. Edit parameters inside "
+            "unshard_params(module), or call writeback(module) before reshard(module).",
+            stacklevel=3,
+        )
+
+    def forget_edits(self, flat: FlatEntry | None) -> None:
+        """Take the values as they are now for those that were gathered."""
+        self.versions = [param._version for param in self._params()]
+        if flat is not None and flat.unsharded is not None:
+            vars(flat.unsharded)["_known_version"] = flat.unsharded._version
+
+    def check_not_repointed(self) -> None:
+        """Check that the parameters still are views of the buffer.
+
+        Raises:
+            RuntimeError: Naming the parameter that was given other data.
+        """
+        if self._buffer.is_meta or self._buffer.untyped_storage().size() == 0:
+            return
+        start = self._buffer.data_ptr()
+        for entry, offset in zip(self._entries, self._layout.offsets, strict=False):
+            address = start + offset * self._buffer.element_size()
+            param = entry.unsharded
+            if param is not None and param.numel() and _alias_of(param).data_ptr() != address:
+                raise RuntimeError(
+                    f"parameter '{entry.label}' was given other data (`param.data = ...`) while "
+                    "its full values are shown. Write into it instead, for example "
+                    "`param.copy_(value)` under torch.no_grad()."
+                )

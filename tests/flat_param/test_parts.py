@@ -1,0 +1,257 @@
+"""The parts of a handle, each without a process group: shard, full values, what is shown."""
+
+from __future__ import annotations
+
+import itertools
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_shard.comm.groups import ShardGroup
+from composable_shard.flat_param import FullState, Precision, Shown
+from composable_shard.flat_param.entries import ParamEntry
+from composable_shard.flat_param.full_values import MOVES, FullValues
+from composable_shard.flat_param.gradients import FlatGradients
+from composable_shard.flat_param.memory import MemoryPlan
+from composable_shard.flat_param.reduction import ScratchPool
+from composable_shard.flat_param.shard import LocalShard
+from composable_shard.flat_param.shown import ShownParams
+from composable_shard.flat_param.storage import FlatSlot, find_slots
+from composable_shard.layout import FlatLayout
+from composable_shard.options import OffloadPolicy
+from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec
+from composable_shard.tensor.shard_spec import WriteGuard
+from tests.helpers import peak_bytes
+
+CPU = torch.device("cpu")
+
+
+def _group(size: int = 1) -> ShardGroup:
+    """Return a group of which nothing but the sizes is used."""
+    return ShardGroup(None, 0, size, CPU)  # type: ignore[arg-type]
+
+
+def _full(
+    size: int = 2, *, is_kept: bool = False, param_dtype: torch.dtype | None = None
+) -> FullValues:
+    layout = FlatLayout.plan([6, 4], size, 4)
+    plan = MemoryPlan(_group(size), Precision(param_dtype=param_dtype), OffloadPolicy(), is_kept)
+    _, full = plan.allocate(layout, WriteGuard(), torch.float32, CPU)
+    full.name = "block"
+    return full
+
+
+def _in_state(state: FullState) -> FullValues:
+    full = _full()
+    full.state = state
+    return full
+
+
+# --- full values ---
+
+
+@pytest.mark.parametrize(("old", "new"), [*itertools.product(FullState, FullState)])
+def test_full_values_make_the_moves_of_the_table_and_no_others(
+    old: FullState, new: FullState
+) -> None:
+    """An illegal move names the unit and both states, and changes nothing."""
+    full = _in_state(old)
+    if new in MOVES[old]:
+        full.move(new)
+        assert full.state is new
+    else:
+        with pytest.raises(RuntimeError, match=f"'block' can't go from {old.name} to {new.name}"):
+            full.move(new)
+        assert full.state is old
+
+
+def test_every_state_is_reached_and_left() -> None:
+    """From FREED, where handles begin, and back to it."""
+    assert set(MOVES) == set(FullState)
+    assert all(FullState.FREED in MOVES[state] for state in FullState if state.name != "FREED")
+    reached, found = {FullState.FREED}, set[FullState]()
+    while reached != found:
+        found = set(reached)
+        reached |= {new for state in found for new in MOVES[state]}
+    assert reached == set(FullState)
+
+
+def test_values_that_need_no_gather_are_always_current() -> None:
+    """One rank that computes in the main dtype: its shard is the buffer."""
+    full = _full(1, is_kept=True)
+    assert full.state is FullState.CURRENT
+    assert full.is_whole
+    full.shard.values.fill_(3)
+    assert full.buffer[0] == 3
+
+
+def test_a_cast_fills_the_buffer_and_a_write_makes_it_stale() -> None:
+    """One rank with another compute dtype: each write asks for a new cast."""
+    full = _full(1, is_kept=True, param_dtype=torch.bfloat16)
+    full.gather(None)
+    assert full.state is FullState.CURRENT
+    assert full.is_current
+    full.shard.values.fill_(3)
+    full.shard.guard.count_write()
+    assert not full.is_current
+    full.gather(None)
+    assert full.is_current
+    assert (full.buffer[:10] == 3).all()
+
+
+@pytest.mark.parametrize("state", [FullState.CURRENT, FullState.STALE])
+def test_gradients_in_the_place_of_values_outlive_a_free(state: FullState) -> None:
+    """Until the reduction that reads them has ended."""
+    full = _in_state(state)
+    full.buffer.untyped_storage().resize_(full.nbytes)
+    full.hold_gradients(are_packed=True)
+    full.free()
+    assert full.state is FullState.HOLDS_GRADIENTS
+    assert full.buffer.untyped_storage().size() == full.nbytes
+    full.end_gradients()
+    assert full.state is FullState.FREED
+    assert full.buffer.untyped_storage().size() == 0
+
+
+def test_a_free_waits_for_the_gather_in_flight() -> None:
+    """Its error is nobody's: the values were not wanted any more."""
+
+    class Failing:
+        def wait(self) -> None:
+            raise RuntimeError("planned")
+
+    full = _in_state(FullState.GATHERING)
+    full._gather = Failing()
+    full.free()
+    assert full.state is FullState.FREED
+
+
+def test_claims_are_counted() -> None:
+    """A claim for each unit in forward and each `unshard`."""
+    full = _full()
+    full.claim()
+    full.claim()
+    full.release_claim()
+    assert full.num_claims == 1
+
+
+def test_allocating_a_unit_takes_the_buffer_and_the_shard_one_after_another() -> None:
+    """The buffer's memory is given back before the shard gets its own."""
+    with peak_bytes() as memory:
+        full = _full()
+    assert full.buffer.untyped_storage().size() == 0
+    assert memory.peak == full.nbytes
+
+
+# --- shard ---
+
+
+def test_full_values_are_cut_into_a_shard() -> None:
+    """The padding is zeroed: it counts in norms."""
+    full = _full(2)
+    source = torch.arange(1.0, full.shard.layout.padded_numel + 1)
+    full.shard.write_slice(full.shard.values, source, from_first=False)
+    start, end = full.shard.layout.shard_range(0)
+    assert torch.equal(full.shard.values, source[start:end])
+    assert all(not source[a:b].any() for a, b in full.shard.layout.padding_ranges())
+
+
+def test_an_edit_of_rounded_values_keeps_the_precision_of_the_others() -> None:
+    """Only what differs from the rounded shard was edited."""
+    full = _full(1, is_kept=True, param_dtype=torch.bfloat16)
+    full.shard.values.fill_(1 / 3)
+    full.gather(None)
+    full.buffer[0] = 2
+    full.write_back()
+    assert full.shard.values[0] == 2
+    assert (full.shard.values[1:6] == torch.tensor(1 / 3)).all()
+    assert full.can_write_back
+
+
+# --- what modules show ---
+
+
+def _entries(module: nn.Linear, shard: LocalShard) -> list[ParamEntry]:
+    layout, entries = shard.layout, []
+    for index, (name, param) in enumerate(module.named_parameters()):
+        start, end = layout.local_range(index, 0)
+        spec = ShardSpec(
+            param.shape,
+            param.shape,
+            param.stride(),
+            layout,
+            index,
+            0,
+            "group",
+            label=ParamLabel(name),
+        )
+        view = shard.values[start:end]
+        view.copy_(spec.slice(param.detach()))
+        sharded = cast(FlatShard, nn.Parameter(FlatShard(view, spec, guard=shard.guard)))
+        entries.append(ParamEntry(sharded, spec, find_slots(module, name), shard_view=view))
+    return entries
+
+
+def _alone(module: nn.Linear) -> tuple[FullValues, ShownParams]:
+    """Return the parts of a handle of a module that one rank trains alone."""
+    layout = FlatLayout.plan([param.numel() for param in module.parameters()], 1, 4)
+    plan = MemoryPlan(_group(), Precision(), OffloadPolicy(), True)
+    shard, full = plan.allocate(layout, WriteGuard(), torch.float32, CPU)
+    shown = ShownParams(_entries(module, shard), None, shard.guard, shows_flat=False)
+    shown.set_flat_slot(FlatSlot(module, "_flat_param"))
+    return full, shown
+
+
+def test_modules_show_one_form_after_another() -> None:
+    """At rest the sharded parameters, in a forward the unsharded, in a scope that scope's."""
+    module = nn.Linear(3, 2)
+    full, shown = _alone(module)
+    full.params.build(shown.entries, True)
+    shown.index_slots()
+    shown.show_again()
+    weight = shown.entries[0]
+    assert module.weight is weight.sharded
+    shown.show_unsharded()
+    assert module.weight is weight.unsharded
+    assert shown.state is Shown.UNSHARDED
+    shown.check_registered()
+    others = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2))]
+    shown.enter_scope(others)
+    assert module.weight is others[0]
+    assert shown.state is Shown.SCOPE
+    assert shown.is_unsharded  # beneath the scope
+    shown.show_sharded()
+    assert module.weight is others[0]
+    shown.leave_scope()
+    assert module.weight is weight.unsharded
+    shown.show_sharded()
+    assert module.weight is weight.sharded
+    assert shown.state is Shown.SHARDED
+
+
+# --- gradients ---
+
+
+def test_a_rank_alone_publishes_the_gradients_of_autograd() -> None:
+    """Nothing is packed or sent."""
+    module = nn.Linear(3, 2)
+    full, shown = _alone(module)
+    views = full.params.build(shown.entries, True)
+    grads = FlatGradients(full.shard.layout, _group(), shown, is_persistent=False)
+    grads.bind(full, views, torch.float32, is_pinned=False)
+    expected: list[Tensor] = []
+    for index, entry in enumerate(shown.entries):
+        assert entry.unsharded is not None
+        expected.append(torch.randn(entry.unsharded.shape))
+        entry.unsharded.grad = expected[-1]
+        grads.pack(index, may_overwrite=True)
+    assert grads.used == [True, True]
+    grads.issue(None, ScratchPool(), keep_unsharded=False, is_deferred=False)
+    grads.publish([True, True])
+    for entry, gradient in zip(shown.entries, expected, strict=True):
+        assert isinstance(entry.sharded.grad, FlatShard)
+        assert torch.equal(entry.sharded.grad.to_local(), gradient.flatten())
+        assert entry.unsharded is not None
+        assert entry.unsharded.grad is None
