@@ -18,58 +18,23 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
-from torch._ops import OpOverload
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch._ops import OpOverload as OpOverload
+from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
+from torch.distributed._composable.contract import RegistryItem as RegistryItem
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor as AsyncCollectiveTensor,
+)
 from torch.distributed.distributed_c10d import _resolve_process_group, _world
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.distributed.fsdp.wrap import _Policy
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
+)
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-__all__ = [
-    "FOREACH_TYPES",
-    "REGISTRY_KEY",
-    "AsyncCollectiveTensor",
-    "BatchNorm",
-    "DisableTorchFunctionSubclass",
-    "OpOverload",
-    "RegistryItem",
-    "TensorBase",
-    "VariableFunctions",
-    "backend_of",
-    "base_of",
-    "buffers_of",
-    "bump_version",
-    "compute_local_shape_and_global_offset",
-    "current_backward_id",
-    "disabled_torch_function",
-    "foreach_copy_",
-    "foreach_mul_",
-    "foreach_norm",
-    "has_saved_tensors_hooks",
-    "is_traceable_wrapper_subclass",
-    "make_wrapper",
-    "modules_of",
-    "never_compile",
-    "next_sequence_nr",
-    "non_persistent_buffers_of",
-    "num_dispatch_modes",
-    "num_function_modes",
-    "num_known_groups",
-    "parameters_of",
-    "post_accumulate_hooks_of",
-    "pre_accumulate_hooks_of",
-    "queue_callback",
-    "resolve_process_group",
-    "sequence_nr_of",
-    "set_versions",
-    "swap_tensors",
-    "unscale_",
-    "version_of",
-    "will_run_node",
-]
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 
 # Autograd. `current_backward_id()` is -1 outside of a backward pass, on the thread that asks.
 current_backward_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -80,13 +45,16 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
 bump_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
+use_count_of: Callable[[Tensor], int] = methodcaller("_use_count")
+is_forward_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` at the end of the running backward pass, if that succeeds."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Calls a function at the end of the running backward pass, if that succeeds.
+queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
 
 def has_saved_tensors_hooks() -> bool:
@@ -95,6 +63,8 @@ def has_saved_tensors_hooks() -> bool:
 
 
 # Tensor subclasses and the dispatcher.
+schema_of: Callable[[OpOverload], Any] = attrgetter("_schema")
+overload_name_of: Callable[[OpOverload], str] = attrgetter("_overloadname")
 TensorBase = torch._C.TensorBase
 VariableFunctions = torch._C._VariableFunctions
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -113,13 +83,18 @@ foreach_norm = torch._foreach_norm
 unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 # Modules. Their dictionaries are written where `setattr` would check, or register twice.
-BatchNorm = _BatchNorm
+IncompatibleKeys = _IncompatibleKeys  # what `Module.load_state_dict` returns
+WrapPolicy = _Policy  # of FSDP1
+run_wrap_policy = _Policy._run_policy
+CALL_CODE = nn.Module._wrapped_call_impl.__code__  # of the frame that calls a module
+load_from_state_dict_of = attrgetter("_load_from_state_dict")
 parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 modules_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter(
     "_non_persistent_buffers_set"
 )
+load_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_load_state_dict_pre_hooks")
 pre_accumulate_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 post_accumulate_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter(
     "_post_accumulate_grad_hooks"
@@ -132,6 +107,10 @@ resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_gro
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the backend of a group for a device; raises RuntimeError where it has none."""
     return group._get_backend(device)
+
+
+all_gather_base = dist.ProcessGroup._allgather_base
+reduce_scatter_base = dist.ProcessGroup._reduce_scatter_base
 
 
 def num_known_groups() -> int:

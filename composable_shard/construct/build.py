@@ -9,11 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
 
 from composable_shard.comm import ShardGroup
 from composable_shard.construct.plan import FLAT_PARAM_NAME, Original, Plan, states_to_sync
@@ -45,6 +40,7 @@ from composable_shard.runtime import (
 )
 from composable_shard.state_dict import adopt_new_data, load_values, show_shards, show_whole_values
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec
+from composable_shard.torch_private import never_compile
 
 __all__ = [
     "build_state",
@@ -277,13 +273,16 @@ def _cast_output(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     return cast_output(output, state.options.mp_policy.output_dtype)  # type: ignore[arg-type] # not None
 
 
-# As torch.compiler.disable does, without the import of the compiler that it costs: no hook
-# becomes part of a graph, and what it calls is not compiled either.
-_NEVER_COMPILE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-_BOUNDARY_HOOKS = (Boundary.before, Boundary.after)
-for _hook in (pre_forward, post_forward, _cast_arguments, _cast_output, *_BOUNDARY_HOOKS):
-    _hook.__dict__["_torchdynamo_disable"] = True
-    set_code_exec_strategy(_hook.__code__, _NEVER_COMPILE)
+# No hook becomes part of a compiled graph, and what it calls is not compiled either.
+for _hook in (
+    pre_forward,
+    post_forward,
+    _cast_arguments,
+    _cast_output,
+    Boundary.before,
+    Boundary.after,
+):
+    never_compile(_hook)
 
 
 def register_hooks(module: nn.Module, state: ShardState) -> None:

@@ -37,6 +37,12 @@ from composable_shard.runtime import (
     read_state,
 )
 from composable_shard.tensor import FlatShard
+from composable_shard.torch_private import (
+    buffers_of,
+    parameters_of,
+    post_accumulate_hooks_of,
+    use_count_of,
+)
 
 __all__ = [
     "FLAT_PARAM_NAME",
@@ -172,7 +178,7 @@ def _find_params(
     for root in modules:
         for prefix, module in iter_unmanaged_modules(root, seen=seen, inner=inner):
             unmanaged.append(module)
-            for name, param in module._parameters.items():
+            for name, param in parameters_of(module).items():
                 if param is None or id(param) in ignored or param in managed:
                     continue
                 fqn = f"{prefix}.{name}".lstrip(".")
@@ -283,7 +289,7 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
                 f"parameter '{fqn}' is a {type(param).__name__} with layout {param.layout}; only "
                 "dense tensors and DTensors can be sharded. Pass it in ignored_params."
             )
-        if param._use_count() > 1:  # type: ignore[attr-defined]
+        if use_count_of(param) > 1:
             raise RuntimeError(
                 f"parameter '{fqn}' is part of a live autograd graph (an output of an earlier "
                 "forward, an old-style weight_norm). Delete the outputs, or remove the "
@@ -307,7 +313,7 @@ def _check_can_be_flat(plan: Plan) -> None:
             f"{type(module).__name__} has the attributes {taken}, the names of flat parameters. "
             "Rename them, or pass use_orig_params=True."
         )
-    hooked = [o.fqn for o in plan.originals if o.param._post_accumulate_grad_hooks]
+    hooked = [o.fqn for o in plan.originals if post_accumulate_hooks_of(o.param)]
     if hooked:
         raise ValueError(
             f"the hooks on the parameters {hooked} (register_post_accumulate_grad_hook) would "
@@ -367,7 +373,7 @@ def states_to_sync(plan: Plan) -> list[Tensor]:
     tensors += [
         buffer
         for module in plan.unmanaged_modules
-        for buffer in module._buffers.values()
+        for buffer in buffers_of(module).values()
         if buffer is not None
     ]
     return tensors
@@ -401,7 +407,7 @@ def _apply_precision(plan: Plan) -> None:
         id(param)
         for module in plan.unmanaged_modules
         if id(module) in inside
-        for param in module._parameters.values()
+        for param in parameters_of(module).values()
     }
     for original in plan.originals:
         original.is_kept = id(original.param) in kept

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_shard.comm import HOST, Ranks
 from composable_shard.flat_param import FlatParamHandle
@@ -38,13 +37,14 @@ from composable_shard.state_dict import (
     mesh_groups,
 )
 from composable_shard.tensor import region_of
+from composable_shard.torch_private import IncompatibleKeys
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
 
 def load_safetensors(
     model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True
-) -> _IncompatibleKeys:
+) -> IncompatibleKeys:
     """Load parameters and buffers from a Hugging Face `safetensors` directory.
 
     Each rank reads only its own shards from the files, which every rank must be able to open, and
@@ -89,7 +89,7 @@ def _name_in(files: TensorFiles, tensor: ManagedParam | OtherTensor) -> str | No
     return next((name for name in tensor.names if name in files.tensors), None)
 
 
-def _compare(tensors: ModelTensors, files: TensorFiles) -> _IncompatibleKeys:
+def _compare(tensors: ModelTensors, files: TensorFiles) -> IncompatibleKeys:
     """Return the names that don't match.
 
     Raises:
@@ -104,11 +104,11 @@ def _compare(tensors: ModelTensors, files: TensorFiles) -> _IncompatibleKeys:
     if wrong:
         raise ValueError(f"expected tensors of the model's shapes, found {', '.join(wrong)}")
     missing = [name for name, each in wanted.items() if _name_in(files, each) is None]
-    return _IncompatibleKeys(missing, [name for name in files.tensors if name not in wanted])
+    return IncompatibleKeys(missing, [name for name in files.tensors if name not in wanted])
 
 
 def _check_complete(
-    tensors: ModelTensors, files: TensorFiles, keys: _IncompatibleKeys, strict: bool
+    tensors: ModelTensors, files: TensorFiles, keys: IncompatibleKeys, strict: bool
 ) -> None:
     """Check that all tensors on the meta device will be loaded, or all tensors if strict.
 

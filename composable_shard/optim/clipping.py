@@ -24,6 +24,7 @@ from composable_shard.tensor import (
     reduction_groups,
     total_norms,
 )
+from composable_shard.torch_private import foreach_mul_, modules_of, parameters_of, unscale_
 
 __all__ = ["ShardedGradScaler", "clip_grad_norm_"]
 
@@ -91,11 +92,13 @@ def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[T
         if module in known:
             continue
         known.add(module)
-        for param in module._parameters.values():
+        for param in parameters_of(module).values():
             if param is not None:
                 params[id(param)] = param
-        if module._modules:  # most have none
-            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+        if modules_of(module):  # most have none
+            waiting += [
+                child for child in reversed(modules_of(module).values()) if child is not None
+            ]
     return list(params.values())
 
 
@@ -168,7 +171,7 @@ def _scale(slices: Slices, grads: list[Tensor], max_norm: float, norm: Tensor) -
             by_device[grad.device].append(grad)
     for device, scaled in by_device.items():
         if scaled:  # this rank may hold nothing of any of them
-            torch._foreach_mul_(scaled, factor.to(device))
+            foreach_mul_(scaled, factor.to(device))
 
 
 class ShardedGradScaler(GradScaler):
@@ -191,9 +194,7 @@ class ShardedGradScaler(GradScaler):
             devices |= {device for device, _ in grads}
             found = {device: found_inf.to(device, copy=True) for device in devices}
             for (device, _), locals_ in grads.items():
-                torch._amp_foreach_non_finite_check_and_unscale_(
-                    locals_, found[device], inv_scale.to(device)
-                )
+                unscale_(locals_, found[device], inv_scale.to(device))
             for device, name in _groups(params):
                 all_reduce(found[device], resolve_group(name), dist.ReduceOp.MAX).wait()
         return found

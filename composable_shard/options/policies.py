@@ -70,7 +70,7 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     buffer_dtype: torch.dtype | None = None
-    keep_fp32_classes: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+    keep_fp32_classes: tuple[type[nn.Module], ...] = (nn.BatchNorm1d.__bases__[0],)
 
     def __post_init__(self) -> None:
         """Check the fields.

@@ -19,6 +19,7 @@ from composable_shard.planning.report import Call, PlannedUnit, ShardingPlan, mo
 from composable_shard.planning.rules import Rules, parse_rules
 from composable_shard.planning.units import Unit, choose_units, listed
 from composable_shard.runtime import ModuleTree, is_sharded
+from composable_shard.torch_private import parameters_of
 
 __all__ = ["shard_model"]
 
@@ -224,7 +225,7 @@ def _check_disjoint(
     """Enter `unit` as the owner of the parameters of `modules`; raise if they have one already."""
     ignored = {id(param) for param in unit.options.ignored_params or ()}
     for module in modules:
-        params = [param for param in module._parameters.values() if param is not None]
+        params = [param for param in parameters_of(module).values() if param is not None]
         if all(id(param) in ignored for param in params):
             continue
         if module in owners:

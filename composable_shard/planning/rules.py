@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, cast
 
 from torch import nn
-from torch.distributed.fsdp.wrap import _Policy, always_wrap_policy
+from torch.distributed.fsdp.wrap import always_wrap_policy
 
 from composable_shard.runtime import ModuleTree, has_forward
+from composable_shard.torch_private import WrapPolicy, parameters_of, run_wrap_policy
 
 __all__ = [
     "Match",
@@ -31,7 +32,7 @@ __all__ = [
 
 # A user may pass pairs, or one policy. The keys are checked by parse_rules.
 Rules: TypeAlias = (
-    Mapping[Any, Mapping[str, Any] | None] | Sequence[Any] | Callable[..., bool] | _Policy
+    Mapping[Any, Mapping[str, Any] | None] | Sequence[Any] | Callable[..., bool] | WrapPolicy
 )
 
 _EXPECTED_RULES = (
@@ -232,7 +233,7 @@ class SizeSelector:
         pending: dict[nn.Module, dict[nn.Parameter, None]] = {}
         for module in scope.tree.fqns:
             held = [pending.get(child, {}) for child in module.children()]
-            own = (param for param in module._parameters.values() if param is not None)
+            own = (param for param in parameters_of(module).values() if param is not None)
             params = dict.fromkeys([*own, *(param for each in held for param in each)])
             params = {param: None for param in params if param not in counted}
             if module is scope.tree.root:
@@ -260,7 +261,7 @@ def _inside_attention(tree: ModuleTree) -> set[nn.Module]:
 
 def _is_policy(key: object) -> bool:
     """Return whether `key` is an auto-wrap policy of FSDP1 rather than a predicate."""
-    if isinstance(key, _Policy):
+    if isinstance(key, WrapPolicy):
         return True
     if not callable(key) or isinstance(key, (type, nn.Module)):
         return False
@@ -275,7 +276,7 @@ def _is_policy(key: object) -> bool:
 
 
 def _policy_selector(key: object, label: str) -> Selector:
-    if isinstance(key, _Policy):
+    if isinstance(key, WrapPolicy):
         return _PolicyObject(key)
     assert callable(key)
     if not _accepts(key, module=nn.Identity(), recurse=True, nonwrapped_numel=0):
@@ -291,10 +292,10 @@ def _policy_selector(key: object, label: str) -> Selector:
 class _PolicyObject:
     """`ModuleWrapPolicy`, `CustomPolicy`."""
 
-    policy: _Policy
+    policy: WrapPolicy
 
     def find(self, scope: Scope) -> Iterator[Match]:
-        wrapped = self.policy._run_policy(scope.tree.root, set(), {})
+        wrapped = run_wrap_policy(self.policy, scope.tree.root, set(), {})
         for module, options in wrapped.items():
             # FSDP1 leaves the root to the caller, and wraps containers although nothing calls them.
             if module is not scope.tree.root and has_forward(module):

@@ -17,6 +17,7 @@ from composable_shard.runtime.backward_pass import (
 )
 from composable_shard.runtime.prefetch import gather_ahead_in_backward
 from composable_shard.runtime.unit import ShardState, TrainingState, TreeContext
+from composable_shard.torch_private import current_backward_id
 
 __all__ = ["OutputReached", "on_gradient", "recompute"]
 
@@ -195,7 +196,7 @@ def _is_outermost(backward: BackwardPass) -> bool:
     A backward nested in another, as reentrant checkpointing runs it, finishes a parameter that
     the outer one may use again.
     """
-    is_nested = torch._C._current_graph_task_id() != backward.graph_task_id
+    is_nested = current_backward_id() != backward.graph_task_id
     return not backward.context.keeps_unsharded and not is_nested
 
 

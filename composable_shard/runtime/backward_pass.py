@@ -23,15 +23,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 
-import torch
-from torch.autograd import Variable
-
 from composable_shard.comm import FlagReduction, ShardGroup, trace
 from composable_shard.flat_param import FlatParamHandle, FullState, Shown
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.early_gradients import EarlyGradients
 from composable_shard.runtime.prefetch import release_handle
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
+from composable_shard.torch_private import current_backward_id, queue_callback
 
 __all__ = ["BackwardPass", "begin_backward", "drop_aborted", "release_after_backward"]
 
@@ -58,7 +56,7 @@ class BackwardPass:
 
     def __init__(self, context: TreeContext) -> None:
         self.context = context
-        self.graph_task_id = torch._C._current_graph_task_id()
+        self.graph_task_id = current_backward_id()
         self.following: dict[StateRef, StateRef] = {}
         self.reducing: set[FlatParamHandle] = set()
         self.accumulates = False
@@ -84,7 +82,7 @@ class BackwardPass:
         callback = _EngineCallback(self)
         self._engine_callback = weakref.ref(callback, partial(_note_abort, weakref.ref(context)))
         context.backward = self
-        Variable._execution_engine.queue_callback(callback)
+        queue_callback(callback)
         order = [state for ref in reversed(context.armed) if (state := ref()) is not None]
         self.following = {state.ref: after.ref for state, after in pairwise(order)}
         states = context.live_states()
@@ -206,7 +204,7 @@ class BackwardPass:
                 state.ref in self.context.may_recompute
                 or self.context.keeps_unsharded
                 or handle.full.num_claims > 0
-                or torch._C._current_graph_task_id() != self.graph_task_id
+                or current_backward_id() != self.graph_task_id
             )
             early.start(handle, accumulates=self.accumulates, may_change=may_change)
         if not self.accumulates:

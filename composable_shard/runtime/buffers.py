@@ -18,6 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import ShardGroup, collectives
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    buffers_of,
+    foreach_copy_,
+    version_of,
+)
 
 __all__ = [
     "BufferBroadcast",
@@ -45,11 +51,11 @@ class _MetaBuffer(Tensor):
         """Run `func`; fill and mark the result of `torch.empty_like`."""
         if func is not torch.empty_like:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call, unused-ignore]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if not result.is_meta:
                 _fill(result)
-                setattr(result, _MARK, result._version)
+                setattr(result, _MARK, version_of(result))
         return result
 
 
@@ -65,16 +71,16 @@ def _fill(tensor: Tensor) -> None:
 
 def watch_meta_buffers(module: nn.Module) -> None:
     """Replace the meta-device buffers that `module` itself holds by ones that `to_empty` marks."""
-    for name, buffer in module._buffers.items():
+    for name, buffer in buffers_of(module).items():
         if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
-            module._buffers[name] = buffer.as_subclass(_MetaBuffer)
+            buffers_of(module)[name] = buffer.as_subclass(_MetaBuffer)
 
 
 def place_buffers(module: nn.Module, device: torch.device) -> None:
     """Bring the buffers that `module` itself holds to a device; those on meta stay."""
-    for name, buffer in module._buffers.items():
+    for name, buffer in buffers_of(module).items():
         if buffer is not None and not buffer.is_meta and buffer.device != device:
-            module._buffers[name] = buffer.to(device)
+            buffers_of(module)[name] = buffer.to(device)
 
 
 def is_never_written(buffer: Tensor) -> bool:
@@ -82,7 +88,7 @@ def is_never_written(buffer: Tensor) -> bool:
 
     The version counter tells of in-place writes, and the values of writes through `.data`.
     """
-    if getattr(buffer, _MARK, None) != buffer._version or buffer.numel() == 0:
+    if getattr(buffer, _MARK, None) != version_of(buffer) or buffer.numel() == 0:
         return False
     expected = torch.empty_like(buffer)
     _fill(expected)
@@ -104,7 +110,7 @@ class BufferBroadcast:
 
     def __init__(self, modules: Sequence[nn.Module], shard_group: ShardGroup) -> None:
         self.shard_group = shard_group
-        self._slots = [module._buffers for module in modules]
+        self._slots = [buffers_of(module) for module in modules]
         self._is_due = True
 
     def describe(self) -> list[str]:
@@ -144,7 +150,7 @@ class BufferBroadcast:
             part.view(buffer.dtype).view(buffer.shape)
             for part, buffer in zip(parts, buffers, strict=True)
         ]
-        torch._foreach_copy_(buffers, received)
+        foreach_copy_(buffers, received)
 
     def _collect(self) -> list[Tensor]:
         """Return the buffers, each once, widest dtype first: their bytes are aligned then.
@@ -168,7 +174,7 @@ def check_can_broadcast(modules: Sequence[nn.Module]) -> None:
         ValueError: For a sparse buffer, naming it.
     """
     for module in modules:
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.layout is not torch.strided:
                 raise ValueError(
                     f"broadcast_buffers=True can't send buffer '{name}' of "

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_shard.torch_private import buffers_of
+
 __all__ = [
     "Boundary",
     "cast_arguments",
@@ -146,11 +148,11 @@ def cast_buffers(modules: list[nn.Module], kept: list[nn.Module], dtype: torch.d
     left_alone = {id(module) for root in kept for module in root.modules()}
     done: dict[int, Tensor] = {}  # modules may share one
     for module in modules:
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is None or id(module) in left_alone:
                 continue
             done.setdefault(id(buffer), _cast(buffer, dtype))
-            module._buffers[name] = done[id(buffer)]
+            buffers_of(module)[name] = done[id(buffer)]
 
 
 class Boundary:

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import FlagReduction
 from composable_shard.flat_param import FlatParamHandle
+from composable_shard.torch_private import will_run_node
 
 __all__ = ["EarlyGradients"]
 
@@ -98,7 +98,7 @@ class EarlyGradients:
         if param is None or not param.requires_grad or has_come:
             return False
         try:
-            return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+            return will_run_node(get_gradient_edge(param).node)
         except RuntimeError:  # autograd.grad() with respect to the parameter
             return True
 

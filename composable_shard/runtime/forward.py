@@ -23,6 +23,15 @@ from composable_shard.runtime.prefetch import (
 )
 from composable_shard.runtime.tree import read_state
 from composable_shard.runtime.unit import ForwardCall, ShardState, TrainingState, TreeContext
+from composable_shard.torch_private import (
+    CALL_CODE,
+    base_of,
+    current_backward_id,
+    has_saved_tensors_hooks,
+    is_forward_grad_enabled,
+    next_sequence_nr,
+    sequence_nr_of,
+)
 
 __all__ = ["check_is_idle", "post_forward", "pre_forward"]
 
@@ -39,7 +48,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
         _check_forward_in_scope(state)
         return
-    if torch._C._current_graph_task_id() != -1:
+    if current_backward_id() != -1:
         recompute(state)
         return
     context = share_context([module]) if state.context is None else state.context
@@ -97,16 +106,11 @@ def _number_call(context: TreeContext, state: ShardState) -> None:
         if context.first_calls.get(state.ref, -1) < earliest:
             context.first_calls[state.ref] = context.num_forwards
         state.call_number = context.num_forwards
-        state.call_sequence_nr = _next_sequence_nr()
+        state.call_sequence_nr = next_sequence_nr()
         context.num_forwards += 1
-        state.is_checkpointed = _is_checkpointed()
+        state.is_checkpointed = has_saved_tensors_hooks()
     elif any([handle.has_early_hooks for handle in state.needed]) and _is_in_function():
         context.may_recompute.add(state.ref)
-
-
-def _is_checkpointed() -> bool:
-    """Return whether the running forward may be in a region of non-reentrant checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _is_in_function() -> bool:
@@ -115,10 +119,7 @@ def _is_in_function() -> bool:
     So a reentrant checkpoint, whose backward runs the forward again, differs from an evaluation:
     autograd switches forward-mode differentiation off there, `no_grad` does not.
     """
-    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
-
-
-_next_sequence_nr = torch._C._autograd._get_sequence_nr
+    return not (is_forward_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
@@ -190,7 +191,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     A forward hook that runs after an exception too, with `output` None. Tensors in the output that
     are views of a parameter are replaced by copies: the parameter's storage is about to be freed.
     """
-    if torch._C._current_graph_task_id() != -1 or state.depth == 0 or state.context is None:
+    if current_backward_id() != -1 or state.depth == 0 or state.context is None:
         return output
     state.depth -= 1
     if state.depth > 0:
@@ -235,7 +236,7 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
         )
         tensors = _tensors(output)
     if call is not None:
-        call.output_sequence_nr = _next_sequence_nr()
+        call.output_sequence_nr = next_sequence_nr()
     return output, _register(context, state, tensors)
 
 
@@ -249,10 +250,10 @@ def _register(context: TreeContext, state: ShardState, tensors: Sequence[Tensor]
                 has_units_inside = context.num_calls != state.last_call
                 runs_alone = state.buckets is not None and not has_units_inside
                 hook = OutputReached(
-                    state, context, runs_alone=runs_alone and not _is_checkpointed()
+                    state, context, runs_alone=runs_alone and not has_saved_tensors_hooks()
                 )
             tensor.grad_fn.register_prehook(hook)
-            base = tensor._base
+            base = base_of(tensor)
             if base is not None and not _is_older(base, state.call_sequence_nr) and base.grad_fn:
                 # An in-place operation on a view gives the view a new node, fed by its base's.
                 base.grad_fn.register_prehook(hook)
@@ -266,7 +267,7 @@ def _register(context: TreeContext, state: ShardState, tensors: Sequence[Tensor]
 def _is_older(tensor: Tensor, sequence_nr: int) -> bool:
     """Return whether autograd knew a tensor before it had recorded so many nodes."""
     node = tensor.grad_fn
-    return tensor.requires_grad if node is None else node._sequence_nr() < sequence_nr
+    return tensor.requires_grad if node is None else sequence_nr_of(node) < sequence_nr
 
 
 def _data_pointer(tensor: Tensor) -> int:
@@ -384,10 +385,7 @@ def _count_calls(state: ShardState) -> int:
     frame = sys._getframe()
     calls = 0
     while frame is not None:
-        if frame.f_code is _CALL_CODE and read_state(frame.f_locals["self"]) is state:
+        if frame.f_code is CALL_CODE and read_state(frame.f_locals["self"]) is state:
             calls += 1
         frame = frame.f_back  # type: ignore[assignment]
     return calls
-
-
-_CALL_CODE = nn.Module._wrapped_call_impl.__code__

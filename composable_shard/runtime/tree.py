@@ -13,10 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from composable_shard.flat_param import FlatParamHandle, slot_key
 from composable_shard.runtime.unit import ShardState
+from composable_shard.torch_private import REGISTRY_KEY, RegistryItem, modules_of, parameters_of
 
 __all__ = [
     "ModuleTree",
@@ -82,7 +82,7 @@ class ModuleTree:
         if any(module is outer for outer in path):
             return  # a cycle, which named_modules() goes round once too
         found.setdefault(module, []).append(fqn)
-        for name, child in module._modules.items():
+        for name, child in modules_of(module).items():
             if child is not None:
                 self._visit(child, f"{fqn}.{name}".lstrip("."), [*path, module], found)
         # The same list: names that are found later are in it.
@@ -203,8 +203,8 @@ def rename(module: nn.Module) -> None:
     }
     renamed: set[int] = set()
     for prefix, child in module.named_modules():
-        for key in child._parameters:
-            label = labels.get((id(child._parameters), key))
+        for key in parameters_of(child):
+            label = labels.get((id(parameters_of(child)), key))
             if label is not None and id(label) not in renamed:
                 renamed.add(id(label))
                 label.rename(f"{prefix}.{key}".lstrip("."))

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from composable_shard.comm import HOST
@@ -40,6 +39,7 @@ from composable_shard.state_dict.model_tensors import (
 from composable_shard.state_dict.optimizer_load import prepare_load
 from composable_shard.state_dict.optimizer_state import read_optimizers
 from composable_shard.tensor import FlatShard
+from composable_shard.torch_private import IncompatibleKeys
 
 __all__ = [
     "get_model_state_dict",
@@ -155,7 +155,7 @@ def set_model_state_dict(
     model_state_dict: Mapping[str, Any],
     *,
     options: StateDictOptions | None = None,
-) -> _IncompatibleKeys:
+) -> IncompatibleKeys:
     """Load a state dict into a model; call it on all ranks.
 
     The values are FlatShards of any layout, DTensors, or whole plain tensors that are the same on
@@ -195,7 +195,7 @@ def set_model_state_dict(
         agree_on_values(model, params, given, "", problems)
     if isinstance(given, dict):
         make_whole(model, given)
-    return cast(_IncompatibleKeys, model.load_state_dict(given, strict=options.strict))
+    return cast(IncompatibleKeys, model.load_state_dict(given, strict=options.strict))
 
 
 _COMPILED = "_orig_mod."
@@ -206,7 +206,7 @@ _COMPILED = "_orig_mod."
 
 def _broadcast_model(
     model: nn.Module, state_dict: Mapping[str, Any], *, is_strict: bool
-) -> _IncompatibleKeys:
+) -> IncompatibleKeys:
     """Load the first rank's state dict of whole tensors on every rank.
 
     Raises:
@@ -244,7 +244,7 @@ def _broadcast_model(
             if key in names and isinstance(value, Tensor) and not isinstance(value, FlatShard):
                 rest[raw] = _broadcast(ranks, value, state_dict.get(key))
         model.load_state_dict(rest, strict=False)
-    return _IncompatibleKeys(missing, extra)
+    return IncompatibleKeys(missing, extra)
 
 
 def _check(key: str, value: Any, wanted: Any, encoded: dict[str, Any]) -> list[str]:

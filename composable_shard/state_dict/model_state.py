@@ -40,6 +40,7 @@ from composable_shard.tensor import (
     needs_gather,
     slice_given,
 )
+from composable_shard.torch_private import load_from_state_dict_of, load_pre_hooks_of, parameters_of
 
 __all__ = [
     "adopt_new_data",
@@ -130,10 +131,10 @@ def _find_name_problems(
 
 
 def _translates(module: nn.Module) -> bool:
-    method = type(module)._load_from_state_dict
+    method = load_from_state_dict_of(type(module))
     if not method.__module__.startswith("torch.nn.modules."):
         return True
-    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    hooks = [getattr(hook, "hook", hook) for hook in load_pre_hooks_of(module).values()]
     return not all(_is_known(hook) for hook in hooks)
 
 
@@ -213,7 +214,7 @@ def show_shards(
         flats = {id(flat.sharded) for flat in entries}
         flats |= {id(flat.unsharded) for flat in entries if flat.unsharded is not None}
         for name, child, key in iter_slots(module):
-            if id(child._parameters.get(key)) in flats:
+            if id(parameters_of(child).get(key)) in flats:
                 state_dict.pop(prefix + name, None)
         for name, param in find_params(module, state).items():
             value = _value_of(param)
@@ -348,7 +349,7 @@ def _add_flat_params(
     flats = {
         id(handle.shown.flat.sharded) for handle in state.needed if handle.shown.flat is not None
     }
-    for name, param in module._parameters.items():
+    for name, param in parameters_of(module).items():
         if id(param) in flats:
             state_dict[prefix + name] = param
 

@@ -19,6 +19,7 @@ from composable_shard.runtime import (
     select_states,
     tensor_groups,
 )
+from composable_shard.torch_private import buffers_of, non_persistent_buffers_of, parameters_of
 
 __all__ = [
     "ManagedParam",
@@ -56,7 +57,7 @@ def canonical(name: str) -> str:
 def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield every name of every parameter and buffer, with its module and its key there."""
     for prefix, child in module.named_modules(remove_duplicate=False):
-        for key in (*child._parameters, *child._buffers):
+        for key in (*parameters_of(child), *buffers_of(child)):
             yield f"{prefix}.{key}".lstrip("."), child, key
 
 
@@ -113,7 +114,7 @@ def find_params(module: nn.Module, around: ShardState | None = None) -> dict[str
             places |= dict.fromkeys(map(slot_key, entry.slots), ManagedParam(handle, index))
     found: dict[str, ManagedParam] = {}
     for name, child, key in iter_slots(module):
-        param = places.get((id(child._parameters), key))
+        param = places.get((id(parameters_of(child)), key))
         if param is not None:
             found[name] = param
             param.names.append(canonical(name))
@@ -232,7 +233,7 @@ class OtherTensor:
             torch.utils.swap_tensors(self.tensor, nn.Parameter(real, self.tensor.requires_grad))
             return self.tensor
         for module, key in self.places:
-            module._buffers[key] = real
+            buffers_of(module)[key] = real
         return real
 
 
@@ -316,12 +317,12 @@ def check_model_is_idle(model: nn.Module, what: str) -> None:
 def _find_others(model: nn.Module, managed: set[int]) -> list[OtherTensor]:
     found: dict[int, OtherTensor] = {}
     for name, module, key in iter_slots(model):
-        tensor = module._parameters.get(key, module._buffers.get(key))
+        tensor = parameters_of(module).get(key, buffers_of(module).get(key))
         if tensor is None or id(tensor) in managed:
             continue
         each = found.setdefault(id(tensor), OtherTensor(tensor))
         each.places.append((module, key))
-        is_hidden = key in module._non_persistent_buffers_set
+        is_hidden = key in non_persistent_buffers_of(module)
         if not is_hidden and not each.is_persistent:
             each.names, each.is_persistent = [], True  # only names in state dicts count
         if is_hidden != each.is_persistent:
