@@ -45,15 +45,26 @@ from composable_shard.comm import (
     trace,
 )
 from composable_shard.flat_param.shard import LocalShard
-from composable_shard.flat_param.storage import (
-    alloc_storage,
-    free_storage,
-    restore_versions,
-    zero_padding,
-)
+from composable_shard.flat_param.storage import zero_padding
 from composable_shard.flat_param.unsharded import UnshardedParams
+from composable_shard.torch_private import set_versions
 
-__all__ = ["MOVES", "FullState", "FullValues"]
+__all__ = ["MOVES", "FullState", "FullValues", "alloc_storage", "free_storage"]
+
+
+def alloc_storage(tensor: Tensor) -> None:
+    """Give `tensor`, which spans its whole storage, memory again; no-op if it has some."""
+    storage = tensor.untyped_storage()
+    nbytes = tensor.numel() * tensor.element_size()
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)
+
+
+def free_storage(tensor: Tensor) -> None:
+    """Give back the memory of `tensor`'s storage; the tensor and its views stay, unreadable."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != 0:
+        storage.resize_(0)
 
 
 class FullState(Enum):
@@ -215,7 +226,7 @@ class FullValues:
         if self.has_new_versions:
             # [Note: Packing in place]: what an earlier forward saved is valid again.
             self.has_new_versions = False
-            restore_versions(self.params.watched, self.params.versions)
+            set_versions(tuple(self.params.watched), tuple(self.params.versions))
 
     def _issue(self, streams: Streams | None) -> Waitable | None:
         if not self.is_sharded:

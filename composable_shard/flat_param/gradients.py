@@ -11,9 +11,12 @@ from torch import Tensor
 from composable_shard.comm import ShardGroup, Streams, trace
 from composable_shard.flat_param.full_values import (
     CURRENT,
+    GATHERING,
     HOLDS_GRADIENTS,
     STALE,
     FullValues,
+    alloc_storage,
+    free_storage,
 )
 from composable_shard.flat_param.grad_pieces import (
     AwaitedGradients,
@@ -30,7 +33,7 @@ from composable_shard.flat_param.grad_pieces import (
 from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.flat_param.reduction import FlatReduction, ScratchPool
 from composable_shard.flat_param.shown import ShownParams
-from composable_shard.flat_param.storage import alloc_storage, free_storage, zero_gaps
+from composable_shard.flat_param.storage import zero_gaps
 from composable_shard.layout import FlatLayout
 
 __all__ = ["FlatGradients"]
@@ -39,10 +42,9 @@ __all__ = ["FlatGradients"]
 class FlatGradients:
     """The gradients of one flat parameter during a backward pass.
 
-    Gradients are packed into one buffer as autograd produces them. `issue` starts their
-    reduction, `finish` ends it and adds the result to `reduced`; a second round in the same
-    backward (a gradient that arrives late) adds to it too. `publish` sets the sharded parameters'
-    `.grad` from it.
+    Gradients are packed into one buffer as autograd produces them. `issue` starts their reduction,
+    `finish` adds the result to `reduced`, and `publish` sets the sharded parameters' `.grad` from
+    it. A second round in the same backward (a gradient that arrives late) adds to `reduced` too.
 
     [Note: Packing in place]
     When autograd has accumulated the whole gradient of a parameter, every node that used the
@@ -239,20 +241,11 @@ class FlatGradients:
             self.arrived[index] = True
 
     def take_directly(self, flag: bool) -> None:
-        """Choose whether gradients go into the open round as they arrive, until it ends.
-
-        Else the runtime is told of each: it may have more to do than to pack it.
-        """
+        """Choose whether gradients go into the open round unseen by the runtime, until it ends."""
         self.is_direct = flag and self._views is not None and self._is_plain
 
     def pack_further(self, index: int) -> bool:
-        """Pack the gradient of a parameter into a round that is open: the short way, for most.
-
-        In a single function, as it runs for each parameter.
-
-        Returns:
-            False, having done nothing, where `pack` must be called instead.
-        """
+        """Pack a gradient into the open round, or return False where `pack` must be called."""
         param = self._shown.entries[index].unsharded
         gradient = None if param is None else param.grad
         if self._views is None or self.arrived[index] or not self._is_plain or gradient is None:
@@ -336,7 +329,7 @@ class FlatGradients:
         if self._views is None:
             self._begin_round()
             self._open(in_place=False)
-        if not keep_unsharded:
+        if not keep_unsharded and full.state is GATHERING:
             full.wait()  # the backend still writes into what may become scratch
         if not all(self.arrived):
             for view, has_arrived in zip(self._views or (), self.arrived, strict=True):

@@ -19,12 +19,18 @@ from composable_shard.flat_param.entries import (
     flat_spec,
     set_requires_grad,
 )
-from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
+from composable_shard.flat_param.full_values import (
+    HOLDS_GRADIENTS,
+    STALE,
+    FullValues,
+    alloc_storage,
+    free_storage,
+)
 from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.memory import MemoryPlan, Precision
 from composable_shard.flat_param.shard import LocalShard
 from composable_shard.flat_param.shown import ShownParams
-from composable_shard.flat_param.storage import alloc_storage, free_storage, zero_gaps
+from composable_shard.flat_param.storage import zero_gaps
 from composable_shard.layout import FlatLayout
 from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy
 from composable_shard.tensor import (

@@ -1,10 +1,9 @@
-"""Storages that come and go under tensors that stay, and parameters that change places."""
+"""Where modules show parameters, where parameters lie, and how they change places."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,32 +14,14 @@ from composable_shard.layout import FlatLayout
 __all__ = [
     "FlatSlot",
     "Slot",
-    "alloc_storage",
     "dense_stride",
     "find_slots",
-    "free_storage",
-    "restore_versions",
     "slot_key",
     "swap_parameter",
     "take_place",
     "zero_gaps",
     "zero_padding",
 ]
-
-
-def alloc_storage(tensor: Tensor) -> None:
-    """Give `tensor`, which spans its whole storage, memory again; no-op if it has some."""
-    storage = tensor.untyped_storage()
-    nbytes = tensor.numel() * tensor.element_size()
-    if storage.nbytes() != nbytes:
-        storage.resize_(nbytes)
-
-
-def free_storage(tensor: Tensor) -> None:
-    """Give back the memory of `tensor`'s storage; the tensor and its views stay, unreadable."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != 0:
-        storage.resize_(0)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -64,11 +45,6 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
             torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
         ).stride()
     return tensor.stride()
-
-
-def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set version counters back, where the content is again what it was at that version."""
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def zero_gaps(shard: Tensor, layout: FlatLayout, rank: int) -> None:

@@ -177,15 +177,14 @@ def _pack(
         with torch.no_grad():
             handle.grads.pack(index, may_overwrite=False)
         return
-    if not handle.grads.pack_further(index):
-        # A value that gave way to a gradient, on some ranks only, would be gathered for a
-        # recomputation by these ranks alone.
-        may_overwrite = (
-            handle.reshards_after_backward
-            and _is_outermost(backward)
-            and (state in backward.recomputed or not state.is_checkpointed)
-        )
-        handle.grads.pack(index, may_overwrite=may_overwrite)
+    # A value that gave way to a gradient, on some ranks only, would be gathered for a recomputation
+    # by these ranks alone.
+    may_overwrite = (
+        handle.reshards_after_backward
+        and _is_outermost(backward)
+        and (state in backward.recomputed or not state.is_checkpointed)
+    )
+    handle.grads.pack(index, may_overwrite=may_overwrite)
     if not counts_each:
         handle.grads.take_directly(True)
 
@@ -242,7 +241,7 @@ def _check_not_in_scope(state: ShardState) -> None:
         RuntimeError: Inside `unshard_params`.
     """
     for handle in state.needed:
-        if handle.shown.is_in_scope:
+        if handle.shown.scope is not None:
             raise RuntimeError(
                 f"a backward reached unit '{state.name}' inside unshard_params. Call backward() "
                 "before the scope opens or after it has closed."

@@ -55,7 +55,7 @@ PINNED = {  # by parameters of a unit
         written=NBYTES + 1,  # the gradient, and whether there is one
         allocations=3,
         allocated=2 * NBYTES + NBYTES // 2 + 1,
-        calls=143,
+        calls=139,
         optimizer_calls=1,
     ),
     9: StepCost(
@@ -64,7 +64,7 @@ PINNED = {  # by parameters of a unit
         written=9 * (NBYTES + 1),
         allocations=3,
         allocated=9 * (2 * NBYTES + NBYTES // 2 + 1),
-        calls=167,
+        calls=163,
         optimizer_calls=1,
     ),
 }
