@@ -222,7 +222,7 @@ def flat_spec(
         rank=shard_group.rank,
         group_name=shard_group.name,
         tensor_parallel=tensor_parallel,
-        label=ParamLabel(name),
+        label=ParamLabel(name, specs[0].label.owned),
     )
 
 

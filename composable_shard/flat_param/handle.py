@@ -38,7 +38,7 @@ from composable_shard.tensor import (
     FlatShardOfDTensor,
     ShardSpec,
     WriteGuard,
-    note_owned,
+    note_steps,
 )
 
 __all__ = ["FlatParamHandle", "GradientHook"]
@@ -140,8 +140,7 @@ class FlatParamHandle:
         self.shown = ShownParams(self.entries, flat, self.guard, shows_flat=shows_flat)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
-        if self.layout.owners and self.is_sharded:
-            note_owned(self)
+        note_steps(self)
         self.is_attached = False
         self._on_gradient: GradientHook | None = None
         self.has_early_hooks = False

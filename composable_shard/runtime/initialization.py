@@ -35,6 +35,7 @@ from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.buffers import is_never_written, place_buffers
 from composable_shard.runtime.tree import get_states
 from composable_shard.runtime.unit import ShardState, TreeContext
+from composable_shard.tensor import join_tree
 
 __all__ = [
     "attach_or_refresh",
@@ -53,6 +54,7 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
     context = TreeContext(modules, states, device)
     for state in states:
         state.context = context
+    join_tree(handles)
     return context
 
 

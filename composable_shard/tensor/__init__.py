@@ -15,8 +15,9 @@ from composable_shard.tensor.flat_shard import (
 from composable_shard.tensor.gradient_rules import (
     Slices,
     group_slices,
+    join_tree,
     norms_of,
-    note_owned,
+    note_steps,
     total_norms,
 )
 from composable_shard.tensor.op_rules import register_op_rules
@@ -46,10 +47,11 @@ __all__ = [
     "group_slices",
     "has_fitting_shape",
     "is_elsewhere",
+    "join_tree",
     "local_part",
     "needs_gather",
     "norms_of",
-    "note_owned",
+    "note_steps",
     "note_write",
     "rebind",
     "reduction_groups",

@@ -12,6 +12,7 @@ all ranks: an in-place op on the empty slice counts.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard.comm import all_reduce, resolve_group
+from composable_shard.layout import FlatLayout
 from composable_shard.tensor.flat_shard import FlatShard, Rule
 from composable_shard.tensor.operands import describe_operands, note_write
 from composable_shard.tensor.reduction_rules import (
@@ -38,55 +40,98 @@ from composable_shard.tensor.reduction_rules import (
     shard_of,
     sum_over,
 )
+from composable_shard.tensor.shard_spec import ParamLabel
 from composable_shard.torch_private import OpOverload, foreach_norm
 
 __all__ = [
     "RULES",
     "Slices",
     "group_slices",
+    "join_tree",
     "norms_of",
-    "note_owned",
+    "note_steps",
     "total_norms",
-    "trainable_owned",
 ]
 
 
 class _Entry(Protocol):
+    label: ParamLabel
     sharded: FlatShard
 
 
 class _Shown(Protocol):
     shows_flat: bool
 
+    @property
+    def flat(self) -> _Entry | None: ...
+
 
 class _Handle(Protocol):
     requires_grad: bool
+    layout: FlatLayout
 
     @property
     def shown(self) -> _Shown: ...
     @property
-    def entries(self) -> Iterable[_Entry]: ...
+    def entries(self) -> Sequence[_Entry]: ...
 
 
-# Of a process, not of a model: gradients and optimizers don't refer to models.
-_HANDLES: WeakSet[_Handle] = WeakSet()
-_HOOKS: list[Any] = []
+class _StepHooks:
+    """Hooks on the steps of all optimizers, while any handle has owned parameters."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+        self._num_handles = 0
+
+    def keep_for(self, handle: _Handle) -> None:
+        """Keep the hooks for as long as the handle lives."""
+        if not self._hooks:
+            self._hooks.append(register_optimizer_step_pre_hook(_note_step))
+            self._hooks.append(register_optimizer_step_post_hook(_note_step))
+        self._num_handles += 1
+        weakref.finalize(handle, self._release).atexit = False
+
+    def _release(self) -> None:
+        self._num_handles -= 1
+        while self._hooks and not self._num_handles:
+            self._hooks.pop().remove()
 
 
-def note_owned(handle: _Handle) -> None:
-    """Remember a flat parameter, as long as it lives, whose parameters other ranks hold whole."""
-    _HANDLES.add(handle)
-    if not _HOOKS:
-        _HOOKS.append(register_optimizer_step_pre_hook(_note_step))
-        _HOOKS.append(register_optimizer_step_post_hook(_note_step))
+_step_hooks = _StepHooks()
 
 
-def trainable_owned() -> Iterator[FlatShard]:
-    """Yield all trainable parameters, shown as such, that are whole on one of several ranks.
+def note_steps(handle: _Handle) -> None:
+    """Count steps as writes while the handle lives, if it has owned parameters."""
+    if _has_owned(handle):
+        _step_hooks.keep_for(handle)
+
+
+def join_tree(handles: Iterable[_Handle]) -> None:
+    """Let the gradients of all handles of a tree know which of its parameters are owned.
+
+    Their labels lead to the handles. A deep copy shares labels with the original, so trees that
+    have a label in common are treated as one.
+    """
+    handles = list(handles)
+    entries = [e for handle in handles for e in (*handle.entries, handle.shown.flat) if e is not None]
+    owned = WeakSet(handle for handle in handles if _has_owned(handle))
+    for entry in entries:
+        owned.update(entry.label.owned or ())
+    for entry in entries:
+        entry.label.owned = owned
+
+
+def _has_owned(handle: _Handle) -> bool:
+    return bool(handle.layout.owners) and handle.layout.world_size > 1
+
+
+def _trainable_owned(shards: Iterable[FlatShard]) -> Iterator[FlatShard]:
+    """Yield the trainable owned parameters of the trees that the shards belong to.
 
     The same ones on all ranks, whatever gradients those have.
     """
-    for handle in list(_HANDLES):
+    trees = {id(owned): owned for x in shards if (owned := x._shard_spec.label.owned)}
+    for handle in {handle for owned in trees.values() for handle in owned}:
         if handle.requires_grad and not handle.shown.shows_flat:
             yield from (entry.sharded for entry in handle.entries)
 
@@ -125,7 +170,7 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     order = float(option(func, args, kwargs, "ord"))
     dtype = option(func, args, kwargs, "dtype")
     shards = [item for item in args[0] if isinstance(item, FlatShard)]
-    _check_all_ranks_have_them()
+    _check_all_ranks_have_them(shards)
     norms = iter(norms_of(shards, order, dtype))
     return [
         next(norms)
@@ -135,13 +180,14 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     ]
 
 
-def _check_all_ranks_have_them() -> None:
+def _check_all_ranks_have_them(shards: Sequence[FlatShard]) -> None:
     """Check that a list of gradients can be the same one on every rank.
 
     Raises:
-        RuntimeError: On all ranks that have gradients alike, where some are on their owner alone.
+        RuntimeError: Where some gradients of the same tree are on their owner alone; on every rank
+            that has any gradient of the tree.
     """
-    names = sorted(param._shard_spec.label.fqn for param in trainable_owned())
+    names = sorted(param._shard_spec.label.fqn for param in _trainable_owned(shards))
     if names:
         raise RuntimeError(
             "the norms of a list of tensors are taken by all ranks together, and the gradient of "
@@ -302,7 +348,7 @@ def _check_all_ranks_check(shards: Sequence[FlatShard]) -> None:
     }
     missing = sorted(
         param._shard_spec.label.fqn
-        for param in trainable_owned()
+        for param in _trainable_owned(shards)
         if (reduction_groups(param._shard_spec), param.dtype) not in reached
     )
     if missing:

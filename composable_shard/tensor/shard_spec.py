@@ -47,15 +47,25 @@ _MAX_READS = 4  # that are waited for one by one; older ones have long been done
 
 
 class ParamLabel:
-    """The name a parameter goes by in messages.
+    """The name of a parameter in messages, and the tree that its unit belongs to.
 
-    Mutable on purpose: an inner unit learns its full name only when an outer one is sharded.
+    Mutable on purpose: an inner unit learns its full name only when an outer one is sharded. A
+    parameter, its gradients and its optimizer state share one label.
+
+    Attributes:
+        fqn: The name.
+        owned: The handles of the tree that have owned parameters; None before it is known.
     """
 
-    __slots__ = ("fqn",)
+    __slots__ = ("fqn", "owned")
 
-    def __init__(self, fqn: str) -> None:
+    def __init__(self, fqn: str, owned: weakref.WeakSet[Any] | None = None) -> None:
         self.fqn = fqn
+        self.owned = owned
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave out the tree, which exists in this process only."""
+        return ParamLabel, (self.fqn,)
 
     def rename(self, fqn: str) -> None:
         """Take another name."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from composable_shard import (
     Block,
@@ -544,6 +547,62 @@ def test_torchs_clipping_raises() -> None:
             clip(tensors, 1.0)
         assert not log.events
     assert clip_grad_norm_(model, 1.0) > 0
+
+
+# Other models of the process
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@distributed(2)
+def test_torch_clips_and_scales_another_model(is_flat: bool) -> None:
+    """Parameters that one rank owns concern the gradients of their own model alone."""
+    owned = Net()
+    shard_blocks(owned, granularity=matrices_whole)
+    loss_of(owned).backward()
+    twins = Twins(Net, partial(shard_blocks, use_orig_params=not is_flat))
+    for model in twins:
+        twins.backward(model, loss_of(model))
+    expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.1)
+    clipped = nn.utils.clip_grad_norm_(twins.sharded.parameters(), 0.1)
+    torch.testing.assert_close(clipped, expected)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(twins.sharded)).backward()
+    _scaled_step(adamw(twins.sharded), scaler, twins.sharded)
+    with pytest.raises(RuntimeError, match=r"composable_shard.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(owned.parameters(), 0.1)
+
+
+@distributed(2)
+def test_a_deleted_copy_takes_no_check_with_it() -> None:
+    """A copy shares the names of its parameters with the original."""
+    model = Net()
+    shard_blocks(model, granularity=matrices_whole)
+    loss_of(model).backward()
+    copy = deepcopy(model)
+    loss_of(copy).backward()
+    del copy
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"composable_shard.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+@distributed(2)
+def test_hooks_on_optimizers_end_with_the_last_model() -> None:
+    """Only while a model has owned parameters does a step of any optimizer call ours."""
+    first, second = Net(), Net()
+    shard_blocks(first, granularity=matrices_whole)
+    shard_blocks(second, granularity=matrices_whole)
+    loss_of(second).backward()
+    del first
+    gc.collect()
+    assert _num_step_hooks() == 2
+    del second
+    gc.collect()
+    assert _num_step_hooks() == 0
+
+
+def _num_step_hooks() -> int:
+    return len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
 
 
 # Loss scaling
