@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from benchmarks import peers, report
 from benchmarks.models import make_batch, make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
-from benchmarks.step_counter import Counts, StepCounter
+from benchmarks.step_counter import Counts, StepCounter, is_inside_collective
 
 
 def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -41,7 +41,7 @@ def measure(rank: int, model_name: str, peer: str, verbose: bool) -> dict[str, A
         optimizer.step()
         optimizer.zero_grad()
     layer = _collectives_layer() if peer.startswith("ours") else None
-    counter = StepCounter(layer.is_inside if layer else lambda: False)
+    counter = StepCounter(is_inside_collective if layer else None)
     with layer.count_collectives() if layer else nullcontext() as log, counter.see_waits(), counter:
         step(model, batch)
     optimizer.step()

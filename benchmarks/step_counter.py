@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Counts", "StepCounter"]
+__all__ = ["Counts", "StepCounter", "is_inside_collective"]
 
 # c10d operator -> the kind it counts as, and the argument that is its full-size buffer
 _COLLECTIVES = {
@@ -25,17 +28,31 @@ _COLLECTIVES = {
 }
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "resize_", "set_")
 Counts = dict[str, list[int]]  # by kind: number and bytes
+_COLLECTIVES_LAYER = tuple(
+    str(Path("composable_shard", "comm", name)) for name in ("algorithms.py", "collectives.py")
+)
+
+
+def is_inside_collective() -> bool:
+    """Return whether a collective of the library is running, so that its work can be left out."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COLLECTIVES_LAYER):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class StepCounter(TorchDispatchMode):
     """Counts bytes written, by operator, and the collectives of everything that runs inside it."""
 
-    def __init__(self, is_inside: Callable[[], bool]) -> None:
+    def __init__(self, is_inside: Callable[[], bool] | None = None) -> None:
+        """Count; with `is_inside` leave out bytes that are written where it returns True."""
         super().__init__()
         self.written: Counter[str] = Counter()
         self.issued: Counter[str] = Counter()
         self.payload: Counter[str] = Counter()
-        self._is_inside = is_inside
+        self._is_inside = is_inside or (lambda: False)
         self._num_waiting = 0
 
     def __torch_dispatch__(

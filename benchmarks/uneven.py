@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.ranks import run_ranks
-from composable_shard.comm.algorithms import exchange, gather_parts, reduce_parts
+from composable_shard.comm.algorithms import UnevenGather, UnevenSum, exchange
 
 Way = Callable[["Case"], None]
 WAYS = ("exchange", "each owner", "padded", "all-to-all")
@@ -58,7 +58,7 @@ def gather_by_exchange(case: Case) -> None:
 
 
 def gather_by_broadcasts(case: Case) -> None:
-    gather_parts(case.parts, case.own, case.group).wait()
+    UnevenGather(case.full, case.parts, case.own, case.group).start().wait()
 
 
 def gather_padded(case: Case) -> None:
@@ -83,7 +83,8 @@ def reduce_by_exchange(case: Case) -> None:
 
 
 def reduce_to_owners(case: Case) -> None:
-    reduce_parts(case.parts, case.group).wait()
+    algorithm = UnevenSum(case.group, case.own.device, case.numels)
+    algorithm.reduce_in_place(case.parts).wait()
     case.output.copy_(case.own)
 
 

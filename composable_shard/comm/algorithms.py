@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,24 +30,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import trace
-from composable_shard.comm.trace import INSIDE
 from composable_shard.torch_private import backend_of
 
 __all__ = [
+    "AllGather",
     "PendingReduction",
+    "ReduceScatter",
+    "UnevenGather",
+    "UnevenSum",
     "Waitable",
     "Works",
     "abandon",
-    "add_up",
     "as_real",
-    "backend_name",
     "cut_in_parts",
     "exchange",
-    "gather_parts",
-    "gather_pieces",
     "is_exchange",
-    "reduce_parts",
-    "way_of_terms",
+    "payload",
 ]
 
 
@@ -98,9 +96,7 @@ def exchange(
     receives: Iterable[tuple[int, Tensor]],
     group: dist.ProcessGroup,
 ) -> Waitable:
-    """Start sending and receiving tensors, by rank in the group; nothing where one is empty.
-
-    What one rank sends to another arrives in that order.
+    """Start sending and receiving tensors, in order, by rank in the group; no empty ones.
 
     Sends are posted first: between two gloo ranks an exchange of 0.4 to 1 MB took 0.2 to 0.5 ms so,
     and 0.7 to 1.5 ms with the receives first, which wake the other rank for each message.
@@ -123,118 +119,36 @@ def as_real(tensor: Tensor) -> Tensor:
 def cut_in_parts(
     tensor: Tensor, group: dist.ProcessGroup, numels: Sequence[int] | None
 ) -> Sequence[Tensor]:
-    """Return a view of each rank's part of a tensor.
+    """Return a view of each rank's part of a tensor, along the first dimension.
 
-    Args:
-        tensor: Elements along the first dimension; behind the last part there may be more.
-        group: The ranks.
-        numels: Elements of each rank's part; None where all are the same.
+    The parts have `numels` elements, after which the tensor may go on; None for equal parts.
     """
     if numels is None:
         return tensor.view(group.size(), -1).unbind()
     return tensor[: sum(numels)].split_with_sizes(list(numels))
 
 
-def gather_parts(parts: Sequence[Tensor], shard: Tensor, group: dist.ProcessGroup) -> Waitable:
-    """Start gathering parts of any sizes, each straight to its place: a broadcast from each rank.
-
-    NCCL makes one launch of them.
-    """
-    if _is_nccl(group, shard.device):
-        return group.allgather([list(parts)], [shard])
-    own = parts[group.rank()]
-    if own.data_ptr() != shard.data_ptr():
-        own.copy_(shard)
-    works = []
-    for rank, part in enumerate(parts):
-        if part.numel():
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = rank, 0
-            works.append(group.broadcast([part], options))
-    return Works(works)
-
-
-def gather_pieces(
-    outputs: Sequence[Sequence[Tensor]],
-    pieces: Sequence[Tensor],
-    nbytes: int,
-    group: dist.ProcessGroup,
-    *,
-    to_first: bool,
-) -> Waitable:
-    """Start gathering pieces of the ranks, each straight into memory of its own: a message each.
-
-    An all-gather, or with `to_first` a gather on the group's first rank alone.
-
-    Args:
-        outputs: For each rank of the group where its pieces go, this one's too; empty on a rank
-            that does not receive.
-        pieces: This rank's, one-dimensional.
-        nbytes: Of the pieces of all ranks.
-        group: The ranks that take part.
-        to_first: Only the first one receives.
-    """
-    if trace.logs:
-        trace.record("gather" if to_first else "all_gather", group.group_name, nbytes)
-    own = group.rank()
-    with INSIDE:
-        targets = [rank for rank in range(1 if to_first else group.size()) if rank != own]
-        sends = [(rank, as_real(piece)) for rank in targets for piece in pieces]
-        received = [(rank, parts) for rank, parts in enumerate(outputs) if rank != own]
-        receives = [(rank, as_real(part)) for rank, parts in received for part in parts]
-        work = exchange(sends, receives, group)
-        # While the others' arrive.
-        for output, piece in zip(outputs[own] if outputs else (), pieces, strict=bool(outputs)):
-            output.copy_(piece)
-        return work
-
-
-def reduce_parts(parts: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
-    """Start summing each part over the ranks, in place on the rank that it belongs to.
-
-    A reduce to each rank; NCCL makes one launch of them. The other parts hold anything afterwards.
-    """
-    if _is_nccl(group, parts[0].device):
-        return group.reduce_scatter(
-            [parts[group.rank()]], [list(parts)], dist.ReduceScatterOptions()
-        )
-    works = []
-    for rank, part in enumerate(parts):
-        if part.numel():
-            options = dist.ReduceOptions()
-            options.rootRank = rank
-            works.append(group.reduce([part], options))
-    return Works(works)
-
-
-def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return backend_name(group, device) == "nccl"
+def payload(tensor: Tensor, numels: Sequence[int] | None) -> int:
+    """Return the bytes of the full-size tensor, without what lies behind the last part."""
+    return tensor.nbytes if numels is None else sum(numels) * tensor.itemsize
 
 
 _CHUNK_NUMEL = 1 << 16
 
 
-def add_up(output: Tensor, terms: Tensor) -> None:
-    """Write the sum of terms; in the output's precision, where that is another one.
-
-    Args:
-        output: Shape `(numel,)`.
-        terms: Shape `(num_terms, numel)`, added in order.
-    """
+def _add_up(output: Tensor, terms: Tensor) -> None:
+    """Sum terms, shape `(num_terms, numel)`, in order; or add one of shape `(numel,)`."""
+    is_all = terms.dim() == 2
     if output.dtype == terms.dtype:
-        torch.sum(terms, 0, out=output)
+        _ = torch.sum(terms, 0, out=output) if is_all else output.add_(terms)
         return
-    output.copy_(terms[0])
-    for term in terms[1:]:
-        _add_term(output, term)
-
-
-def _add_term(output: Tensor, term: Tensor) -> None:
-    """Add a term of another dtype, in the output's precision."""
-    # On CPU torch makes a copy of the term in the output's dtype: of a little at a time.
-    pieces = term.split(_CHUNK_NUMEL)
-    for own, piece in zip(output.split(_CHUNK_NUMEL), pieces, strict=True):
-        own.add_(piece)
+    if is_all:
+        output.copy_(terms[0])
+    for term in terms[1:] if is_all else [terms]:
+        # On CPU torch makes a copy of the term in the output's dtype: of a little at a time.
+        chunks = term.split(_CHUNK_NUMEL)
+        for own, chunk in zip(output.split(_CHUNK_NUMEL), chunks, strict=True):
+            own.add_(chunk)
 
 
 class PendingReduction:
@@ -250,28 +164,18 @@ class PendingReduction:
         terms: Tensor | None,
         scale: float,
     ) -> None:
-        self._work = work
+        self.output, self._work, self._scale = output, work, scale
         self._input = input  # kept: the backend reads it until the work is done
-        self._terms = terms  # our slice's terms, still to be added up; or the one that is
-        self._scale = scale
-        self.output = output
+        self._terms = terms  # our shard's terms, still to be added up; or the one that is
 
     def finish(self) -> Tensor:
         """Wait for the reduction and return its output, shape `(shard_numel,)`."""
         if self._work is not None:
             self._work.wait()
-        if self._terms is None and self._scale == 1.0:
-            return self.output
-        with INSIDE:
-            terms = self._terms
-            if terms is not None and terms.dim() == 2:
-                add_up(self.output, terms)
-            elif terms is not None and terms.dtype == self.output.dtype:
-                self.output.add_(terms)
-            elif terms is not None:
-                _add_term(self.output, terms)
-            if self._scale != 1.0:
-                self.output.mul_(self._scale)
+        if self._terms is not None:
+            _add_up(self.output, self._terms)
+        if self._scale != 1.0:
+            self.output.mul_(self._scale)
         return self.output
 
     def abandon(self) -> None:
@@ -282,32 +186,6 @@ class PendingReduction:
 
 _MAX_EXCHANGE_SIZE = 8
 _MAX_ALL_TO_ALL_SIZE = 64
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-
-def way_of_terms(
-    group: dist.ProcessGroup,
-    dtype: torch.dtype,
-    device: torch.device,
-    numels: Sequence[int] | None,
-) -> Literal["exchange", "all_to_all"] | None:
-    """Return how the terms of a sum are sent, None where the backend adds them up.
-
-    See [Note: Low-precision sums] and [Note: Uneven shards].
-    """
-    is_low = dtype in _LOW_PRECISION
-    if not is_low and numels is not None and group.size() > 2 and _is_extreme(numels):
-        return None
-    if is_exchange(group, device):
-        return "exchange"
-    is_uneven = numels is not None and backend_name(group, device) == "gloo"
-    is_small = 1 < group.size() <= _MAX_ALL_TO_ALL_SIZE
-    return "all_to_all" if is_small and (is_low or is_uneven) else None
-
-
-def _is_extreme(numels: Sequence[int]) -> bool:
-    """Whether all terms of the largest shard take more than twice the memory of all shards."""
-    return max(numels) * len(numels) > 2 * sum(numels)
 
 
 def is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -331,11 +209,294 @@ _has_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend for a device; empty where there is none.
-
-    Who only keeps a model there, as after `model.cpu()`, needs none; a collective says so itself.
-    """
+    """Return the name of the backend for a device; empty where there is none, as after `cpu()`."""
     try:
         return str(backend_of(group, device).name()).lower()
     except RuntimeError:
         return ""
+
+
+class GatherAlgorithm:
+    """Gathers one shard of each rank into buffers that keep their identity, by the backend.
+
+    A new algorithm is a class derived from this one, and a line in `_choose_gather`.
+    """
+
+    def __init__(
+        self, output: Tensor, parts: Sequence[Tensor], shard: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Prepare for real tensors, of which `parts` are views of `output`, one for each rank."""
+        self._output, self._parts, self._shard, self._group = output, parts, shard, group
+
+    def start(self) -> Waitable:
+        """Start gathering."""
+        return self._group._allgather_base(self._output, self._shard)
+
+
+class UnevenGather(GatherAlgorithm):
+    """By the backend, parts of any sizes: a broadcast from each rank, of which NCCL makes one."""
+
+    def start(self) -> Waitable:
+        """Start gathering."""
+        parts, shard, group = self._parts, self._shard, self._group
+        if backend_name(group, shard.device) == "nccl":
+            return group.allgather([list(parts)], [shard])
+        own = parts[group.rank()]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        works = []
+        for rank, part in enumerate(parts):
+            if part.numel():
+                options = dist.BroadcastOptions()
+                options.rootRank, options.rootTensor = rank, 0
+                works.append(group.broadcast([part], options))
+        return Works(works)
+
+
+class _ExchangedGather(GatherAlgorithm):
+    """From rank to rank, each shard straight to its place."""
+
+    def __init__(
+        self, output: Tensor, parts: Sequence[Tensor], shard: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(output, parts, shard, group)
+        own_rank = group.rank()
+        self._own = parts[own_rank]
+        self._shard = shard.view(self._own.shape)
+        self._receives = [item for item in enumerate(parts) if item[0] != own_rank]
+        self._sends = [(rank, self._shard) for rank, _ in self._receives]
+
+    def start(self) -> Waitable:
+        if self._own.data_ptr() != self._shard.data_ptr():
+            self._own.copy_(self._shard)
+        return exchange(self._sends, self._receives, self._group)
+
+
+def _choose_gather(
+    group: dist.ProcessGroup, device: torch.device, numels: Sequence[int] | None
+) -> type[GatherAlgorithm]:
+    if is_exchange(group, device):
+        return _ExchangedGather
+    return GatherAlgorithm if numels is None else UnevenGather
+
+
+class AllGather:
+    """An all-gather between buffers that keep their identity: made ready once, started often."""
+
+    def __init__(
+        self,
+        output: Tensor,
+        shard: Tensor,
+        group: dist.ProcessGroup,
+        numels: Sequence[int] | None = None,
+    ) -> None:
+        """Choose the algorithm; issues nothing.
+
+        Args:
+            output: Shape `(group.size() * shard_numel,)`; rank r's shard lands in its r-th part.
+            shard: Shape `(shard_numel,)`, this rank's; it may be its part of `output`.
+            group: The ranks that take part.
+            numels: Elements of each rank's shard where they differ, the same on all ranks; `output`
+                may be longer than all of them.
+        """
+        self._name = group.group_name
+        self._nbytes = payload(output, numels)
+        real = as_real(output)
+        algorithm = _choose_gather(group, output.device, numels)
+        parts = () if algorithm is GatherAlgorithm else cut_in_parts(real, group, numels)
+        self._algorithm = algorithm(real, parts, as_real(shard), group)
+
+    def start(self) -> Waitable:
+        """Start gathering; wait before the output is read or the shard is written."""
+        if trace.logs:
+            trace.record("all_gather", self._name, self._nbytes)
+        return self._algorithm.start()
+
+
+class SumAlgorithm:
+    """Sums a tensor over the ranks of a group, of which each keeps its part, by the backend.
+
+    A new algorithm is a class derived from this one, and a line in `_choose_sum`.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, numels: Sequence[int] | None
+    ) -> None:
+        """Prepare for parts of `numels` elements; None where all are the same."""
+        self._group, self._numels = group, numels
+        self._rank, self._size = group.rank(), group.size()
+        self._is_nccl = backend_name(group, device) == "nccl"
+
+    def scratch_parts(self, *, in_place: bool) -> int:
+        """Return how many shards' memory it wants for the ranks' terms, see `ReduceScatter`."""
+        return 0
+
+    def start(
+        self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float
+    ) -> PendingReduction:
+        """Start summing, see `ReduceScatter`."""
+        options = dist.ReduceScatterOptions()
+        if self._is_nccl and scale == 1.0 / self._size:
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+            scale = 1.0
+        is_cast = output.dtype != input.dtype
+        received = input.new_empty(output.shape) if is_cast else output
+        work = self._group._reduce_scatter_base(as_real(received), as_real(input), options)
+        return PendingReduction(work, output, input, received[None] if is_cast else None, scale)
+
+
+class UnevenSum(SumAlgorithm):
+    """By the backend, parts of any sizes: a reduce to each rank, of which NCCL makes one."""
+
+    def start(
+        self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float
+    ) -> PendingReduction:
+        """Start summing; the other ranks' parts of `input` hold anything afterwards."""
+        parts = cut_in_parts(input, self._group, self._numels)
+        own = parts[self._rank]
+        own_term = None if own.data_ptr() == output.data_ptr() else own[None]
+        work = self.reduce_in_place([as_real(part) for part in parts])
+        return PendingReduction(work, output, input, own_term, scale)
+
+    def reduce_in_place(self, parts: Sequence[Tensor]) -> Waitable:
+        """Start summing each part over the ranks, in place on the rank that it belongs to."""
+        group = self._group
+        if self._is_nccl:
+            own = [parts[self._rank]]
+            return group.reduce_scatter(own, [list(parts)], dist.ReduceScatterOptions())
+        works = []
+        for rank, part in enumerate(parts):
+            if part.numel():
+                options = dist.ReduceOptions()
+                options.rootRank = rank
+                works.append(group.reduce([part], options))
+        return Works(works)
+
+
+class _ExchangedSum(SumAlgorithm):
+    """From rank to rank, summed by each; of two ranks the output receives the other's term."""
+
+    def scratch_parts(self, *, in_place: bool) -> int:
+        return self._size if self._size > 2 else int(in_place)
+
+    def start(
+        self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float
+    ) -> PendingReduction:
+        slices = dict(enumerate(cut_in_parts(input, self._group, self._numels)))
+        own = slices.pop(self._rank)
+        if self._size > 2:
+            assert scratch is not None
+            terms = scratch.view(self._size, own.numel())
+            terms[self._rank].copy_(own)
+            receives = {rank: as_real(terms[rank]) for rank in slices}
+        else:
+            # In place the output is one of the two terms already.
+            terms, receiver = (own, output) if scratch is None else (scratch, scratch)
+            receives = dict.fromkeys(slices, as_real(receiver))
+            if scratch is not None and output.data_ptr() != own.data_ptr():
+                output.copy_(own)
+        sends = {rank: as_real(part) for rank, part in slices.items()}
+        work = exchange(sends.items(), receives.items(), self._group)
+        return PendingReduction(work, output, input, terms, scale)
+
+
+class _AllToAllSum(SumAlgorithm):
+    """By an all-to-all of the terms, summed by each rank."""
+
+    def scratch_parts(self, *, in_place: bool) -> int:
+        return self._size
+
+    def start(
+        self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float
+    ) -> PendingReduction:
+        assert scratch is not None
+        terms = scratch.view(self._size, output.numel())
+        # As bytes, which every backend carries.
+        sent, received = (tensor.view(-1).view(torch.uint8) for tensor in (input, terms))
+        splits: tuple[list[int], list[int]] = ([], [])
+        if self._numels is not None:
+            nbytes = [numel * input.itemsize for numel in self._numels]
+            splits = [nbytes[self._rank]] * self._size, nbytes
+            sent = sent[: sum(nbytes)]
+        work = self._group.alltoall_base(received, sent, *splits, dist.AllToAllOptions())
+        return PendingReduction(work, output, input, terms, scale)
+
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def _choose_sum(
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    numels: Sequence[int] | None,
+) -> type[SumAlgorithm]:
+    """Choose how a sum is taken, see [Note: Low-precision sums] and [Note: Uneven shards]."""
+    is_low = dtype in _LOW_PRECISION
+    by_backend = SumAlgorithm if numels is None else UnevenSum
+    # Then all terms of the largest shard would take more than twice the memory of all shards.
+    is_extreme = numels is not None and max(numels) * len(numels) > 2 * sum(numels)
+    if is_extreme and not is_low and group.size() > 2:
+        return by_backend
+    if is_exchange(group, device):
+        return _ExchangedSum
+    is_uneven = numels is not None and backend_name(group, device) == "gloo"
+    is_small = 1 < group.size() <= _MAX_ALL_TO_ALL_SIZE
+    return _AllToAllSum if is_small and (is_low or is_uneven) else by_backend
+
+
+class ReduceScatter:
+    """Sums over the ranks of a group of which each keeps its part: made ready once.
+
+    Attributes:
+        dtype: The inputs'.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        numels: Sequence[int] | None = None,
+    ) -> None:
+        """Choose the algorithm; issues nothing.
+
+        Args:
+            group: The ranks that take part.
+            dtype: The inputs'.
+            device: Likewise.
+            numels: As in `AllGather`, of the inputs, which may then be overwritten.
+        """
+        self.dtype = dtype
+        self._name, self._size, self._numels = group.group_name, group.size(), numels
+        self._algorithm = _choose_sum(group, dtype, device, numels)(group, device, numels)
+
+    def scratch_parts(self, *, in_place: bool) -> int:
+        """Return how many shards' memory it wants for the ranks' terms.
+
+        Args:
+            in_place: Whether the output can't receive a term: it is this rank's part of the input,
+                or has another dtype.
+        """
+        return self._algorithm.scratch_parts(in_place=in_place)
+
+    def start(
+        self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float = 1.0
+    ) -> PendingReduction:
+        """Start summing `input` over the ranks, each rank keeping its own part, scaled.
+
+        With one rank the output is a copy of the input, and nothing is issued.
+
+        Args:
+            output: Shape `(shard_numel,)`, this rank's part of the sum; it may be its part of
+                `input`. Where its dtype is wider, terms that are summed here are summed, and
+                scaled, in it.
+            input: Shape `(group.size() * shard_numel,)`.
+            scratch: Memory for as many shards as `scratch_parts` says, None for none.
+            scale: What the sum is multiplied with.
+        """
+        if self._size == 1:
+            return PendingReduction(None, output.copy_(input), input, None, scale)
+        if trace.logs:
+            trace.record("reduce_scatter", self._name, payload(input, self._numels))
+        return self._algorithm.start(output, input, scratch, scale)

@@ -15,20 +15,18 @@ from torch import Tensor
 
 from composable_shard.comm import trace
 from composable_shard.comm.algorithms import (
+    AllGather,
     PendingReduction,
+    ReduceScatter,
     Waitable,
     abandon,
     as_real,
-    backend_name,
     cut_in_parts,
     exchange,
-    gather_parts,
-    gather_pieces,
     is_exchange,
-    reduce_parts,
-    way_of_terms,
+    payload,
 )
-from composable_shard.comm.trace import INSIDE, CollectiveLog, count_collectives, is_inside
+from composable_shard.comm.trace import CollectiveLog, count_collectives
 from composable_shard.torch_private import resolve_process_group
 
 __all__ = [
@@ -47,7 +45,6 @@ __all__ = [
     "gather",
     "gather_pieces",
     "is_exchange",
-    "is_inside",
     "resolve_group",
     "scatter",
 ]
@@ -56,61 +53,6 @@ __all__ = [
 def resolve_group(name: str) -> dist.ProcessGroup:
     """Return the process group of this name; tensors name their group so that they can pickle."""
     return resolve_process_group(name)
-
-
-def _payload(tensor: Tensor, numels: Sequence[int] | None) -> int:
-    return tensor.nbytes if numels is None else sum(numels) * tensor.itemsize
-
-
-class AllGather:
-    """An all-gather between buffers that keep their identity: made ready once, started often."""
-
-    def __init__(
-        self,
-        output: Tensor,
-        shard: Tensor,
-        group: dist.ProcessGroup,
-        numels: Sequence[int] | None = None,
-    ) -> None:
-        """Choose the algorithm and cut what it sends and receives; issues nothing.
-
-        Args:
-            output: Shape `(group.size() * shard_numel,)`; rank r's shard lands in its r-th part.
-            shard: Shape `(shard_numel,)`, this rank's; it may be its part of `output`.
-            group: The ranks that take part.
-            numels: Elements of each rank's shard where they differ, the same on all ranks; `output`
-                may be longer than all of them.
-        """
-        self._group = group
-        self._nbytes = _payload(output, numels)
-        self._output, self._shard = as_real(output), as_real(shard)
-        self._is_exchange = is_exchange(group, output.device)
-        self._parts: Sequence[Tensor] = ()
-        if self._is_exchange or numels is not None:
-            self._parts = cut_in_parts(self._output, group, numels)
-        if self._is_exchange:
-            self._own = self._parts[group.rank()]
-            self._shard = self._shard.view(self._own.shape)
-            self._receives = [item for item in enumerate(self._parts) if item[0] != group.rank()]
-            self._sends = [(rank, self._shard) for rank, _ in self._receives]
-
-    def start(self) -> Waitable:
-        """Start gathering every rank's shard into the output.
-
-        Returns:
-            The work to wait for before the output is read or the shard is written.
-        """
-        group = self._group
-        if trace.logs:
-            trace.record("all_gather", group.group_name, self._nbytes)
-        with INSIDE:
-            if not self._parts:
-                return group._allgather_base(self._output, self._shard)
-            if not self._is_exchange:
-                return gather_parts(self._parts, self._shard, group)
-            if self._own.data_ptr() != self._shard.data_ptr():
-                self._own.copy_(self._shard)
-            return exchange(self._sends, self._receives, group)
 
 
 def all_gather(
@@ -139,18 +81,51 @@ def gather(
         numels: As in `all_gather`.
     """
     if trace.logs:
-        nbytes = shard.nbytes * group.size() if numels is None else _payload(shard, numels)
+        nbytes = shard.nbytes * group.size() if numels is None else payload(shard, numels)
         trace.record("gather", group.group_name, nbytes)
-    with INSIDE:
-        shard = as_real(shard)
-        parts = [] if output is None else list(cut_in_parts(as_real(output), group, numels))
-        if numels is None and not is_exchange(group, shard.device):
-            shard = shard.view(-1)
-            return group.gather([parts] if parts else [], [shard], dist.GatherOptions())
-        if not parts:
-            return exchange([(0, shard)], [], group)
-        parts[0].copy_(shard.view(parts[0].shape))
-        return exchange([], enumerate(parts[1:], 1), group)
+    shard = as_real(shard)
+    parts = [] if output is None else list(cut_in_parts(as_real(output), group, numels))
+    if numels is None and not is_exchange(group, shard.device):
+        shard = shard.view(-1)
+        return group.gather([parts] if parts else [], [shard], dist.GatherOptions())
+    if not parts:
+        return exchange([(0, shard)], [], group)
+    parts[0].copy_(shard.view(parts[0].shape))
+    return exchange([], enumerate(parts[1:], 1), group)
+
+
+def gather_pieces(
+    outputs: Sequence[Sequence[Tensor]],
+    pieces: Sequence[Tensor],
+    nbytes: int,
+    group: dist.ProcessGroup,
+    *,
+    to_first: bool,
+) -> Waitable:
+    """Start gathering pieces of the ranks, each straight into memory of its own: a message each.
+
+    An all-gather, or with `to_first` a gather on the group's first rank alone.
+
+    Args:
+        outputs: For each rank of the group where its pieces go, this one's too; empty on a rank
+            that does not receive.
+        pieces: This rank's, one-dimensional.
+        nbytes: Of the pieces of all ranks.
+        group: The ranks that take part.
+        to_first: Only the first one receives.
+    """
+    if trace.logs:
+        trace.record("gather" if to_first else "all_gather", group.group_name, nbytes)
+    own = group.rank()
+    targets = [rank for rank in range(1 if to_first else group.size()) if rank != own]
+    sends = [(rank, as_real(piece)) for rank in targets for piece in pieces]
+    received = [(rank, parts) for rank, parts in enumerate(outputs) if rank != own]
+    receives = [(rank, as_real(part)) for rank, parts in received for part in parts]
+    work = exchange(sends, receives, group)
+    # While the others' arrive.
+    for output, piece in zip(outputs[own] if outputs else (), pieces, strict=bool(outputs)):
+        output.copy_(piece)
+    return work
 
 
 def scatter(
@@ -168,130 +143,17 @@ def scatter(
         numels: As in `all_gather`.
     """
     if trace.logs:
-        nbytes = output.nbytes * group.size() if numels is None else _payload(output, numels)
+        nbytes = output.nbytes * group.size() if numels is None else payload(output, numels)
         trace.record("scatter", group.group_name, nbytes)
-    with INSIDE:
-        output = as_real(output)
-        parts = [] if input is None else list(cut_in_parts(as_real(input), group, numels))
-        if numels is None and not is_exchange(group, output.device):
-            output = output.view(-1)
-            return group.scatter([output], [parts] if parts else [], dist.ScatterOptions())
-        if not parts:
-            return exchange([], [(0, output)], group)
-        output.copy_(parts[0].view(output.shape))
-        return exchange(enumerate(parts[1:], 1), [], group)
-
-
-class ReduceScatter:
-    """Sums over the ranks of a group of which each keeps its part: made ready once.
-
-    Attributes:
-        dtype: The inputs'.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-        numels: Sequence[int] | None = None,
-    ) -> None:
-        """Choose the algorithm; issues nothing.
-
-        Args:
-            group: The ranks that take part.
-            dtype: The inputs'.
-            device: Likewise.
-            numels: As in `AllGather`, of the inputs, which may then be overwritten.
-        """
-        self.dtype = dtype
-        self._group = group
-        self._size = group.size()
-        self._numels = numels
-        self._way = way_of_terms(group, dtype, device, numels)
-        self._means = backend_name(group, device) == "nccl"
-        self._options = dist.ReduceScatterOptions()
-
-    def scratch_parts(self, *, in_place: bool) -> int:
-        """Return how many shards' memory it wants for the ranks' terms.
-
-        Args:
-            in_place: Whether the output can't receive a term: it is this rank's part of the input,
-                or has another dtype.
-        """
-        if self._way is None:
-            return 0
-        return self._size if self._way == "all_to_all" or self._size > 2 else int(in_place)
-
-    def start(
-        self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float = 1.0
-    ) -> PendingReduction:
-        """Start summing `input` over the ranks, each rank keeping its own part, scaled.
-
-        With one rank the output is a copy of the input, and nothing is issued.
-
-        Args:
-            output: Shape `(shard_numel,)`, this rank's part of the sum; it may be its part of
-                `input`. Where its dtype is wider, terms that are summed here are summed, and
-                scaled, in it.
-            input: Shape `(group.size() * shard_numel,)`.
-            scratch: Memory for as many shards as `scratch_parts` says, None for none.
-            scale: What the sum is multiplied with.
-        """
-        group, numels = self._group, self._numels
-        if self._size == 1:
-            return PendingReduction(None, output.copy_(input), input, None, scale)
-        if trace.logs:
-            trace.record("reduce_scatter", group.group_name, _payload(input, numels))
-        with INSIDE:
-            if self._way == "exchange":
-                return _exchange_terms(output, input, scratch, group, scale, numels)
-            if self._way == "all_to_all":
-                assert scratch is not None
-                terms = scratch.view(self._size, output.numel())
-                work = _start_all_to_all(terms, input, group, numels)
-                return PendingReduction(work, output, input, terms, scale)
-            if numels is not None:
-                parts = cut_in_parts(as_real(input), group, numels)
-                own = cut_in_parts(input, group, numels)[group.rank()]
-                own_term = None if own.data_ptr() == output.data_ptr() else own[None]
-                return PendingReduction(reduce_parts(parts, group), output, input, own_term, scale)
-            options = self._options
-            if self._means and scale == 1.0 / self._size:
-                options = dist.ReduceScatterOptions()
-                options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-                scale = 1.0
-            is_cast = output.dtype != input.dtype
-            received = input.new_empty(output.shape) if is_cast else output
-            work = group._reduce_scatter_base(as_real(received), as_real(input), options)
-            return PendingReduction(work, output, input, received[None] if is_cast else None, scale)
-
-
-def _exchange_terms(
-    output: Tensor,
-    input: Tensor,
-    scratch: Tensor | None,
-    group: dist.ProcessGroup,
-    scale: float,
-    numels: Sequence[int] | None,
-) -> PendingReduction:
-    """Send each rank its slice of `input`; with two ranks the output receives the other's term."""
-    slices = dict(enumerate(cut_in_parts(input, group, numels)))
-    own = slices.pop(group.rank())
-    if group.size() > 2:
-        assert scratch is not None
-        terms = scratch.view(group.size(), own.numel())
-        terms[group.rank()].copy_(own)
-        receives = {rank: as_real(terms[rank]) for rank in slices}
-    else:
-        # In place the output is one of the two terms already.
-        terms, receiver = (own, output) if scratch is None else (scratch, scratch)
-        receives = dict.fromkeys(slices, as_real(receiver))
-        if scratch is not None and output.data_ptr() != own.data_ptr():
-            output.copy_(own)
-    sends = {rank: as_real(part) for rank, part in slices.items()}
-    work = exchange(sends.items(), receives.items(), group)
-    return PendingReduction(work, output, input, terms, scale)
+    output = as_real(output)
+    parts = [] if input is None else list(cut_in_parts(as_real(input), group, numels))
+    if numels is None and not is_exchange(group, output.device):
+        output = output.view(-1)
+        return group.scatter([output], [parts] if parts else [], dist.ScatterOptions())
+    if not parts:
+        return exchange([], [(0, output)], group)
+    output.copy_(parts[0].view(output.shape))
+    return exchange(enumerate(parts[1:], 1), [], group)
 
 
 def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waitable:
@@ -304,31 +166,16 @@ def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waita
     """
     if trace.logs:
         trace.record("all_to_all", group.group_name, input.nbytes)
-    with INSIDE:
-        if not is_exchange(group, output.device):
-            return _start_all_to_all(output, input, group)
-        sends, receives = (
-            dict(enumerate(as_real(tensor).view(group.size(), -1).unbind()))
-            for tensor in (input, output)
-        )
-        receives.pop(group.rank()).copy_(sends.pop(group.rank()))
-        return exchange(sends.items(), receives.items(), group)
-
-
-def _start_all_to_all(
-    output: Tensor,
-    input: Tensor,
-    group: dist.ProcessGroup,
-    numels: Sequence[int] | None = None,
-) -> dist.Work:
-    # As bytes, which every backend carries.
-    sent, received = (tensor.view(-1).view(torch.uint8) for tensor in (input, output))
-    splits: tuple[list[int], list[int]] = ([], [])
-    if numels is not None:
-        sizes = [numel * input.itemsize for numel in numels]
-        splits = [sizes[group.rank()]] * group.size(), sizes
-        sent = sent[: sum(sizes)]
-    return group.alltoall_base(received, sent, *splits, dist.AllToAllOptions())
+    if not is_exchange(group, output.device):
+        # As bytes, which every backend carries.
+        received, sent = (tensor.view(-1).view(torch.uint8) for tensor in (output, input))
+        return group.alltoall_base(received, sent, [], [], dist.AllToAllOptions())
+    sends, receives = (
+        dict(enumerate(as_real(tensor).view(group.size(), -1).unbind()))
+        for tensor in (input, output)
+    )
+    receives.pop(group.rank()).copy_(sends.pop(group.rank()))
+    return exchange(sends.items(), receives.items(), group)
 
 
 def all_reduce(
@@ -339,8 +186,7 @@ def all_reduce(
         trace.record("all_reduce", group.group_name, tensor.nbytes)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
-    with INSIDE:
-        return group.allreduce([as_real(tensor)], options)
+    return group.allreduce([as_real(tensor)], options)
 
 
 def broadcast(tensor: Tensor, group_rank: int, group: dist.ProcessGroup) -> dist.Work:
@@ -350,8 +196,7 @@ def broadcast(tensor: Tensor, group_rank: int, group: dist.ProcessGroup) -> dist
     options = dist.BroadcastOptions()
     options.rootRank = group_rank
     options.rootTensor = 0
-    with INSIDE:
-        return group.broadcast([as_real(tensor)], options)
+    return group.broadcast([as_real(tensor)], options)
 
 
 def all_gather_uneven(local: Tensor, numels: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 __all__ = [
-    "INSIDE",
     "CollectiveLog",
     "Event",
     "count_collectives",
-    "is_inside",
     "logs",
     "record",
     "trace_events",
@@ -51,31 +49,6 @@ def trace_events() -> Iterator[list[Event]]:
     finally:
         # By identity: two open logs may be equal, and list.remove compares by value.
         logs[:] = [other for other in logs if other is not log]
-
-
-_depth = 0
-
-
-def is_inside() -> bool:
-    """Return whether a collective function is running, so that observers can tell its work."""
-    return _depth > 0
-
-
-class _Inside:
-    """Context that marks work of collectives; a class, for it is entered in every collective."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        global _depth  # a marker for observers only; nothing is decided by it
-        _depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        global _depth
-        _depth -= 1
-
-
-INSIDE = _Inside()
 
 
 _KINDS = frozenset(

@@ -113,7 +113,7 @@ def join_tree(handles: Iterable[_Handle]) -> None:
     have a label in common are treated as one.
     """
     handles = list(handles)
-    entries = [e for handle in handles for e in (*handle.entries, handle.shown.flat) if e is not None]
+    entries = [e for each in handles for e in (*each.entries, each.shown.flat) if e is not None]
     owned = WeakSet(handle for handle in handles if _has_owned(handle))
     for entry in entries:
         owned.update(entry.label.owned or ())

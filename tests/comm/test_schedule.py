@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.step_counter import is_inside_collective
 from composable_shard import clip_grad_norm_, fully_shard, get_handles, no_sync
-from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import exchange
 from composable_shard.comm.collectives import CollectiveLog, count_collectives
 from composable_shard.comm.trace import Event, trace_events
@@ -312,7 +312,7 @@ class _WrittenBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and count what it wrote."""
         result = func(*args, **(kwargs or {}))
-        if not collectives.is_inside():
+        if not is_inside_collective():
             returns = func._schema.returns
             results = result if isinstance(result, (tuple, list)) else [result]
             for spec, value in zip(returns, results, strict=False):
