@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import DTensorSlots, ParamLabel
+from composable_shard.tensor import DTensorSlots, ParamLabel, user_attributes
 
 __all__ = ["ScopeParams", "is_shown_by_scope"]
 
@@ -169,7 +169,7 @@ _FLAT_LABEL = ParamLabel("_flat_param")
 
 def _make_param(entry: ParamEntry, values: Tensor) -> nn.Parameter:
     param = nn.Parameter(entry.spec.unflatten(values))
-    for name, value in entry.sharded.user_attributes().items():
+    for name, value in user_attributes(entry.sharded).items():
         param.__dict__.setdefault(name, value)
     # On frozen ones too: the body may unfreeze them.
     param.register_hook(_refuse_backward)

@@ -89,7 +89,7 @@ class UnshardedParams:
         for index, entry in enumerate(entries):
             entry.unsharded = _make_unsharded(self._view(index, entry), requires_grad)
             # What a forward asks of a parameter: how tensor parallelism split it, for example.
-            for name, value in entry.sharded.user_attributes().items():
+            for name, value in user_attributes(entry.sharded).items():
                 entry.unsharded.__dict__.setdefault(name, value)
             entry.runs_hooks = False
         params = self._params()

@@ -8,8 +8,10 @@ from composable_shard.tensor.flat_shard import (
     DTensorSlots,
     FlatShard,
     FlatShardOfDTensor,
+    WriteGuard,
     is_elsewhere,
     rebind,
+    user_attributes,
     wrap,
 )
 from composable_shard.tensor.gradient_rules import (
@@ -28,7 +30,7 @@ from composable_shard.tensor.operands import (
     slice_given,
 )
 from composable_shard.tensor.reduction_rules import reduction_groups
-from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec, WriteGuard
+from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec
 from composable_shard.tensor.tensor_region import (
     find_places,
     local_part,
@@ -59,5 +61,6 @@ __all__ = [
     "register_op_rules",
     "slice_given",
     "total_norms",
+    "user_attributes",
     "wrap",
 ]

@@ -1,8 +1,17 @@
-"""`FlatShard`, the tensor subclass that `model.parameters()` yields at rest, and its rule table."""
+"""`FlatShard`, the tensor subclass that `model.parameters()` yields at rest.
+
+[Note: Direct ops]
+An op on a tensor subclass costs the host five times what it costs on the slice: an optimizer that
+steps one parameter after the other calls eight per parameter. With autograd off and no mode active
+the dispatcher only finds the rule of the op, and for shards of one range and numbers the rule only
+runs the op on the slices. These methods do that at once. Whatever else they are given, they pass on
+unchanged: to the rules, which know the rest and raise the errors.
+"""
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,71 +21,164 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
-from composable_shard.tensor.direct_ops import DirectOps
-from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, WriteGuard
-from composable_shard.torch_private import OpOverload, disabled_torch_function, make_wrapper
+from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
+from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec
+from composable_shard.torch_private import (
+    OpOverload,
+    bump_version,
+    current_backward_id,
+    disabled_torch_function,
+    make_wrapper,
+    num_dispatch_modes,
+    num_function_modes,
+)
 
 __all__ = [
-    "OP_RULES",
     "DTensorSlots",
     "FlatShard",
     "FlatShardOfDTensor",
-    "NeedsWhole",
-    "Rule",
-    "RuleTable",
-    "WholeRule",
+    "WriteGuard",
     "allow_loading",
     "is_elsewhere",
     "rebind",
+    "user_attributes",
+    "whole_of",
     "wrap",
 ]
 
 
-Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-WholeRule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Callable[[], Any] | None]
-
-
-class NeedsWhole(RuntimeError):
-    """What a rule raises, before it changes anything, where slices are not enough.
-
-    Where this rank holds every operand whole, the op runs on whole tensors instead.
-    """
-
-
-class RuleTable(dict[OpOverload, Rule]):
-    """How each op runs on FlatShards: rules by op, and families that make rules for whole kinds.
-
-    Filled once by `register_op_rules`; what a family makes is kept.
-
-    Attributes:
-        families: Asked in order for a rule of an op that has none.
-        on_whole: Asked after `NeedsWhole` for what runs the op on whole tensors; it returns None
-            where this rank does not hold them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.families: list[Callable[[OpOverload], Rule | None]] = []
-        self.on_whole: WholeRule = _on_none
-
-    def __missing__(self, func: OpOverload) -> Rule:
-        """Ask the families in order; the last one makes a rule that raises, for any op."""
-        made = (family(func) for family in self.families)
-        self[func] = rule = next(rule for rule in made if rule is not None)
-        return rule
-
-
-def _on_none(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hold nothing: the table is not filled yet."""
-
-
-OP_RULES = RuleTable()
-
-
+_MAX_READS = 4  # that are waited for one by one; older ones have long been done
 _OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
 
 
-class FlatShard(Checkpointable, DirectOps, Tensor):
+class WriteGuard:
+    """Counts the writes to a handle's sharded parameters.
+
+    Version counters can't serve: fused and foreach optimizer steps bump none.
+    """
+
+    __slots__ = (
+        "_reads",
+        "has_new_attributes",
+        "is_in_backward",
+        "is_in_scope",
+        "num_writes",
+        "owner",
+    )
+
+    def __init__(self, owner: weakref.ref[object] | None = None) -> None:
+        self.num_writes = 0
+        self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
+        self.is_in_backward = False
+        self.is_in_scope = False
+        self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
+        self.owner = owner  # the handle; a unit that shares a parameter finds it here
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Return None: what is copied belongs to no handle."""
+
+    def note_write(self, fqn: str) -> None:
+        """Count a write, before it happens.
+
+        Raises:
+            RuntimeError: If a backward pass that still needs the parameter is running, or inside
+                `unshard_params`, which would overwrite it or not show it.
+        """
+        if self.is_in_scope:
+            raise RuntimeError(
+                f"parameter '{fqn}' was written in its sharded form inside unshard_params, which "
+                "shows its full values. Call optimizer.step() and edit shards outside the scope, "
+                "or edit the module's own parameters in it."
+            )
+        # Both conditions: the flag stays set when a backward is aborted, and a later write
+        # outside of any backward is then legitimate.
+        if self.is_in_backward and current_backward_id() != -1:
+            raise RuntimeError(
+                f"parameter '{fqn}' was written while a backward pass that still needs it is "
+                "running. Call optimizer.step() and edit parameters after backward() has returned."
+            )
+        self.num_writes += 1
+        if self._reads:
+            self.wait_for_reads()
+
+    def count_write(self) -> None:
+        """Count a write that the owner of the shard makes."""
+        self.num_writes += 1
+
+    def set_in_backward(self, flag: bool) -> None:
+        """Choose whether a backward still needs the parameters."""
+        self.is_in_backward = flag
+
+    def set_in_scope(self, flag: bool) -> None:
+        """Choose whether `unshard_params` shows the full values."""
+        self.is_in_scope = flag
+
+    def note_attributes(self, are_new: bool) -> None:
+        """Note whether there is requires_grad or a hook that the owner has not adopted."""
+        self.has_new_attributes = are_new
+
+    def note_read(self, wait: Callable[[], None]) -> None:
+        """Note that a copy of the shard is under way: `wait` returns when it is done."""
+        if len(self._reads) >= _MAX_READS:
+            self._reads.pop(0)()
+        self._reads.append(wait)
+
+    def wait_for_reads(self) -> None:
+        """Wait until no copy reads the shard, which is about to be written."""
+        while self._reads:
+            self._reads.pop()()
+
+
+_grad_enabled = torch.is_grad_enabled
+
+
+def _slices(shard: FlatShard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Return the arguments with slices in place of shards; None where the rules must decide."""
+    if _grad_enabled() or num_dispatch_modes() or num_function_modes():
+        return None
+    spec = shard._shard_spec
+    slices = []
+    for arg in args:
+        kind = type(arg)
+        if kind is float or kind is int:
+            slices.append(arg)
+        elif isinstance(arg, FlatShard) and arg._shard_spec is spec:
+            slices.append(arg._local)
+        else:
+            return None
+    for value in kwargs.values():
+        if type(value) is not float and type(value) is not int:
+            return None
+    return slices
+
+
+def _direct(name: str) -> Callable[..., Any]:
+    """Return `torch.Tensor.<name>` for shards, in place where the name ends so."""
+    plain = getattr(Tensor, name)
+    is_in_place = name.endswith("_") and not name.endswith("__")
+
+    def run(self: FlatShard, *args: Any, **kwargs: Any) -> Any:
+        slices = _slices(self, args, kwargs)
+        if slices is None:
+            return plain(self, *args, **kwargs)
+        try:
+            if is_in_place:
+                if self._guard is not None:
+                    self._guard.note_write(self._shard_spec.label.fqn)
+                # Autograd may have saved the shard for a backward. Raises for inference tensors.
+                bump_version((self,))
+            local = plain(self._local, *slices, **kwargs)
+        except RuntimeError:  # the rules say more about it, or can do it
+            return plain(self, *args, **kwargs)
+        return self if is_in_place else wrap(local, self._shard_spec)
+
+    run.__name__ = name
+    run.__qualname__ = f"FlatShard.{name}"
+    run.__doc__ = f"Run `torch.Tensor.{name}` on the slices alone."
+    return run
+
+
+class FlatShard(Checkpointable, Tensor):
     """One rank's flat range of a tensor, under the tensor's logical shape, stride and dtype.
 
     Elementwise ops run on the slices alone; reductions to one value are exact, global and
@@ -105,13 +207,9 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
         guard: WriteGuard | None = None,
         requires_grad: bool = False,
     ) -> FlatShard:
-        """Make the shard that this rank holds.
+        """Make a shard of `local`, shape `(end - start,)` for `spec.local_range`; no copy.
 
-        Args:
-            local: Shape `(end - start,)` for `spec.local_range`; used as it is, not copied.
-            spec: What the shard is a shard of.
-            guard: Told of every write; only parameters and their aliases have one.
-            requires_grad: As for any tensor.
+        The guard is told of every write; only parameters and their aliases have one.
         """
         self: FlatShard = make_wrapper(
             cls,
@@ -150,15 +248,10 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
 
     @classmethod
     def from_full(cls, full: Tensor, spec: ShardSpec) -> FlatShard:
-        """Return a shard with a copy of this rank's slice of `full`.
+        """Return a shard with a copy of this rank's elements of `full`.
 
-        Args:
-            full: A tensor of `spec.shape`; for a parameter of a tensor-parallel mesh a DTensor, or
-                its dense local tensor.
-            spec: What the shard shall be a shard of.
-
-        Raises:
-            ValueError: If the shape is another one.
+        For a parameter of a tensor-parallel mesh that is a DTensor, or its dense local tensor.
+        Raises ValueError where the shape is not the spec's.
         """
         dense = full.detach()
         if isinstance(dense, DTensor):
@@ -181,13 +274,6 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
         if spec.owner is None or spec.is_elsewhere:
             return self._local
         return self._local.as_strided(spec.dense_shape, spec.dense_stride)
-
-    def _shard_of(self, local: Tensor) -> FlatShard:
-        return wrap(local, self._shard_spec)
-
-    def _whole(self) -> Tensor:
-        """Return all elements of a shard that is whole, in its shape; a DTensor's as a DTensor."""
-        return self._shard_spec.unflatten(self._local)
 
     def full_tensor(self) -> Tensor:
         """Gather and return the whole tensor, without autograd; a collective, for all ranks.
@@ -240,7 +326,8 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
         Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
-        self._note_new_attributes()
+        if self._guard is not None:
+            self._guard.note_attributes(True)
 
     def requires_grad_(self, requires_grad: bool = True) -> FlatShard:
         """Set `requires_grad` and return the shard."""
@@ -249,7 +336,8 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """Register a hook: on a unit's parameter it sees this rank's full, unreduced gradient."""
-        self._note_new_attributes()
+        if self._guard is not None:
+            self._guard.note_attributes(True)
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def share_memory_(self) -> FlatShard:
@@ -257,27 +345,13 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
         self._local.share_memory_()  # torch's own would take the wrapper for data, and crash
         return self
 
-    def _note_new_attributes(self) -> None:
-        if self._guard is not None:
-            self._guard.has_new_attributes = True
-
     def sum(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the sum of all elements; its gradient is sharded like the parameter."""
-        return Tensor.sum(self._with_sharded_gradient(), *args, **kwargs)
+        return Tensor.sum(_with_sharded_gradient(self), *args, **kwargs)
 
     def mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the mean of all elements; its gradient is sharded like the parameter."""
-        return Tensor.mean(self._with_sharded_gradient(), *args, **kwargs)
-
-    def _with_sharded_gradient(self) -> FlatShard:
-        if not (self.requires_grad and torch.is_grad_enabled()):
-            return self
-        connected: FlatShard = _SharedGradient.apply(self)  # type: ignore[no-untyped-call]
-        return connected
-
-    def user_attributes(self) -> dict[str, Any]:
-        """Return the attributes that are not ours, `_is_param` of nn.Parameter among them."""
-        return {name: value for name, value in self.__dict__.items() if name not in _OWN_FIELDS}
+        return Tensor.mean(_with_sharded_gradient(self), *args, **kwargs)
 
     @property
     def _taken_apart(self) -> Tensor:
@@ -317,7 +391,7 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
         local = self._local.clone()
         twin = type(self)(local, self._shard_spec, requires_grad=self.requires_grad)
         memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.user_attributes(), memo))
+        twin.__dict__.update(copy.deepcopy(user_attributes(self), memo))
         # Of torch's own property: a hidden parameter's is another.
         grad = Tensor.grad.__get__(self)  # type: ignore[union-attr]
         if grad is not None:
@@ -327,7 +401,7 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle a copy of the slice, so that the unit's whole storage isn't written."""
         is_of_dtensor = isinstance(self, FlatShardOfDTensor)
-        state = (is_of_dtensor, self.requires_grad, self.user_attributes())
+        state = (is_of_dtensor, self.requires_grad, user_attributes(self))
         return _rebuild_flat_shard, (self._local.clone(), self._shard_spec.to_plain(), state)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # the stub returns Any
@@ -338,6 +412,18 @@ class FlatShard(Checkpointable, DirectOps, Tensor):
             f"{type(self).__name__}('{spec.label.fqn}', shape={tuple(spec.shape)}, "
             f"dtype={self.dtype}, elements [{start}, {end}) of {spec.numel}, local={self._local})"
         )
+
+    # [Note: Direct ops]
+    add = _direct("add")
+    sqrt = _direct("sqrt")
+    __truediv__ = _direct("__truediv__")
+    add_ = _direct("add_")
+    addcdiv_ = _direct("addcdiv_")
+    addcmul_ = _direct("addcmul_")
+    div_ = _direct("div_")
+    lerp_ = _direct("lerp_")
+    mul_ = _direct("mul_")
+    sub_ = _direct("sub_")
 
 
 def _explain_devices(func: OpOverload, args: tuple[Any, ...], error: RuntimeError) -> None:
@@ -353,6 +439,23 @@ def _explain_devices(func: OpOverload, args: tuple[Any, ...], error: RuntimeErro
             "that is not where the parameters are: optimizer.load_state_dict("
             "optimizer.state_dict()) moves it there."
         ) from error
+
+
+def user_attributes(shard: FlatShard) -> dict[str, Any]:
+    """Return the attributes that are not ours, `_is_param` of nn.Parameter among them."""
+    return {name: value for name, value in shard.__dict__.items() if name not in _OWN_FIELDS}
+
+
+def whole_of(shard: FlatShard) -> Tensor:
+    """Return all elements of a shard that is whole, in its shape; a DTensor's as a DTensor."""
+    return shard._shard_spec.unflatten(shard._local)
+
+
+def _with_sharded_gradient(shard: FlatShard) -> FlatShard:
+    if not (shard.requires_grad and torch.is_grad_enabled()):
+        return shard
+    connected: FlatShard = _SharedGradient.apply(shard)  # type: ignore[no-untyped-call]
+    return connected
 
 
 class _SharedGradient(torch.autograd.Function):

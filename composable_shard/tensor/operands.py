@@ -8,7 +8,8 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable_shard.tensor.flat_shard import FlatShard, NeedsWhole
+from composable_shard.tensor.flat_shard import FlatShard
+from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import (
     AsyncCollectiveTensor,

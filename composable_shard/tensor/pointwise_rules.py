@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard.tensor.flat_shard import FlatShard, NeedsWhole, Rule, wrap
+from composable_shard.tensor.flat_shard import (
+    FlatShard,
+    user_attributes,
+    whole_of,
+    wrap,
+)
 from composable_shard.tensor.operands import (
     binding,
     check_same_spec,
@@ -20,6 +25,7 @@ from composable_shard.tensor.operands import (
     unsupported,
     write_to_plain,
 )
+from composable_shard.tensor.rule_table import NeedsWhole, Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import OpOverload
 
@@ -201,7 +207,7 @@ def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
 
 
 def _carry_attributes(source: FlatShard, result: FlatShard) -> FlatShard:
-    attributes = source.user_attributes()
+    attributes = user_attributes(source)
     attributes.pop("_is_param", None)
     result.__dict__.update(attributes)
     return result
@@ -438,7 +444,7 @@ class _ListRule:
                 raise
         else:
             return locals_, shard._shard_spec
-        return [item._whole() if isinstance(item, FlatShard) else item for item in items], None
+        return [whole_of(item) if isinstance(item, FlatShard) else item for item in items], None
 
     def _local_item(self, func: OpOverload, place: int, item: Tensor, shard: FlatShard) -> Tensor:
         if isinstance(item, FlatShard):

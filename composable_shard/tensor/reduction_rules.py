@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import all_reduce, resolve_group
-from composable_shard.tensor.flat_shard import FlatShard, Rule, wrap
+from composable_shard.tensor.flat_shard import FlatShard, wrap
 from composable_shard.tensor.operands import (
     check_same_spec,
     describe_operands,
@@ -27,6 +27,7 @@ from composable_shard.tensor.operands import (
     unsupported,
     write_to_plain,
 )
+from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import OpOverload
 

@@ -10,7 +10,7 @@ boxes of a parameter of a tensor-parallel mesh are in the coordinates of the log
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -35,15 +35,9 @@ from composable_shard.layout import (
     memory_order,
     whole_box,
 )
-from composable_shard.torch_private import (
-    compute_local_shape_and_global_offset,
-    current_backward_id,
-)
+from composable_shard.torch_private import compute_local_shape_and_global_offset
 
-__all__ = ["Checkpointable", "ParamLabel", "ShardSpec", "WriteGuard", "local_box"]
-
-
-_MAX_READS = 4  # that are waited for one by one; older ones have long been done
+__all__ = ["Checkpointable", "ParamLabel", "ShardSpec", "local_box"]
 
 
 class ParamLabel:
@@ -73,84 +67,6 @@ class ParamLabel:
 
     def __repr__(self) -> str:
         return self.fqn
-
-
-class WriteGuard:
-    """Counts the writes to a handle's sharded parameters.
-
-    Version counters can't serve: fused and foreach optimizer steps bump none.
-    """
-
-    __slots__ = (
-        "_reads",
-        "has_new_attributes",
-        "is_in_backward",
-        "is_in_scope",
-        "num_writes",
-        "owner",
-    )
-
-    def __init__(self, owner: weakref.ref[object] | None = None) -> None:
-        self.num_writes = 0
-        self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
-        self.is_in_backward = False
-        self.is_in_scope = False
-        self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
-        self.owner = owner  # the handle; a unit that shares a parameter finds it here
-
-    def __deepcopy__(self, memo: object) -> None:
-        """Return None: what is copied belongs to no handle."""
-
-    def note_write(self, fqn: str) -> None:
-        """Count a write, before it happens.
-
-        Raises:
-            RuntimeError: If a backward pass that still needs the parameter is running, or inside
-                `unshard_params`, which would overwrite it or not show it.
-        """
-        if self.is_in_scope:
-            raise RuntimeError(
-                f"parameter '{fqn}' was written in its sharded form inside unshard_params, which "
-                "shows its full values. Call optimizer.step() and edit shards outside the scope, "
-                "or edit the module's own parameters in it."
-            )
-        # Both conditions: the flag stays set when a backward is aborted, and a later write
-        # outside of any backward is then legitimate.
-        if self.is_in_backward and current_backward_id() != -1:
-            raise RuntimeError(
-                f"parameter '{fqn}' was written while a backward pass that still needs it is "
-                "running. Call optimizer.step() and edit parameters after backward() has returned."
-            )
-        self.num_writes += 1
-        if self._reads:
-            self.wait_for_reads()
-
-    def count_write(self) -> None:
-        """Count a write that the owner of the shard makes."""
-        self.num_writes += 1
-
-    def set_in_backward(self, flag: bool) -> None:
-        """Choose whether a backward still needs the parameters."""
-        self.is_in_backward = flag
-
-    def set_in_scope(self, flag: bool) -> None:
-        """Choose whether `unshard_params` shows the full values."""
-        self.is_in_scope = flag
-
-    def note_attributes(self, are_new: bool) -> None:
-        """Note whether there is requires_grad or a hook that the owner has not adopted."""
-        self.has_new_attributes = are_new
-
-    def note_read(self, wait: Callable[[], None]) -> None:
-        """Note that a copy of the shard is under way: `wait` returns when it is done."""
-        if len(self._reads) >= _MAX_READS:
-            self._reads.pop(0)()
-        self._reads.append(wait)
-
-    def wait_for_reads(self) -> None:
-        """Wait until no copy reads the shard, which is about to be written."""
-        while self._reads:
-            self._reads.pop()()
 
 
 @dataclass(frozen=True)
@@ -330,7 +246,7 @@ class Checkpointable:
 
     _local: Tensor
     _shard_spec: ShardSpec
-    _guard: WriteGuard | None
+    _guard: Any  # the WriteGuard, or None
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """Return a write item for each box of this rank's slice; no communication."""

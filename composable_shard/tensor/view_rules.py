@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard.tensor.flat_shard import OP_RULES, FlatShard, NeedsWhole, Rule, wrap
+from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
 from composable_shard.tensor.operands import elsewhere, note_write, schema_arguments, unsupported
 from composable_shard.tensor.pointwise_rules import fill_mask
+from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole, Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import OpOverload, disabled_torch_function, make_wrapper
 
@@ -397,7 +398,7 @@ def _written(
 def _unwrap(value: Any, originals: dict[int, Tensor]) -> Any:
     """Replace shards by whole tensors, and remember what each stands for."""
     if isinstance(value, FlatShard | FlatRegion):
-        whole = value._whole()
+        whole = value._whole() if isinstance(value, FlatRegion) else whole_of(value)
         originals[id(whole)] = value
         return whole
     if isinstance(value, list | tuple):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from composable_shard import FlatShard, ShardingStrategy, fully_shard, get_handles, unshard_params
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.layout.flat_layout import FlatLayout
+from composable_shard.tensor.flat_shard import whole_of
 from tests.helpers import assert_equal, distributed, run_ranks
 from tests.tensor.test_flat_shard import make_spec
 
@@ -95,7 +96,7 @@ def _as_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_plain(item) for item in value]
     if isinstance(value, Tensor) and type(value) is not Tensor:
-        return value + torch.zeros(()) if not isinstance(value, FlatShard) else value._whole()
+        return value + torch.zeros(()) if not isinstance(value, FlatShard) else whole_of(value)
     return value
 
 

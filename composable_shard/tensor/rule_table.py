@@ -1,0 +1,51 @@
+"""The table of rules by which ops run on FlatShards; `op_rules` fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from composable_shard.torch_private import OpOverload
+
+__all__ = ["OP_RULES", "NeedsWhole", "Rule", "RuleTable"]
+
+
+Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+WholeRule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Callable[[], Any] | None]
+
+
+class NeedsWhole(RuntimeError):
+    """What a rule raises, before it changes anything, where slices are not enough.
+
+    Where this rank holds every operand whole, the op runs on whole tensors instead.
+    """
+
+
+class RuleTable(dict[OpOverload, Rule]):
+    """How each op runs on FlatShards: rules by op, and families that make rules for whole kinds.
+
+    Filled once by `register_op_rules`; what a family makes is kept.
+
+    Attributes:
+        families: Asked in order for a rule of an op that has none.
+        on_whole: Asked after `NeedsWhole` for what runs the op on whole tensors; it returns None
+            where this rank does not hold them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.families: list[Callable[[OpOverload], Rule | None]] = []
+        self.on_whole: WholeRule = _on_none
+
+    def __missing__(self, func: OpOverload) -> Rule:
+        """Ask the families in order; the last one makes a rule that raises, for any op."""
+        made = (family(func) for family in self.families)
+        self[func] = rule = next(rule for rule in made if rule is not None)
+        return rule
+
+
+def _on_none(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hold nothing: the table is not filled yet."""
+
+
+OP_RULES = RuleTable()
