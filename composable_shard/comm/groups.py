@@ -197,14 +197,14 @@ class SmallGroup:
         near = shard_group.near_group
         if near is not None and near.size() == size:
             return cls(near, near.rank(), size)
-        key = shard_group.name, size
-        parent, group = _small_groups.get(key, (None, None))
-        if parent is not shard_group.group or group is None:
+        known = _small_groups.setdefault(shard_group.group, {})
+        group = known.get(size)
+        if group is None:
             ranks = dist.get_process_group_ranks(shard_group.group)
             first = shard_group.rank // size * size
             asking = (shard_group.group,)
             group = _make_group(ranks[first : first + size], asking, shard_group.device)
-            _small_groups[key] = shard_group.group, group
+            known[size] = group
         return cls(group, group.rank(), size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SmallGroup:
@@ -214,9 +214,11 @@ class SmallGroup:
         return _restore_small, (self.group.group_name,)
 
 
-# By name of the shard group and size: units that reshard alike share a group, which is costly. The
-# shard group itself stands beside it, for names come again after destroy_process_group.
-_small_groups: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+# By shard group and size: units that reshard alike share a group, which is costly to make, so it
+# outlives them and ends with the shard group.
+_small_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
 
 
 def _restore_small(name: str) -> SmallGroup:
@@ -270,16 +272,18 @@ def _group_of_all(
         )
     if len(joint) < 2:
         return joint[0] if joint else any_group
-    key = tuple(group.group_name for group in joint)
-    known, group = _whole_groups.get(key, ((), None))
-    if known != joint or group is None:
-        group = _make_group(ranks, joint, _device_of(mesh.device_type))
-        _whole_groups[key] = joint, group
+    inner, outer = joint
+    known = _whole_groups.setdefault(inner, WeakKeyDictionary())
+    group = known.get(outer)
+    if group is None:
+        group = known[outer] = _make_group(ranks, joint, _device_of(mesh.device_type))
     return group
 
 
-# By names of the mesh's axes, which stand beside it as in `_small_groups`.
-_whole_groups: dict[tuple[str, ...], tuple[_Groups, dist.ProcessGroup]] = {}
+# By the groups along the mesh's second and first axis, with which they end.
+_whole_groups: WeakKeyDictionary[
+    dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
+] = WeakKeyDictionary()
 
 
 def _make_group(ranks: list[int], asking: _Groups, device: torch.device) -> dist.ProcessGroup:

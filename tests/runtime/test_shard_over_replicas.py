@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import ShardingStrategy, fully_shard, get_handles, no_sync, shard_model
+from composable_shard.comm import groups
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.flat_param import FullState
 from tests.helpers import assert_equal, distributed
@@ -106,8 +108,8 @@ def test_a_group_that_torch_would_hang_in_is_refused() -> None:
     dist.new_group([0, 1, 2])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("composable_shard.comm.groups._joint_groups", lambda *_: axes)
-        patch.setattr("composable_shard.comm.groups._small_groups", {})  # no earlier test's
-        patch.setattr("composable_shard.comm.groups._whole_groups", {})
+        patch.setattr(groups, "_small_groups", WeakKeyDictionary())  # no earlier test's
+        patch.setattr(groups, "_whole_groups", WeakKeyDictionary())
         calls = {"reshard_after_forward": 2}, {"mesh": mesh, "shard_over_replicas": True}
         for options in calls:
             model = Net()
