@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
+from composable_shard.tensor import user_attributes
 
 __all__ = ["UnshardedParameter", "UnshardedParams"]
 

@@ -11,7 +11,6 @@ from composable_shard.tensor.flat_shard import (
     WriteGuard,
     is_elsewhere,
     rebind,
-    user_attributes,
     wrap,
 )
 from composable_shard.tensor.gradient_rules import (
@@ -30,7 +29,7 @@ from composable_shard.tensor.operands import (
     slice_given,
 )
 from composable_shard.tensor.reduction_rules import reduction_groups
-from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec
+from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec, user_attributes
 from composable_shard.tensor.tensor_region import (
     find_places,
     local_part,

@@ -10,7 +10,6 @@ unchanged: to the rules, which know the rest and raise the errors.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
-from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec
+from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, user_attributes
 from composable_shard.torch_private import (
     OpOverload,
     bump_version,
@@ -41,14 +40,12 @@ __all__ = [
     "allow_loading",
     "is_elsewhere",
     "rebind",
-    "user_attributes",
     "whole_of",
     "wrap",
 ]
 
 
 _MAX_READS = 4  # that are waited for one by one; older ones have long been done
-_OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
 
 
 class WriteGuard:
@@ -178,7 +175,7 @@ def _direct(name: str) -> Callable[..., Any]:
     return run
 
 
-class FlatShard(Checkpointable, Tensor):
+class FlatShard(Checkpointable):
     """One rank's flat range of a tensor, under the tensor's logical shape, stride and dtype.
 
     Elementwise ops run on the slices alone; reductions to one value are exact, global and
@@ -353,51 +350,6 @@ class FlatShard(Checkpointable, Tensor):
         """Return the mean of all elements; its gradient is sharded like the parameter."""
         return Tensor.mean(_with_sharded_gradient(self), *args, **kwargs)
 
-    @property
-    def _taken_apart(self) -> Tensor:
-        """The slice, under the name by which `torch.compile` reads it.
-
-        A compiled graph may write to it without any dispatch, so reading counts as a write.
-        """
-        if self._guard is not None:
-            self._guard.note_write(self._shard_spec.label.fqn)
-        return self._local
-
-    def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:
-        """Name the tensors inside; marks this as a wrapper for `torch.compile` and `Module.to`."""
-        return ["_taken_apart"], self._shard_spec
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls,
-        inner: dict[str, Tensor],
-        spec: ShardSpec,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-    ) -> FlatShard:
-        """Rebuild what `__tensor_flatten__` took apart."""
-        return cls(inner["_taken_apart"], spec)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
-        """Copy the slice, the attributes and `.grad`; the copy has no write guard."""
-        if id(self) in memo:
-            known: FlatShard = memo[id(self)]
-            return known
-        if not self.is_leaf:
-            raise RuntimeError(
-                f"expected a leaf tensor to deep-copy, got one computed from "
-                f"'{self._shard_spec.label.fqn}': call detach() first"
-            )
-        local = self._local.clone()
-        twin = type(self)(local, self._shard_spec, requires_grad=self.requires_grad)
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(user_attributes(self), memo))
-        # Of torch's own property: a hidden parameter's is another.
-        grad = Tensor.grad.__get__(self)  # type: ignore[union-attr]
-        if grad is not None:
-            twin.grad = copy.deepcopy(grad, memo)
-        return twin
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle a copy of the slice, so that the unit's whole storage isn't written."""
         is_of_dtensor = isinstance(self, FlatShardOfDTensor)
@@ -439,11 +391,6 @@ def _explain_devices(func: OpOverload, args: tuple[Any, ...], error: RuntimeErro
             "that is not where the parameters are: optimizer.load_state_dict("
             "optimizer.state_dict()) moves it there."
         ) from error
-
-
-def user_attributes(shard: FlatShard) -> dict[str, Any]:
-    """Return the attributes that are not ours, `_is_param` of nn.Parameter among them."""
-    return {name: value for name, value in shard.__dict__.items() if name not in _OWN_FIELDS}
 
 
 def whole_of(shard: FlatShard) -> Tensor:

@@ -56,8 +56,10 @@ __all__ = [
 
 
 class _Entry(Protocol):
-    label: ParamLabel
-    sharded: FlatShard
+    @property
+    def label(self) -> ParamLabel: ...
+    @property
+    def sharded(self) -> FlatShard: ...
 
 
 class _Shown(Protocol):

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.tensor.flat_shard import (
     FlatShard,
-    user_attributes,
     whole_of,
     wrap,
 )
@@ -26,7 +25,7 @@ from composable_shard.tensor.operands import (
     write_to_plain,
 )
 from composable_shard.tensor.rule_table import NeedsWhole, Rule
-from composable_shard.tensor.shard_spec import ShardSpec
+from composable_shard.tensor.shard_spec import ShardSpec, user_attributes
 from composable_shard.torch_private import OpOverload
 
 __all__ = [

@@ -9,8 +9,9 @@ boxes of a parameter of a tensor-parallel mesh are in the coordinates of the log
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -37,7 +38,7 @@ from composable_shard.layout import (
 )
 from composable_shard.torch_private import compute_local_shape_and_global_offset
 
-__all__ = ["Checkpointable", "ParamLabel", "ShardSpec", "local_box"]
+__all__ = ["Checkpointable", "ParamLabel", "ShardSpec", "local_box", "user_attributes"]
 
 
 class ParamLabel:
@@ -239,8 +240,16 @@ def local_box(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placemen
     return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
-class Checkpointable:
-    """The protocol by which torch.distributed.checkpoint saves and loads FlatShards."""
+_OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
+
+
+def user_attributes(shard: Tensor) -> dict[str, Any]:
+    """Return the attributes that are not ours, `_is_param` of nn.Parameter among them."""
+    return {name: value for name, value in shard.__dict__.items() if name not in _OWN_FIELDS}
+
+
+class Checkpointable(Tensor):
+    """The protocols by which torch's checkpoints, `deepcopy` and `torch.compile` use FlatShards."""
 
     __slots__ = ()
 
@@ -280,6 +289,52 @@ class Checkpointable:
             f"expected the offset of a box that this rank holds of '{index.fqn}', "
             f"got {index.offset}"
         )
+
+    @property
+    def _taken_apart(self) -> Tensor:
+        """The slice, under the name by which `torch.compile` reads it.
+
+        A compiled graph may write to it without any dispatch, so reading counts as a write.
+        """
+        if self._guard is not None:
+            self._guard.note_write(self._shard_spec.label.fqn)
+        return self._local
+
+    def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:
+        """Name the tensors inside; marks this as a wrapper for `torch.compile` and `Module.to`."""
+        return ["_taken_apart"], self._shard_spec
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, Tensor],
+        spec: ShardSpec,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+    ) -> Any:
+        """Rebuild what `__tensor_flatten__` took apart."""
+        make: Callable[..., Any] = cls
+        return make(inner["_taken_apart"], spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the slice, the attributes and `.grad`; the copy has no write guard."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                f"expected a leaf tensor to deep-copy, got one computed from "
+                f"'{self._shard_spec.label.fqn}': call detach() first"
+            )
+        local = self._local.clone()
+        make: Callable[..., Any] = type(self)
+        twin = make(local, self._shard_spec, requires_grad=self.requires_grad)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(user_attributes(self), memo))
+        # Of torch's own property: a hidden parameter's is another.
+        grad = Tensor.grad.__get__(self)  # type: ignore[union-attr]
+        if grad is not None:
+            twin.grad = copy.deepcopy(grad, memo)
+        return twin
 
 
 def _chunks(spec: ShardSpec) -> list[tuple[ChunkStorageMetadata, Box]]:

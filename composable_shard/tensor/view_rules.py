@@ -238,7 +238,8 @@ def _write_region(
 ) -> FlatRegion:
     """Run an in-place elementwise op whose other operands are scalars."""
     shard = region._shard
-    is_pointwise = func in _FILLS or torch.Tag.pointwise in func.tags
+    is_fill = func._schema.name in ("aten::fill_", "aten::zero_")  # without the tag
+    is_pointwise = is_fill or torch.Tag.pointwise in func.tags
     if not is_pointwise or any(isinstance(arg, Tensor) and arg.dim() for arg in args):
         raise _region_read(func, (region,))
     note_write(shard)
@@ -321,7 +322,6 @@ def _conjugate(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return wrap(torch.conj_physical(args[0]._local), args[0]._shard_spec)
 
 
-_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
 _VIEWS = frozenset(
     {
         aten.view.default,
