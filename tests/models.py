@@ -310,7 +310,7 @@ def assert_is_slice(
     assert isinstance(shard, FlatShard), what
     spec = shard._shard_spec
     assert shard.shape == full.shape, what
-    if not spec.is_elsewhere:
+    if not spec.is_owned_by_other_rank:
         compare(shard._local, spec.slice(full.detach()), what)
 
 
@@ -387,8 +387,8 @@ class Twins:
         for name, param in self.sharded.named_parameters():
             expected = named[name].grad
             assert isinstance(param, FlatShard), name
-            is_elsewhere = param._shard_spec.is_elsewhere
-            has_gradient = expected is not None and not is_elsewhere
+            is_owned_by_other_rank = param._shard_spec.is_owned_by_other_rank
+            has_gradient = expected is not None and not is_owned_by_other_rank
             assert (param.grad is not None) == has_gradient, f"{name}: {param.grad}"
             if has_gradient:
                 assert_is_slice(param.grad, expected, f"gradient of {name}", _assert_same)

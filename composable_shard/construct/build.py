@@ -255,7 +255,7 @@ def _replace_parameter(param: nn.Parameter, entry: ParamEntry) -> None:
     grad = param.grad
     param.grad = None
     entry.replace(param)
-    if grad is not None and not entry.spec.is_elsewhere:
+    if grad is not None and not entry.spec.is_owned_by_other_rank:
         param.grad = FlatShard.from_full(grad.to(param.device, param.dtype), entry.spec)
 
 

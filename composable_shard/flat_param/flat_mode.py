@@ -240,7 +240,7 @@ def write_unsharded_gradients(handle: FlatParamHandle) -> None:
     shard, existing = gradient_shard(handle), has_gradients(handle)
     for entry, exists in zip(handle.entries, existing, strict=True):
         param = entry.unsharded
-        if param is not None and entry.spec.is_elsewhere:
+        if param is not None and entry.spec.is_owned_by_other_rank:
             param.grad = None  # its owner has the same
         if param is None or param.grad is None or not exists:
             continue
@@ -267,5 +267,5 @@ def _move_gradients_to_originals(handle: FlatParamHandle, flat: FlatEntry) -> No
     whole = gradient_shard(handle)
     flat.sharded.grad = None
     for entry, is_there in zip(handle.entries, has_gradient, strict=True):
-        if is_there and not entry.spec.is_elsewhere:
+        if is_there and not entry.spec.is_owned_by_other_rank:
             entry.sharded.grad = wrap(entry.slice_of(whole), entry.spec)

@@ -89,7 +89,7 @@ class GradPieces:
             return self._pieces
         parts = shard.split_with_sizes(self._sizes)
         pieces = [
-            None if spec.is_elsewhere else wrap(parts[index], spec)
+            None if spec.is_owned_by_other_rank else wrap(parts[index], spec)
             for index, spec in zip(self._indices, specs, strict=True)
         ]
         if self._is_kept:
@@ -104,7 +104,7 @@ class GradPieces:
         """Return slices that are there already, None where there is none, as for `cut`."""
         pairs = zip(pieces, specs, strict=True)
         return [
-            None if piece is None or spec.is_elsewhere else wrap(piece, spec)
+            None if piece is None or spec.is_owned_by_other_rank else wrap(piece, spec)
             for piece, spec in pairs
         ]
 

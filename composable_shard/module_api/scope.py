@@ -106,7 +106,7 @@ class Scope:
             # A rank that can't tell says both, so that the others raise too. What another rank
             # holds whole has no gradient here in any case.
             lacks = [
-                problem is not None or not (flag or entry.spec.is_elsewhere)
+                problem is not None or not (flag or entry.spec.is_owned_by_other_rank)
                 for flag, entry in zip(flags, entries, strict=True)
             ]
             both = group.ranks.any_of(flags + lacks)

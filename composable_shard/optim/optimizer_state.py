@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composable_shard.tensor import FlatShard, is_elsewhere
+from composable_shard.tensor import FlatShard, is_owned_by_other_rank
 
 __all__ = ["find_scalar_keys", "init_state", "shard_optimizer_state"]
 
@@ -43,7 +43,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
     entries = list(_entries(optimizer))
     scalar_keys = find_scalar_keys((e.key, e.value.shape, e.param.shape) for e in entries)
     full_size = [entry for entry in entries if _is_full_size(entry, scalar_keys)]
-    for param in [param for param in optimizer.state if is_elsewhere(param)]:
+    for param in [param for param in optimizer.state if is_owned_by_other_rank(param)]:
         del optimizer.state[param]
     for entry in full_size:
         spec = entry.param._shard_spec
@@ -66,7 +66,7 @@ def init_state(optimizer: Optimizer) -> None:
             if rate is not None:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         for param in params:
-            wants_state = param.requires_grad and not is_elsewhere(param)
+            wants_state = param.requires_grad and not is_owned_by_other_rank(param)
             param.grad = torch.zeros_like(param) if wants_state else None
         optimizer.step()
     finally:

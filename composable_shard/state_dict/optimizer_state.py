@@ -29,7 +29,7 @@ from composable_shard.state_dict.model_tensors import (
     canonical,
     params_by_fqn,
 )
-from composable_shard.tensor import FlatShard, ShardSpec, is_elsewhere
+from composable_shard.tensor import FlatShard, ShardSpec, is_owned_by_other_rank
 
 __all__ = [
     "Group",
@@ -140,7 +140,7 @@ def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
         NotImplementedError: For state that is neither a tensor nor a number, as LBFGS has, or that
             can't be cut like a flat parameter.
     """
-    if not state or is_elsewhere(member.param):
+    if not state or is_owned_by_other_rank(member.param):
         return {}
     found: States = {fqn: {} for fqn in member.fqns}
     for name, value in state.items():
@@ -185,7 +185,7 @@ def join_state(member: Member, states: States) -> dict[str, Any]:
         ValueError: If originals of one flat parameter have different numbers.
     """
     given = {fqn: states[fqn] for fqn in member.fqns if states.get(fqn)}
-    if is_elsewhere(member.param):
+    if is_owned_by_other_rank(member.param):
         return {}
     if not member.is_flat or not given:
         return dict(given.get(member.fqns[0], {}))

@@ -9,7 +9,7 @@ from composable_shard.tensor.flat_shard import (
     FlatShard,
     FlatShardOfDTensor,
     WriteGuard,
-    is_elsewhere,
+    is_owned_by_other_rank,
     rebind,
     wrap,
 )
@@ -23,18 +23,16 @@ from composable_shard.tensor.gradient_rules import (
 )
 from composable_shard.tensor.op_rules import register_op_rules
 from composable_shard.tensor.operands import (
+    find_places,
     has_fitting_shape,
+    local_part,
     needs_gather,
     note_write,
+    region_of,
     slice_given,
 )
 from composable_shard.tensor.reduction_rules import reduction_groups
 from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec, user_attributes
-from composable_shard.tensor.tensor_region import (
-    find_places,
-    local_part,
-    region_of,
-)
 
 __all__ = [
     "DTensorSlots",
@@ -47,7 +45,7 @@ __all__ = [
     "find_places",
     "group_slices",
     "has_fitting_shape",
-    "is_elsewhere",
+    "is_owned_by_other_rank",
     "join_tree",
     "local_part",
     "needs_gather",

@@ -38,7 +38,7 @@ __all__ = [
     "FlatShardOfDTensor",
     "WriteGuard",
     "allow_loading",
-    "is_elsewhere",
+    "is_owned_by_other_rank",
     "rebind",
     "whole_of",
     "wrap",
@@ -268,7 +268,7 @@ class FlatShard(Checkpointable):
         guard: write to the shard itself.
         """
         spec = self._shard_spec
-        if spec.owner is None or spec.is_elsewhere:
+        if spec.owner is None or spec.is_owned_by_other_rank:
             return self._local
         return self._local.as_strided(spec.dense_shape, spec.dense_stride)
 
@@ -284,7 +284,7 @@ class FlatShard(Checkpointable):
             elif spec.world_size == 1:
                 flat = local.clone()
             elif spec.owner is not None:
-                flat = local.new_empty(spec.numel) if spec.is_elsewhere else local.clone()
+                flat = local.new_empty(spec.numel) if spec.is_owned_by_other_rank else local.clone()
                 # As bytes: not every backend carries every dtype.
                 sent = flat.view(torch.uint8)
                 broadcast(sent, spec.owner, resolve_group(spec.group_name)).wait()
@@ -430,9 +430,9 @@ class _SharedGradient(torch.autograd.Function):
         return wrap(ctx.spec.slice(gradient).clone(), ctx.spec)
 
 
-def is_elsewhere(tensor: Tensor) -> bool:
+def is_owned_by_other_rank(tensor: Tensor) -> bool:
     """Return whether a tensor is a shard of what another rank holds whole, and alone steps."""
-    return isinstance(tensor, FlatShard) and tensor._shard_spec.is_elsewhere
+    return isinstance(tensor, FlatShard) and tensor._shard_spec.is_owned_by_other_rank
 
 
 class DTensorSlots(Tensor):

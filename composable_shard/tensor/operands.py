@@ -1,16 +1,21 @@
-"""What rules ask of their operands, and values that users give for a shard."""
+"""What rules ask of their operands, and values that users give for a shard.
+
+Which elements of such a value a rank holds is a region, [Note: Regions].
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from composable_shard.layout import Region, whole
 from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.rule_table import NeedsWhole
-from composable_shard.tensor.shard_spec import ShardSpec
+from composable_shard.tensor.shard_spec import ShardSpec, local_box
 from composable_shard.torch_private import (
     AsyncCollectiveTensor,
     OpOverload,
@@ -24,11 +29,14 @@ __all__ = [
     "binding",
     "check_same_spec",
     "describe_operands",
-    "elsewhere",
+    "find_places",
     "has_fitting_shape",
+    "local_part",
     "needs_gather",
     "note_write",
+    "owner_error",
     "plain_scalar",
+    "region_of",
     "schema_arguments",
     "slice_given",
     "unsupported",
@@ -102,7 +110,7 @@ def _specs(args: Iterable[Any]) -> list[ShardSpec]:
 def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
     """Return the error for an op that has no meaning on one rank's slice."""
     args = list(args)
-    return elsewhere(func, _specs(args)) or NeedsWhole(
+    return owner_error(func, _specs(args)) or NeedsWhole(
         f"{func.overloadpacket} can't run on a sharded parameter, of which each rank holds only a "
         f"flat range: got {describe_operands(args)}. Read and edit the module's full "
         "parameters inside unshard_params(module), or use p.full_tensor() for one whole tensor. "
@@ -111,10 +119,10 @@ def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
     )
 
 
-def elsewhere(func: OpOverload, specs: Iterable[ShardSpec]) -> NeedsWhole | None:
+def owner_error(func: OpOverload, specs: Iterable[ShardSpec]) -> NeedsWhole | None:
     """Return the error for an op that needs values which another rank holds whole, if it does."""
     for spec in specs:
-        if spec.is_elsewhere:
+        if spec.is_owned_by_other_rank:
             return NeedsWhole(
                 f"{func.overloadpacket} needs the values of parameter '{spec.label.fqn}' "
                 f'{tuple(spec.shape)} (granularity="param"), which rank {spec.owner} of its shard '
@@ -135,7 +143,7 @@ def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> Non
                 "an optimizer that makes its state at once (Adagrad) after the outermost "
                 "fully_shard."
             )
-        raise (None if is_moved else elsewhere(func, (first, other))) or NeedsWhole(
+        raise (None if is_moved else owner_error(func, (first, other))) or NeedsWhole(
             f"{func.overloadpacket} needs shards of one and the same range, got "
             f"{_describe_spec(first)} and {_describe_spec(other)}. {remedy}"
         )
@@ -172,7 +180,7 @@ def plain_scalar(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int) 
             return tensor if spec.shape else tensor.expand(numel)
         if not any(tensor.stride()) and _broadcasts(shape, spec.shape):
             return tensor.as_strided((numel,), (0,))
-    raise elsewhere(func, (spec,)) or NeedsWhole(
+    raise owner_error(func, (spec,)) or NeedsWhole(
         f"{func.overloadpacket} combines the sharded parameter '{spec.label.fqn}' "
         f"{tuple(spec.shape)} with a {type(tensor).__name__} of shape {tuple(tensor.shape)}, of "
         "which each rank would need its own part. Optimizer state made before sharding: call "
@@ -192,7 +200,7 @@ def write_to_plain(func: OpOverload, tensor: Any, args: Iterable[Any]) -> Runtim
     args = list(args)
     shards = [item for item in _tensors(args) if isinstance(item, FlatShard)]
     shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
-    return elsewhere(func, _specs(args)) or NeedsWhole(
+    return owner_error(func, _specs(args)) or NeedsWhole(
         f"{func.overloadpacket} would write a slice of the sharded parameter "
         f"{describe_operands(shards[:1])} into a {type(tensor).__name__} of shape {shape}. "
         "Optimizer state made before sharding: call shard_optimizer_state(optimizer). Otherwise "
@@ -244,6 +252,65 @@ def slice_given(value: Tensor, spec: ShardSpec) -> Tensor:
         if spec.tensor_parallel is not None:
             mesh, placements = spec.tensor_parallel
             # src_data_rank=None: cut locally, as every rank has the same values.
-            whole = distribute_tensor(value, mesh, placements, src_data_rank=None)
-            value = whole.to_local()
+            distributed = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            value = distributed.to_local()
     return spec.slice(value)
+
+
+def region_of(tensor: Tensor) -> Region:
+    """Return which of the logical tensor's elements this rank holds.
+
+    Raises:
+        ValueError: For a DTensor whose local values are terms of a sum, or whose layout torch can
+            not tell.
+        NotImplementedError: For a FlatShard of such a DTensor.
+    """
+    if isinstance(tensor, FlatShard):
+        return tensor._shard_spec.region
+    if isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError(
+                "expected a DTensor of shards or replicas, got placements "
+                f"{tuple(tensor.placements)}: redistribute it first"
+            )
+        box = local_box(tensor.shape, tensor.device_mesh, tensor.placements)
+        return Region(box, tuple(range(tensor.ndim)), 0, tensor.to_local().numel())
+    return whole(tensor.shape)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the elements of `region_of(tensor)`, 1-D and dense, without copying if it can."""
+    if isinstance(tensor, FlatShard):
+        return tensor._local.detach()  # 1-D also where this rank holds all of it
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().contiguous().view(-1)
+
+
+def find_places(target: Region, source: Region, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Find the elements of a part of one region in another.
+
+    Args:
+        target: A region.
+        source: Another one, of the same tensor.
+        start: The part's first element, counted from the target's first.
+        end: Its end.
+
+    Returns:
+        The places of those that are in `source`, counted from the target's first element, and
+        their places there, counted from the source's first; both int64, 1-D.
+    """
+    rest = torch.arange(target.start + start, target.start + end)
+    indices: dict[int, Tensor] = {}
+    for dim in reversed(target.order):
+        low, high = target.box[dim]
+        indices[dim] = rest % (high - low) + low
+        rest = rest // (high - low)
+    place = torch.zeros_like(rest)
+    is_there = torch.ones_like(rest, dtype=torch.bool)
+    for dim in source.order:
+        low, high = source.box[dim]
+        is_there &= (indices[dim] >= low) & (indices[dim] < high)
+        place = place * (high - low) + (indices[dim] - low)
+    is_there &= (place >= source.start) & (place < source.end)
+    found = is_there.nonzero().view(-1)
+    return found + start, place[found] - source.start

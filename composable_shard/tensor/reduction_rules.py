@@ -130,8 +130,12 @@ def shaped(shard: FlatShard, value: Tensor, keepdim: Any) -> Tensor:
 def _sum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     shard = shard_of(func, args, option(func, args, kwargs, "dim"))
     dtype = kwargs.get("dtype") or (shard.dtype if is_inexact(shard.dtype) else torch.int64)
-    total = sum_over(shard._local.sum(dtype=_wide(dtype)), reduction_groups(shard._shard_spec))
-    return shaped(shard, total.to(dtype), option(func, args, kwargs, "keepdim"))
+    total = _total(shard, dtype).to(dtype)
+    return shaped(shard, total, option(func, args, kwargs, "keepdim"))
+
+
+def _total(shard: FlatShard, dtype: torch.dtype) -> Tensor:
+    return sum_over(shard._local.sum(dtype=_wide(dtype)), reduction_groups(shard._shard_spec))
 
 
 def _mean(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -141,8 +145,7 @@ def _mean(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
         raise RuntimeError(
             f"{func.overloadpacket} needs a floating-point or complex dtype, got {dtype}"
         )
-    total = sum_over(shard._local.sum(dtype=_wide(dtype)), reduction_groups(shard._shard_spec))
-    mean = (total / shard.numel()).to(dtype)
+    mean = (_total(shard, dtype) / shard.numel()).to(dtype)
     return shaped(shard, mean, option(func, args, kwargs, "keepdim"))
 
 
@@ -237,20 +240,22 @@ def _count_nonzero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _equal(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    first, second = shard_of(func, args), args[1]
-    if not isinstance(second, FlatShard):
-        raise unsupported(func, args)
-    check_same_spec(func, first._shard_spec, second._shard_spec)
+    first, second = _pair(func, args)
     return _is_true_everywhere(torch.equal(first._local, second._local), first)
 
 
 def _allclose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    first, (second, *options) = shard_of(func, args), args[1:]
+    first, second = _pair(func, args)
+    is_close = torch.isclose(first._local, second._local, *args[2:], **kwargs)
+    return _is_true_everywhere(bool(is_close.all()), first)
+
+
+def _pair(func: OpOverload, args: tuple[Any, ...]) -> tuple[FlatShard, FlatShard]:
+    first, second = shard_of(func, args), args[1]
     if not isinstance(second, FlatShard):
         raise unsupported(func, args)
     check_same_spec(func, first._shard_spec, second._shard_spec)
-    is_close = torch.isclose(first._local, second._local, *options, **kwargs)
-    return _is_true_everywhere(bool(is_close.all()), first)
+    return first, second
 
 
 def _is_true_everywhere(value: bool, shard: FlatShard) -> bool:

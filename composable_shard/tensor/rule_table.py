@@ -35,17 +35,13 @@ class RuleTable(dict[OpOverload, Rule]):
     def __init__(self) -> None:
         super().__init__()
         self.families: list[Callable[[OpOverload], Rule | None]] = []
-        self.on_whole: WholeRule = _on_none
+        self.on_whole: WholeRule = lambda *_: None  # until the table is filled
 
     def __missing__(self, func: OpOverload) -> Rule:
         """Ask the families in order; the last one makes a rule that raises, for any op."""
         made = (family(func) for family in self.families)
         self[func] = rule = next(rule for rule in made if rule is not None)
         return rule
-
-
-def _on_none(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hold nothing: the table is not filled yet."""
 
 
 OP_RULES = RuleTable()

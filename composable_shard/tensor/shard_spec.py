@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -95,38 +95,17 @@ class ShardSpec:
 
     def to_plain(self) -> tuple[Any, ...]:
         """Return what defines the spec as plain data, for a pickle that loads safely."""
-        return (
-            self.shape,
-            self.dense_shape,
-            self.dense_stride,
-            self.layout.as_tuple(),
-            self.index,
-            self.rank,
-            self.group_name,
-            self.tensor_parallel,
-            self.label.fqn,
-            self.start,
-            self.num_components,
-        )
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values |= {"layout": self.layout.as_tuple(), "label": self.label.fqn}
+        return tuple(values.values())
 
     @classmethod
     def from_plain(cls, values: tuple[Any, ...]) -> ShardSpec:
         """Return the spec that `to_plain` was called on."""
-        shape, dense_shape, dense_stride, layout, *rest = values
-        index, rank, group_name, tensor_parallel, fqn, start, num_components = rest
-        return cls(
-            shape,
-            dense_shape,
-            dense_stride,
-            FlatLayout.from_tuple(layout),
-            index,
-            rank,
-            group_name,
-            tensor_parallel,
-            ParamLabel(fqn),
-            start,
-            num_components,
-        )
+        given = dict(zip((each.name for each in fields(cls)), values, strict=True))
+        given["layout"] = FlatLayout.from_tuple(given["layout"])
+        given["label"] = ParamLabel(given["label"])
+        return cls(**given)
 
     @property
     def world_size(self) -> int:
@@ -163,7 +142,7 @@ class ShardSpec:
         return self.world_size == 1 or self.owner == self.rank
 
     @cached_property
-    def is_elsewhere(self) -> bool:
+    def is_owned_by_other_rank(self) -> bool:
         """Whether another rank holds the whole tensor, and this one nothing of it."""
         return self.owner is not None and self.owner != self.rank
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
-from composable_shard.tensor.operands import elsewhere, note_write, schema_arguments, unsupported
+from composable_shard.tensor.operands import note_write, owner_error, schema_arguments, unsupported
 from composable_shard.tensor.pointwise_rules import fill_mask
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole, Rule
 from composable_shard.tensor.shard_spec import ShardSpec
@@ -137,7 +137,7 @@ def _region_read(func: OpOverload, args: tuple[Any, ...]) -> RuntimeError:
     shard = next(regions, None)
     fqn = "?" if shard is None else shard._shard_spec.label.fqn
     specs = () if shard is None else (shard._shard_spec,)
-    return elsewhere(func, specs) or NeedsWhole(
+    return owner_error(func, specs) or NeedsWhole(
         f"{func.overloadpacket} reads elements of the sharded parameter '{fqn}' "
         f"{tuple(shard.shape) if shard is not None else ''} that were selected by index, and "
         "other ranks hold some of them. Use p.full_tensor(), or unshard_params(module)."

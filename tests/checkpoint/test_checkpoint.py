@@ -146,7 +146,7 @@ def _step_zoo(model: _Zoo, optimizers: _Optimizers) -> None:
 
 def _is_elsewhere(param: Tensor) -> bool:
     """Return whether another rank holds the whole parameter, and alone has optimizer state."""
-    return isinstance(param, FlatShard) and param._shard_spec.is_elsewhere
+    return isinstance(param, FlatShard) and param._shard_spec.is_owned_by_other_rank
 
 
 def _distribute(full: Tensor, param: Tensor) -> Tensor:

@@ -356,7 +356,7 @@ def test_warm_optimizer_continues(name: str) -> None:
     twins = Twins.__new__(Twins)
     twins.plain, twins.sharded = models
     assert (len(optimizers[1][0].state) == 0) == all(
-        param._shard_spec.is_elsewhere  # type: ignore[union-attr]
+        param._shard_spec.is_owned_by_other_rank  # type: ignore[union-attr]
         for param in split(models[1])[0]
     )
     train_with_optimizers(twins, optimizers)

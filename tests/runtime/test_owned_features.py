@@ -225,6 +225,6 @@ def test_zeroed_gradients_stay_on_the_owner() -> None:
     model.zero_grad(set_to_none=False)
     for param in model.parameters():
         assert isinstance(param, FlatShard)
-        assert (param.grad is None) == param._shard_spec.is_elsewhere
+        assert (param.grad is None) == param._shard_spec.is_owned_by_other_rank
         if param.grad is not None:
             assert not param.grad.count_nonzero()
