@@ -23,8 +23,8 @@ Source, as `tests/house_source.py` reads it:
   spelled in code. Defaults of parameters and fields, annotations and imports don't count.
   For a strategy: files that spell a member of `ShardingStrategy` or define it. For a granularity:
   files that spell one of the literals of `Granularity`, or a class of that union. For a collective
-  algorithm: files that name or define a class derived from one called `...Algorithm`; as long as
-  there is none, files that call the functions that choose among algorithms. For an op rule: files
+  algorithm: files that name or define a class derived from one called `...Algorithm`. For an op
+  rule: files
   that name an op as `aten.op` in a statement of the module, as tables of rules do; the figure is of
   the op that is named in most files. An op that a function uses is no rule.
 - *functions*: lines without decorators and docstring.
@@ -99,7 +99,6 @@ GOALS = {
 _MAX_METHODS = GOALS["methods of a class, most"]
 _LONG_FUNCTION = 60
 _STRATEGY, _GRANULARITY, _ALGORITHM = "ShardingStrategy", "Granularity", "Algorithm"
-_CHOICE_OF_ALGORITHM = {"is_exchange", "way_of_terms"}
 _ROOT = Path(composable_shard.__file__).parent
 
 
@@ -235,7 +234,7 @@ def _spelling_members(tree: Tree, name: str) -> list[str]:
 
 def _spelling_algorithms(tree: Tree) -> list[str]:
     classes = tree.subclasses(_ALGORITHM)
-    names = {each.name for each in classes} or _CHOICE_OF_ALGORITHM
+    names = {each.name for each in classes}
 
     def is_spelled(node: ast.AST) -> bool:
         if isinstance(node, ast.FunctionDef):

@@ -1,19 +1,19 @@
-"""How collectives move data: own point-to-point algorithms, and the backend's.
+"""The algorithms of all-gathers and reduce-scatters: point-to-point ones, and the backend's.
 
 [Note: Low-precision sums]
-A backend adds up 16-bit terms in 16 bits, rounded from rank to rank. An exchange sends the terms as
-they are, and each rank adds up those of its shard in fp32, or in the output's dtype. Where there is
-no exchange, an all-to-all does the same: it moves the bytes that a reduce-scatter moves, but needs
-memory for the terms, and a message to each rank, for which the group must not be too large.
-All-reduces, of shards that have copies, add up as the backend does it.
+A backend sums 16-bit terms in 16 bits and rounds at each rank. An exchange sends the terms
+unchanged, and each rank sums those of its shard in fp32, or in the output's dtype. Without an
+exchange, an all-to-all does the same. It moves the bytes of a reduce-scatter, but needs memory for
+the terms and a message to each rank, so the group must not be too large. An all-reduce of shards
+that have copies sums as the backend does.
 
 [Note: Uneven shards]
-NCCL has collectives for lists of any sizes. On gloo they are exchanged as equal ones are; where
-there is no exchange a gather is a broadcast from each rank that has something, and the terms of
-sums are sent all to all: at 10 ranks and 64 kB to 16 MB that took 0.03 to 0.9 of the time of a
-reduce to each rank. Where the largest shard is much larger than the mean, the memory for its terms
-would be, too: then it is a reduce to each rank that has a shard, which takes about as long. Shards
-padded to the largest take 2 to 40 times as long. (benchmarks/uneven.py)
+NCCL has collectives for lists of any sizes. Gloo exchanges uneven shards as it does equal ones.
+Without an exchange a gather is a broadcast from each rank, and the terms of a sum travel by
+all-to-all: at 10 ranks and 64 kB to 16 MB this took 0.03 to 0.9 of the time of a reduce to each
+rank. If one shard is much larger than the mean, its terms would take too much memory, so the sum is
+a reduce to each rank, which takes about as long. Shards padded to the largest take 2 to 40 times as
+long. (benchmarks/uneven.py)
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 
 class Waitable(Protocol):
-    """What a collective that was started returns."""
+    """A collective that was started."""
 
     def wait(self) -> object:
         """Block, on CPU, or make the current stream wait until the collective is done."""
@@ -67,20 +67,20 @@ def abandon(work: Waitable) -> None:
 
 
 class Works:
-    """Several pieces of work that are waited for together."""
+    """Several collectives or messages that are waited for together."""
 
     def __init__(self, works: list[dist.Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for each piece, once."""
+        """Wait for each of them, once."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
     def __del__(self) -> None:
-        # Nobody waits any more, after an error perhaps. Gloo closes the connection to a rank for
-        # good when a message in flight loses its buffer.
+        # Not waited for, perhaps after an error. Gloo closes the connection to a rank for good when
+        # a message in flight loses its buffer.
         for work in self._works:
             with suppress(RuntimeError):
                 work.wait(_ABANDONED_TIMEOUT)
@@ -204,7 +204,7 @@ def is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
     return found
 
 
-# For the CPU. What is not made ready once, as gathers over small groups, asks each time.
+# For the CPU: a gather that is not prepared, as one over a small group, asks each time.
 _has_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 

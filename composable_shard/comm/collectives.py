@@ -1,8 +1,8 @@
-"""Every collective the library issues, one function each, by the algorithm of `_algorithms`.
+"""Every collective that is issued once, one function each.
 
-The functions call the process group's own methods: they are the same in every supported torch
-version (2.13 renames the Python functions above them), and cost less host time. What each step does
-with the same buffers is made ready once: `AllGather`, `ReduceScatter`.
+`AllGather` and `ReduceScatter` are prepared once and started in each step. All call the process
+group's own methods, which are the same in every supported torch version (2.13 renames the Python
+functions above them) and cost less host time.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ def gather_pieces(
     *,
     to_first: bool,
 ) -> Waitable:
-    """Start gathering pieces of the ranks, each straight into memory of its own: a message each.
+    """Start gathering ranges of the ranks' shards, each by a message into memory of its own.
 
     An all-gather, or with `to_first` a gather on the group's first rank alone.
 
     Args:
-        outputs: For each rank of the group where its pieces go, this one's too; empty on a rank
+        outputs: For each rank of the group, where its ranges go; empty on a rank
             that does not receive.
-        pieces: This rank's, one-dimensional.
-        nbytes: Of the pieces of all ranks.
+        pieces: This rank's ranges, one-dimensional.
+        nbytes: Bytes of all ranks' ranges.
         group: The ranks that take part.
         to_first: Only the first one receives.
     """
@@ -200,15 +200,15 @@ def broadcast(tensor: Tensor, group_rank: int, group: dist.ProcessGroup) -> dist
 
 
 def all_gather_uneven(local: Tensor, numels: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Gather 1-D pieces of different sizes and join them; waits, for occasional use.
+    """Gather and join 1-D shards of different sizes; waits, for occasional use.
 
     Args:
-        local: Shape `(numels[rank],)`, this rank's piece, of any dtype.
-        numels: Elements of every rank's piece, the same list on all ranks.
+        local: Shape `(numels[rank],)`, this rank's shard, of any dtype.
+        numels: Elements of every rank's shard, the same list on all ranks.
         group: The ranks that take part.
 
     Returns:
-        Shape `(sum(numels),)`, in rank order. One all-gather of the largest piece's size.
+        Shape `(sum(numels),)`, in rank order. One all-gather of the largest shard's size.
     """
     largest = max(numels)
     if largest == 0:

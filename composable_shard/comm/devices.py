@@ -3,14 +3,14 @@
 [Note: Streams and memory]
 Gathers run on one side stream, reductions on another, both beside the compute stream, which is the
 current one wherever the library is called. The host never waits: a stream does. Nothing is told to
-the allocator about other streams (`record_stream`), which would put off frees until some later
+the allocator about other streams (`record_stream`), which would delay frees until some later
 point. Instead:
 
 - Memory goes back to the stream that it was allocated on, and is handed out again there at once.
-- Whatever a side stream does begins with a wait for the compute stream. So what compute has read
-  of memory from a side stream may be freed when compute has been issued.
-- What a side stream reads of memory from the compute stream is kept until the compute stream has
-  waited for that.
+- Work on a side stream begins with a wait for the compute stream. So memory of a side stream that
+  compute reads may be freed as soon as that compute has been issued.
+- Memory of the compute stream that a side stream reads is kept until the compute stream has waited
+  for that side stream.
 
 A test runs steps on streams that only keep account of who has waited for whom, and finds every
 access, and every reuse of memory, that another stream is not known to have come before.

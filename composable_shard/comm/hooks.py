@@ -5,12 +5,12 @@ A reduction has up to two stages, [Note: Two stages]: a reduce-scatter over the 
 all-reduce over each group of ranks that hold copies. A hook is called for each of them in its
 place, `hook(state, stage)`, and writes the *sum* over `stage.group` into `stage.output`. The
 library divides: it multiplies the first stage's sum with `stage.scale`, so that a divide factor
-counts with every hook, and microbatches whose second stage is put off need nothing special.
+counts with every hook, and microbatches that postpone the second stage need nothing special.
 
 It may return None, when the output is written, or an object with `wait()`, after which it is: the
 backward goes on in between, and `gradient` and `output` stay as they are until then. On an
-accelerator both run on the reduce stream. What it raises comes out of `backward()`, and is treated
-as an error of a collective: the gradients of this backward are dropped as a whole.
+accelerator both run on the reduce stream. An error of the hook is raised by `backward()` and
+treated as an error of a collective: all gradients of this backward are dropped.
 
 from composable_shard import register_comm_hook
     from composable_shard.comm.hooks import ErrorFeedback, bf16_compress_hook, error_feedback_hook
@@ -56,7 +56,7 @@ class StageKey:
 
 @dataclass(frozen=True, eq=False)
 class ReductionStage:
-    """What a comm hook does the work of, see `register_comm_hook`.
+    """The reduction that a comm hook performs, see `register_comm_hook`.
 
     Attributes:
         kind: `"reduce_scatter"` or `"all_reduce"`.
@@ -89,7 +89,7 @@ CommHook = Callable[[Any, ReductionStage], Waitable | None]
 
 
 class _Done:
-    """What there is to wait for where a hook returned None."""
+    """The work of a hook that returned None: it is done."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -190,7 +190,7 @@ class ErrorFeedback:
 
     Residuals have the size of what each rank sends, in fp32 at least: as much memory as unsharded
     gradients of all units, on every rank, also where gradients are sharded. They are freed with the
-    units. What is not finite leaves no residual, so a step that a GradScaler skips does no harm. A
+    units. Infs and NaNs leave no residual, so a step that a GradScaler skips does no harm. A
     backward that fails loses what its residuals held, and so does a parameter that no rank used in
     a backward of its unit: at most one step's rounding.
 

@@ -1,4 +1,4 @@
-"""What the engine does, for tests and benchmarks to observe; one list check when unused."""
+"""A log of events for tests and benchmarks; costs one list check when nobody observes."""
 
 from __future__ import annotations
 

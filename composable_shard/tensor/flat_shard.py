@@ -1,11 +1,11 @@
 """`FlatShard`, the tensor subclass that `model.parameters()` yields at rest.
 
 [Note: Direct ops]
-An op on a tensor subclass costs the host five times what it costs on the slice: an optimizer that
-steps one parameter after the other calls eight per parameter. With autograd off and no mode active
-the dispatcher only finds the rule of the op, and for shards of one range and numbers the rule only
-runs the op on the slices. These methods do that at once. Whatever else they are given, they pass on
-unchanged: to the rules, which know the rest and raise the errors.
+An op on a tensor subclass costs the host five times what it costs on a plain tensor, and an
+optimizer that steps one parameter after the other calls eight per parameter. With autograd off and
+no mode active the dispatcher only finds the rule of the op, and for numbers and shards of one range
+the rule only runs the op on the local tensors. These methods do so at once. All other calls go
+unchanged to the rules, which also raise the errors.
 """
 
 from __future__ import annotations
@@ -178,17 +178,17 @@ def _direct(name: str) -> Callable[..., Any]:
 class FlatShard(Checkpointable):
     """One rank's flat range of a tensor, under the tensor's logical shape, stride and dtype.
 
-    Elementwise ops run on the slices alone; reductions to one value are exact, global and
-    collective; what would be wrong on a slice raises on every rank. Attributes set by the user
-    survive `detach`, `to` and deep copies.
+    Elementwise ops run on the local tensors. Reductions to one value are exact, global and
+    collective. An op that has no meaning on one range raises on every rank. Attributes set by the
+    user survive `detach`, `to` and deep copies.
 
     [Note: Whole shards]
-    A parameter of granularity "param" is whole on its owner, and empty elsewhere. On the owner
-    every op runs locally, on the tensor in its shape, reductions too, and mixes with plain tensors
-    of that shape. Elementwise results of the same shape are FlatShards again, and so are views that
-    are one run of memory, for writes to them to be noted; others are plain tensors. Elsewhere
-    elementwise ops run on the empty slice, and what needs values raises: nothing is a collective
-    but `full_tensor()`. Where one rank alone holds everything, each shard is whole.
+    A parameter of granularity "param" is whole on its owner, and empty on the other ranks. On the
+    owner every op runs locally on the tensor in its shape, reductions too, and accepts plain
+    tensors of that shape. Elementwise results of the same shape are FlatShards again, and so are
+    contiguous views, so that writes to them are noted; other results are plain tensors. On the
+    other ranks elementwise ops run on the empty shard, and an op that needs values raises. Only
+    `full_tensor()` is a collective. Where one rank holds everything, each shard is whole.
     """
 
     _local: Tensor  # (end - start,); a parameter's is a view of its handle's local shard

@@ -1,12 +1,13 @@
 """Rules for lists of gradients: global norms, scaling, finite checks.
 
 [Note: Writes by owners]
-An optimizer steps a parameter of granularity "param" on its owner alone, and the other ranks, which
-have no gradient of it, see nothing. All ranks must decide alike whether full values that were
-gathered before are still valid, so every step of an optimizer counts as a write to all owned
-parameters in its groups, on every rank; and full values that outlive a backward that reduced
-gradients are gathered anew, for who steps by hand. A write by hand at any other time must happen on
-all ranks: an in-place op on the empty slice counts.
+An optimizer steps a parameter of granularity "param" on its owner alone; the other ranks have no
+gradient of it and notice nothing. But all ranks must make the same decision whether full values
+that were gathered before are still valid. So on every rank a step of an optimizer counts as a write
+to all owned parameters in its groups, for which hooks on optimizers live as long as any model has
+owned parameters. Full values that outlive a backward that reduced gradients are gathered again, as
+the user may step by hand. Any other write by hand must happen on all ranks: an in-place op on the
+empty shard counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What rules ask of their operands, and values that users give for a shard.
+"""Checks of the operands of rules, and values that users give for a shard.
 
 Which elements of such a value a rank holds is a region, [Note: Regions].
 """

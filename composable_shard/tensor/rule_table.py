@@ -15,7 +15,7 @@ WholeRule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Callable[[],
 
 
 class NeedsWhole(RuntimeError):
-    """What a rule raises, before it changes anything, where slices are not enough.
+    """Raised by a rule, before it changes anything, if it needs more than this rank's range.
 
     Where this rank holds every operand whole, the op runs on whole tensors instead.
     """
