@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard.comm import ShardGroup
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import FlatShard, ShardSpec, rebind, wrap
+from composable_shard.tensor import FlatShard, ShardSpec, rebind, wrap_all
 
 __all__ = [
     "AwaitedGradients",
@@ -88,25 +88,11 @@ class GradPieces:
         ):
             return self._pieces
         parts = shard.split_with_sizes(self._sizes)
-        pieces = [
-            None if spec.is_owned_by_other_rank else wrap(parts[index], spec)
-            for index, spec in zip(self._indices, specs, strict=True)
-        ]
+        views = [parts[index] for index in self._indices]
+        pieces = wrap_all(views, specs)
         if self._is_kept:
-            self._shard, self._pieces = shard, pieces
-            self._views = [parts[index] for index in self._indices]
+            self._shard, self._pieces, self._views = shard, pieces, views
         return pieces
-
-    @staticmethod
-    def wrap(
-        pieces: Sequence[Tensor | None], specs: Sequence[ShardSpec]
-    ) -> Sequence[FlatShard | None]:
-        """Return slices that are there already, None where there is none, as for `cut`."""
-        pairs = zip(pieces, specs, strict=True)
-        return [
-            None if piece is None or spec.is_owned_by_other_rank else wrap(piece, spec)
-            for piece, spec in pairs
-        ]
 
     def forget(self) -> None:
         """Give up the memory that pieces are views of."""

@@ -35,6 +35,7 @@ from composable_shard.flat_param.reduction import FlatReduction, ScratchPool
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import zero_gaps
 from composable_shard.layout import FlatLayout
+from composable_shard.tensor import wrap_all
 
 __all__ = ["FlatGradients"]
 
@@ -443,7 +444,7 @@ class FlatGradients:
         params = [each.sharded for each in shown.at_rest]
         specs = [each.spec for each in shown.at_rest]
         if pieces is not None:
-            set_gradients(params, self._pieces.wrap(pieces, specs), used)
+            set_gradients(params, wrap_all(pieces, specs), used)
         elif reduced is not None:
             set_gradients(params, self._pieces.cut(reduced, specs), used)
 

@@ -11,7 +11,7 @@ unchanged to the rules, which also raise the errors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ __all__ = [
     "rebind",
     "whole_of",
     "wrap",
+    "wrap_all",
 ]
 
 
@@ -204,10 +205,7 @@ class FlatShard(Checkpointable):
         guard: WriteGuard | None = None,
         requires_grad: bool = False,
     ) -> FlatShard:
-        """Make a shard of `local`, shape `(end - start,)` for `spec.local_range`; no copy.
-
-        The guard is told of every write; only parameters and their aliases have one.
-        """
+        """Make a shard of `local`, no copy; parameters and their aliases have a guard."""
         self: FlatShard = make_wrapper(
             cls,
             spec.shape,
@@ -338,7 +336,7 @@ class FlatShard(Checkpointable):
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def share_memory_(self) -> FlatShard:
-        """Move the slice, and all others in its storage, to shared memory; return the shard."""
+        """Move the whole storage of the local tensor to shared memory; return the shard."""
         self._local.share_memory_()  # torch's own would take the wrapper for data, and crash
         return self
 
@@ -450,7 +448,7 @@ class FlatShardOfDTensor(FlatShard, DTensorSlots):
 def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
     """Return `FlatShard(local, spec)`; for results of ops, where every microsecond counts."""
     # By position: names cost as much as the rest.
-    shard: FlatShard = _make_wrapper(
+    shard: FlatShard = make_wrapper(
         FlatShard, spec.shape, spec.stride, None, None, local.dtype, torch.strided, local.device
     )
     # At once: each assignment to an attribute of a tensor takes its time.
@@ -463,7 +461,14 @@ def rebind(shard: FlatShard, local: Tensor, spec: ShardSpec, guard: WriteGuard |
     shard._local, shard._shard_spec, shard._guard = local, spec, guard
 
 
-_make_wrapper = make_wrapper
+def wrap_all(
+    locals_: Sequence[Tensor | None], specs: Sequence[ShardSpec]
+) -> list[FlatShard | None]:
+    """Return shards of these specs; None for no tensor, and for a parameter of another owner."""
+    return [
+        None if local is None or spec.is_owned_by_other_rank else wrap(local, spec)
+        for local, spec in zip(locals_, specs, strict=True)
+    ]
 
 
 def _rebuild_flat_shard(

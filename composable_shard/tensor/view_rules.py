@@ -116,7 +116,7 @@ class FlatRegion(Tensor):
 def _run_on_region(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     region = args[0] if args else None
     if isinstance(region, FlatRegion):
-        if func in _VIEWS:
+        if func in _VIEWS or func._schema.name == "aten::alias":
             return _view_region(func, region, args[1:], kwargs)
         if func in _INDEX_WRITES:
             return _INDEX_WRITES[func](func, args, kwargs)
@@ -333,7 +333,6 @@ _VIEWS = frozenset(
         aten.squeeze.dims,
         aten.select.int,
         aten.slice.Tensor,
-        aten.alias.default,
     }
 )
 
@@ -345,7 +344,7 @@ _INDEX_WRITES: dict[OpOverload, Rule] = {
 
 RULES: dict[OpOverload, Rule] = {
     **_INDEX_WRITES,
-    **{func: _view for func in _VIEWS - {aten.alias.default}},
+    **dict.fromkeys(_VIEWS, _view),
     aten.view_as_real.default: _view_as_real,
     aten.view_as_complex.default: _view_as_complex,
     aten._conj.default: _conjugate,
