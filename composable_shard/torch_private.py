@@ -90,6 +90,9 @@ CALL_CODE = nn.Module._wrapped_call_impl.__code__  # of the frame that calls a m
 load_from_state_dict_of = attrgetter("_load_from_state_dict")
 parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
+# The tensors that an RNN computes with, which its own `to()` makes anew.
+flat_weights_of: Callable[[nn.Module], list[Any]] = attrgetter("_flat_weights")
+flat_weights_names_of: Callable[[nn.Module], list[str]] = attrgetter("_flat_weights_names")
 modules_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter(
     "_non_persistent_buffers_set"
@@ -100,6 +103,15 @@ post_accumulate_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter
     "_post_accumulate_grad_hooks"
 )
 
+
+def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any] | None) -> None:
+    """Give a tensor hooks from before and after a gradient is accumulated; None leaves its own."""
+    if early:
+        tensor._backward_hooks = early
+    if late:
+        tensor._post_accumulate_grad_hooks = late
+
+
 # Process groups.
 resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment, unused-ignore]
 
@@ -109,8 +121,16 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-all_gather_base = dist.ProcessGroup._allgather_base
-reduce_scatter_base = dist.ProcessGroup._reduce_scatter_base
+def all_gather_base(group: dist.ProcessGroup, output: Tensor, shard: Tensor) -> dist.Work:
+    """Start a gather of shards of one size, straight into one tensor."""
+    return group._allgather_base(output, shard)
+
+
+def reduce_scatter_base(
+    group: dist.ProcessGroup, output: Tensor, full: Tensor, options: Any
+) -> dist.Work:
+    """Start a reduction of one tensor to shards of one size."""
+    return group._reduce_scatter_base(output, full, options)
 
 
 def num_known_groups() -> int:

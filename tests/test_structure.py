@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,6 @@ import composable_shard
 pytestmark = pytest.mark.fast
 
 ROOT = Path(composable_shard.__file__).parent
-MODULES = [
-    module.name
-    for module in pkgutil.walk_packages([str(ROOT)], "composable_shard.")
-    if module.name != "composable_shard.__main__"
-]
 PACKAGES = [path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()]
 MAX_NUM_LINES = 510
 
@@ -32,10 +27,12 @@ def test_no_file_is_long() -> None:
     assert {name: length for name, length in lengths.items() if length > MAX_NUM_LINES} == {}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_declares_what_it_offers(name: str) -> None:
-    """`__all__` is there and true."""
-    module = importlib.import_module(name)
+@pytest.mark.parametrize(
+    "package", ["composable_shard", *(f"composable_shard.{p}" for p in PACKAGES)]
+)
+def test_every_package_declares_what_it_offers(package: str) -> None:
+    """`__all__` is there and true; a module has none, unless it passes others' names on."""
+    module = importlib.import_module(package)
     assert all(hasattr(module, public) for public in module.__all__)
     assert not [public for public in module.__all__ if public.startswith("_")]
 
@@ -76,3 +73,42 @@ def test_only_the_runtime_writes_units_and_trees() -> None:
             if is_written and ast.unparse(node.value) in ("state", "unit", "context", "tree"):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
     assert found == []
+
+
+def _declared(tree: ast.AST) -> set[str]:
+    """Return the names that a module defines: of functions, classes, fields and attributes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return names
+
+
+def _private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the private names that a module reads of objects, or imports from torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            owner = ast.unparse(node.value)
+            if not node.attr.startswith("__") and not owner.startswith("aten"):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            path = (node.module or "").split(".")
+            names = [alias.name for alias in node.names]
+            yield from ((node.lineno, name) for name in (*path, *names) if name.startswith("_"))
+
+
+def test_private_names_of_torch_are_spelled_in_one_module() -> None:
+    """An attribute with a leading underscore is one that a module of the package defines."""
+    trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+    private = trees.pop(ROOT / "torch_private.py")
+    ours = set().union(*map(_declared, trees.values())) | {"_replace", "_getframe"}
+    foreign = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path, tree in trees.items()
+        for line, name in _private_names(tree)
+        if name not in ours
+    ]
+    assert foreign == []
+    assert len(list(_private_names(private))) > 30  # they are there

@@ -31,8 +31,6 @@ from composable_shard.comm import HostGroup, get_host_group
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import get_optimizer_state_dict, prepare_load
 
-__all__ = ["CheckpointSave", "LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
-
 
 class CheckpointSave:
     """A save in the background.

@@ -32,24 +32,6 @@ import torch
 
 from composable_shard.layout import Bounds, Region, intersect, whole_box
 
-__all__ = [
-    "CHUNK_NBYTES",
-    "LATEST",
-    "METADATA",
-    "Metadata",
-    "Piece",
-    "StoredTensor",
-    "data_file_name",
-    "dtype_name",
-    "folder_name",
-    "make_header",
-    "parse_folder_name",
-    "parse_metadata",
-    "temporary_name",
-    "write_metadata",
-]
-
-
 CHUNK_NBYTES = 1 << 18
 METADATA = "metadata.json"
 LATEST = "latest"

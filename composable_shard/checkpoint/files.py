@@ -10,19 +10,6 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = [
-    "close",
-    "create",
-    "list_names",
-    "make_folder",
-    "remove_file",
-    "remove_folder",
-    "rename",
-    "sync",
-    "sync_path",
-    "write",
-]
-
 
 def make_folder(path: Path) -> None:
     """Make a folder and its parents, if they do not exist."""

@@ -14,9 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["decode", "encode", "merge", "tensor_name"]
-
-
 _MARKS = frozenset(
     {"__tensor__", "__dict__", "__tuple__", "__set__", "__bytes__", "__float__", "__counter__"}
 )

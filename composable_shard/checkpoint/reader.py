@@ -24,9 +24,6 @@ from composable_shard.checkpoint.file_format import (
 from composable_shard.layout import Region, intersect, overlap, whole
 from composable_shard.tensor import find_places
 
-__all__ = ["CheckpointReader", "byte_view", "find_checkpoint", "list_checkpoints", "reading"]
-
-
 _BLOCK_NUMEL = 1 << 20  # elements located at a time
 
 

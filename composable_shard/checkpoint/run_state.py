@@ -28,15 +28,6 @@ from composable_shard.state_dict import (
 )
 from composable_shard.tensor import FlatShard, local_part, region_of
 
-__all__ = [
-    "StagedModel",
-    "check_rng_state",
-    "describe_model",
-    "get_rng_state",
-    "read_optimizer",
-    "set_rng_state",
-]
-
 
 def get_rng_state() -> dict[str, Any]:
     """Return the states of Python, of torch, of its accelerator, and of numpy if it is loaded."""

@@ -46,9 +46,6 @@ from composable_shard.comm import HostGroup
 from composable_shard.layout import Region, whole_box
 from composable_shard.tensor import FlatShard, local_part, region_of
 
-__all__ = ["SavePlan", "list_items", "plan_save", "write_checkpoint"]
-
-
 _Piece = tuple[str, tuple[Any, ...], int, int]  # tensor, box, start, end
 _BUFFER_NBYTES = 16 * CHUNK_NBYTES  # bytes copied from a device at a time
 

@@ -21,9 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
-
-__all__ = ["FlagReduction", "HostGroup", "Ranks", "all_bytes", "get_host_group"]
-
+from composable_shard.torch_private import all_gather_base
 
 # A NotImplementedError is a RuntimeError too, so it stands first.
 _KINDS = (ValueError, NotImplementedError, RuntimeError)
@@ -248,7 +246,7 @@ class HostGroup(Ranks):
     def _all_gather(self, numbers: Tensor) -> Tensor:
         assert self._group is not None
         output = torch.empty(self.size * numbers.numel(), dtype=numbers.dtype)
-        self._group._allgather_base(output, numbers).wait()
+        all_gather_base(self._group, output, numbers).wait()
         return output
 
     def _broadcast(self, tensor: Tensor) -> None:

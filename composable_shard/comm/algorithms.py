@@ -30,24 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import trace
-from composable_shard.torch_private import backend_of
-
-__all__ = [
-    "AllGather",
-    "PendingReduction",
-    "ReduceScatter",
-    "UnevenGather",
-    "UnevenSum",
-    "Waitable",
-    "Works",
-    "abandon",
-    "as_real",
-    "cut_in_parts",
-    "exchange",
-    "is_exchange",
-    "payload",
-]
-
+from composable_shard.torch_private import all_gather_base, backend_of, reduce_scatter_base
 
 _TAGS = range(1 << 20, 1 << 24)  # out of the way of tags that users choose
 _ABANDONED_TIMEOUT = timedelta(seconds=10)
@@ -227,7 +210,7 @@ class GatherAlgorithm:
 
     def start(self) -> Waitable:
         """Start gathering."""
-        return self._group._allgather_base(self._output, self._shard)
+        return all_gather_base(self._group, self._output, self._shard)
 
 
 class UnevenGather(GatherAlgorithm):
@@ -337,7 +320,7 @@ class SumAlgorithm:
             scale = 1.0
         is_cast = output.dtype != input.dtype
         received = input.new_empty(output.shape) if is_cast else output
-        work = self._group._reduce_scatter_base(as_real(received), as_real(input), options)
+        work = reduce_scatter_base(self._group, as_real(received), as_real(input), options)
         return PendingReduction(work, output, input, received[None] if is_cast else None, scale)
 
 

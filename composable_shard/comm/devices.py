@@ -30,17 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "HOST",
-    "HostCopies",
-    "StreamCopies",
-    "StreamPoint",
-    "Streams",
-    "alloc_host",
-    "copies_for",
-    "make_streams",
-]
-
 
 @dataclass(frozen=True)
 class Streams:

@@ -16,9 +16,6 @@ from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.collectives import resolve_group
 from composable_shard.torch_private import backend_of, num_known_groups
 
-__all__ = ["ShardGroup", "SmallGroup"]
-
-
 _Groups = tuple[dist.ProcessGroup, ...]
 
 

@@ -37,18 +37,6 @@ from composable_shard.comm import collectives
 from composable_shard.comm.collectives import Waitable, abandon
 from composable_shard.comm.wire import QUANTISED, decode, encode, encoded_nbytes
 
-__all__ = [
-    "CommHook",
-    "ErrorFeedback",
-    "HookedReduction",
-    "ReductionStage",
-    "StageKey",
-    "bf16_compress_hook",
-    "call_hook",
-    "error_feedback_hook",
-    "fp16_compress_hook",
-]
-
 
 class StageKey:
     """Stands for one stage of one flat parameter: for weak references, compared by identity."""

@@ -7,15 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = [
-    "CollectiveLog",
-    "Event",
-    "count_collectives",
-    "logs",
-    "record",
-    "trace_events",
-]
-
 
 class Event(NamedTuple):
     """One thing the engine did.

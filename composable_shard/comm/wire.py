@@ -35,19 +35,6 @@ from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import cut_in_parts
 from composable_shard.comm.collectives import Waitable
 
-__all__ = [
-    "BLOCK_NUMEL",
-    "QUANTISED",
-    "as_received",
-    "decode",
-    "encode",
-    "encoded_nbytes",
-    "gather_in",
-    "round_trip",
-    "wire_nbytes",
-]
-
-
 BLOCK_NUMEL = 128
 # The largest number of each dtype.
 _TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

@@ -38,9 +38,6 @@ from composable_shard.runtime import (
     share_context,
 )
 
-__all__ = ["find_shard_group", "form_unit", "fully_shard"]
-
-
 _M = TypeVar("_M", bound=nn.Module | Iterable[nn.Module])
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()

@@ -42,16 +42,6 @@ from composable_shard.state_dict import adopt_new_data, load_values, show_shards
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec
 from composable_shard.torch_private import never_compile
 
-__all__ = [
-    "build_state",
-    "group_params",
-    "register_boundaries",
-    "register_hooks",
-    "register_state_dict_hooks",
-    "sync_states",
-]
-
-
 Group = tuple[Precision, list[Original]]
 _MIB = 1 << 20
 _MAX_IMBALANCE = 1.25  # the largest shard of a unit and the mean

@@ -44,17 +44,6 @@ from composable_shard.torch_private import (
     use_count_of,
 )
 
-__all__ = [
-    "FLAT_PARAM_NAME",
-    "Borrowed",
-    "Original",
-    "Plan",
-    "as_modules",
-    "plan_unit",
-    "states_to_sync",
-]
-
-
 FLAT_PARAM_NAME = "_flat_param"
 
 

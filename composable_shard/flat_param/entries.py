@@ -23,16 +23,6 @@ from composable_shard.tensor import (
     rebind,
 )
 
-__all__ = [
-    "FlatEntry",
-    "ParamEntry",
-    "flat_spec",
-    "hide",
-    "hide_flat",
-    "set_requires_grad",
-    "unhide",
-]
-
 
 @dataclass
 class ParamEntry:

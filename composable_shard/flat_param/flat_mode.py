@@ -12,20 +12,7 @@ from composable_shard.flat_param.entries import FlatEntry, flat_spec, set_requir
 from composable_shard.flat_param.grad_pieces import local_gradient
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.tensor import FlatShard, ShardSpec, wrap
-
-__all__ = [
-    "check_can_show_flat",
-    "check_can_show_originals",
-    "check_requires_grad",
-    "gradient_shard",
-    "has_gradients",
-    "keep_requires_grad",
-    "make_flat_entry",
-    "set_gradients",
-    "show_flat",
-    "show_originals",
-    "write_unsharded_gradients",
-]
+from composable_shard.torch_private import post_accumulate_hooks_of
 
 
 def make_flat_entry(handle: FlatParamHandle) -> FlatEntry:
@@ -68,7 +55,7 @@ def check_can_show_flat(handle: FlatParamHandle) -> None:
             "they can't be one flat parameter. Freeze or unfreeze all of them, or shard the frozen "
             "ones as a unit of their own."
         )
-    hooked = [str(e.label) for e in handle.entries if e.sharded._post_accumulate_grad_hooks]
+    hooked = [str(e.label) for e in handle.entries if post_accumulate_hooks_of(e.sharded)]
     if hooked:
         raise RuntimeError(
             f"the hooks on the parameters {hooked} (register_post_accumulate_grad_hook) would "
@@ -94,7 +81,7 @@ def check_can_show_originals(handle: FlatParamHandle) -> None:
     """
     handle.shown.adopt_hooks()
     has_gradients(handle)
-    if handle.shown.flat is not None and handle.shown.flat.sharded._post_accumulate_grad_hooks:
+    if handle.shown.flat is not None and post_accumulate_hooks_of(handle.shown.flat.sharded):
         raise RuntimeError(
             f"the hooks on '{handle.shown.flat.label}' (register_post_accumulate_grad_hook) would "
             f"never run while unit '{handle.name}' shows its original parameters. Remove them, and "

@@ -49,8 +49,6 @@ from composable_shard.flat_param.storage import zero_padding
 from composable_shard.flat_param.unsharded import UnshardedParams
 from composable_shard.torch_private import set_versions
 
-__all__ = ["MOVES", "FullState", "FullValues", "alloc_storage", "free_storage"]
-
 
 def alloc_storage(tensor: Tensor) -> None:
     """Give `tensor`, which spans its whole storage, memory again; no-op if it has some."""

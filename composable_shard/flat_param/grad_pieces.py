@@ -14,19 +14,6 @@ from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, ShardSpec, rebind, wrap_all
 
-__all__ = [
-    "AwaitedGradients",
-    "GradPieces",
-    "LocalGradients",
-    "join",
-    "local_gradient",
-    "move_out_gradients",
-    "note_used",
-    "packing_scale",
-    "set_gradients",
-    "write_gradient",
-]
-
 
 class AwaitedGradients:
     """Counts the gradients of a flat parameter's parameters in a backward pass."""

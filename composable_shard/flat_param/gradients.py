@@ -37,8 +37,6 @@ from composable_shard.flat_param.storage import zero_gaps
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import wrap_all
 
-__all__ = ["FlatGradients"]
-
 
 class FlatGradients:
     """The gradients of one flat parameter during a backward pass.

@@ -40,9 +40,7 @@ from composable_shard.tensor import (
     WriteGuard,
     note_steps,
 )
-
-__all__ = ["FlatParamHandle", "GradientHook"]
-
+from composable_shard.torch_private import version_of, will_run_node
 
 GradientHook = Callable[["FlatParamHandle", int], None]
 
@@ -425,7 +423,7 @@ class FlatParamHandle:
             with suppress(RuntimeError):
                 if param is not None and param.requires_grad:
                     node = get_gradient_edge(param).node
-                    if node is not None and torch._C._will_engine_execute_node(node):
+                    if node is not None and will_run_node(node):
                         return True
         return False
 
@@ -433,7 +431,7 @@ class FlatParamHandle:
         """Warn of edits of the full values that are about to be lost, once."""
         full, flat = self.full, self.shown.flat
         params = full.params
-        is_edited = [tensor._version for tensor in params.watched] != params.versions
+        is_edited = [version_of(tensor) for tensor in params.watched] != params.versions
         if not is_edited and (flat is None or flat.unsharded is None):
             return
         if not full.has_new_versions:  # else a backward wrote gradients in their place

@@ -13,8 +13,6 @@ from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.storage import zero_gaps
 from composable_shard.tensor import FlatShard
 
-__all__ = ["HostGradient"]
-
 
 class HostGradient:
     """Host memory for the gradient shard of one flat parameter.

@@ -27,8 +27,6 @@ from composable_shard.layout import FlatLayout
 from composable_shard.options import PRECISIONS, MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.tensor import WriteGuard
 
-__all__ = ["MemoryPlan", "Precision", "plan_layout"]
-
 
 @dataclass(frozen=True)
 class Precision:

@@ -30,8 +30,6 @@ from composable_shard.comm import (
 )
 from composable_shard.layout import FlatLayout
 
-__all__ = ["FlatReduction", "ScratchPool"]
-
 
 class ScratchPool:
     """Memory that the reductions of a tree share: only one at a time is in its first stage."""

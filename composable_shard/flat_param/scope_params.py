@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import DTensorSlots, ParamLabel, user_attributes
-
-__all__ = ["ScopeParams", "is_shown_by_scope"]
+from composable_shard.torch_private import pre_accumulate_hooks_of, version_of
 
 
 class ScopeParams:
@@ -41,7 +40,7 @@ class ScopeParams:
             for index, entry in enumerate(entries)
         ]
         self._values = [_dense(param) for param in self.params]
-        self._versions = [param._version for param in self.params]
+        self._versions = [version_of(param) for param in self.params]
         self.grad_buffer: Tensor | None = None
         self._grads: list[Tensor | None] = [None] * len(self.params)
         self._grad_versions = [0] * len(self.params)
@@ -60,7 +59,7 @@ class ScopeParams:
                 grad = entry.spec.unflatten(self._part(buffer, index))
                 self._grads[index] = grad
                 self.params[index].grad = grad
-                self._grad_versions[index] = grad._version
+                self._grad_versions[index] = version_of(grad)
 
     def flat_param(self) -> nn.Parameter:
         """Return the flat parameter of the full values; the padding at the end is left out."""
@@ -85,9 +84,9 @@ class ScopeParams:
         names = []
         for index, param in enumerate(self.params):
             grad = self._grads[index]
-            grad_version = 0 if grad is None else grad._version
+            grad_version = 0 if grad is None else version_of(grad)
             is_grad_edited = param.grad is not grad or grad_version != self._grad_versions[index]
-            if param._version != self._versions[index] or self._is_replaced(index):
+            if version_of(param) != self._versions[index] or self._is_replaced(index):
                 names.append(str(self._entries[index].label))
             elif is_grad_edited:
                 names.append(f"{self._entries[index].label}.grad")
@@ -99,7 +98,7 @@ class ScopeParams:
         flat = self._flat
         if flat is None:
             return False
-        return flat._version != 0 or flat.data_ptr() != self.buffer.data_ptr()
+        return version_of(flat) != 0 or flat.data_ptr() != self.buffer.data_ptr()
 
     def _is_replaced(self, index: int) -> bool:
         now, before = _dense(self.params[index]), self._values[index]
@@ -179,7 +178,7 @@ def _make_param(entry: ParamEntry, values: Tensor) -> nn.Parameter:
 
 def is_shown_by_scope(param: nn.Parameter) -> bool:
     """Return whether an open scope made this parameter."""
-    return _refuse_backward in (param._backward_hooks or {}).values()
+    return _refuse_backward in (pre_accumulate_hooks_of(param) or {}).values()
 
 
 def _refuse_backward(_: Tensor) -> NoReturn:

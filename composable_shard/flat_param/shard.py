@@ -22,8 +22,6 @@ from composable_shard.flat_param.storage import zero_padding
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import WriteGuard
 
-__all__ = ["LocalShard"]
-
 
 class LocalShard:
     """The shard that optimizers step and gathers send; made anew for another dtype or device.

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry, hide, hide_flat, unhide
 from composable_shard.flat_param.storage import FlatSlot
 from composable_shard.tensor import WriteGuard
-
-__all__ = ["Scope", "Shown", "ShownParams"]
+from composable_shard.torch_private import post_accumulate_hooks_of, pre_accumulate_hooks_of
 
 
 class Shown(Enum):
@@ -281,7 +280,7 @@ class ShownParams:
         Raises:
             RuntimeError: If some are on the flat parameter, of which autograd has no gradient.
         """
-        if self.flat is not None and self.flat.sharded._backward_hooks:
+        if self.flat is not None and pre_accumulate_hooks_of(self.flat.sharded):
             raise RuntimeError(
                 f"the hooks on '{self.flat.label}' (register_hook) would never run: autograd "
                 "computes the gradients of the original parameters. Remove them, and use "
@@ -289,20 +288,20 @@ class ShownParams:
                 "them on the original parameters after register_orig_params(module)."
             )
         for entry in self.entries:
-            if entry.sharded._backward_hooks and not entry.runs_hooks:
+            if pre_accumulate_hooks_of(entry.sharded) and not entry.runs_hooks:
                 _connect_hooks(entry)
 
     @property
     def has_gradient_hooks(self) -> bool:
         """Whether `run_gradient_hooks` has any to run."""
-        return any(entry.sharded._post_accumulate_grad_hooks for entry in self.at_rest)
+        return any(post_accumulate_hooks_of(entry.sharded) for entry in self.at_rest)
 
     def run_gradient_hooks(self) -> None:
         """Run the hooks that users put on the sharded parameters with
         `register_post_accumulate_grad_hook`, once, with the final gradient.
         """
         for entry in self.at_rest:
-            hooks = entry.sharded._post_accumulate_grad_hooks
+            hooks = post_accumulate_hooks_of(entry.sharded)
             if hooks and entry.sharded.grad is not None:
                 for hook in list(hooks.values()):
                     hook(entry.sharded)
@@ -316,7 +315,7 @@ def _connect_hooks(entry: ParamEntry) -> None:
 
     def run_hooks(gradient: Tensor) -> Tensor:
         sharded = sharded_ref()
-        hooks = None if sharded is None else sharded._backward_hooks
+        hooks = None if sharded is None else pre_accumulate_hooks_of(sharded)
         for hook in list((hooks or {}).values()):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed

@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.layout import FlatLayout
-
-__all__ = [
-    "FlatSlot",
-    "Slot",
-    "dense_stride",
-    "find_slots",
-    "slot_key",
-    "swap_parameter",
-    "take_place",
-    "zero_gaps",
-    "zero_padding",
-]
+from composable_shard.torch_private import (
+    buffers_of,
+    flat_weights_names_of,
+    flat_weights_of,
+    modules_of,
+    parameters_of,
+    post_accumulate_hooks_of,
+    pre_accumulate_hooks_of,
+    set_hooks,
+    swap_tensors,
+)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -101,7 +100,7 @@ class _Attributes(_ModuleItems):
     """The parameters of a module that overrides `__setattr__`."""
 
     def __getitem__(self, name: str) -> Any:
-        return self._get()._parameters[name]
+        return parameters_of(self._get())[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         if (module := self._module()) is not None:
@@ -112,11 +111,11 @@ class _FlatWeights(_ModuleItems):
     """The list that an RNN's forward reads; RNNBase makes a new one in `.to()` and `to_empty()`."""
 
     def __getitem__(self, position: int) -> Any:
-        return self._get()._flat_weights[position]  # type: ignore[index]
+        return flat_weights_of(self._get())[position]
 
     def __setitem__(self, position: int, value: Any) -> None:
         if (module := self._module()) is not None:
-            module._flat_weights[position] = value  # type: ignore[operator]
+            flat_weights_of(module)[position] = value
 
 
 class FlatSlot(_ModuleItems):
@@ -132,7 +131,7 @@ class FlatSlot(_ModuleItems):
     def take(self) -> dict[str, Any]:
         """Return the module's dict of parameters, in which the flat parameter will be shown."""
         self._is_ours = True
-        return self._get()._parameters
+        return parameters_of(self._get())
 
     def show(self, flat: Tensor | None) -> None:
         """Show `flat`, or nothing, in a place among the parameters that it then keeps."""
@@ -154,7 +153,7 @@ class FlatSlot(_ModuleItems):
         """Give up the place."""
         if self._is_ours and (module := self._module()) is not None:
             self._is_ours = False
-            module._parameters.pop(self.name, None)
+            parameters_of(module).pop(self.name, None)
 
     def is_free(self, ours: Tensor | None) -> bool:
         """Return whether the module has no attribute of its own where the flat parameter goes.
@@ -163,8 +162,8 @@ class FlatSlot(_ModuleItems):
             ours: The flat parameter, if there is one yet.
         """
         module = self._get()
-        found = [vars(module).get(self.name), module._parameters.get(self.name)]
-        taken = [module._buffers.get(self.name), module._modules.get(self.name)]
+        found = [vars(module).get(self.name), parameters_of(module).get(self.name)]
+        taken = [buffers_of(module).get(self.name), modules_of(module).get(self.name)]
         taken.append(getattr(type(module), self.name, None))
         taken += [each for each in found if each is not ours and each is not self._shown]
         return all(each is None for each in taken)
@@ -183,10 +182,10 @@ class FlatSlot(_ModuleItems):
 def find_slots(module: nn.Module, name: str) -> list[Slot]:
     """Return every place where `module` itself keeps its parameter `name`."""
     if isinstance(module, nn.RNNBase):
-        position = module._flat_weights_names.index(name)
-        return [(module._parameters, name), (_FlatWeights(module), position)]
+        position = flat_weights_names_of(module).index(name)
+        return [(parameters_of(module), name), (_FlatWeights(module), position)]
     if type(module).__setattr__ is nn.Module.__setattr__:
-        return [(module._parameters, name)]
+        return [(parameters_of(module), name)]
     return [(_Attributes(module), name)]
 
 
@@ -194,7 +193,7 @@ def slot_key(slot: Slot) -> tuple[int, Any]:
     """Return what identifies a slot that is an entry of a module's `_parameters`."""
     container, key = slot
     if isinstance(container, _Attributes):
-        container = container._get()._parameters
+        container = parameters_of(container._get())
     return id(container), key
 
 
@@ -203,15 +202,12 @@ def take_place(original: nn.Parameter, replacement: Tensor) -> None:
 
     `.grad` is left alone, and must be None if its dtype would not fit.
     """
-    hooks, late_hooks = original._backward_hooks, original._post_accumulate_grad_hooks
+    hooks, late_hooks = pre_accumulate_hooks_of(original), post_accumulate_hooks_of(original)
     replacement.__dict__.update(
         {key: value for key, value in original.__dict__.items() if key not in replacement.__dict__}
     )
     swap_parameter(original, replacement)
-    if hooks:
-        original._backward_hooks = hooks
-    if late_hooks:
-        original._post_accumulate_grad_hooks = late_hooks
+    set_hooks(original, hooks, late_hooks)
 
 
 def swap_parameter(original: nn.Parameter, replacement: Tensor) -> None:
@@ -228,4 +224,4 @@ def swap_parameter(original: nn.Parameter, replacement: Tensor) -> None:
     old_class, new_class = type(original), type(replacement)
     original.__class__, replacement.__class__ = new_class, old_class  # type: ignore[assignment]
     original.__dict__, replacement.__dict__ = replacement.__dict__, original.__dict__
-    torch._C._swap_tensor_impl(original, replacement)
+    swap_tensors(original, replacement)

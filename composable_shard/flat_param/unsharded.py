@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import user_attributes
-
-__all__ = ["UnshardedParameter", "UnshardedParams"]
+from composable_shard.torch_private import version_of
 
 
 class UnshardedParameter(nn.Parameter):
@@ -99,7 +98,7 @@ class UnshardedParams:
             param if isinstance(param, DTensor) else view
             for param, view in zip(params, views, strict=True)
         ]
-        self.versions = [param._version for param in params]
+        self.versions = [version_of(param) for param in params]
         return views
 
     def _params(self) -> list[nn.Parameter]:
@@ -126,12 +125,12 @@ class UnshardedParams:
             str(entry.label)
             for entry, version in zip(self._entries, self.versions, strict=False)
             if (param := entry.unsharded) is not None
-            and (param._version != version or _is_repointed(param))
+            and (version_of(param) != version or _is_repointed(param))
         ]
         if flat is not None and flat.unsharded is not None:
             known = vars(flat.unsharded).get("_known_version", 0)
             is_replaced = flat.unsharded.data_ptr() != self._buffer.data_ptr()
-            if flat.unsharded._version != known or is_replaced:
+            if version_of(flat.unsharded) != known or is_replaced:
                 names.append(str(flat.label))
         return names
 
@@ -168,9 +167,9 @@ class UnshardedParams:
 
     def forget_edits(self, flat: FlatEntry | None) -> None:
         """Take the values as they are now for those that were gathered."""
-        self.versions = [param._version for param in self._params()]
+        self.versions = [version_of(param) for param in self._params()]
         if flat is not None and flat.unsharded is not None:
-            vars(flat.unsharded)["_known_version"] = flat.unsharded._version
+            vars(flat.unsharded)["_known_version"] = version_of(flat.unsharded)
 
     def check_not_repointed(self) -> None:
         """Check that the parameters still are views of the buffer.

@@ -39,8 +39,6 @@ from composable_shard.state_dict import (
 from composable_shard.tensor import region_of
 from composable_shard.torch_private import IncompatibleKeys
 
-__all__ = ["load_safetensors", "save_safetensors"]
-
 
 def load_safetensors(
     model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True

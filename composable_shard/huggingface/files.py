@@ -22,9 +22,6 @@ from torch import Tensor
 
 from composable_shard.checkpoint import sync_path
 
-__all__ = ["TensorFiles", "TensorInfo", "TensorWriter", "parse_nbytes", "require_safetensors"]
-
-
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")

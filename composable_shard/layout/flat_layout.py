@@ -15,14 +15,6 @@ from typing import Any
 
 from composable_shard.layout.ranges import intersect
 
-__all__ = [
-    "FlatLayout",
-    "cut_buckets",
-    "round_up",
-    "snap",
-]
-
-
 _MAX_EQUAL_PADDING = 1.03  # of the buffer of a layout with blocks of one element
 _MAX_ATTEMPTS = 4
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from composable_shard.options import Block, Granularity
 
-__all__ = ["block_numel", "is_owned"]
-
 
 def is_owned(granularity: Granularity) -> bool:
     """Return whether one rank holds the whole parameter; its owner is balanced over the ranks."""

@@ -23,9 +23,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["balance", "fullest"]
-
-
 _MAX_IMBALANCE = 1.05  # of the mean: what exchanges are for
 _MAX_TRIALS = 20_000  # of exchanges: a bound on the time
 

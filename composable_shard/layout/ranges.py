@@ -15,19 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-__all__ = [
-    "Bounds",
-    "Box",
-    "Overlap",
-    "Region",
-    "intersect",
-    "memory_order",
-    "overlap",
-    "whole",
-    "whole_box",
-]
-
-
 _Ints = tuple[int, ...]
 # A box as a half-open range of indices for each dim of the logical tensor.
 Bounds: TypeAlias = tuple[tuple[int, int], ...]

@@ -19,8 +19,6 @@ from composable_shard.flat_param import (
 from composable_shard.module_api.scope import Scope, ScopeOptions
 from composable_shard.runtime import ShardState, check_is_idle, select_states
 
-__all__ = ["register_flat_param", "register_orig_params", "unshard_params", "writeback"]
-
 
 @contextmanager
 def unshard_params(

@@ -15,8 +15,6 @@ from composable_shard.runtime import (
     select_states,
 )
 
-__all__ = ["UnshardWork", "no_sync", "reshard", "set_requires_gradient_sync", "unshard"]
-
 
 class UnshardWork:
     """A gather that `unshard(async_op=True)` started."""

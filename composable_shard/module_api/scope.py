@@ -21,8 +21,6 @@ from composable_shard.flat_param import (
 )
 from composable_shard.runtime import ShardState, check_is_idle, lazy_init_params, tensor_groups
 
-__all__ = ["Scope", "ScopeOptions"]
-
 
 @dataclass(frozen=True)
 class ScopeOptions:

@@ -11,17 +11,6 @@ from composable_shard.comm import CommHook
 from composable_shard.options import ReshardAfterForward, check_reshard_after_forward
 from composable_shard.runtime import StateRef, apply_policy, check_is_idle, select_states
 
-__all__ = [
-    "register_comm_hook",
-    "set_backward_prefetch",
-    "set_forward_prefetch",
-    "set_gradient_divide_factor",
-    "set_is_last_backward",
-    "set_requires_all_reduce",
-    "set_reshard_after_backward",
-    "set_reshard_after_forward",
-]
-
 
 def set_requires_all_reduce(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
     """Choose whether backwards reduce gradients over the ranks that hold copies of a shard.

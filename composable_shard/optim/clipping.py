@@ -26,9 +26,6 @@ from composable_shard.tensor import (
 )
 from composable_shard.torch_private import foreach_mul_, modules_of, parameters_of, unscale_
 
-__all__ = ["ShardedGradScaler", "clip_grad_norm_"]
-
-
 T = TypeVar("T", bound=Tensor)
 
 

@@ -11,9 +11,6 @@ from torch.optim import Optimizer
 
 from composable_shard.tensor import FlatShard, is_owned_by_other_rank
 
-__all__ = ["find_scalar_keys", "init_state", "shard_optimizer_state"]
-
-
 # State of torch's optimizers that is one number for each parameter of any shape.
 _SCALAR_KEYS = frozenset({"step", "mu_product", "eta", "mu"})
 

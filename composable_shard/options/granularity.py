@@ -8,8 +8,6 @@ from typing import Literal, TypeAlias, get_args
 
 from torch import nn
 
-__all__ = ["Block", "Granularity", "GranularityOption", "check_granularity", "granularity_of"]
-
 
 @dataclass(frozen=True)
 class Block:

@@ -7,14 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = [
-    "PRECISIONS",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "StateDictOptions",
-]
-
-
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIRE_PRECISIONS = (*PRECISIONS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPE_FIELDS = (

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["DEFAULT_STRATEGY", "ShardingStrategy", "StrategyFacts"]
-
 
 @dataclass(frozen=True)
 class StrategyFacts:

@@ -15,9 +15,6 @@ from composable_shard.options.granularity import GranularityOption, check_granul
 from composable_shard.options.policies import MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.options.strategy import DEFAULT_STRATEGY, ShardingStrategy
 
-__all__ = ["ReshardAfterForward", "UnitOptions", "check_reshard_after_forward"]
-
-
 ReshardAfterForward: TypeAlias = bool | int | None
 
 _NO_POLICY = MixedPrecisionPolicy()

@@ -21,9 +21,6 @@ from composable_shard.planning.units import Unit, choose_units, listed
 from composable_shard.runtime import ModuleTree, is_sharded
 from composable_shard.torch_private import parameters_of
 
-__all__ = ["shard_model"]
-
-
 _M = TypeVar("_M", bound=nn.Module)
 
 

@@ -30,9 +30,6 @@ from composable_shard.flat_param import Precision
 from composable_shard.layout import FlatLayout
 from composable_shard.options import StrategyFacts, UnitOptions
 
-__all__ = ["Cost", "FlatParamCost", "RankCounts", "sent_nbytes", "unit_cost"]
-
-
 _NUM_MOMENTS = 2  # AdamW's states of the size of a parameter
 
 _Kind = tuple[str, int]  # of a collective, and its number of ranks

@@ -11,9 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard.planning.costs import Cost, RankCounts
 
-__all__ = ["Call", "PlannedUnit", "ShardingPlan", "most_held"]
-
-
 _LABELS = ("unit", "class", "rule", "parameters", "numel", "ranks")
 _COSTS = ("params", "grads", "AdamW", "on host", "gathered", "calls", "sent")
 _HEADINGS = (*_LABELS, *_COSTS, "options")

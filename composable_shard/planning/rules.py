@@ -15,21 +15,6 @@ from torch.distributed.fsdp.wrap import always_wrap_policy
 from composable_shard.runtime import ModuleTree, has_forward
 from composable_shard.torch_private import WrapPolicy, parameters_of, run_wrap_policy
 
-__all__ = [
-    "Match",
-    "Rule",
-    "Rules",
-    "Scope",
-    "Selector",
-    "SizeSelector",
-    "by_class",
-    "by_size",
-    "compile_glob",
-    "parse_rules",
-    "transformer_blocks",
-]
-
-
 # A user may pass pairs, or one policy. The keys are checked by parse_rules.
 Rules: TypeAlias = (
     Mapping[Any, Mapping[str, Any] | None] | Sequence[Any] | Callable[..., bool] | WrapPolicy

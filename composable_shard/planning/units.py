@@ -12,9 +12,6 @@ from composable_shard.options import UnitOptions
 from composable_shard.planning.rules import Rule, Scope
 from composable_shard.runtime import ModuleTree, has_forward
 
-__all__ = ["Unit", "choose_units", "listed"]
-
-
 _MAX_NAMES = 10  # in a message
 
 

@@ -19,8 +19,6 @@ from composable_shard.runtime.prefetch import gather_ahead_in_backward
 from composable_shard.runtime.unit import ShardState, TrainingState, TreeContext
 from composable_shard.torch_private import current_backward_id
 
-__all__ = ["OutputReached", "on_gradient", "recompute"]
-
 
 class OutputReached:
     """Called when a backward reaches an output of a unit, before any of the unit's own nodes.

@@ -31,8 +31,6 @@ from composable_shard.runtime.prefetch import release_handle
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 from composable_shard.torch_private import current_backward_id, queue_callback
 
-__all__ = ["BackwardPass", "begin_backward", "drop_aborted", "release_after_backward"]
-
 
 class BackwardPass:
     """All that one backward over a tree knows; to drop the object is to forget the backward.

@@ -33,9 +33,6 @@ from collections.abc import Iterable, Iterator
 
 from composable_shard.flat_param import FlatParamHandle
 
-__all__ = ["LATE", "Buckets"]
-
-
 LATE = 2  # some rank has gradients of a bucket that are not reduced yet
 
 

@@ -25,15 +25,6 @@ from composable_shard.torch_private import (
     version_of,
 )
 
-__all__ = [
-    "BufferBroadcast",
-    "check_can_broadcast",
-    "is_never_written",
-    "place_buffers",
-    "watch_meta_buffers",
-]
-
-
 _MARK = "_composable_shard_empty_version"
 
 

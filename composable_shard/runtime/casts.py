@@ -13,15 +13,6 @@ from torch import Tensor, nn
 
 from composable_shard.torch_private import buffers_of
 
-__all__ = [
-    "Boundary",
-    "cast_arguments",
-    "cast_buffers",
-    "cast_output",
-    "iter_tensors",
-    "map_tensors",
-]
-
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Yield every tensor in `value`, in order."""

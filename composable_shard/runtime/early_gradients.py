@@ -26,9 +26,6 @@ from composable_shard.comm import FlagReduction
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.torch_private import will_run_node
 
-__all__ = ["EarlyGradients"]
-
-
 _MAY_CHANGE = 2  # beside False: no rank used the parameter, and True
 
 

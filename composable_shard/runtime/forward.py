@@ -33,9 +33,6 @@ from composable_shard.torch_private import (
     sequence_nr_of,
 )
 
-__all__ = ["check_is_idle", "post_forward", "pre_forward"]
-
-
 # Before a forward
 
 

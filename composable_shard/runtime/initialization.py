@@ -37,14 +37,6 @@ from composable_shard.runtime.tree import get_states
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.tensor import join_tree
 
-__all__ = [
-    "attach_or_refresh",
-    "lazy_init",
-    "lazy_init_params",
-    "settle_owners",
-    "share_context",
-]
-
 
 def share_context(modules: list[nn.Module]) -> TreeContext:
     """Give all units in `modules`, the outermost ones known so far, one new context."""

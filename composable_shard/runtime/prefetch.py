@@ -18,16 +18,6 @@ from composable_shard.flat_param import FlatParamHandle, Shown
 from composable_shard.options import ReshardAfterForward
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 
-__all__ = [
-    "apply_policy",
-    "choose_ahead",
-    "drop_prefetched",
-    "find_small_group",
-    "gather_ahead",
-    "gather_ahead_in_backward",
-    "release_handle",
-]
-
 
 def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
     """Make a checked value count from the unit's next forward on.

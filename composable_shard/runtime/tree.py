@@ -18,23 +18,6 @@ from composable_shard.flat_param import FlatParamHandle, slot_key
 from composable_shard.runtime.unit import ShardState
 from composable_shard.torch_private import REGISTRY_KEY, RegistryItem, modules_of, parameters_of
 
-__all__ = [
-    "ModuleTree",
-    "attach_state",
-    "find_applied",
-    "get_handles",
-    "get_root_states",
-    "get_states",
-    "has_forward",
-    "is_sharded",
-    "iter_unmanaged_modules",
-    "read_state",
-    "rename",
-    "select_states",
-    "tensor_groups",
-]
-
-
 _API_NAME = "fully_shard"
 _STATE_KEY = "_composable_shard_state"
 

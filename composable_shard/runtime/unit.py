@@ -22,16 +22,6 @@ from composable_shard.options import UnitOptions
 from composable_shard.runtime.buckets import Buckets
 from composable_shard.runtime.buffers import BufferBroadcast
 
-__all__ = [
-    "ExecutionOrder",
-    "ForwardCall",
-    "ShardState",
-    "StateRef",
-    "TrainingState",
-    "TreeContext",
-]
-
-
 Unit = TypeVar("Unit")
 
 

@@ -41,14 +41,6 @@ from composable_shard.state_dict.optimizer_state import read_optimizers
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import IncompatibleKeys
 
-__all__ = [
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-]
-
-
 _Optimizers = Optimizer | Iterable[Optimizer]
 
 

@@ -19,20 +19,6 @@ from composable_shard.layout import FlatLayout, intersect
 from composable_shard.runtime import tensor_groups
 from composable_shard.tensor import FlatShard, ShardSpec
 
-__all__ = [
-    "Shares",
-    "copied",
-    "decode",
-    "describe",
-    "describe_shard",
-    "encode",
-    "from_bytes",
-    "gather_full",
-    "scatter_full",
-    "to_bytes",
-]
-
-
 _MAX_NUMEL = 16  # of tensors whose elements are sent in messages
 
 

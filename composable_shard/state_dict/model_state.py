@@ -42,19 +42,6 @@ from composable_shard.tensor import (
 )
 from composable_shard.torch_private import load_from_state_dict_of, load_pre_hooks_of, parameters_of
 
-__all__ = [
-    "adopt_new_data",
-    "agree_on_values",
-    "find_problems",
-    "keys_by_name",
-    "load_values",
-    "make_whole",
-    "materialize",
-    "show_shards",
-    "show_whole_values",
-    "write_shard",
-]
-
 
 def keys_by_name(state_dict: Mapping[str, Any], prefix: str) -> dict[str, str]:
     """Return the keys of a state dict that begin with `prefix`, by unwrapped name.

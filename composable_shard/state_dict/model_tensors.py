@@ -21,23 +21,6 @@ from composable_shard.runtime import (
 )
 from composable_shard.torch_private import buffers_of, non_persistent_buffers_of, parameters_of
 
-__all__ = [
-    "ManagedParam",
-    "ModelRanks",
-    "ModelTensors",
-    "OtherTensor",
-    "by_handle",
-    "canonical",
-    "check_model_is_idle",
-    "find_params",
-    "handles_of",
-    "iter_slots",
-    "mesh_groups",
-    "params_by_fqn",
-    "unwrapped",
-]
-
-
 T = TypeVar("T")
 
 

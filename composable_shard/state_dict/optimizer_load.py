@@ -29,9 +29,6 @@ from composable_shard.tensor import (
     slice_given,
 )
 
-__all__ = ["prepare_load"]
-
-
 _KEPT_OPTIONS = ("params", "param_names")
 
 

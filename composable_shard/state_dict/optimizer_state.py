@@ -31,19 +31,6 @@ from composable_shard.state_dict.model_tensors import (
 )
 from composable_shard.tensor import FlatShard, ShardSpec, is_owned_by_other_rank
 
-__all__ = [
-    "Group",
-    "Member",
-    "States",
-    "group_kinds",
-    "join_state",
-    "names_by_handle",
-    "read_optimizers",
-    "split_state",
-    "view_optimizers",
-]
-
-
 _Told = dict[str, dict[str, dict[str, Any]]]  # by name and state, what `describe` says
 States = dict[str, dict[str, Any]]
 

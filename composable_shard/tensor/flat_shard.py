@@ -32,20 +32,6 @@ from composable_shard.torch_private import (
     num_function_modes,
 )
 
-__all__ = [
-    "DTensorSlots",
-    "FlatShard",
-    "FlatShardOfDTensor",
-    "WriteGuard",
-    "allow_loading",
-    "is_owned_by_other_rank",
-    "rebind",
-    "whole_of",
-    "wrap",
-    "wrap_all",
-]
-
-
 _MAX_READS = 4  # that are waited for one by one; older ones have long been done
 
 

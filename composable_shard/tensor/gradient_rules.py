@@ -45,16 +45,6 @@ from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ParamLabel
 from composable_shard.torch_private import OpOverload, foreach_norm
 
-__all__ = [
-    "RULES",
-    "Slices",
-    "group_slices",
-    "join_tree",
-    "norms_of",
-    "note_steps",
-    "total_norms",
-]
-
 
 class _Entry(Protocol):
     @property

@@ -11,8 +11,6 @@ from composable_shard.tensor.rule_table import OP_RULES, Rule
 from composable_shard.tensor.view_rules import on_whole
 from composable_shard.torch_private import FOREACH_TYPES, OpOverload
 
-__all__ = ["register_op_rules"]
-
 
 def register_op_rules() -> None:
     """Fill the rule table, join torch's lists of foreach-capable types, allow safe loading.

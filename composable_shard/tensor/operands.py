@@ -22,26 +22,8 @@ from composable_shard.torch_private import (
     TensorBase,
     VariableFunctions,
     is_traceable_wrapper_subclass,
+    schema_of,
 )
-
-__all__ = [
-    "SchemaArgument",
-    "binding",
-    "check_same_spec",
-    "describe_operands",
-    "find_places",
-    "has_fitting_shape",
-    "local_part",
-    "needs_gather",
-    "note_write",
-    "owner_error",
-    "plain_scalar",
-    "region_of",
-    "schema_arguments",
-    "slice_given",
-    "unsupported",
-    "write_to_plain",
-]
 
 
 class SchemaArgument(Protocol):
@@ -55,7 +37,7 @@ class SchemaArgument(Protocol):
 
 def schema_arguments(func: OpOverload) -> list[SchemaArgument]:
     """Return the op's arguments in order."""
-    return cast("list[SchemaArgument]", func._schema.arguments)
+    return cast("list[SchemaArgument]", schema_of(func).arguments)
 
 
 def binding(func: OpOverload) -> Callable[..., Any]:
@@ -63,7 +45,7 @@ def binding(func: OpOverload) -> Callable[..., Any]:
 
     It takes the same arguments, for two thirds of the host time of a call through `torch.ops`.
     """
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     namespace = TensorBase if _is_method(name) else VariableFunctions
     found: Callable[..., Any] = getattr(namespace, name, func)
     return found

@@ -26,18 +26,7 @@ from composable_shard.tensor.operands import (
 )
 from composable_shard.tensor.rule_table import NeedsWhole, Rule
 from composable_shard.tensor.shard_spec import ShardSpec, user_attributes
-from composable_shard.torch_private import OpOverload
-
-__all__ = [
-    "RULES",
-    "copy",
-    "fill_mask",
-    "list_family",
-    "local_operands",
-    "pointwise_family",
-    "slice_of",
-]
-
+from composable_shard.torch_private import OpOverload, overload_name_of, schema_of
 
 aten = torch.ops.aten
 
@@ -58,10 +47,10 @@ def _is_pointwise(func: OpOverload) -> bool:
     if torch.Tag.pointwise in func.tags:
         return True
     # Some in-place variants lack the tag that their functional form has.
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     if not name.endswith("_") or name.endswith("__"):
         return False
-    functional = getattr(getattr(aten, name[:-1], None), func._overloadname, None)
+    functional = getattr(getattr(aten, name[:-1], None), overload_name_of(func), None)
     return functional is not None and torch.Tag.pointwise in functional.tags
 
 
@@ -347,7 +336,7 @@ _NOT_ELEMENTWISE = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"
 
 def list_family(func: OpOverload) -> Rule | None:
     """Return a rule if the op is an elementwise `_foreach_*` op or a fused optimizer step."""
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     if name in _FUSED or (name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE):
         return _ListRule(func)
     return None
@@ -360,7 +349,7 @@ class _ListRule:
 
     def __init__(self, func: OpOverload) -> None:
         self._call = binding(func)
-        self._has_results = bool(func._schema.returns)  # the binding returns its input otherwise
+        self._has_results = bool(schema_of(func).returns)  # the binding returns its input otherwise
         arguments = schema_arguments(func)
         self._lists = [
             position

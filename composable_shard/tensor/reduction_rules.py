@@ -29,19 +29,7 @@ from composable_shard.tensor.operands import (
 )
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
-from composable_shard.torch_private import OpOverload
-
-__all__ = [
-    "RULES",
-    "is_inexact",
-    "max_over",
-    "option",
-    "reduction_groups",
-    "shaped",
-    "shard_of",
-    "sum_over",
-]
-
+from composable_shard.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
 _SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
@@ -114,7 +102,7 @@ def _is_local(spec: ShardSpec) -> bool:
 
 def option(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """Return an argument by name, given or default."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == name:
             if not argument.kwarg_only and position < len(args):
                 return args[position]
@@ -227,7 +215,7 @@ def _product(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _truth(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Run any or all."""
     shard = shard_of(func, args, option(func, args, kwargs, "dim"))
-    is_any = func._schema.name == "aten::any"
+    is_any = schema_of(func).name == "aten::any"
     local = shard._local.any() if is_any else shard._local.logical_not().any()
     found = max_over(local.to(torch.int32), reduction_groups(shard._shard_spec)) > 0
     result = found if is_any else ~found

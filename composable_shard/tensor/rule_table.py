@@ -7,9 +7,6 @@ from typing import Any
 
 from composable_shard.torch_private import OpOverload
 
-__all__ = ["OP_RULES", "NeedsWhole", "Rule", "RuleTable"]
-
-
 Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 WholeRule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Callable[[], Any] | None]
 

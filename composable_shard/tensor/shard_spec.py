@@ -38,8 +38,6 @@ from composable_shard.layout import (
 )
 from composable_shard.torch_private import compute_local_shape_and_global_offset
 
-__all__ = ["Checkpointable", "ParamLabel", "ShardSpec", "local_box", "user_attributes"]
-
 
 class ParamLabel:
     """The name of a parameter in messages, and the tree that its unit belongs to.

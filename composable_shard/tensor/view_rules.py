@@ -21,10 +21,12 @@ from composable_shard.tensor.operands import note_write, owner_error, schema_arg
 from composable_shard.tensor.pointwise_rules import fill_mask
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole, Rule
 from composable_shard.tensor.shard_spec import ShardSpec
-from composable_shard.torch_private import OpOverload, disabled_torch_function, make_wrapper
-
-__all__ = ["RULES", "FlatRegion", "on_whole", "view_of"]
-
+from composable_shard.torch_private import (
+    OpOverload,
+    disabled_torch_function,
+    make_wrapper,
+    schema_of,
+)
 
 aten = torch.ops.aten
 
@@ -116,7 +118,7 @@ class FlatRegion(Tensor):
 def _run_on_region(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     region = args[0] if args else None
     if isinstance(region, FlatRegion):
-        if func in _VIEWS or func._schema.name == "aten::alias":
+        if func in _VIEWS or schema_of(func).name == "aten::alias":
             return _view_region(func, region, args[1:], kwargs)
         if func in _INDEX_WRITES:
             return _INDEX_WRITES[func](func, args, kwargs)
@@ -128,7 +130,7 @@ def _run_on_region(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _is_in_place(func: OpOverload) -> bool:
-    written = [argument.is_write for argument in func._schema.arguments]
+    written = [argument.is_write for argument in schema_of(func).arguments]
     return written[:1] == [True] and not any(written[1:])
 
 
@@ -238,7 +240,7 @@ def _write_region(
 ) -> FlatRegion:
     """Run an in-place elementwise op whose other operands are scalars."""
     shard = region._shard
-    is_fill = func._schema.name in ("aten::fill_", "aten::zero_")  # without the tag
+    is_fill = schema_of(func).name in ("aten::fill_", "aten::zero_")  # without the tag
     is_pointwise = is_fill or torch.Tag.pointwise in func.tags
     if not is_pointwise or any(isinstance(arg, Tensor) and arg.dim() for arg in args):
         raise _region_read(func, (region,))
