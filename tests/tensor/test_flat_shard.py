@@ -52,7 +52,7 @@ def _shard_params(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> T
     world_size, rank = dist.get_world_size(), dist.get_rank()
     layout = FlatLayout.plan([param.numel() for _, param in named], world_size, 4)
     first = named[0][1]
-    local_shard = torch.zeros(layout.shard_numel, dtype=first.dtype, device=first.shard.device)
+    local_shard = torch.zeros(layout.shard_numel, dtype=first.dtype, device=first.device)
     guard = WriteGuard()
     for index, (name, param) in enumerate(named):
         start, end = layout.local_range(index, rank)
