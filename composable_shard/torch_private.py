@@ -121,16 +121,13 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def all_gather_base(group: dist.ProcessGroup, output: Tensor, shard: Tensor) -> dist.Work:
-    """Start a gather of shards of one size, straight into one tensor."""
-    return group._allgather_base(output, shard)
-
-
-def reduce_scatter_base(
-    group: dist.ProcessGroup, output: Tensor, full: Tensor, options: Any
-) -> dist.Work:
-    """Start a reduction of one tensor to shards of one size."""
-    return group._reduce_scatter_base(output, full, options)
+# Bound methods, which take `(output, shard)` and `(output, full, options)`.
+all_gather_base_of: Callable[[dist.ProcessGroup], Callable[..., dist.Work]] = attrgetter(
+    "_allgather_base"
+)
+reduce_scatter_base_of: Callable[[dist.ProcessGroup], Callable[..., dist.Work]] = attrgetter(
+    "_reduce_scatter_base"
+)
 
 
 def num_known_groups() -> int:

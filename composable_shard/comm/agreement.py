@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
-from composable_shard.torch_private import all_gather_base
+from composable_shard.torch_private import all_gather_base_of
 
 # A NotImplementedError is a RuntimeError too, so it stands first.
 _KINDS = (ValueError, NotImplementedError, RuntimeError)
@@ -246,7 +246,7 @@ class HostGroup(Ranks):
     def _all_gather(self, numbers: Tensor) -> Tensor:
         assert self._group is not None
         output = torch.empty(self.size * numbers.numel(), dtype=numbers.dtype)
-        all_gather_base(self._group, output, numbers).wait()
+        all_gather_base_of(self._group)(output, numbers).wait()
         return output
 
     def _broadcast(self, tensor: Tensor) -> None:

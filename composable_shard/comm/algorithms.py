@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import trace
-from composable_shard.torch_private import all_gather_base, backend_of, reduce_scatter_base
+from composable_shard.torch_private import all_gather_base_of, backend_of, reduce_scatter_base_of
 
 _TAGS = range(1 << 20, 1 << 24)  # out of the way of tags that users choose
 _ABANDONED_TIMEOUT = timedelta(seconds=10)
@@ -210,7 +210,7 @@ class GatherAlgorithm:
 
     def start(self) -> Waitable:
         """Start gathering."""
-        return all_gather_base(self._group, self._output, self._shard)
+        return all_gather_base_of(self._group)(self._output, self._shard)
 
 
 class UnevenGather(GatherAlgorithm):
@@ -320,7 +320,7 @@ class SumAlgorithm:
             scale = 1.0
         is_cast = output.dtype != input.dtype
         received = input.new_empty(output.shape) if is_cast else output
-        work = reduce_scatter_base(self._group, as_real(received), as_real(input), options)
+        work = reduce_scatter_base_of(self._group)(as_real(received), as_real(input), options)
         return PendingReduction(work, output, input, received[None] if is_cast else None, scale)
 
 
