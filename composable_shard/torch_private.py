@@ -85,7 +85,6 @@ unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 # Modules. Their dictionaries are written where `setattr` would check, or register twice.
 IncompatibleKeys = _IncompatibleKeys  # what `Module.load_state_dict` returns
 WrapPolicy = _Policy  # of FSDP1
-run_wrap_policy = _Policy._run_policy
 CALL_CODE = nn.Module._wrapped_call_impl.__code__  # of the frame that calls a module
 load_from_state_dict_of = attrgetter("_load_from_state_dict")
 parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
@@ -133,6 +132,13 @@ reduce_scatter_base_of: Callable[[dist.ProcessGroup], Callable[..., dist.Work]] 
 def num_known_groups() -> int:
     """Return how many process groups this rank has made or joined."""
     return len(_world.pg_names)
+
+
+def run_wrap_policy(
+    policy: _Policy, root: nn.Module, ignored: set[nn.Module], options: dict[str, Any]
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return the modules that a policy of FSDP1 selects, each with its options."""
+    return policy._run_policy(root, ignored, options)
 
 
 _NEVER_COMPILE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)

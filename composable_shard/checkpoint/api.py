@@ -177,7 +177,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     except Exception as caught:  # out of memory: raised on all ranks in the background
         error = caught
     save = CheckpointSave(lambda: write_checkpoint(group, folder, plan, keep_last, error))
-    group.pending = save
+    group.take_pending(save)
     return save
 
 
@@ -269,8 +269,7 @@ def _quiet_group() -> HostGroup:
         RuntimeError: On all ranks, if that save failed and no call has raised its error yet.
     """
     group = get_host_group()
-    pending: CheckpointSave | None = group.pending
-    group.pending = None
+    pending: CheckpointSave | None = group.take_pending(None)
     error = None if pending is None else pending.untold_error()
     if error is not None:
         error = RuntimeError(f"the save before this call failed: {error}")

@@ -192,12 +192,17 @@ class HostGroup(Ranks):
         self._group = group
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
-        self.pending: Any = None  # the save that runs in the background
+        self._pending: Any = None
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    def take_pending(self, save: Any) -> Any:
+        """Note the save that runs in the background, or None; return the one noted before."""
+        before, self._pending = self._pending, save
+        return before
 
     def all_messages(self, message: Any) -> list[Any]:
         """Return the messages of all ranks, or one None where all are None."""
@@ -266,9 +271,9 @@ def get_host_group() -> HostGroup:
     known = _groups.get(0)
     if known is None or known[0] is not world:
         group = None if world is None else dist.new_group(backend="gloo")
-        pending = None if known is None else known[1].pending
+        pending = None if known is None else known[1].take_pending(None)
         _groups[0] = known = world, HostGroup(group)
-        known[1].pending = pending  # it continues on the earlier group
+        known[1].take_pending(pending)  # it continues on the earlier group
     return known[1]
 
 

@@ -200,7 +200,7 @@ def _set_owners(
     else:
         found = [owners[original.param] for original in whole]
     for original, owner in zip(whole, found, strict=True):
-        original.owner = owner
+        original.give_to(owner)
 
 
 def _state_of(module: nn.Module) -> ShardState | None:

@@ -74,6 +74,10 @@ class Original:
         """Whether one rank gets it whole."""
         return is_owned(self.granularity)
 
+    def give_to(self, owner: int) -> None:
+        """Enter the rank that gets it whole."""
+        self.owner = owner
+
     @property
     def block_numel(self) -> int:
         """Consecutive elements, in memory order, that stay together."""

@@ -6,7 +6,15 @@ show) and `gradients` (packing, reduction, `.grad`). Read `handle`, `full_values
 first.
 """
 
-from composable_shard.flat_param.entries import ParamEntry
+from composable_shard.flat_param.entries import (
+    FlatSlot,
+    ParamEntry,
+    Slot,
+    dense_stride,
+    find_slots,
+    slot_key,
+    take_place,
+)
 from composable_shard.flat_param.flat_mode import (
     check_can_show_flat,
     check_can_show_originals,
@@ -26,14 +34,6 @@ from composable_shard.flat_param.memory import Precision, plan_layout
 from composable_shard.flat_param.reduction import ScratchPool
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown
-from composable_shard.flat_param.storage import (
-    FlatSlot,
-    Slot,
-    dense_stride,
-    find_slots,
-    slot_key,
-    take_place,
-)
 from composable_shard.flat_param.unsharded import UnshardedParameter
 
 __all__ = [

@@ -1,10 +1,12 @@
-"""The record of each parameter, and of the flat parameter: its objects, its places, its spec."""
+"""The record of each parameter: its objects, the places where modules show it, its spec."""
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
 from composable_shard.comm import ShardGroup
-from composable_shard.flat_param.storage import Slot, take_place
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
     FlatShard,
@@ -22,6 +23,221 @@ from composable_shard.tensor import (
     WriteGuard,
     rebind,
 )
+from composable_shard.torch_private import (
+    buffers_of,
+    flat_weights_names_of,
+    flat_weights_of,
+    modules_of,
+    parameters_of,
+    post_accumulate_hooks_of,
+    pre_accumulate_hooks_of,
+    set_hooks,
+    swap_tensors,
+)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the stride a tensor gets in a flat parameter.
+
+    That is its own where its elements fill a contiguous range in any order of dims (row-major,
+    channels-last, transposed), and row-major otherwise (expanded, strided slices).
+    """
+    expected = 1
+    for size, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: (dim[1], dim[0])
+    ):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    if any(size == 1 for size in tensor.shape):
+        # Strides of dims of size 1 are arbitrary; canonical ones compare equal on all ranks.
+        return torch.empty_like(
+            torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+        ).stride()
+    return tensor.stride()
+
+
+def zero_gaps(shard: Tensor, layout: FlatLayout, rank: int) -> None:
+    """Set what lies between the parameters in a shard to zero: it counts in norms.
+
+    Args:
+        shard: Shape `(layout.shard_numel,)`.
+        layout: The flat parameter's.
+        rank: Whose shard it is.
+    """
+    for gap in shard.split_with_sizes(layout.piece_numels(rank))[::2]:
+        gap.zero_()
+
+
+def zero_padding(full: Tensor, layout: FlatLayout) -> None:
+    """Set what lies between the parameters of shape `(layout.padded_numel,)` to zero."""
+    for start, end in layout.padding_ranges():
+        full[start:end].zero_()
+
+
+class _Container(Protocol):
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def __setitem__(self, key: Any, value: Any, /) -> None: ...
+
+
+Slot = tuple[_Container, Any]  # container[key] is where a module shows a parameter
+
+
+class _ModuleItems:
+    """A container that is found through its module on every access.
+
+    Holds the module weakly: the module's hooks lead to the handle that holds the slot, and a
+    strong reference would close a cycle.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def _get(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module that shows this parameter was deleted")
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleItems:
+        # Hooks are copied before child modules, so the module may not have been reached yet.
+        return type(self)(copy.deepcopy(self._get(), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._get(),)
+
+
+class _Attributes(_ModuleItems):
+    """The parameters of a module that overrides `__setattr__`."""
+
+    def __getitem__(self, name: str) -> Any:
+        return parameters_of(self._get())[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if (module := self._module()) is not None:
+            setattr(module, name, value)
+
+
+class _FlatWeights(_ModuleItems):
+    """The list that an RNN's forward reads; RNNBase makes a new one in `.to()` and `to_empty()`."""
+
+    def __getitem__(self, position: int) -> Any:
+        return flat_weights_of(self._get())[position]
+
+    def __setitem__(self, position: int, value: Any) -> None:
+        if (module := self._module()) is not None:
+            flat_weights_of(module)[position] = value
+
+
+class FlatSlot(_ModuleItems):
+    """The place where a unit's module shows its flat parameter: an entry of `_parameters`."""
+
+    def __init__(self, module: nn.Module, name: str, is_ours: bool = False) -> None:
+        super().__init__(module)
+        self.name = name
+        self._is_ours = is_ours  # the place; else a parameter of the user's may be there
+        self._shadow: Any = None  # the attribute that would be found before the shown parameter
+        self._shown: Tensor | None = None  # by `show`
+
+    def take(self) -> dict[str, Any]:
+        """Return the module's dict of parameters, in which the flat parameter will be shown."""
+        self._is_ours = True
+        return parameters_of(self._get())
+
+    def show(self, flat: Tensor | None) -> None:
+        """Show `flat`, or nothing, in a place among the parameters that it then keeps."""
+        if flat is None and not self._is_ours:
+            return
+        if self._module() is None:
+            return  # deleted, as by replacing it in its parent
+        self._shown = flat
+        attributes = self._get().__dict__
+        if self._shadow is not None:
+            attributes[self.name], self._shadow = self._shadow, None
+        if flat is not None:
+            self._shadow = attributes.pop(self.name, None)
+        parameters = self.take()
+        if flat is not None or self.name in parameters:
+            parameters[self.name] = flat
+
+    def remove(self) -> None:
+        """Give up the place."""
+        if self._is_ours and (module := self._module()) is not None:
+            self._is_ours = False
+            parameters_of(module).pop(self.name, None)
+
+    def is_free(self, ours: Tensor | None) -> bool:
+        """Return whether the module has no attribute of its own where the flat parameter goes.
+
+        Args:
+            ours: The flat parameter, if there is one yet.
+        """
+        module = self._get()
+        found = [vars(module).get(self.name), parameters_of(module).get(self.name)]
+        taken = [buffers_of(module).get(self.name), modules_of(module).get(self.name)]
+        taken.append(getattr(type(module), self.name, None))
+        taken += [each for each in found if each is not ours and each is not self._shown]
+        return all(each is None for each in taken)
+
+    def keep_reachable(self, flat: Tensor) -> None:
+        """Make `flat` an attribute of the module that is there while it is not registered too."""
+        self._get().__dict__[self.name] = flat
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatSlot:
+        return type(self)(copy.deepcopy(self._get(), memo), self.name, self._is_ours)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._get(), self.name, self._is_ours)
+
+
+def find_slots(module: nn.Module, name: str) -> list[Slot]:
+    """Return every place where `module` itself keeps its parameter `name`."""
+    if isinstance(module, nn.RNNBase):
+        position = flat_weights_names_of(module).index(name)
+        return [(parameters_of(module), name), (_FlatWeights(module), position)]
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        return [(parameters_of(module), name)]
+    return [(_Attributes(module), name)]
+
+
+def slot_key(slot: Slot) -> tuple[int, Any]:
+    """Return what identifies a slot that is an entry of a module's `_parameters`."""
+    container, key = slot
+    if isinstance(container, _Attributes):
+        container = parameters_of(container._get())
+    return id(container), key
+
+
+def take_place(original: nn.Parameter, replacement: Tensor) -> None:
+    """Make the object `original` be `replacement`, keeping its attributes and its hooks.
+
+    `.grad` is left alone, and must be None if its dtype would not fit.
+    """
+    hooks, late_hooks = pre_accumulate_hooks_of(original), post_accumulate_hooks_of(original)
+    replacement.__dict__.update(
+        {key: value for key, value in original.__dict__.items() if key not in replacement.__dict__}
+    )
+    swap_parameter(original, replacement)
+    set_hooks(original, hooks, late_hooks)
+
+
+def swap_parameter(original: nn.Parameter, replacement: Tensor) -> None:
+    """Make the object `original` be `replacement`: class, attributes, data; and the reverse.
+
+    Like `torch.utils.swap_tensors`, which refuses tensors with weak references (LSTM and GRU keep
+    some to their weights); those go on pointing to the same, changed, object.
+    """
+    slots = [name for name in ("_local_tensor", "_spec") if hasattr(type(original), name)]
+    for name in slots:
+        ours, theirs = getattr(original, name, None), getattr(replacement, name, None)
+        setattr(original, name, theirs)
+        setattr(replacement, name, ours)
+    old_class, new_class = type(original), type(replacement)
+    original.__class__, replacement.__class__ = new_class, old_class  # type: ignore[assignment]
+    original.__dict__, replacement.__dict__ = replacement.__dict__, original.__dict__
+    swap_tensors(original, replacement)
 
 
 @dataclass

@@ -44,8 +44,8 @@ from composable_shard.comm import (
     gather_in,
     trace,
 )
+from composable_shard.flat_param.entries import zero_padding
 from composable_shard.flat_param.shard import LocalShard
-from composable_shard.flat_param.storage import zero_padding
 from composable_shard.flat_param.unsharded import UnshardedParams
 from composable_shard.torch_private import set_versions
 

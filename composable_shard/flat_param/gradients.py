@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from composable_shard.comm import ShardGroup, Streams, trace
+from composable_shard.flat_param.entries import zero_gaps
 from composable_shard.flat_param.full_values import (
     CURRENT,
     GATHERING,
@@ -30,10 +31,9 @@ from composable_shard.flat_param.grad_pieces import (
     set_gradients,
     write_gradient,
 )
-from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.flat_param.reduction import FlatReduction, ScratchPool
+from composable_shard.flat_param.shard import HostGradient
 from composable_shard.flat_param.shown import ShownParams
-from composable_shard.flat_param.storage import zero_gaps
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import wrap_all
 

@@ -18,6 +18,7 @@ from composable_shard.flat_param.entries import (
     ParamEntry,
     flat_spec,
     set_requires_grad,
+    zero_gaps,
 )
 from composable_shard.flat_param.full_values import (
     HOLDS_GRADIENTS,
@@ -30,7 +31,6 @@ from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.memory import MemoryPlan, Precision
 from composable_shard.flat_param.shard import LocalShard
 from composable_shard.flat_param.shown import ShownParams
-from composable_shard.flat_param.storage import zero_gaps
 from composable_shard.layout import FlatLayout
 from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy
 from composable_shard.tensor import (

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from composable_shard.comm import HOST, QUANTISED, ShardGroup, alloc_host, copies_for
-from composable_shard.flat_param.entries import ParamEntry
+from composable_shard.flat_param.entries import ParamEntry, zero_gaps
 from composable_shard.flat_param.full_values import (
     FullValues,
     free_storage,
 )
 from composable_shard.flat_param.shard import LocalShard
-from composable_shard.flat_param.storage import zero_gaps
 from composable_shard.layout import FlatLayout
 from composable_shard.options import PRECISIONS, MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.tensor import WriteGuard

@@ -16,8 +16,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composable_shard.flat_param.entries import FlatEntry, ParamEntry, hide, hide_flat, unhide
-from composable_shard.flat_param.storage import FlatSlot
+from composable_shard.flat_param.entries import (
+    FlatEntry,
+    FlatSlot,
+    ParamEntry,
+    hide,
+    hide_flat,
+    unhide,
+)
 from composable_shard.tensor import WriteGuard
 from composable_shard.torch_private import post_accumulate_hooks_of, pre_accumulate_hooks_of
 

@@ -4,8 +4,7 @@ Read `flat_layout` first, then `granularity`, `owners` and `ranges`.
 """
 
 from composable_shard.layout.flat_layout import FlatLayout, cut_buckets
-from composable_shard.layout.granularity import block_numel, is_owned
-from composable_shard.layout.owners import balance, fullest
+from composable_shard.layout.granularity import balance, block_numel, fullest, is_owned
 from composable_shard.layout.ranges import (
     Bounds,
     Box,

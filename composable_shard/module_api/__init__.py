@@ -3,28 +3,26 @@
 Read `gathering`, `full_params` and `settings`; `scope` does the work of `unshard_params`.
 """
 
-from composable_shard.module_api.full_params import (
-    register_flat_param,
-    register_orig_params,
-    unshard_params,
-    writeback,
-)
-from composable_shard.module_api.gathering import (
+from composable_shard.module_api.controls import (
     UnshardWork,
     no_sync,
-    reshard,
-    set_requires_gradient_sync,
-    unshard,
-)
-from composable_shard.module_api.settings import (
     register_comm_hook,
+    reshard,
     set_backward_prefetch,
     set_forward_prefetch,
     set_gradient_divide_factor,
     set_is_last_backward,
     set_requires_all_reduce,
+    set_requires_gradient_sync,
     set_reshard_after_backward,
     set_reshard_after_forward,
+    unshard,
+)
+from composable_shard.module_api.full_params import (
+    register_flat_param,
+    register_orig_params,
+    unshard_params,
+    writeback,
 )
 
 __all__ = [

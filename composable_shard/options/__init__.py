@@ -3,17 +3,15 @@
 Read `unit_options` first, then `strategy` (what each strategy keeps, frees and sends).
 """
 
-from composable_shard.options.granularity import (
+from composable_shard.options.policies import (
+    PRECISIONS,
     Block,
     Granularity,
     GranularityOption,
-    granularity_of,
-)
-from composable_shard.options.policies import (
-    PRECISIONS,
     MixedPrecisionPolicy,
     OffloadPolicy,
     StateDictOptions,
+    granularity_of,
 )
 from composable_shard.options.strategy import DEFAULT_STRATEGY, ShardingStrategy, StrategyFacts
 from composable_shard.options.unit_options import (

@@ -11,8 +11,12 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.options.granularity import GranularityOption, check_granularity
-from composable_shard.options.policies import MixedPrecisionPolicy, OffloadPolicy
+from composable_shard.options.policies import (
+    GranularityOption,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    check_granularity,
+)
 from composable_shard.options.strategy import DEFAULT_STRATEGY, ShardingStrategy
 
 ReshardAfterForward: TypeAlias = bool | int | None

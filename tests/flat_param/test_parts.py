@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.flat_param import FullState, Precision, Shown
-from composable_shard.flat_param.entries import ParamEntry
+from composable_shard.flat_param.entries import FlatSlot, ParamEntry, find_slots
 from composable_shard.flat_param.full_values import MOVES, FullValues
 from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.reduction import ScratchPool
 from composable_shard.flat_param.shard import LocalShard
 from composable_shard.flat_param.shown import ShownParams
-from composable_shard.flat_param.storage import FlatSlot, find_slots
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from composable_shard.flat_param.entries import dense_stride, find_slots, swap_parameter
 from composable_shard.flat_param.full_values import alloc_storage, free_storage
-from composable_shard.flat_param.storage import dense_stride, find_slots, swap_parameter
 from tests.helpers import peak_bytes
 
 pytestmark = pytest.mark.fast

@@ -36,8 +36,8 @@ from composable_shard import (
     shard_model,
 )
 from composable_shard.planning import by_class, by_size, transformer_blocks
+from composable_shard.planning.api import choose_units
 from composable_shard.planning.rules import Scope, compile_glob, parse_rules
-from composable_shard.planning.units import choose_units
 from composable_shard.runtime.tree import ModuleTree, has_forward
 from tests.helpers import distributed, run_ranks
 from tests.models import Layer, Net, Twins, assert_at_rest, fingerprint, plan_of, rank_input

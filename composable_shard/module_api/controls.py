@@ -1,15 +1,165 @@
-"""Settings of units that may change between steps; each counts from the next pass on."""
+"""Functions that users call on sharded modules between and around steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
 from composable_shard.comm import CommHook
 from composable_shard.options import ReshardAfterForward, check_reshard_after_forward
-from composable_shard.runtime import StateRef, apply_policy, check_is_idle, select_states
+from composable_shard.runtime import (
+    ShardState,
+    StateRef,
+    TrainingState,
+    apply_policy,
+    check_is_idle,
+    lazy_init,
+    release_handle,
+    select_states,
+)
+
+
+class UnshardWork:
+    """A gather that `unshard(async_op=True)` started."""
+
+    def __init__(self, states: list[ShardState]) -> None:
+        self._states = states
+
+    def wait(self) -> None:
+        """Wait for the gather; from then on the modules show their full parameters."""
+        _check_not_in_scope(self._states)
+        states, self._states = self._states, []
+        for state in states:
+            _show_unsharded(state)
+
+
+def unshard(
+    module: nn.Module, *, recurse: bool = False, async_op: bool = False
+) -> UnshardWork | None:
+    """Gather the full parameters and keep them until `reshard`.
+
+    The module shows them as plain parameters; a forward or backward in between needs no gather.
+    Edits to them are lost at `reshard` (with a warning) unless `writeback` is called before. One
+    all-gather for each handle; a second call does nothing.
+
+    Args:
+        module: A sharded module.
+        recurse: Also the units below `module`, which need not be sharded itself.
+        async_op: Return at once with an object whose `wait()` must be called before use.
+
+    Raises:
+        ValueError: If there is no unit to unshard.
+        RuntimeError: Inside `unshard_params`, which shows the full parameters already.
+    """
+    states = select_states(module, recurse)
+    _check_not_in_scope(states)
+    lazy_init(module)
+    for state in states:
+        _unshard(state)
+    work = UnshardWork(states)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def reshard(module: nn.Module, *, recurse: bool = False) -> None:
+    """Free the full parameters and show the sharded ones; no communication.
+
+    Args:
+        module: A sharded module.
+        recurse: Also the units below `module`, which need not be sharded itself.
+
+    Raises:
+        ValueError: If there is no unit to reshard.
+        RuntimeError: Inside `unshard_params`, which shows the sharded ones again itself.
+    """
+    states = select_states(module, recurse)
+    _check_not_in_scope(states)
+    for state in states:
+        _reshard(state)
+
+
+def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
+    """Choose whether backwards reduce gradients, or accumulate them unsharded on each rank.
+
+    The first backward with `flag` True reduces what was accumulated.
+
+    Args:
+        module: A module with sharded units.
+        flag: Whether to reduce.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+    """
+    for state in select_states(module, recurse):
+        state.set_gradient_sync(requires_gradient_sync=flag)
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without communication in the enclosed block.
+
+    As in DistributedDataParallel, the next backward outside reduces the sum. Each rank holds
+    unsharded gradients meanwhile. The earlier setting of each unit comes back, also after an
+    exception.
+
+    Raises:
+        ValueError: If there is no unit in `module`.
+    """
+    states = select_states(module, recurse=True)
+    before = [state.requires_gradient_sync for state in states]
+    for state in states:
+        state.set_gradient_sync(requires_gradient_sync=False)
+    try:
+        yield
+    finally:
+        for state, flag in zip(states, before, strict=True):
+            state.set_gradient_sync(requires_gradient_sync=flag)
+
+
+def _check_not_in_scope(states: list[ShardState]) -> None:
+    for state in states:
+        if state.is_in_scope:
+            raise RuntimeError(
+                f"unit '{state.name}' shows its full parameters inside unshard_params already. "
+                "Call unshard(module), its wait() and reshard(module) outside the scope."
+            )
+
+
+def _unshard(state: ShardState) -> None:
+    """Start gathering a unit's full parameters and hold them until `_reshard`."""
+    if state.is_held or state.context is None:
+        return
+    for handle in state.needed:
+        handle.shown.check_registered()
+    for handle in state.needed:
+        handle.unshard(state.context.streams)
+    state.hold()
+
+
+def _show_unsharded(state: ShardState) -> None:
+    """Wait for `_unshard` and register the full parameters."""
+    for handle in state.needed:
+        if state.context is not None and not handle.shown.is_unsharded:
+            # Again, if shards were written meanwhile: what was sent may be half of each.
+            handle.unshard(state.context.streams)
+        handle.full.wait()
+        handle.shown.show_unsharded()
+
+
+def _reshard(state: ShardState) -> None:
+    """Free a unit's full parameters and register the sharded ones, unless a pass needs them."""
+    if state.context is None:
+        return
+    state.let_go()
+    if state.training_state is TrainingState.IDLE:
+        for handle in state.needed:
+            release_handle(state.context, handle)
 
 
 def set_requires_all_reduce(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
