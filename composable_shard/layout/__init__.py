@@ -1,6 +1,6 @@
 """Integers only: where parameters lie in a flat parameter, and which rank holds what.
 
-Read `flat_layout` first, then `granularity`, `owners` and `ranges`.
+Read `flat_layout` first, then `granularity` (who owns what) and `ranges`.
 """
 
 from composable_shard.layout.flat_layout import FlatLayout, cut_buckets

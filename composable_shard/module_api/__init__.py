@@ -1,6 +1,6 @@
 """What users call on a sharded module: `unshard`, `unshard_params`, settings.
 
-Read `gathering`, `full_params` and `settings`; `scope` does the work of `unshard_params`.
+Read `controls` and `full_params` first; `scope` does the work of `unshard_params`.
 """
 
 from composable_shard.module_api.controls import (
