@@ -20,8 +20,7 @@ from composable_shard.flat_param.shard import LocalShard
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
-from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec
-from composable_shard.tensor.shard_spec import WriteGuard
+from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec, WriteGuard
 from tests.helpers import peak_bytes
 
 CPU = torch.device("cpu")
