@@ -56,10 +56,8 @@ queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
 
-
-def has_saved_tensors_hooks() -> bool:
-    """Return whether saved-tensor hooks are in force, as in a non-reentrant checkpoint."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+# What `torch.autograd.graph.saved_tensors_hooks` has put in force, given False; None for nothing.
+top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 # Tensor subclasses and the dispatcher.

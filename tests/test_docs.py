@@ -140,7 +140,7 @@ def test_python_block_is_valid(block: _Block) -> None:
 
 
 def _make_targets() -> set[str]:
-    return set(re.findall(r"(?m)^(\w+):", (ROOT / "Makefile").read_text()))
+    return set(re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text()))
 
 
 def _missing_of(words: list[str]) -> str | None:

@@ -27,10 +27,10 @@ from composable_shard.torch_private import (
     CALL_CODE,
     base_of,
     current_backward_id,
-    has_saved_tensors_hooks,
     is_forward_grad_enabled,
     next_sequence_nr,
     sequence_nr_of,
+    top_saved_tensors_hooks,
 )
 
 # Before a forward
@@ -105,7 +105,7 @@ def _number_call(context: TreeContext, state: ShardState) -> None:
         state.call_number = context.num_forwards
         state.call_sequence_nr = next_sequence_nr()
         context.num_forwards += 1
-        state.is_checkpointed = has_saved_tensors_hooks()
+        state.is_checkpointed = top_saved_tensors_hooks(False) is not None
     elif any([handle.has_early_hooks for handle in state.needed]) and _is_in_function():
         context.may_recompute.add(state.ref)
 
@@ -247,7 +247,7 @@ def _register(context: TreeContext, state: ShardState, tensors: Sequence[Tensor]
                 has_units_inside = context.num_calls != state.last_call
                 runs_alone = state.buckets is not None and not has_units_inside
                 hook = OutputReached(
-                    state, context, runs_alone=runs_alone and not has_saved_tensors_hooks()
+                    state, context, runs_alone=runs_alone and top_saved_tensors_hooks(False) is None
                 )
             tensor.grad_fn.register_prehook(hook)
             base = base_of(tensor)
