@@ -142,11 +142,13 @@ def measure_steps() -> House:
 def measure_source(root: Path = _ROOT) -> House:
     """Read the package in a folder, and the `pyproject.toml` beside it."""
     tree = Tree(root)
-    found = _sizes(tree) | _levels(tree) | _classes(tree) | _touched(tree) | _functions(tree)
+    found = (
+        _sizes_of_files(tree) | _levels(tree) | _classes(tree) | _touched(tree) | _functions(tree)
+    )
     return found | _contract_levels(root.parent / "pyproject.toml")
 
 
-def _sizes(tree: Tree) -> House:
+def _sizes_of_files(tree: Tree) -> House:
     longest = max(tree.sources.values(), key=lambda source: source.num_lines)
     figures = {
         "modules": len(tree.modules),

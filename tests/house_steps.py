@@ -75,7 +75,7 @@ def _count_on_rank(folder: str) -> dict[str, Entered]:
 
 def _count_trainer(folder: str, fully_shard: Callable[[nn.Module], Any]) -> tuple[Entered, Entered]:
     """Return what set-up and the first step enter, and what a warm step enters."""
-    model = nn.Sequential(*(_Block() for _ in range(_NUM_BLOCKS)))
+    model = nn.Sequential(*(_Residual() for _ in range(_NUM_BLOCKS)))
     x = torch.ones(4, 16)
     with _count(folder) as first:
         for block in model:
@@ -90,7 +90,7 @@ def _count_trainer(folder: str, fully_shard: Callable[[nn.Module], Any]) -> tupl
     return first.entered(), warm.entered()
 
 
-class _Block(nn.Module):
+class _Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(16, 32, bias=False)

@@ -29,7 +29,7 @@ COMMANDS = ("make", "python", "pytest", "torchrun", "pip")
 
 
 @dataclass(frozen=True)
-class _Block:
+class _CodeBlock:
     """One block of code, fenced or indented, as a reader would copy it."""
 
     page: Path
@@ -52,7 +52,7 @@ _INDENTED = re.compile(r"(?<=\n\n)(?:    .*\n)+")
 
 
 @cache
-def _blocks(page: Path) -> list[_Block]:
+def _blocks(page: Path) -> list[_CodeBlock]:
     """Return the blocks of the page in order; indented ones are commands."""
     text = page.read_text() + "\n"
     found = [(match.start(), match[1], match[2]) for match in _FENCED.finditer(text)]
@@ -60,12 +60,12 @@ def _blocks(page: Path) -> list[_Block]:
     for match in _INDENTED.finditer(prose):
         found.append((match.start(), "bash", re.sub(r"(?m)^    ", "", match[0])))
     return [
-        _Block(page, text.count("\n", 0, start) + 1, language, code)
+        _CodeBlock(page, text.count("\n", 0, start) + 1, language, code)
         for start, language, code in sorted(found)
     ]
 
 
-def _all_blocks(language: str) -> list[_Block]:
+def _all_blocks(language: str) -> list[_CodeBlock]:
     return [block for page in PAGES for block in _blocks(page) if block.language == language]
 
 
@@ -105,7 +105,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("command", "block"), RUNS, ids=[shlex.join(words) for words, _ in RUNS])
-def test_program_runs_as_printed(command: list[str], block: _Block, tmp_path: Path) -> None:
+def test_program_runs_as_printed(command: list[str], block: _CodeBlock, tmp_path: Path) -> None:
     """Each program runs as each command on its page says, and its loss falls."""
     assert block.program is not None
     script = tmp_path / block.program
@@ -128,7 +128,7 @@ def _numbers(text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("block", _all_blocks("python"), ids=str)
-def test_python_block_is_valid(block: _Block) -> None:
+def test_python_block_is_valid(block: _CodeBlock) -> None:
     """It compiles, and what it imports from the package exists."""
     tree = ast.parse(block.code, str(block))
     compile(tree, str(block), "exec")

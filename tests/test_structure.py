@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,3 +114,22 @@ def test_private_names_of_torch_are_spelled_in_one_module() -> None:
     ]
     assert foreign == []
     assert len(list(_private_names(private))) > 30  # they are there
+
+
+def test_a_helper_of_the_tests_is_defined_once() -> None:
+    """A name at the top of two test files is one helper written twice, or two for one name."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[:5] != "test_":
+                places[node.name].append(path.name)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_a_note_that_is_cited_is_there() -> None:
+    """`[Note: X]` within a line cites the note of which it is the heading elsewhere."""
+    text = "\n".join(path.read_text() for path in ROOT.rglob("*.py"))
+    cited = set(re.findall(r"\[Note: ([^\]]+)\]", text))
+    defined = set(re.findall(r'(?m)^\s*(?:""")?\[Note: ([^\]]+)\]$', text))
+    assert cited - defined == set()
+    assert len(defined) > 10

@@ -1,6 +1,6 @@
 """This rank's part of a flat parameter and of its gradient, on the device or on the host.
 
-[Note: Offloaded shard] is with the copies to and from the host, in `composable_shard.comm`.
+Copies to and from the host, and who waits for them: [Note: Copies and waits].
 """
 
 from __future__ import annotations

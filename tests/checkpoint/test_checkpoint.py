@@ -131,7 +131,7 @@ def _step_zoo(model: _Zoo, optimizers: _Optimizers) -> None:
     """
     matrices = optimizers["muon"].param_groups[0]["params"]
     for number, param in enumerate(model.parameters()):
-        if not param.requires_grad or _is_elsewhere(param):
+        if not param.requires_grad or _is_owned_by_other_rank(param):
             continue
         generator = torch.Generator().manual_seed(number)
         grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
@@ -144,7 +144,7 @@ def _step_zoo(model: _Zoo, optimizers: _Optimizers) -> None:
         model.norm.running_mean.fill_(0.25)
 
 
-def _is_elsewhere(param: Tensor) -> bool:
+def _is_owned_by_other_rank(param: Tensor) -> bool:
     """Return whether another rank holds the whole parameter, and alone has optimizer state."""
     return isinstance(param, FlatShard) and param._shard_spec.is_owned_by_other_rank
 
@@ -192,7 +192,7 @@ def _load_zoos(layout: str, folders: list[Path]) -> None:
         assert [id(param) for param in model.parameters()] == [id(param) for param in objects]
         assert optimizers["adamw"].param_groups[0]["weight_decay"] == 0.1
         with_state = {id(param) for each in optimizers.values() for param in each.state}
-        assert not with_state & {id(param) for param in objects if _is_elsewhere(param)}
+        assert not with_state & {id(param) for param in objects if _is_owned_by_other_rank(param)}
         values = _zoo_values(model, optimizers)
         assert values.keys() == expected.keys()
         for name, value in values.items():

@@ -26,7 +26,7 @@ from tests.helpers import peak_bytes
 CPU = torch.device("cpu")
 
 
-def _group(size: int = 1) -> ShardGroup:
+def _shard_group(size: int = 1) -> ShardGroup:
     """Return a group of which nothing but the sizes is used."""
     return ShardGroup(None, 0, size, CPU)  # type: ignore[arg-type]
 
@@ -35,7 +35,9 @@ def _full(
     size: int = 2, *, is_kept: bool = False, param_dtype: torch.dtype | None = None
 ) -> FullValues:
     layout = FlatLayout.plan([6, 4], size, 4)
-    plan = MemoryPlan(_group(size), Precision(param_dtype=param_dtype), OffloadPolicy(), is_kept)
+    plan = MemoryPlan(
+        _shard_group(size), Precision(param_dtype=param_dtype), OffloadPolicy(), is_kept
+    )
     _, full = plan.allocate(layout, WriteGuard(), torch.float32, CPU)
     full.name = "block"
     return full
@@ -195,7 +197,7 @@ def _entries(module: nn.Linear, shard: LocalShard) -> list[ParamEntry]:
 def _alone(module: nn.Linear) -> tuple[FullValues, ShownParams]:
     """Return the parts of a handle of a module that one rank trains alone."""
     layout = FlatLayout.plan([param.numel() for param in module.parameters()], 1, 4)
-    plan = MemoryPlan(_group(), Precision(), OffloadPolicy(), True)
+    plan = MemoryPlan(_shard_group(), Precision(), OffloadPolicy(), True)
     shard, full = plan.allocate(layout, WriteGuard(), torch.float32, CPU)
     shown = ShownParams(_entries(module, shard), None, shard.guard, shows_flat=False)
     shown.set_flat_slot(FlatSlot(module, "_flat_param"))
@@ -237,7 +239,7 @@ def test_a_rank_alone_publishes_the_gradients_of_autograd() -> None:
     module = nn.Linear(3, 2)
     full, shown = _alone(module)
     views = full.params.build(shown.entries, True)
-    grads = FlatGradients(full.shard.layout, _group(), shown, is_persistent=False)
+    grads = FlatGradients(full.shard.layout, _shard_group(), shown, is_persistent=False)
     grads.bind(full, views, torch.float32, is_pinned=False)
     expected: list[Tensor] = []
     for index, entry in enumerate(shown.entries):

@@ -41,7 +41,7 @@ from tests.models import (
 STRATEGIES = list(ShardingStrategy)
 
 
-class Layer(nn.Module):
+class OwnedLayer(nn.Module):
     """One weight, of which a unit alone gives all to one rank."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Layers(Net):
 
     def __init__(self, num_layers: int = 6) -> None:
         super().__init__(0)
-        self.blocks.extend(Layer() for _ in range(num_layers))
+        self.blocks.extend(OwnedLayer() for _ in range(num_layers))
 
 
 def owners_of(model: nn.Module) -> list[int | None]:
@@ -285,7 +285,7 @@ def test_nested_units_and_ties_move_once_for_each_call() -> None:
 @distributed(2)
 def test_siblings_are_balanced_by_lazy_init() -> None:
     """Units that no call encloses: a `lazy_init` of the module around them is what they share."""
-    model = nn.ModuleList(Layer() for _ in range(4))
+    model = nn.ModuleList(OwnedLayer() for _ in range(4))
     before = [param.detach().clone() for param in model.parameters()]
     for block in model:
         fully_shard(block, granularity="param")
@@ -344,7 +344,7 @@ def test_rules_settle_owners_before_anything_is_sharded() -> None:
     """`shard_model` moves nothing: no collective at all, and the balance of the whole tree."""
     model = Layers()
     with count_collectives() as log:
-        shard_model(model, {Layer: {}}, granularity="param")
+        shard_model(model, {OwnedLayer: {}}, granularity="param")
     assert not log.events
     assert_balanced(model)
     assert_whole(model)
