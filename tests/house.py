@@ -101,7 +101,7 @@ GOALS = {
 REACHED = {
     "warm step: calls between files": 230,
     "set-up and first step: files": 39,
-    "lines": 21_860,
+    "lines": 23_500,
 }
 
 _MAX_METHODS = GOALS["methods of a class, most"]

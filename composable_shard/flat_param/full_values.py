@@ -28,6 +28,8 @@ with what the others receive. No value ever goes the other way.
 
 from __future__ import annotations
 
+import math
+import os
 from contextlib import suppress
 from enum import Enum
 
@@ -50,18 +52,52 @@ from composable_shard.flat_param.unsharded import UnshardedParams
 from composable_shard.torch_private import set_versions
 
 
+class Poison:
+    """Fills memory that nobody may read with NaN: freed, just allocated, or in flight.
+
+    Tests switch it on, with COMPOSABLE_SHARD_POISON=1 or `is_on`. A read without a claim then gives
+    the same wrong numbers each time, and not by chance the right ones. Gathers block.
+    """
+
+    is_on = os.environ.get("COMPOSABLE_SHARD_POISON", "0") == "1"
+
+    @staticmethod
+    def fill(tensor: Tensor) -> None:
+        """Fill a tensor of floating point or complex numbers with NaN, seen by no version."""
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            with torch.no_grad():
+                tensor.data.fill_(math.nan)
+
+
+class _PoisonedGather:
+    """A gather whose values nobody sees before they are waited for."""
+
+    def __init__(self, gather: Waitable, output: Tensor) -> None:
+        gather.wait()
+        self._output, self._values = output, output.clone()
+        Poison.fill(output)
+
+    def wait(self) -> None:
+        """Write the values where they belong."""
+        self._output.copy_(self._values)
+
+
 def alloc_storage(tensor: Tensor) -> None:
     """Give `tensor`, which spans its whole storage, memory again; no-op if it has some."""
     storage = tensor.untyped_storage()
     nbytes = tensor.numel() * tensor.element_size()
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
+        if Poison.is_on:
+            Poison.fill(tensor)
 
 
 def free_storage(tensor: Tensor) -> None:
     """Give back the memory of `tensor`'s storage; the tensor and its views stay, unreadable."""
     storage = tensor.untyped_storage()
     if storage.nbytes() != 0:
+        if Poison.is_on:
+            Poison.fill(tensor)
         storage.resize_(0)
 
 
@@ -213,7 +249,10 @@ class FullValues:
             trace.record("issue_gather", self.name)
         self.move(GATHERING)
         try:
-            self._gather = self._issue(streams)
+            gather = self._issue(streams)
+            if Poison.is_on and gather is not None:
+                gather = _PoisonedGather(gather, self.output)
+            self._gather = gather
         except BaseException:
             self._part = None
             self._forget()

@@ -1,0 +1,37 @@
+"""Memory that nobody may read is filled with NaN, on request."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from composable_shard import ShardingStrategy, get_handles, reshard, unshard
+from tests.claims import poisoned
+from tests.helpers import distributed
+from tests.models import rank_input, shard_root, square_mean
+
+
+@distributed(2)
+def test_values_in_flight_are_poisoned_until_they_are_waited_for() -> None:
+    """An unwaited read gives NaN each time, a right one the values."""
+    model = nn.Linear(6, 6)
+    shard_root(model)
+    square_mean(model(rank_input(2, 6))).backward()
+    (handle,) = get_handles(model)
+    reshard(model)
+    with poisoned():
+        handle.unshard()
+        assert handle.full.output.isnan().all()
+        handle.full.wait()
+        assert not handle.full.output.isnan().any()
+        reshard(model)
+    assert handle.full.buffer.untyped_storage().nbytes() == 0
+
+
+@distributed(2)
+def test_unpoisoned_values_are_written_at_once() -> None:
+    """Without it a kept buffer has numbers at all times."""
+    model = nn.Linear(6, 6)
+    shard_root(model, strategy=ShardingStrategy.SHARD_GRAD_OP)
+    unshard(model)
+    (handle,) = get_handles(model)
+    assert not handle.full.output.isnan().any()
