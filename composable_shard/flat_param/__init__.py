@@ -31,6 +31,7 @@ from composable_shard.flat_param.flat_mode import (
 from composable_shard.flat_param.full_values import FullState
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.memory import Precision, plan_layout
+from composable_shard.flat_param.owners import change_owners
 from composable_shard.flat_param.reduction import ScratchPool
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown
@@ -47,6 +48,7 @@ __all__ = [
     "Shown",
     "Slot",
     "UnshardedParameter",
+    "change_owners",
     "check_can_show_flat",
     "check_can_show_originals",
     "check_requires_grad",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,20 +15,17 @@ from composable_shard.comm import ShardGroup, Streams
 from composable_shard.flat_param.entries import (
     FlatEntry,
     ParamEntry,
-    flat_spec,
     set_requires_grad,
     zero_gaps,
 )
 from composable_shard.flat_param.full_values import (
     HOLDS_GRADIENTS,
     STALE,
-    FullValues,
     alloc_storage,
     free_storage,
 )
 from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.memory import MemoryPlan, Precision
-from composable_shard.flat_param.shard import LocalShard
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
 from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy
@@ -74,6 +70,7 @@ class FlatParamHandle:
         is_attached: The unsharded parameters and their hooks exist.
         is_sharded: False only where each rank holds everything: then nothing is gathered.
         is_kept: The unsharded buffer is never freed, see [Note: Kept buffers].
+        memory: Makes its buffers.
     """
 
     def __init__(  # noqa: PLR0913 -- all that defines a handle, each by name
@@ -118,7 +115,7 @@ class FlatParamHandle:
         if device.type != "meta":
             device = shard_group.device
         main_dtype = self.precision.main_dtype or params[0].dtype
-        self.shard, self.full = self._memory.allocate(layout, self.guard, main_dtype, device)
+        self.shard, self.full = self.memory.allocate(layout, self.guard, main_dtype, device)
         self.rename(self.name)
         for param, spec in zip(params, specs, strict=True):
             kind = FlatShard if spec.tensor_parallel is None else FlatShardOfDTensor
@@ -133,7 +130,7 @@ class FlatParamHandle:
         group, facts = self.shard_group, self.strategy.facts
         self.is_sharded = group.size > 1
         self.is_kept = facts.keeps_params(group.size)
-        self._memory = MemoryPlan(group, self.precision, self.offload, self.is_kept)
+        self.memory = MemoryPlan(group, self.precision, self.offload, self.is_kept)
         self.guard = WriteGuard(weakref.ref(self))
         self.shown = ShownParams(self.entries, flat, self.guard, shows_flat=shows_flat)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
@@ -225,7 +222,7 @@ class FlatParamHandle:
         self.shown.hide_unshown()  # a pickle does not know it
         self.grads.reduction.set_divide_factor(divide_factor)
         with torch.inference_mode(False), torch.no_grad():
-            self._take_slices()
+            self.take_slices()
         self.rename(self.name)
         self.full.set_small_group(small_group)
 
@@ -258,7 +255,7 @@ class FlatParamHandle:
             for index, entry in enumerate(self.entries):
                 _hook_gradient(self, index, cast(nn.Parameter, entry.unsharded))
             reduce_dtype = self.precision.reduces_in(self.shard.values.dtype)
-            self.grads.bind(full, views, reduce_dtype, is_pinned=self._memory.is_pinned)
+            self.grads.bind(full, views, reduce_dtype, is_pinned=self.memory.is_pinned)
 
     def adopt_changes(self) -> None:
         """Take over what was done to the sharded parameters: `.to()`, `requires_grad_()`.
@@ -307,21 +304,21 @@ class FlatParamHandle:
                 "expected the parameters of one unit that were sharded together to change dtype "
                 f"and device together, got {detail}. Convert the whole unit."
             )
-        self._memory.check(shown[0], self.name)
+        self.memory.check(shown[0], self.name)
         # No reference to a slice: each is freed as soon as it has been copied.
         with torch.inference_mode(False), torch.no_grad():
             old = self.full
-            self._take_slices()
+            self.take_slices()
             self.full.take_over(old)
             if self.is_attached:
                 self._build_unsharded_params()
         self.guard.note_attributes(True)
 
-    def _take_slices(self) -> None:
+    def take_slices(self) -> None:
         """Copy the parameters shown at rest into a new flat shard; all become views of it."""
         at_rest, flat = self.shown.at_rest, self.shown.flat
         local = at_rest[0].sharded._local
-        self.shard, self.full = self._memory.allocate(
+        self.shard, self.full = self.memory.allocate(
             self.layout, self.guard, local.dtype, local.device
         )
         values = self.shard.values
@@ -331,67 +328,6 @@ class FlatParamHandle:
         zero_gaps(values, self.layout, self.shard_group.rank)
         for each in self.entries if flat is None else [*self.entries, flat]:
             each.view_in(values, self.guard)
-
-    def change_owners(self, owners: Sequence[int]) -> None:
-        """Give parameters that are owned whole to other ranks, with their values.
-
-        Before `attach`, while no parameter has a gradient. One all-gather of the main values, none
-        on the meta device. The Parameter objects stay the same; if the allocation or the collective
-        fails, the handle is as before.
-
-        Args:
-            owners: A rank for each entry.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            self.adopt_changes()
-            order = sorted(range(len(owners)), key=lambda index: owners[index])
-            old, shard = self.layout, self.shard
-            layout = FlatLayout.plan(
-                [old.numels[index] for index in order],
-                old.world_size,
-                old.alignment,
-                owners=[owners[index] for index in order],
-            )
-            # All memory before the collective: nothing fails after it.
-            full = None if shard.values.is_meta else shard.new_full()
-            parts = self._memory.allocate(
-                layout, self.guard, shard.values.dtype, shard.values.device
-            )
-            if full is not None:
-                work = shard.gather_into(full, shard.values, to_first=False)
-                assert work is not None
-                work.wait()
-            self._take_layout(layout, order, *parts)
-            if full is not None:
-                for index, entry in zip(order, self.entries, strict=True):
-                    start, end = old.offsets[index], old.offsets[index] + old.numels[index]
-                    if entry.spec.owner == self.shard_group.rank:
-                        entry.slice_of(self.shard.values).copy_(full[start:end])
-
-    def _take_layout(
-        self, layout: FlatLayout, order: Sequence[int], shard: LocalShard, full: FullValues
-    ) -> None:
-        """Bring the entries in the order of a new layout; they become views of its shard."""
-        full.take_over(self.full)
-        self.layout, self.shard, self.full = layout, shard, full
-        self.entries[:] = [self.entries[index] for index in order]
-        for index, entry in enumerate(self.entries):
-            entry.spec = replace(entry.spec, layout=layout, index=index)
-            entry.view_in(shard.values, self.guard)
-        flat = self.shown.flat
-        if flat is not None:
-            specs = [entry.spec for entry in self.entries]
-            spec = flat_spec(specs, layout, self.shard_group, flat.label.fqn)
-            flat.spec = replace(spec, label=flat.label)
-            flat.used = [flat.used[index] for index in order]
-            flat.view_in(shard.values, self.guard)
-        grads = self.grads
-        self.grads = FlatGradients(
-            layout, self.shard_group, self.shown, is_persistent=grads.is_persistent
-        )
-        self.grads.name = self.name
-        self.grads.reduction.take_options(grads.reduction)
-        self.shown.index_slots()
 
     # What involves several parts
 
@@ -470,7 +406,7 @@ class FlatParamHandle:
         Raises:
             RuntimeError: If it should be pinned and is not, naming a parameter.
         """
-        self._memory.check_pinned(self.shard.values, self.name)
+        self.memory.check_pinned(self.shard.values, self.name)
 
 
 def _hook_gradient(handle: FlatParamHandle, index: int, unsharded: nn.Parameter) -> None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard.comm import FlagReduction, Ranks, ShardGroup
-from composable_shard.flat_param import FlatParamHandle
+from composable_shard.flat_param import FlatParamHandle, change_owners
 from composable_shard.layout import balance, fullest
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.buffers import is_never_written, place_buffers
@@ -337,7 +337,7 @@ def settle_owners(
         _compare_plans(planned)
     for handle, found in planned.items():
         if tuple(found) != handle.layout.owners:
-            handle.change_owners(found)
+            change_owners(handle, found)
     return owners
 
 
