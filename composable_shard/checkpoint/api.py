@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_shard.checkpoint import json_tree
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint, reading
 from composable_shard.checkpoint.run_state import (
@@ -29,7 +28,7 @@ from composable_shard.checkpoint.run_state import (
 from composable_shard.checkpoint.writer import list_items, plan_save, write_checkpoint
 from composable_shard.comm import HostGroup, get_host_group
 from composable_shard.options import StateDictOptions
-from composable_shard.state_dict import get_optimizer_state_dict, prepare_load
+from composable_shard.state_dict import get_optimizer_state_dict, json_tree, prepare_load
 
 
 class CheckpointSave:

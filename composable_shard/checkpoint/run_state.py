@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_shard.checkpoint import json_tree
 from composable_shard.checkpoint.reader import CheckpointReader
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (
     ModelTensors,
     get_model_state_dict,
     handles_of,
+    json_tree,
     materialize,
     params_by_fqn,
     set_model_state_dict,

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard.checkpoint import files, json_tree
+from composable_shard.checkpoint import files
 from composable_shard.checkpoint.file_format import (
     CHUNK_NBYTES,
     LATEST,
@@ -44,6 +44,7 @@ from composable_shard.checkpoint.file_format import (
 from composable_shard.checkpoint.reader import byte_view, list_checkpoints
 from composable_shard.comm import HostGroup
 from composable_shard.layout import Region, whole_box
+from composable_shard.state_dict import json_tree
 from composable_shard.tensor import FlatShard, local_part, region_of
 
 _Piece = tuple[str, tuple[Any, ...], int, int]  # tensor, box, start, end

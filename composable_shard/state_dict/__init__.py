@@ -3,6 +3,7 @@
 Read `api`, `model_state` and `optimizer_state` first.
 """
 
+from composable_shard.state_dict import json_tree
 from composable_shard.state_dict.api import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -40,6 +41,7 @@ __all__ = [
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "handles_of",
+    "json_tree",
     "load_values",
     "materialize",
     "mesh_groups",

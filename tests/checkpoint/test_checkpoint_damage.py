@@ -23,8 +23,8 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from composable_shard import FlatShard, find_checkpoint, load_checkpoint, save_checkpoint
 from composable_shard.checkpoint import files
-from composable_shard.checkpoint.json_tree import decode, encode, merge
 from composable_shard.layout import Region
+from composable_shard.state_dict.json_tree import decode, encode, merge
 from composable_shard.tensor.operands import find_places
 from tests.helpers import assert_equal, distributed, run_ranks
 from tests.models import Net, rank_input, shard_blocks
