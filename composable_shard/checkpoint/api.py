@@ -19,6 +19,7 @@ from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint, reading
 from composable_shard.checkpoint.run_state import (
     StagedModel,
+    check_is_number,
     check_rng_state,
     describe_model,
     get_rng_state,
@@ -161,6 +162,10 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             name: get_optimizer_state_dict(model, each)
             for name, each in _as_dict(optimizer).items()
         }
+        for state in states.values():
+            for options in state["param_groups"]:
+                for name, value in options.items():
+                    check_is_number(name, value)
         tree["optimizer"] = {
             name: json_tree.encode(state, _prefix("optimizer", name), tensors)
             for name, state in states.items()

@@ -20,6 +20,7 @@ from composable_shard.state_dict import (
     ModelTensors,
     get_model_state_dict,
     handles_of,
+    is_extra_state,
     json_tree,
     materialize,
     params_by_fqn,
@@ -142,13 +143,18 @@ class StagedModel:
             raise ValueError(f"{reader.folder} has no model")
         if is_strict:
             _compare_names(reader, "parameters and buffers", state, tree)
-        common = {fqn: json_tree.tensor_name(tree[fqn]) for fqn in state if fqn in tree}
+        extra = {fqn for fqn in tree if is_extra_state(fqn) and fqn in state}
+        common = {
+            fqn: json_tree.tensor_name(tree[fqn])
+            for fqn in state
+            if fqn in tree and fqn not in extra
+        }
         problems = [_mismatch(reader, n, state[fqn], is_strict) for fqn, n in common.items()]
         named = [f"'{fqn}' {text}" for fqn, text in zip(common, problems, strict=True) if text]
         if named:
             raise ValueError(f"{reader.folder} does not fit the model: {_listing(named)}")
         meta = _find_meta(reader, model, state, common)
-        staged: dict[str, Any] = {}
+        staged = {fqn: json_tree.decode(tree[fqn], reader.read_whole) for fqn in extra}
         places = params_by_fqn(model)
         known: dict[Any, Tensor] = {}
         for fqn, name in common.items():
@@ -223,9 +229,14 @@ def read_optimizer(
     Raises:
         ValueError: If the checkpoint does not fit or is damaged.
     """
-    groups = json_tree.decode(tree["param_groups"], _no_tensor)
-    own = [group.fqns for group in view_optimizers(model, [optimizer])]
+    groups = json_tree.decode(tree["param_groups"], reader.read_whole)
+    view = view_optimizers(model, [optimizer])
+    own = [group.fqns for group in view]
     _compare_groups(reader, own, groups, is_strict=is_strict)
+    known = {name: value for group in view for name, value in group.options.items()}
+    for group in groups:
+        for name, value in group.items():
+            _check_option(name, value, known.get(name))
     wanted = {fqn for fqns in own for fqn in fqns}
     params = get_model_state_dict(model)
     state: dict[str, dict[str, Any]] = {}
@@ -251,6 +262,37 @@ def _check_state(fqn: str, state: dict[str, Any]) -> None:
         expected = Tensor | int | float if name == "step" else Tensor | int | float | str | None
         if not isinstance(value, expected):
             raise ValueError(f"the optimizer state '{name}' of '{fqn}' is a {type(value).__name__}")
+
+
+def _check_option(name: str, value: Any, own: Any) -> None:
+    """Check that an optimizer accepts a saved option in place of its own."""
+    if isinstance(own, tuple | list) and isinstance(value, tuple | list):
+        for part, own_part in zip(value, own, strict=False):
+            _check_option(name, part, own_part)
+        return
+    is_number = isinstance(own, int | float | Tensor) and not isinstance(own, bool)
+    if is_number:
+        fits = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    else:
+        fits = value is None or own is None or isinstance(value, type(own))
+    if not fits:
+        raise ValueError(
+            f"the option '{name}' of an optimizer was saved as {value!r}, and is {own!r} here"
+        )
+    check_is_number(name, value)
+
+
+def check_is_number(name: str, value: Any) -> None:
+    """Check that an option of an optimizer, or what it consists of, is not NaN.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    if isinstance(value, tuple | list):
+        for part in value:
+            check_is_number(name, part)
+    elif isinstance(value, float | Tensor) and bool(torch.as_tensor(value).isnan().any()):
+        raise ValueError(f"the option '{name}' of an optimizer is NaN")
 
 
 def _read_like(

@@ -24,6 +24,7 @@ from composable_shard.state_dict.model_tensors import (
     ModelTensors,
     OtherTensor,
     handles_of,
+    is_extra_state,
     mesh_groups,
     params_by_fqn,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "handles_of",
+    "is_extra_state",
     "json_tree",
     "load_values",
     "materialize",

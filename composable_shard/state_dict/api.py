@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 from composable_shard.comm import HOST
 from composable_shard.optim import init_state
 from composable_shard.options import StateDictOptions
+from composable_shard.state_dict import json_tree
 from composable_shard.state_dict.full_values import (
     Shares,
     copied,
-    decode,
-    encode,
     gather_full,
     scatter_full,
 )
@@ -34,6 +33,7 @@ from composable_shard.state_dict.model_tensors import (
     check_model_is_idle,
     find_params,
     handles_of,
+    is_extra_state,
     params_by_fqn,
 )
 from composable_shard.state_dict.optimizer_load import prepare_load
@@ -213,40 +213,59 @@ def _broadcast_model(
     missing = [key for key in expected if key not in state_dict]
     extra = [key for key in state_dict if key not in expected]
     encoded: dict[str, Any] = {}
+    inside: dict[str, Tensor] = {}  # tensors in encoded values
     problems = []
     if ranks.is_first:
         problems += ["expected a dict"] * (not is_dict)
         problems += [f"missing {missing}"] * bool(missing and is_strict)
         problems += [f"unexpected {extra}"] * bool(extra and is_strict)
         for key in names:
-            problems += _check(key, state_dict[key], expected[key], encoded)
+            if is_extra_state(key) or not isinstance(expected[key], Tensor):
+                problems += _encode(key, state_dict[key], encoded, inside)
+            else:
+                problems += _check(key, state_dict[key], expected[key])
     shown = [handle.name for handle in ranks.handles if handle.shown.is_unsharded]
     if shown:
         problems.append(f"units {shown} show their full parameters: call reshard(module) first")
     text = f"the state dict does not fit {type(model).__name__}: " + "; ".join(problems)
     ranks.agree(RuntimeError(text) if problems else None)
-    mine = [names, missing, extra, encoded] if ranks.is_first else None
+    empty = {key: [list(value.shape), str(value.dtype)[6:]] for key, value in inside.items()}
+    mine = [names, missing, extra, encoded, empty] if ranks.is_first else None
     told = next(message for message in ranks.all_messages(mine) if message is not None)
-    names, missing, extra, encoded = told
+    names, missing, extra, encoded, empty = told
     with torch.inference_mode(False), torch.no_grad():
         _scatter_params(ranks, model, state_dict, set(names))
-        rest: dict[str, Any] = {key: decode(value) for key, value in encoded.items()}
+        tensors = {
+            key: _broadcast(ranks, _empty(shape, dtype), inside.get(key))
+            for key, (shape, dtype) in empty.items()
+        }
+        decoded = {key: json_tree.decode(each, tensors.get) for key, each in encoded.items()}
+        rest: dict[str, Any] = {}
         for raw, value in template.items():
             key = canonical(raw)
-            if key in names and isinstance(value, Tensor) and not isinstance(value, FlatShard):
+            if key in decoded:
+                rest[raw] = decoded[key]
+            elif key in names and isinstance(value, Tensor) and not isinstance(value, FlatShard):
                 rest[raw] = _broadcast(ranks, value, state_dict.get(key))
         model.load_state_dict(rest, strict=False)
     return IncompatibleKeys(missing, extra)
 
 
-def _check(key: str, value: Any, wanted: Any, encoded: dict[str, Any]) -> list[str]:
-    """Return the problems of a value; encode a value that is no tensor into `encoded`."""
-    if not isinstance(wanted, Tensor):
-        try:
-            encoded[key] = encode(value)
-        except ValueError:
-            return [f"'{key}' is a {type(value).__name__}, which can't be sent to other ranks"]
-        return []
+def _encode(key: str, value: Any, encoded: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+    """Encode a value that is no parameter or buffer; return its problems."""
+    try:
+        encoded[key] = json_tree.encode(value, key, tensors)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _empty(shape: list[int], dtype: str) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _check(key: str, value: Any, wanted: Tensor) -> list[str]:
+    """Return the problems of a value for a parameter or buffer."""
     if not isinstance(value, Tensor) or isinstance(value, FlatShard | DTensor):
         return [f"expected '{key}' to be a whole plain tensor, got a {type(value).__name__}"]
     if value.shape != wanted.shape:

@@ -29,6 +29,7 @@ from composable_shard.state_dict.model_tensors import (
     ManagedParam,
     by_handle,
     find_params,
+    is_extra_state,
     iter_slots,
     mesh_groups,
     unwrapped,
@@ -96,7 +97,7 @@ def find_problems(
     checked = {name for name in names if not (translated and name.startswith(translated))}
     problems = _find_name_problems(expected, given, checked) if is_strict else []
     for name, shape in expected.items():
-        if name in checked and name in given and shape is not None:
+        if name in checked and name in given and shape is not None and not is_extra_state(name):
             problems += _find_value_problem(name, given[name], shape, by_name.get(name))
     named = by_handle((param, name) for name, param in by_name.items() if name in given)
     for handle, by_index in named.items():

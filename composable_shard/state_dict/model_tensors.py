@@ -37,6 +37,11 @@ def canonical(name: str) -> str:
     return unwrapped(name).replace("_orig_mod.", "")
 
 
+def is_extra_state(name: str) -> bool:
+    """Return whether a name of a state dict is that of what a `get_extra_state` returned."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield every name of every parameter and buffer, with its module and its key there."""
     for prefix, child in module.named_modules(remove_duplicate=False):

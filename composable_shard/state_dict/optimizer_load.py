@@ -156,7 +156,11 @@ class _Given:
         if not found and not (is_empty_there and not group.members):
             return {}
         source = saved[next(iter(found), number)]
-        return {key: value for key, value in source.items() if key not in _KEPT_OPTIONS}
+        return {
+            key: _moved_to(group.options.get(key), value)
+            for key, value in source.items()
+            if key not in _KEPT_OPTIONS
+        }
 
     def _check_shapes(self) -> None:
         shapes = {fqn: param.shape for fqn, param in self._plain.items()}
@@ -288,6 +292,12 @@ class _Given:
         if ranks.is_first:
             value.copy_(self.states[fqn][name])
         return ranks.copy_from_first(value)
+
+
+def _moved_to(own: Any, value: Any) -> Any:
+    """Return an option on the device of the optimizer's own, where both are tensors."""
+    is_tensor = isinstance(own, Tensor) and isinstance(value, Tensor)
+    return value.to(own.device) if is_tensor else value
 
 
 class _Whole(NamedTuple):

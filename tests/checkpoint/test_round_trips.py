@@ -1,0 +1,183 @@
+"""Whatever a save takes, a load gives back, into a fresh and into a used run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable_shard import (
+    StateDictOptions,
+    fully_shard,
+    get_model_state_dict,
+    load_checkpoint,
+    save_checkpoint,
+    set_model_state_dict,
+)
+from tests.helpers import assert_equal, distributed
+from tests.models import Net, loss_of, make_net
+
+_Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def _adamw(**options: Any) -> _Make:
+    return lambda model: torch.optim.AdamW(model.parameters(), **options)
+
+
+_OPTIMIZERS: dict[str, _Make] = {
+    "tensor lr": _adamw(lr=torch.tensor(0.01), foreach=False),
+    "fused, tensor lr": _adamw(lr=torch.tensor(0.01), fused=True),
+    "fused": _adamw(lr=0.01, fused=True),
+    "amsgrad": _adamw(lr=0.01, amsgrad=True),
+    "tensor betas": _adamw(
+        lr=torch.tensor(0.01), betas=(torch.tensor(0.9), torch.tensor(0.95)), foreach=False
+    ),
+    "sgd, tensor lr": lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.01)),
+    "sgd, momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.01),
+    "adadelta": lambda m: torch.optim.Adadelta(m.parameters()),
+    "asgd": lambda m: torch.optim.ASGD(m.parameters()),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters()),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), momentum=0.9, centered=True),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters()),
+    "radam": lambda m: torch.optim.RAdam(m.parameters()),
+    "adamax": lambda m: torch.optim.Adamax(m.parameters()),
+}
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss_of(model, number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that == compares."""
+    if isinstance(value, Tensor):
+        return ("tensor", value.dtype, value.tolist())
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _assert_same_run(
+    one: nn.Module, mine: torch.optim.Optimizer, other: nn.Module, theirs: torch.optim.Optimizer
+) -> None:
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert_equal(b.to_local(), a.to_local(), name)
+        for key, value in mine.state[a].items():
+            found = theirs.state[b][key]
+            assert type(found) is type(value)
+            if isinstance(value, Tensor):
+                value, found = getattr(value, "_local", value), getattr(found, "_local", found)
+                assert_equal(found, value, f"{name} {key}")
+            else:
+                assert found == value
+    for a, b in zip(mine.param_groups, theirs.param_groups, strict=True):
+        assert {k: _plain(v) for k, v in a.items() if k != "params"} == {
+            k: _plain(v) for k, v in b.items() if k != "params"
+        }
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("kind", _OPTIMIZERS)
+@distributed(2)
+def test_optimizers_come_back_with_all_options(kind: str, is_used: bool, tmp_path: Path) -> None:
+    """Options that are tensors too; the next step is bitwise that of the run that was saved."""
+    model = make_net()
+    optimizer = _OPTIMIZERS[kind](model)
+    for number in range(2):
+        _step(model, optimizer, number)
+    save_checkpoint(tmp_path, model, optimizer, step=2)
+    torch.manual_seed(1)
+    other = make_net()
+    resumed = _OPTIMIZERS[kind](other)
+    if is_used:
+        _step(other, resumed, 7)
+        for group in resumed.param_groups:
+            group["lr"] = group["lr"] * 3
+    load_checkpoint(tmp_path, other, resumed)
+    _assert_same_run(model, optimizer, other, resumed)
+    for each, own in ((model, optimizer), (other, resumed)):
+        _step(each, own, 3)
+    _assert_same_run(model, optimizer, other, resumed)
+
+
+class _HasExtra(Net):
+    """A model with extra state of any kind."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+_EXTRA: dict[str, tuple[Any, Any]] = {
+    "None": (None, 3),
+    "number": (3, None),
+    "longer tensor": (torch.arange(7.0), torch.zeros(3)),
+    "large tensor": (torch.arange(100.0), torch.zeros(100)),
+    "other dtype": (torch.arange(3), torch.zeros(3, dtype=torch.bfloat16)),
+    "tensor for None": (torch.arange(7.0), None),
+    "dict": ({"a": torch.arange(5.0), "b": [1, (2.5, None)], 3: {"x"}}, {}),
+    "list of tensors": ([torch.eye(3), torch.arange(4)], [torch.zeros(1)]),
+    "bytes": (b"abc", b""),
+}
+
+
+@pytest.mark.parametrize("kind", _EXTRA)
+@distributed(2)
+def test_extra_state_of_modules_comes_back(kind: str, tmp_path: Path) -> None:
+    """Whatever `get_extra_state` returned, whatever the new model has."""
+    saved, before = _EXTRA[kind]
+    models = []
+    for value in (saved, before):
+        torch.manual_seed(0)
+        model = _HasExtra(value)
+        fully_shard(model)
+        models.append(model)
+    save_checkpoint(tmp_path, models[0], step=1)
+    load_checkpoint(tmp_path, models[1])
+    assert repr(models[1].extra) == repr(saved)
+    assert type(models[1].extra) is type(saved)
+
+
+@pytest.mark.parametrize("kind", _EXTRA)
+@distributed(2)
+def test_extra_state_comes_from_the_first_rank(kind: str) -> None:
+    """With `broadcast_from_rank0` too, tensors of any size among it."""
+    saved, before = _EXTRA[kind]
+    is_first = dist.get_rank() == 0
+    model = _HasExtra(saved if is_first else before)
+    full = StateDictOptions(full_state_dict=True)
+    values = get_model_state_dict(model, options=full) if is_first else {}
+    other = _HasExtra(before)
+    fully_shard(other)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, values, options=options)
+    assert repr(other.extra) == repr(saved)
+
+
+_BROKEN_OPTIONS = {"lr": float("nan"), "betas": (0.9, float("nan")), "eps": torch.tensor(torch.nan)}
+
+
+@pytest.mark.parametrize("name", _BROKEN_OPTIONS)
+@distributed(2)
+def test_an_option_that_is_nan_is_refused_at_save(name: str, tmp_path: Path) -> None:
+    """A load would refuse it, so a save does."""
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0][name] = _BROKEN_OPTIONS[name]
+    with pytest.raises(ValueError, match=f"the option '{name}' of an optimizer is NaN"):
+        save_checkpoint(tmp_path, model, optimizer, step=1)
+    assert list(tmp_path.iterdir()) == []
