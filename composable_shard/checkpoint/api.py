@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint, reading
@@ -210,10 +212,10 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         model: The model, sharded in any way or not at all; on the meta device only with units.
         optimizer: As in the save: one, or a list or dict of several.
         scheduler: Likewise.
-        scaler: A `torch.amp.GradScaler`; a warning if the checkpoint has none.
+        scaler: A `torch.amp.GradScaler`; a warning if only one of it and the checkpoint has one.
         step: Which checkpoint. Default: the one saved last.
         strict: False keeps parameters and buffers that the checkpoint lacks, ignores those that the
-            model lacks, and casts dtypes.
+            model lacks, casts dtypes, and gives schedulers states of other kinds.
 
     Raises:
         ValueError: On all ranks, if there is no such checkpoint, if a file is damaged, naming it,
@@ -233,24 +235,25 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             read_optimizer(reader, model, each, stored[name], is_strict=strict)
             for name, each in optimizers.items()
         ]
-        apply = _stage_objects(reader, "scheduler", _as_dict(scheduler))
-        apply += _stage_objects(reader, "scaler", _as_dict(scaler))
+        objects = _stage_objects(reader, "scheduler", _as_dict(scheduler), is_strict=strict)
+        objects += _stage_objects(reader, "scaler", _as_dict(scaler), is_strict=strict)
         tree = reader.metadata.tree
         extra = json_tree.decode(tree["extra"], reader.read_whole)
         rng_state = _read_rng_state(reader, group)
-    if staged.meta is not None:
-        staged.apply()  # optimizers look at their parameters
-    else:
-        apply.insert(0, staged.apply)
     lenient = StateDictOptions(strict=False)
-    with group.agreed(), torch.no_grad():
-        # After the check above, because its collectives use training's groups.
-        apply += [
-            prepare_load(model, [each], state, lenient, is_given_away=True)
-            for each, state in zip(optimizers.values(), states, strict=True)
-        ]
-    for function in apply:
-        function()
+    with _loaded(group, objects):
+        if staged.meta is not None:
+            staged.apply()  # optimizers look at their parameters
+        with group.agreed(), torch.no_grad():
+            # After the check above, because its collectives use training's groups.
+            load_optimizers = [
+                prepare_load(model, [each], state, lenient, is_given_away=True)
+                for each, state in zip(optimizers.values(), states, strict=True)
+            ]
+    if staged.meta is None:
+        staged.apply()
+    for load in load_optimizers:
+        load()
     if rng_state is not None:
         set_rng_state(rng_state)
     return LoadedCheckpoint(
@@ -372,22 +375,52 @@ def _stored(reader: CheckpointReader, kind: str, wanted: dict[str, Any]) -> dict
 
 
 def _stage_objects(
-    reader: CheckpointReader, kind: str, objects: dict[str, Any]
-) -> list[Callable[[], None]]:
-    """Return what loads schedulers or a scaler."""
-    if kind == "scaler" and objects and not reader.metadata.tree.get(kind):
-        warnings.warn(
-            f"{reader.folder} has no state of a scaler: it begins anew", UserWarning, stacklevel=4
+    reader: CheckpointReader, kind: str, objects: dict[str, Any], *, is_strict: bool
+) -> list[tuple[Any, Any]]:
+    """Return schedulers or a scaler with their new states.
+
+    Raises:
+        ValueError: If a state is that of a scheduler of another kind.
+    """
+    saved = reader.metadata.tree.get(kind)
+    if kind == "scaler" and bool(objects) != bool(saved):
+        text = (
+            f"{reader.folder} has no state of a scaler: it begins anew"
+            if objects
+            else f"{reader.folder} has the state of a scaler, and none was passed: it is not loaded"
         )
+        warnings.warn(text, UserWarning, stacklevel=4)
         return []
     stored = _stored(reader, kind, objects)
-    states = {name: json_tree.decode(stored[name], reader.read_whole) for name in objects if stored}
+    staged = [
+        (each, json_tree.decode(stored[name], reader.read_whole)) for name, each in objects.items()
+    ]
+    for each, state in staged if is_strict else ():
+        own = each.state_dict()
+        if isinstance(each, LRScheduler) and own.keys() != state.keys():
+            raise ValueError(
+                f"the state of a {kind} in {reader.folder} is not that of a "
+                f"{type(each).__name__}: it has {sorted(state.keys() - own.keys())} and lacks "
+                f"{sorted(own.keys() - state.keys())}. Build the {kind} that was saved, or pass "
+                "strict=False."
+            )
+    return staged
 
-    def apply() -> None:
-        for name, each in objects.items():
-            each.load_state_dict(states[name])
 
-    return [apply]
+@contextmanager
+def _loaded(group: HostGroup, objects: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Load schedulers and a scaler, on all ranks; give them their old states if the body fails."""
+    before = [(each, copy.deepcopy(each.state_dict())) for each, _ in objects]
+    try:
+        with group.agreed():
+            for each, state in objects:
+                each.load_state_dict(state)
+        yield
+    except BaseException:
+        for each, state in before:
+            with suppress(Exception):
+                each.load_state_dict(state)
+        raise
 
 
 def _read_rng_state(reader: CheckpointReader, group: HostGroup) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import (
+    ShardedGradScaler,
     StateDictOptions,
     fully_shard,
     get_model_state_dict,
@@ -181,3 +183,69 @@ def test_an_option_that_is_nan_is_refused_at_save(name: str, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=f"the option '{name}' of an optimizer is NaN"):
         save_checkpoint(tmp_path, model, optimizer, step=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def _run(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Return a model, its optimizer, and the scheduler or scaler of that kind."""
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedulers = torch.optim.lr_scheduler
+    objects: dict[str, dict[str, Any]] = {
+        "step": {"scheduler": schedulers.StepLR(optimizer, 3)},
+        "cosine": {"scheduler": schedulers.CosineAnnealingLR(optimizer, 10)},
+        "scaler": {"scaler": ShardedGradScaler("cpu", init_scale=8.0)},
+        "disabled scaler": {"scaler": ShardedGradScaler("cpu", enabled=False)},
+        "raising": {"scheduler": [schedulers.StepLR(optimizer, 3), _Raises()]},
+        "none": {},
+    }
+    _step(model, optimizer, 0)
+    return model, optimizer, objects[kind]
+
+
+class _Raises:
+    """Saves anything, and takes nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise RuntimeError("takes nothing")
+
+
+_REFUSED = [
+    ("step", "cosine", "is not that of a CosineAnnealingLR"),
+    ("cosine", "step", "is not that of a StepLR"),
+    ("disabled scaler", "scaler", "source state dict is empty"),
+    ("raising", "raising", "takes nothing"),
+    ("none", "step", "expected the same schedulers"),
+    ("raising", "step", "expected the same schedulers"),
+]
+
+
+@pytest.mark.parametrize(("saved", "loading", "text"), _REFUSED)
+@distributed(2)
+def test_a_load_that_is_refused_changes_nothing(
+    saved: str, loading: str, text: str, tmp_path: Path
+) -> None:
+    """Neither model nor optimizer nor the schedulers that could be loaded."""
+    model, optimizer, objects = _run(saved)
+    save_checkpoint(tmp_path, model, optimizer, step=1, **objects)
+    torch.manual_seed(1)
+    model, optimizer, objects = _run(loading)
+    parts = [model, optimizer, *[o for o in objects.values() if not isinstance(o, list)]]
+    parts += [each for o in objects.values() if isinstance(o, list) for each in o]
+    before = [copy.deepcopy(each.state_dict()) for each in parts]
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        load_checkpoint(tmp_path, model, optimizer, **objects)
+    assert repr([each.state_dict() for each in parts]) == repr(before)
+
+
+@distributed(2)
+def test_a_scaler_that_was_saved_and_is_not_wanted_is_warned_of(tmp_path: Path) -> None:
+    """Training would go on without its scale."""
+    model, optimizer, objects = _run("scaler")
+    save_checkpoint(tmp_path, model, optimizer, step=1, **objects)
+    with pytest.warns(UserWarning, match="none was passed"):
+        load_checkpoint(tmp_path, model, optimizer)
+    model, optimizer, objects = _run("scaler")
+    load_checkpoint(tmp_path, model, optimizer, **objects)
