@@ -68,7 +68,7 @@ class Group:
         optimizer: Its optimizer.
         options: Everything but its parameters.
         members: Its parameters.
-        fqns: Names of the originals, in the model's order if a member is flat.
+        fqns: Names of the originals, in the model's order.
     """
 
     optimizer: Optimizer
@@ -98,8 +98,8 @@ def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[G
                 )
             found = [members[id(param)] for param in group["params"]]
             fqns = [fqn for member in found for fqn in member.fqns]
-            if any(member.is_flat for member in found):
-                fqns.sort(key=lambda fqn: order.get(fqn, len(order)))
+            # The optimizer's own order may differ between ranks: `set(params)` has one by address.
+            fqns.sort(key=lambda fqn: (order.get(fqn, len(order)), fqn))
             groups.append(Group(optimizer, options, found, fqns))
     return groups
 
@@ -208,12 +208,21 @@ def _check_equal(name: str, values: dict[str, Any]) -> None:
 
 
 def names_by_handle(groups: list[Group]) -> dict[FlatParamHandle, dict[int, str]]:
-    """Return the names of the optimizers' managed parameters, by handle and index."""
+    """Return the names of the optimizers' managed parameters, by handle and index.
+
+    In an order that is the same on all ranks, which gather and scatter handle by handle.
+    """
+    places = {
+        fqn: (member.handle, index)
+        for group in groups
+        for member in group.members
+        if member.handle is not None
+        for fqn, index in zip(member.fqns, member.indices, strict=True)
+    }
     found: dict[FlatParamHandle, dict[int, str]] = {}
-    for member in [member for group in groups for member in group.members]:
-        if member.handle is not None:
-            names = dict(zip(member.indices, member.fqns, strict=True))
-            found.setdefault(member.handle, {}).update(names)
+    for fqn in [fqn for group in groups for fqn in group.fqns if fqn in places]:
+        handle, index = places[fqn]
+        found.setdefault(handle, {})[index] = fqn
     return found
 
 

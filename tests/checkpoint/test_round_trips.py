@@ -17,9 +17,11 @@ from composable_shard import (
     StateDictOptions,
     fully_shard,
     get_model_state_dict,
+    get_optimizer_state_dict,
     load_checkpoint,
     save_checkpoint,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from tests.helpers import assert_equal, distributed
 from tests.models import Net, loss_of, make_net
@@ -52,7 +54,7 @@ _OPTIMIZERS: dict[str, _Make] = {
 }
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+def _take_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     loss_of(model, number).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -67,7 +69,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _assert_same_run(
+def _assert_came_back(
     one: nn.Module, mine: torch.optim.Optimizer, other: nn.Module, theirs: torch.optim.Optimizer
 ) -> None:
     for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
@@ -94,20 +96,51 @@ def test_optimizers_come_back_with_all_options(kind: str, is_used: bool, tmp_pat
     model = make_net()
     optimizer = _OPTIMIZERS[kind](model)
     for number in range(2):
-        _step(model, optimizer, number)
+        _take_step(model, optimizer, number)
     save_checkpoint(tmp_path, model, optimizer, step=2)
     torch.manual_seed(1)
     other = make_net()
     resumed = _OPTIMIZERS[kind](other)
     if is_used:
-        _step(other, resumed, 7)
+        _take_step(other, resumed, 7)
         for group in resumed.param_groups:
             group["lr"] = group["lr"] * 3
     load_checkpoint(tmp_path, other, resumed)
-    _assert_same_run(model, optimizer, other, resumed)
+    _assert_came_back(model, optimizer, other, resumed)
     for each, own in ((model, optimizer), (other, resumed)):
-        _step(each, own, 3)
-    _assert_same_run(model, optimizer, other, resumed)
+        _take_step(each, own, 3)
+    _assert_came_back(model, optimizer, other, resumed)
+
+
+@distributed(2)
+def test_parameters_in_another_order_on_one_rank_keep_their_state(tmp_path: Path) -> None:
+    """`AdamW(set(params))` has an order of its own in each process."""
+    model = make_net()
+    params = list(model.parameters())
+    if dist.get_rank() == 1:
+        params.reverse()
+    optimizer = torch.optim.AdamW(params, lr=0.01)
+    _take_step(model, optimizer, 0)
+    full = StateDictOptions(full_state_dict=True, rank0_only=False)
+    whole = get_optimizer_state_dict(model, optimizer, options=full)["state"]
+    for name, param in model.named_parameters():
+        assert_equal(optimizer.state[param]["exp_avg"].full_tensor(), whole[name]["exp_avg"], name)
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    for resumed in (model, make_net()):
+        other = torch.optim.AdamW(resumed.parameters(), lr=0.01)
+        load_checkpoint(tmp_path, resumed, other)
+        found = get_optimizer_state_dict(resumed, other, options=full)["state"]
+        for name, state in whole.items():
+            assert_equal(found[name]["exp_avg"], state["exp_avg"], name)
+            assert_equal(found[name]["exp_avg_sq"], state["exp_avg_sq"], name)
+    other = torch.optim.AdamW(params, lr=0.01)
+    first = dist.get_rank() == 0
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    saved = {"state": whole, "param_groups": optimizer.state_dict()["param_groups"]}
+    saved["param_groups"][0]["params"] = list(whole)
+    set_optimizer_state_dict(model, other, saved if first else {}, options=options)
+    for name, param in model.named_parameters():
+        assert_equal(other.state[param]["exp_avg"].full_tensor(), whole[name]["exp_avg"], name)
 
 
 class _HasExtra(Net):
@@ -198,7 +231,7 @@ def _run(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
         "raising": {"scheduler": [schedulers.StepLR(optimizer, 3), _Raises()]},
         "none": {},
     }
-    _step(model, optimizer, 0)
+    _take_step(model, optimizer, 0)
     return model, optimizer, objects[kind]
 
 
