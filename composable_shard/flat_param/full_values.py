@@ -13,6 +13,12 @@ Where the strategy keeps parameters unsharded, and where one rank holds them all
 buffer is never freed, and this rank's part of it is the local shard. The optimizer writes into it,
 and the next forward that finds `guard.num_writes` changed gathers the other ranks' parts in place.
 
+[Note: Graphs of gradients]
+The graph that a backward makes with create_graph reads full values too, and nothing tells when: its
+nodes are nobody's output. So the values stay until each node that saved a parameter has been used
+up or is gone, which the references to the parameters tell; they are counted whenever the values
+would be freed. A write to the shards and `reshard` end this: the graph's reads raise from then on.
+
 [Note: Small group]
 Between forward and backward a rank may keep more than its shard and less than everything: the ranks
 of the shard group are divided into groups of consecutive ones, each of which holds all values once.
@@ -30,8 +36,10 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -148,6 +156,7 @@ class FullValues:
         num_claims: Units in forward, and `unshard` calls, that need the full values.
         params: The parameters that are views of the buffer.
         has_new_versions: Gradients were packed in their place since the last gather.
+        serves_graphs: A graph may read the values later, see [Note: Graphs of gradients].
     """
 
     def __init__(
@@ -179,6 +188,7 @@ class FullValues:
         self.small_group: SmallGroup | None = None
         self.params = UnshardedParams(buffer, shard.layout)
         self.has_new_versions = False
+        self.serves_graphs = False
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
         self._all_gather: AllGather | None = None  # into `output`, made ready by the first one
@@ -231,6 +241,21 @@ class FullValues:
     def set_small_group(self, group: SmallGroup | None) -> None:
         """Choose what `free(keeps_part=True)` keeps a part for, see [Note: Small group]."""
         self.small_group = group
+
+    # Graphs of gradients
+
+    def serve_graphs(self) -> None:
+        """Keep the values as long as a graph may read them, see [Note: Graphs of gradients]."""
+        if not self.serves_graphs:
+            self.serves_graphs = True
+            # Weak: a parameter, which leads to the guard, may outlive its module.
+            self.shard.guard.at_next_write(partial(_end_graphs, weakref.ref(self)))
+
+    def end_graphs(self) -> None:
+        """Keep the values for no graph any more: what graphs have saved of them is refused."""
+        if self.serves_graphs:
+            self.serves_graphs = False
+            self.params.expire()
 
     # Gather, wait, free
 
@@ -317,11 +342,17 @@ class FullValues:
     def free(self, *, keeps_part: bool = False) -> None:
         """Free the values, after waiting for a gather in flight; a kept buffer stays as it is.
 
-        Gradients in the place of values stay, until `end_gradients`.
+        Gradients in the place of values stay, until `end_gradients`, and what a graph may read.
 
         Args:
             keeps_part: Keep this rank's part in the small group, if there is one.
         """
+        if self.serves_graphs:
+            if self.params.are_saved():
+                with suppress(RuntimeError):  # as below
+                    self.wait()
+                return
+            self.serves_graphs = False
         part = None
         if keeps_part and self.small_group is not None and self.is_current:
             self.wait()
@@ -400,3 +431,12 @@ class FullValues:
             self._forget()
             if trace.logs:
                 trace.record("free", self.name)
+
+
+def _end_graphs(full_ref: weakref.ref[FullValues]) -> None:
+    """End the graphs that read what is about to be written; the values are of no use then."""
+    full = full_ref()
+    if full is not None:
+        full.end_graphs()
+        if full.num_claims == 0:
+            full.free()

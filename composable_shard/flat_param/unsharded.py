@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.distributed.tensor import DTensor
 
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import user_attributes
-from composable_shard.torch_private import version_of
+from composable_shard.torch_private import set_versions, use_count_of, version_of
 
 
 class UnshardedParameter(nn.Parameter):
@@ -62,6 +62,16 @@ def _alias_of(param: nn.Parameter) -> Tensor:
     """Return the parameter's data (of a DTensor: the local part) under its version counter."""
     alias = torch.Tensor.detach(param)
     return alias.to_local() if isinstance(alias, DTensor) else alias
+
+
+def _is_saved(param: nn.Parameter) -> bool:
+    """Return whether a node of a graph has saved a parameter, or a view of it.
+
+    A graph also holds the nodes that accumulate gradients, and these their parameters, after it
+    has been used up. So that node is kept, or made, while the references are counted.
+    """
+    node = get_gradient_edge(param).node if param.requires_grad else None
+    return use_count_of(param) > (1 if node is None else 2)
 
 
 class UnshardedParams:
@@ -115,6 +125,15 @@ class UnshardedParams:
     def has_hidden_alias(self) -> bool:
         """Whether the value of any parameter may be used where autograd can't see it."""
         return any([getattr(param, "has_hidden_alias", False) for param in self._params()])
+
+    def are_saved(self) -> bool:
+        """Return whether a graph may still read the values, see [Note: Graphs of gradients]."""
+        return self.has_hidden_alias or any([_is_saved(param) for param in self._params()])
+
+    def expire(self) -> None:
+        """Make autograd refuse to read the values for the graphs that exist."""
+        self.versions = [version + 1 for version in self.versions]
+        set_versions(tuple(self.watched), tuple(self.versions))
 
     def edited(self, flat: FlatEntry | None) -> list[str]:
         """Return the names of parameters that were edited since they were gathered.

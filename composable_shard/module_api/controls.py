@@ -159,6 +159,8 @@ def _reshard(state: ShardState) -> None:
     state.let_go()
     if state.training_state is TrainingState.IDLE:
         for handle in state.needed:
+            if handle.full.num_claims == 0:
+                handle.full.end_graphs()
             release_handle(state.context, handle)
 
 

@@ -57,6 +57,8 @@ class OutputReached:
             raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
         _check_not_in_scope(state)
         backward: BackwardPass = context.backward or begin_backward(context)
+        if torch.is_grad_enabled() and not backward.makes_graph:
+            backward.make_graph()
         backward.reach(state, self._start, self._end)
         if state.buckets is not None:
             is_safe = self._runs_alone and backward.is_sure_to_reduce
@@ -73,8 +75,6 @@ class OutputReached:
                 "forward and its backward, so the gradients would be those of other weights. Call "
                 "optimizer.step() and edit parameters before the forward or after the backward."
             )
-        if torch.is_grad_enabled():
-            context.keeps_unsharded = True
         _unshard(backward, state)
 
 
@@ -179,6 +179,7 @@ def _pack(
     # by these ranks alone.
     may_overwrite = (
         handle.reshards_after_backward
+        and not handle.full.serves_graphs
         and _is_outermost(backward)
         and (state in backward.recomputed or not state.is_checkpointed)
     )
@@ -193,8 +194,7 @@ def _is_outermost(backward: BackwardPass) -> bool:
     A backward nested in another, as reentrant checkpointing runs it, finishes a parameter that
     the outer one may use again.
     """
-    is_nested = current_backward_id() != backward.graph_task_id
-    return not backward.context.keeps_unsharded and not is_nested
+    return current_backward_id() == backward.graph_task_id
 
 
 def _end_unannounced(backward: BackwardPass, state: ShardState, handle: FlatParamHandle) -> None:

@@ -50,6 +50,7 @@ class BackwardPass:
         prefetched: Units whose gathers it issued ahead, until they run; True for those that the
             user chose.
         early: Handles that are published before its end; None where none has hooks.
+        makes_graph: Its own nodes are recorded, [Note: Graphs of gradients].
     """
 
     def __init__(self, context: TreeContext) -> None:
@@ -65,6 +66,7 @@ class BackwardPass:
         self.recomputed: set[ShardState] = set()
         self.prefetched: dict[ShardState, bool] = {}
         self.early: EarlyGradients | None = None
+        self.makes_graph = False
         self._engine_callback: weakref.ref[_EngineCallback] | None = None
         self._reaches_earlier_call = False  # than the last one that led the tree
         self._is_ending = False  # autograd has run all of it
@@ -123,6 +125,11 @@ class BackwardPass:
     def is_called_by(self, callback: weakref.ref[_EngineCallback]) -> bool:
         """Return whether this is the object that the engine calls at the end of this backward."""
         return self._engine_callback is callback
+
+    def make_graph(self) -> None:
+        """Note that the nodes of this backward are recorded, and may save full values."""
+        self.makes_graph = True
+        self.context.serve_graphs()
 
     # Units begin and end
 
@@ -200,7 +207,7 @@ class BackwardPass:
         if is_due and not self._is_ending:
             may_change = (
                 state.ref in self.context.may_recompute
-                or self.context.keeps_unsharded
+                or handle.full.serves_graphs
                 or handle.full.num_claims > 0
                 or current_backward_id() != self.graph_task_id
             )
@@ -237,7 +244,7 @@ class BackwardPass:
 
     def _keeps_values(self, handle: FlatParamHandle) -> bool:
         """Return whether the full values are still wanted when the handle's unit is over."""
-        keeps = self.context.keeps_unsharded or handle.full.num_claims > 0
+        keeps = handle.full.serves_graphs or handle.full.num_claims > 0
         return keeps or not handle.reshards_after_backward
 
     def _advance_in_flight(self) -> None:

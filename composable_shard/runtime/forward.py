@@ -82,11 +82,11 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> F
         lazy_init(module)
         context = state.context or context
     _recover_interrupted_call(context)
-    if context.keeps_unsharded:
-        context.keeps_unsharded = False
+    if context.serves_graphs:
         for other in context.live_states():
             for handle in other.handles:
                 release_handle(context, handle)
+        context.release_graphs()
     context.call = call = ForwardCall(state.ref)
     if torch.is_grad_enabled():
         context.call_start = context.num_forwards

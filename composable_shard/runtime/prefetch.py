@@ -164,8 +164,6 @@ def release_handle(
     if handle.full.num_claims > 0:
         return
     handle.shown.show_sharded()
-    if context.keeps_unsharded:
-        return
     if is_backward_next and handle.full.small_group is not None:
         handle.full.free(keeps_part=True)
     else:

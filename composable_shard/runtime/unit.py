@@ -347,8 +347,7 @@ class TreeContext:
         backward: The running `BackwardPass`; its module is above this one.
         has_aborted: What an aborted backward left in handles has not been dropped yet.
         flag_reductions: Those that a backward has issued and perhaps not waited for.
-        keeps_unsharded: A backward with create_graph ran: its graph reads the full parameters, so
-            nothing is freed before the next forward.
+        serves_graphs: A backward made a graph that may read full values, which then stay.
         has_agreed: The ranks shard the same model in the same way.
         is_checked: And its buffers have been initialised, so calls need no check any more.
         streams: The side streams of an accelerator.
@@ -372,7 +371,7 @@ class TreeContext:
         self.backward: Any = None
         self.has_aborted = False
         self.flag_reductions: list[FlagReduction] = []
-        self.keeps_unsharded = False
+        self.serves_graphs = False
         self.has_agreed = False
         self.is_checked = False
         self.streams = make_streams(device)
@@ -418,6 +417,18 @@ class TreeContext:
         """Note that the graphs of all calls so far are used up or given up."""
         self.armed.clear()
         self.first_calls.clear()
+
+    def serve_graphs(self) -> None:
+        """Keep the full values as long as a graph that a backward makes may read them."""
+        self.serves_graphs = True
+        for state in self.live_states():
+            for handle in state.handles:
+                handle.full.serve_graphs()
+
+    def release_graphs(self) -> None:
+        """Note which handles still serve graphs, after all were given the chance to be freed."""
+        handles = [handle for state in self.live_states() for handle in state.handles]
+        self.serves_graphs = any(handle.full.serves_graphs for handle in handles)
 
     def warns_of_host_memory(self) -> bool:
         """Return True the first time, for a warning that is given once."""

@@ -42,6 +42,7 @@ class WriteGuard:
     """
 
     __slots__ = (
+        "_at_write",
         "_reads",
         "has_new_attributes",
         "is_in_backward",
@@ -53,6 +54,7 @@ class WriteGuard:
     def __init__(self, owner: weakref.ref[object] | None = None) -> None:
         self.num_writes = 0
         self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
+        self._at_write: Callable[[], None] | None = None
         self.is_in_backward = False
         self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
@@ -84,10 +86,23 @@ class WriteGuard:
         self.num_writes += 1
         if self._reads:
             self.wait_for_reads()
+        if self._at_write is not None:
+            self._run_at_write()
 
     def count_write(self) -> None:
         """Count a write that the owner of the shard makes."""
         self.num_writes += 1
+        if self._at_write is not None:
+            self._run_at_write()
+
+    def at_next_write(self, run: Callable[[], None]) -> None:
+        """Choose what runs with the next write, once."""
+        self._at_write = run
+
+    def _run_at_write(self) -> None:
+        run, self._at_write = self._at_write, None
+        if run is not None:
+            run()
 
     def set_in_backward(self, flag: bool) -> None:
         """Choose whether a backward still needs the parameters."""

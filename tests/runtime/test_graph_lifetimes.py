@@ -1,0 +1,128 @@
+"""Graphs that outlive a forward or a backward: create_graph, and what is done before they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_shard import ShardingStrategy, get_handles, reshard
+from tests import claims
+from tests.helpers import distributed
+from tests.models import Layer, rank_input, shard_children, square_mean
+
+ROWS = (4, 15)
+
+
+def _make_layers() -> nn.Module:
+    return nn.Sequential(Layer(), Layer(), nn.Sequential(nn.Tanh(), nn.Linear(15, 1)))
+
+
+def _make_sharded_layers(**options: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = _make_layers().double()
+    shard_children(model, **options)
+    return model
+
+
+def _rows(number: int) -> Tensor:
+    return rank_input(*ROWS, step=number, dtype=torch.float64)
+
+
+def _input_gradient(model: nn.Module, number: int) -> Tensor:
+    """Return the gradient of a forward by its input, as part of a graph."""
+    x = _rows(number).requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+
+
+def _are_full_values_held(model: nn.Module) -> bool:
+    return any(handle.full.has_values for handle in get_handles(model))
+
+
+def _collocation(model: nn.Module, number: int) -> None:
+    """Differentiate twice by the input, and go forward elsewhere, with and without grad."""
+    x = _rows(number).requires_grad_()
+    value = model(x)
+    (slope,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+    with torch.no_grad():
+        weight = model(_rows(number + 100)).abs()
+    boundary = model(_rows(number + 200))
+    loss = square_mean(curvature.sum(1, keepdim=True) * weight - value) + square_mean(boundary)
+    loss.backward()
+
+
+def _penalty_first(model: nn.Module, number: int) -> None:
+    """Compute a gradient penalty before the forwards that it is added to."""
+    penalty = (_input_gradient(model, number).norm(dim=1) - 1).square().mean()
+    loss = model(_rows(number + 100)).mean() - model(_rows(number + 200)).square().mean()
+    (loss + penalty).backward()
+
+
+def _two_batches(model: nn.Module, number: int) -> None:
+    """Take the gradients of two batches before either goes backward, in the order of the first."""
+    gradients = [_input_gradient(model, number + 100 * index) for index in range(2)]
+    for gradient in gradients:
+        square_mean(gradient).backward()
+
+
+@pytest.mark.parametrize("program", [_collocation, _penalty_first, _two_batches])
+@claims.variants
+@distributed(2)
+def test_c3_forwards_between_a_gradient_and_its_backward(
+    strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool, program: claims.Program
+) -> None:
+    """Case 3: a graph made by create_graph reads full values as long as it lives."""
+    claims.assert_right(
+        _make_layers,
+        program,
+        accumulates=accumulates,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+@pytest.mark.parametrize("end", ["step", "reshard"])
+@claims.strategies
+@distributed(2)
+def test_c3_a_graph_that_has_ended_is_refused(
+    strategy: ShardingStrategy, use_orig_params: bool, end: str
+) -> None:
+    """Case 3: after a step or a reshard autograd raises, on every rank, and gives no numbers."""
+    model = _make_sharded_layers(strategy=strategy, use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradient = _input_gradient(model, 0)
+    if end == "step":
+        model(_rows(1)).sum().backward()
+        optimizer.step()
+    else:
+        reshard(model, recurse=True)
+    for is_gathered_again in (False, True):
+        if is_gathered_again:
+            model(_rows(2)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|written between"):
+            square_mean(gradient).backward(retain_graph=True)
+
+
+@distributed(2)
+def test_c3_values_stay_no_longer_than_the_graph_that_reads_them() -> None:
+    """Case 3: used up, dropped, or of weights that were written: then they are freed."""
+    model = _make_sharded_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = square_mean(_input_gradient(model, 0))
+    assert _are_full_values_held(model)
+    loss.backward()
+    assert not _are_full_values_held(model)  # though the loss is alive
+    optimizer.step()
+    for number in range(3):  # forces of a simulation, which nobody differentiates again
+        forces = _input_gradient(model, number).detach()
+        with torch.no_grad():
+            model(_rows(number))
+        assert not _are_full_values_held(model)
+    kept = _input_gradient(model, 4)
+    with torch.no_grad():
+        model(_rows(4))
+    assert _are_full_values_held(model)
+    optimizer.step()
+    assert not _are_full_values_held(model)
+    assert kept.shape == forces.shape
