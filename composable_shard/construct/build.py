@@ -185,7 +185,7 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
     buffers = None
     if options.broadcast_buffers:
         buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)
-    return ShardState(
+    state = ShardState(
         options,
         plan.modules,
         [handle for _, handle in built],
@@ -193,6 +193,8 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
         buckets=Buckets() if has_buckets else None,
         buffers=buffers,
     )
+    state.leave_out(plan.ignored)
+    return state
 
 
 def _keep_rnn_parameters(module: nn.Module, device: torch.device) -> None:

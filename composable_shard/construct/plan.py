@@ -19,6 +19,7 @@ from composable_shard.flat_param import (
     Slot,
     UnshardedParameter,
     find_slots,
+    handle_of,
     is_shown_by_scope,
 )
 from composable_shard.layout import block_numel, is_owned
@@ -111,6 +112,7 @@ class Plan:
     options: UnitOptions
     reshard_after_forward: ReshardAfterForward = None  # for the ranks that share the unit
     kept_modules: list[nn.Module] = field(default_factory=list)  # compute in the main dtype
+    ignored: list[Slot] = field(default_factory=list)  # places of `ignored_params`
 
 
 def plan_unit(
@@ -167,15 +169,19 @@ def _find_params(
     borrowed: dict[int, Borrowed] = {}
     seen: set[int] = set()
     unmanaged: list[nn.Module] = []
+    left_out: list[Slot] = []
     ignored = {id(param) for param in options.ignored_params or ()}
     for root in modules:
         for prefix, module in iter_unmanaged_modules(root, seen=seen, inner=inner):
             unmanaged.append(module)
             for name, param in parameters_of(module).items():
-                if param is None or id(param) in ignored or param in managed:
+                if param is None or param in managed:
                     continue
                 fqn = f"{prefix}.{name}".lstrip(".")
                 slots = find_slots(module, name)
+                if id(param) in ignored:
+                    left_out += slots
+                    continue
                 if isinstance(param, FlatShard):
                     item = borrowed.get(id(param)) or _borrow(param, fqn)
                     _check_not_managed(item, slots, fqn)
@@ -183,7 +189,14 @@ def _find_params(
                 else:
                     original = originals.setdefault(id(param), Original(param, fqn))
                     original.slots += slots
-    return Plan(modules, list(originals.values()), list(borrowed.values()), unmanaged, options)
+    return Plan(
+        modules,
+        list(originals.values()),
+        list(borrowed.values()),
+        unmanaged,
+        options,
+        ignored=left_out,
+    )
 
 
 def as_modules(module: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
@@ -238,12 +251,11 @@ def _check_modules(modules: list[nn.Module]) -> None:
 
 
 def _borrow(param: FlatShard, fqn: str) -> Borrowed:
-    owner = None if param._guard is None or param._guard.owner is None else param._guard.owner()
-    entries = owner.entries if isinstance(owner, FlatParamHandle) else []
-    for entry in entries:
-        if entry.sharded is param:
-            assert isinstance(owner, FlatParamHandle)
-            return Borrowed(owner, entry)
+    owner = handle_of(param)
+    if owner is not None:
+        for entry in owner.entries:
+            if entry.sharded is param:
+                return Borrowed(owner, entry)
     raise ValueError(
         f"parameter '{fqn}' is a FlatShard that no unit manages, a copy perhaps. "
         "Replace it by a plain parameter, for example nn.Parameter(param.full_tensor())."

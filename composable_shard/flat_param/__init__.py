@@ -29,7 +29,7 @@ from composable_shard.flat_param.flat_mode import (
     write_unsharded_gradients,
 )
 from composable_shard.flat_param.full_values import FullState
-from composable_shard.flat_param.handle import FlatParamHandle
+from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import Precision, plan_layout
 from composable_shard.flat_param.owners import change_owners
 from composable_shard.flat_param.reduction import ScratchPool
@@ -55,6 +55,7 @@ __all__ = [
     "dense_stride",
     "find_slots",
     "gradient_shard",
+    "handle_of",
     "has_gradients",
     "is_shown_by_scope",
     "keep_requires_grad",

@@ -409,6 +409,13 @@ class FlatParamHandle:
         self.memory.check_pinned(self.shard.values, self.name)
 
 
+def handle_of(param: FlatShard) -> FlatParamHandle | None:
+    """Return the handle of a sharded parameter; None for a gradient, a copy or a result."""
+    guard = param._guard
+    owner = None if guard is None or guard.owner is None else guard.owner()
+    return owner if isinstance(owner, FlatParamHandle) else None
+
+
 def _hook_gradient(handle: FlatParamHandle, index: int, unsharded: nn.Parameter) -> None:
     # Weak: the leaf holds its hooks where the garbage collector cannot see them, and the
     # handle holds the leaf; one strong reference would leak the unit for ever.

@@ -26,6 +26,7 @@ from composable_shard.huggingface.files import (
     parse_nbytes,
     require_safetensors,
 )
+from composable_shard.runtime import check_whole
 from composable_shard.state_dict import (
     ManagedParam,
     ModelRanks,
@@ -199,13 +200,15 @@ def save_safetensors(
         ValueError: For an invalid size, or a model without units. Nothing has been written then.
         NotImplementedError: If the meshes of the units begin with different ranks, so that no rank
             is the first of all. Nothing has been written then.
-        RuntimeError: Inside a forward, a backward or `unshard_params`, after `unshard`, or if
-            parameters are on the meta device. On all ranks, if writing fails on the first; files of
-            an earlier save are still there.
+        RuntimeError: Inside a forward, a backward or `unshard_params`, after `unshard`, if
+            parameters are on the meta device, or if no unit manages a trainable parameter that is
+            not in any unit's `ignored_params`. On all ranks, if writing fails on the first; files
+            of an earlier save are still there.
     """
     require_safetensors()
     max_nbytes = parse_nbytes(max_shard_size)
     tensors = ModelTensors(model, "save_safetensors can't run")
+    check_whole(model)
     for handle in tensors.handles:
         handle.check_materialized()
     ranks = ModelRanks(model)

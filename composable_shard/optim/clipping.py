@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard.comm import all_reduce, resolve_group
+from composable_shard.flat_param import UnshardedParameter, handle_of
+from composable_shard.runtime import check_whole
 from composable_shard.tensor import (
     FlatShard,
     Slices,
@@ -39,8 +41,10 @@ def clip_grad_norm_(
     """Scale the gradients so that their norm over all parameters is at most `max_norm`.
 
     Exact over sharded and plain parameters together, of any granularity; the result is the same on
-    all ranks. One all-reduce of one element for each process group. Call it on every rank, with
-    the same parameters; a rank may have no gradients at all.
+    all ranks. One all-reduce of one element for each process group, and one all-gather of 31 bytes
+    where trainable parameters are plain: their gradients must be the same on all ranks, or each
+    rank would scale its shards by another factor. Call it on every rank, with the same parameters;
+    a rank may have no gradients at all.
 
     Args:
         model_or_params: A module, a parameter, or parameters.
@@ -53,9 +57,16 @@ def clip_grad_norm_(
         The norm before clipping, a plain 0-d tensor.
 
     Raises:
-        RuntimeError: If `error_if_nonfinite` and the norm is infinite or NaN, on all ranks.
+        RuntimeError: On all ranks: if `error_if_nonfinite` and the norm is infinite or NaN; if no
+            unit of the module manages one of its trainable parameters; if gradients of plain
+            parameters differ between ranks.
     """
     params = _params_of(model_or_params)
+    plain = _plain_params(params)
+    if plain and len(plain) < len(params):
+        if isinstance(model_or_params, nn.Module):
+            check_whole(model_or_params)
+        _check_equal_gradients(plain, params)
     grads, shards = _gradients(params)
     order = float(norm_type)
     slices = group_slices(shards)
@@ -97,6 +108,35 @@ def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[T
                 child for child in reversed(modules_of(module).values()) if child is not None
             ]
     return list(params.values())
+
+
+def _plain_params(params: list[Tensor]) -> list[Tensor]:
+    """Return the trainable parameters that are not sharded."""
+    kinds = (FlatShard, UnshardedParameter)
+    return [param for param in params if not isinstance(param, kinds) and param.requires_grad]
+
+
+def _check_equal_gradients(plain: list[Tensor], params: list[Tensor]) -> None:
+    """Check that the gradients of plain parameters have the same norms on all ranks.
+
+    Raises:
+        RuntimeError: On all ranks, naming the first that has not.
+    """
+    shards = [param for param in params if isinstance(param, FlatShard)]
+    handles = [handle for shard in shards if (handle := handle_of(shard)) is not None]
+    meshes = {handle.shard_group.joint_groups: handle.shard_group.ranks for handle in handles}
+    norms = [None if p.grad is None else _norm_of([], [p.grad], 2.0).item() for p in plain]
+    for ranks in meshes.values():
+        all_norms = ranks.all_messages([repr(norm) for norm in norms])
+        for param, *found in zip(plain, *all_norms, strict=False):
+            if len(set(found)) > 1:
+                raise RuntimeError(
+                    f"the gradient of a plain parameter of shape {tuple(param.shape)} differs "
+                    f"between ranks: its norms are {', '.join(found)}. No unit reduces it, so each "
+                    "rank would clip its shards by another factor. Call fully_shard on the module "
+                    "that holds the parameter (the model itself, after its layers), reduce its "
+                    "gradient, or clip it by itself."
+                )
 
 
 def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:

@@ -26,6 +26,7 @@ from composable_shard.runtime.prefetch import (
 from composable_shard.runtime.tree import (
     ModuleTree,
     attach_state,
+    check_whole,
     find_applied,
     get_handles,
     get_root_states,
@@ -55,6 +56,7 @@ __all__ = [
     "cast_output",
     "check_can_broadcast",
     "check_is_idle",
+    "check_whole",
     "find_applied",
     "find_small_group",
     "get_handles",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,17 +14,22 @@ from composable_shard.comm import trace
 from composable_shard.runtime.backward import OutputReached, recompute
 from composable_shard.runtime.backward_pass import drop_aborted
 from composable_shard.runtime.casts import iter_tensors, map_tensors
-from composable_shard.runtime.initialization import attach_or_refresh, lazy_init, share_context
+from composable_shard.runtime.initialization import attach_or_refresh, initialize, share_context
 from composable_shard.runtime.prefetch import (
     choose_ahead,
     drop_prefetched,
     gather_ahead,
     release_handle,
 )
-from composable_shard.runtime.tree import read_state
+from composable_shard.runtime.tree import (
+    CHILDREN_KEY,
+    called_modules,
+    calling_modules,
+    check_children,
+    read_state,
+)
 from composable_shard.runtime.unit import ForwardCall, ShardState, TrainingState, TreeContext
 from composable_shard.torch_private import (
-    CALL_CODE,
     base_of,
     current_backward_id,
     is_forward_grad_enabled,
@@ -57,8 +62,11 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
     state.depth += 1
     if state.depth > 1:
         return
+    parts, known = module.__dict__[CHILDREN_KEY]
     context.entered[state.ref] = None
     try:
+        if [*map(id, chain.from_iterable(map(dict.values, parts)))] != known:
+            check_children(module)
         _unshard(context, state, call)
         if state.buffers is not None and state not in call.broadcast:
             # Batch norm moves its statistics in training mode, a user's module with a graph.
@@ -79,7 +87,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
 
 def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> ForwardCall:
     if not context.is_checked:
-        lazy_init(module)
+        initialize(module, calling_modules(module))
         context = state.context or context
     _recover_interrupted_call(context)
     if context.serves_graphs:
@@ -379,10 +387,4 @@ def _count_calls(state: ShardState) -> int:
     No token does this: nn.Module runs its hooks after an Exception only, so a KeyboardInterrupt
     ends a call without a word to us, and nothing in the call's frame is ours to die with it.
     """
-    frame = sys._getframe()
-    calls = 0
-    while frame is not None:
-        if frame.f_code is CALL_CODE and read_state(frame.f_locals["self"]) is state:
-            calls += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return calls
+    return sum(read_state(module) is state for module in called_modules())

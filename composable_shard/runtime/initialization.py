@@ -19,7 +19,6 @@ construction, must be built after the outermost call.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +32,7 @@ from composable_shard.flat_param import FlatParamHandle, change_owners
 from composable_shard.layout import balance, fullest
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.buffers import is_never_written, place_buffers
-from composable_shard.runtime.tree import get_states
+from composable_shard.runtime.tree import find_unmanaged, get_states, raise_unmanaged
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.tensor import join_tree
 
@@ -73,25 +72,32 @@ def lazy_init(module: nn.Module) -> None:
 
     Raises:
         ValueError: If no module in `module` was sharded.
-        RuntimeError: If the ranks disagree, parameters are still on the meta device, or buffers
-            have not been initialised after `to_empty()`.
+        RuntimeError: If the ranks disagree, parameters are still on the meta device, no unit
+            manages a trainable parameter of `module` that is not in any unit's `ignored_params`,
+            or buffers have not been initialised after `to_empty()`.
     """
-    lazy_init_params(module)
+    initialize(module)
+
+
+def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
+    """Do what `lazy_init` does, for a call that modules around `module` make, outermost first."""
+    lazy_init_params(module, callers)
     contexts = [state.context for state in get_states(module) if state.context is not None]
     unchecked = list(dict.fromkeys(context for context in contexts if not context.is_checked))
     if unchecked:
-        _check_buffers(_outermost(unchecked, module))
+        _check_buffers([*callers, *_outermost(unchecked, module)])
         for context in unchecked:
             _place_buffers(context)
             context.is_checked = True
 
 
-def lazy_init_params(module: nn.Module) -> None:
+def lazy_init_params(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
     """Do what `lazy_init` does, except for buffers: a scope may be there to initialise them.
 
     Raises:
         ValueError: If no module in `module` was sharded.
-        RuntimeError: If the ranks disagree, or parameters are still on the meta device.
+        RuntimeError: If the ranks disagree, parameters are still on the meta device, or no unit
+            manages a trainable parameter, see [Note: Whole model].
     """
     states = get_states(module)
     if not states:
@@ -108,7 +114,7 @@ def lazy_init_params(module: nn.Module) -> None:
         attach_or_refresh(state)
     unchecked = [context for context in contexts if not context.has_agreed]
     if unchecked:
-        _check_trees(unchecked, module)
+        _check_trees(unchecked, [*callers, *_outermost(unchecked, module)])
 
 
 def _fix_owners(contexts: list[TreeContext]) -> None:
@@ -127,23 +133,22 @@ def _outermost(contexts: list[TreeContext], module: nn.Module) -> list[nn.Module
     return [root for context in contexts for root in context.live_modules()] + [module]
 
 
-def _check_trees(contexts: list[TreeContext], module: nn.Module) -> None:
-    """Check whole trees, whichever of their modules was called first."""
-    states = get_states(module)
+def _check_trees(contexts: list[TreeContext], modules: list[nn.Module]) -> None:
+    """Check whole trees, and all of `modules`, whichever was called first."""
+    states = [state for module in modules for state in get_states(module)]
     for context in contexts:
-        states += context.live_states()
         for state in context.live_states():
             for handle in state.handles:
                 handle.check_materialized()
                 handle.check_pinned()
                 handle.shown.check_registered()
+    unmanaged = find_unmanaged(modules, list(dict.fromkeys(states)))
     for context in contexts:
-        _check_agreement(context.live_states())
+        _check_agreement(context.live_states(), unmanaged)
         # Ranks that initialised copies of a shard differently would train different models.
         for state in context.live_states():
             for handle in state.handles:
                 handle.shard.copy_to_replicas()
-    _warn_unmanaged(_outermost(contexts, module), states)
     for context in contexts:
         context.has_agreed = True
 
@@ -172,44 +177,21 @@ def _place_buffers(context: TreeContext) -> None:
                 place_buffers(module, handles[0].shard_group.device)
 
 
-def _warn_unmanaged(modules: list[nn.Module], states: list[ShardState]) -> None:
-    entries = [entry for state in states for handle in state.handles for entry in handle.entries]
-    managed = {id(param) for entry in entries for param in (entry.sharded, entry.unsharded)}
-    managed |= {
-        id(handle.shown.flat.sharded)
-        for state in states
-        for handle in state.handles
-        if handle.shown.flat
-    }
-    names = {
-        id(param): name
-        for module in reversed(modules)
-        for name, param in module.named_parameters()
-        if param.requires_grad and id(param) not in managed
-    }
-    if names:
-        warnings.warn(
-            f"no unit manages the trainable parameters {list(names.values())}: their gradients "
-            "stay local to each rank. Shard the module that holds them, freeze them, or reduce "
-            "them yourself.",
-            stacklevel=2,
-        )
-
-
 _Groups = tuple[dist.ProcessGroup, ...]
 
 
-def _check_agreement(states: list[ShardState]) -> None:
+def _check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
     """Compare names, shapes, dtypes and options of all units over their data-parallel ranks.
 
-    Also those of buffers that are broadcast.
+    Also those of buffers that are broadcast, and the trainable parameters that no unit manages.
 
     One all-gather of 32 bytes for each process group; only where it finds a difference are the
     descriptions themselves exchanged, as JSON. Where any rank has hooks on gradients, one
     all-reduce of a byte for each handle, so that all know. [Note: Early gradients]
 
     Raises:
-        RuntimeError: On all ranks of the mesh alike, naming the first difference and the ranks.
+        RuntimeError: On all ranks of the mesh alike, naming the first difference and the ranks, or
+            the parameters that no unit manages.
     """
     meshes: dict[_Groups, _Mesh] = {}
 
@@ -225,6 +207,7 @@ def _check_agreement(states: list[ShardState]) -> None:
             mesh.handles.append(handle)
             mesh.lines.extend(handle.describe_entries(state.describe_options()))
     for mesh in meshes.values():
+        mesh.lines.extend(f"'{name}' is managed by no unit" for name in unmanaged)
         has_hooks = [handle.shown.has_gradient_hooks for handle in mesh.handles]
         if _compare_lines(mesh.ranks, mesh.lines, any(has_hooks)):
             flags = FlagReduction(
@@ -236,6 +219,8 @@ def _check_agreement(states: list[ShardState]) -> None:
             )
             for handle, (flag,) in zip(mesh.handles, flags.finish(), strict=True):
                 handle.set_early_hooks(bool(flag))
+    if unmanaged:
+        raise_unmanaged(unmanaged)
 
 
 @dataclass

@@ -3,23 +3,48 @@
 `replicate`, `checkpoint` and torch's `fully_shard` look at torch's registry, so each sees the
 others. The unit has a key of its own: torch's is random in each process and would not survive a
 pickle.
+
+[Note: Whole model]
+A parameter that no unit manages keeps the gradient of its own rank: the ranks' copies drift apart,
+and nothing fails. The usual cause is a root that nobody sharded. So functions that see the whole
+model look for such parameters, and the first forward does, for the outermost module whose call is
+running: torch knows no parents, but the interpreter's stack holds every module that is being
+called. These need no unit:
+
+- parameters in the `ignored_params` of a unit, by object, and by place for copies of the model;
+- parameters below a module that another data-parallel library manages;
+- DTensors whose mesh has all ranks that average the gradients of the units.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from composable_shard.flat_param import FlatParamHandle, slot_key
+from composable_shard.flat_param import FlatParamHandle, UnshardedParameter, slot_key
 from composable_shard.runtime.unit import ShardState
-from composable_shard.torch_private import REGISTRY_KEY, RegistryItem, modules_of, parameters_of
+from composable_shard.tensor import FlatShard
+from composable_shard.torch_private import (
+    CALL_CODE,
+    REGISTRY_KEY,
+    RegistryItem,
+    modules_of,
+    parameters_of,
+)
 
 _API_NAME = "fully_shard"
 _STATE_KEY = "_composable_shard_state"
+CHILDREN_KEY = "_composable_shard_children"
+_OTHER_LIBRARIES = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+_Place = tuple[str, nn.Module, str, Tensor]  # a parameter's name, its module, its key there
 
 
 def read_state(module: nn.Module) -> Any | None:
@@ -30,6 +55,7 @@ def read_state(module: nn.Module) -> Any | None:
 def attach_state(module: nn.Module, state: Any) -> None:
     """Attach `state` to `module`. Nothing in it can fail, so it is the last thing a call does."""
     module.__dict__[_STATE_KEY] = state
+    module.__dict__[CHILDREN_KEY] = ((), [0])  # others than any: the first forward looks
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[_API_NAME] = RegistryItem()
 
 
@@ -43,6 +69,15 @@ def has_forward(module: nn.Module) -> bool:
     """Return whether calling `module` runs a forward, its own or that of its class."""
     # torch.compile(module) has one as an attribute.
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def called_modules() -> Iterator[nn.Module]:
+    """Yield the modules whose calls are on this thread's stack, innermost first, each call once."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is CALL_CODE:
+            yield frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment] # None ends the loop
 
 
 class ModuleTree:
@@ -176,6 +211,17 @@ def iter_unmanaged_modules(
             yield from iter_unmanaged_modules(child, f"{prefix}.{name}".lstrip("."), seen, inner)
 
 
+def watch_children(module: nn.Module) -> None:
+    """Note which modules a unit's module has inside, so that forwards see added or replaced ones.
+
+    The entry is the module's and not the unit's: hooks of the modules inside lead to the unit.
+    """
+    parts = [modules_of(part) for _, part in iter_unmanaged_modules(module)]
+    parts = [part for part in parts if part]
+    ids = [id(child) for part in parts for child in part.values()]
+    module.__dict__[CHILDREN_KEY] = (parts, ids)
+
+
 def rename(module: nn.Module) -> None:
     """Name all units and parameters in `module` as seen from it, for messages."""
     labels = {
@@ -203,3 +249,115 @@ def rename(module: nn.Module) -> None:
             if handle.shown.flat is not None:
                 flat_name = f"{name}.{handle.shown.flat_slot.name}"
                 handle.shown.flat.label.rename(flat_name.lstrip("."))
+
+
+def check_whole(model: nn.Module, states: Sequence[ShardState] | None = None) -> None:
+    """Check that units manage all trainable parameters of a model, see [Note: Whole model].
+
+    Local; the same on all ranks that have the same model. A model without units passes.
+
+    Args:
+        model: The model.
+        states: Its units, if they are known.
+
+    Raises:
+        RuntimeError: Naming the others.
+    """
+    places = [place for place in _iter_trainable(model, "", set()) if _may_be_unmanaged(place[3])]
+    if not places:
+        return
+    states = get_states(model) if states is None else states
+    if states and (names := _unmanaged_names(places, states)):
+        raise_unmanaged(names)
+
+
+def find_unmanaged(modules: Sequence[nn.Module], states: Sequence[ShardState]) -> list[str]:
+    """Return names of trainable parameters in `modules` that no unit manages, outermost first."""
+    seen: set[nn.Module] = set()
+    places = [
+        place
+        for module in modules
+        for place in _iter_trainable(module, "", seen)
+        if _may_be_unmanaged(place[3])
+    ]
+    return _unmanaged_names(places, states) if places else []
+
+
+def raise_unmanaged(names: list[str]) -> None:
+    """Raise the error that names trainable parameters that no unit manages.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        f"no unit manages the trainable parameters {names}: every rank would train a copy of its "
+        "own with its own gradients. Call fully_shard on the module that holds them (the model "
+        "itself, after its layers), freeze them, or pass them in ignored_params of any fully_shard "
+        "call and reduce their gradients yourself."
+    )
+
+
+def calling_modules(module: nn.Module) -> list[nn.Module]:
+    """Return the modules around `module` whose calls are running, outermost first."""
+    outer = [caller for caller in dict.fromkeys(called_modules()) if caller is not module]
+    return [each for each in reversed(outer) if any(child is module for child in each.modules())]
+
+
+def check_children(module: nn.Module) -> None:
+    """Check that units manage what was put below a unit's module since the last call, and note it.
+
+    Raises:
+        RuntimeError: Naming trainable parameters that no unit manages.
+    """
+    check_whole(module)
+    watch_children(module)
+
+
+def _iter_trainable(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Place]:
+    """Yield the trainable parameters below a module, not those that another library manages."""
+    if module in seen:
+        return
+    seen.add(module)
+    if isinstance(module, _OTHER_LIBRARIES):
+        return
+    if read_state(module) is None and find_applied(module) is not None:
+        return
+    for key, param in parameters_of(module).items():
+        if param is not None and param.requires_grad:
+            yield f"{prefix}{key}", module, key, param
+    for key, child in modules_of(module).items():
+        if child is not None:
+            yield from _iter_trainable(child, f"{prefix}{key}.", seen)
+
+
+def _may_be_unmanaged(param: Tensor) -> bool:
+    return not isinstance(param, FlatShard | UnshardedParameter)
+
+
+def _unmanaged_names(places: Iterable[_Place], states: Sequence[ShardState]) -> list[str]:
+    handles = list(dict.fromkeys(handle for state in states for handle in state.needed))
+    slots = [slot for handle in handles for entry in handle.entries for slot in entry.slots]
+    slots += [slot for state in states for slot in state.ignored]
+    known = set(map(slot_key, slots))
+    exempt: set[int] = set()
+    for state in states:
+        exempt.update(map(id, state.options.ignored_params or ()))
+    flats = [handle.shown.flat for handle in handles if handle.shown.flat is not None]
+    exempt.update(id(form) for flat in flats for form in (flat.sharded, flat.unsharded))
+    ranks = {
+        rank
+        for handle in handles
+        for group in handle.shard_group.joint_groups
+        for rank in dist.get_process_group_ranks(group)
+    }
+    found: dict[int, str] = {}
+    for name, module, key, param in places:
+        is_known = (id(parameters_of(module)), key) in known or id(param) in exempt
+        if not is_known and not _spans(param, ranks):
+            found.setdefault(id(param), name)
+    return list(found.values())
+
+
+def _spans(param: Any, ranks: set[int]) -> bool:
+    """Return whether a parameter is a DTensor over all of these ranks."""
+    return isinstance(param, DTensor) and ranks.issubset(param.device_mesh.mesh.flatten().tolist())

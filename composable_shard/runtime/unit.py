@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from composable_shard.comm import FlagReduction, make_streams
-from composable_shard.flat_param import FlatParamHandle, ScopeParams, ScratchPool
+from composable_shard.flat_param import FlatParamHandle, ScopeParams, ScratchPool, Slot
 from composable_shard.options import UnitOptions
 from composable_shard.runtime.buckets import Buckets
 from composable_shard.runtime.buffers import BufferBroadcast
@@ -112,6 +112,7 @@ class ShardState:
         handles: Handles of the parameters this unit manages.
         borrowed: Handles of other units whose parameters this unit shows too (tied weights); it
             gathers them for its own forward and backward, their owner reduces them.
+        ignored: Places of its modules' parameters that no unit manages on purpose.
         needed: Both: those whose full parameters it computes with.
         reshard_after_forward: That of the options, or what was set since. True frees the full
             parameters between forward and backward, False keeps them, None keeps them only where
@@ -150,6 +151,7 @@ class ShardState:
         self.handles = handles
         self.borrowed = borrowed
         self.needed = handles + borrowed
+        self.ignored: list[Slot] = []
         self.reshard_after_forward = options.reshard_after_forward
         self.buffers = buffers
         self.buckets = buckets
@@ -223,6 +225,10 @@ class ShardState:
     def set_backward_prefetch(self, targets: tuple[StateRef, ...] | None) -> None:
         """Choose the units that are gathered when a backward begins; None: the expected ones."""
         self.backward_prefetch = targets
+
+    def leave_out(self, ignored: list[Slot]) -> None:
+        """Note the places of its modules' parameters that no unit manages on purpose."""
+        self.ignored = ignored
 
     def hold(self) -> None:
         """Claim the full parameters until `let_go`, for `unshard`."""

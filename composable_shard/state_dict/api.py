@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from composable_shard.comm import HOST
 from composable_shard.optim import init_state
 from composable_shard.options import StateDictOptions
+from composable_shard.runtime import check_whole
 from composable_shard.state_dict import json_tree
 from composable_shard.state_dict.full_values import (
     Shares,
@@ -69,10 +70,12 @@ def get_model_state_dict(
     Raises:
         NotImplementedError: With `full_state_dict` and `rank0_only`, if the meshes of the units
             begin with different ranks, so that no rank is the first of all.
-        RuntimeError: Inside forward or backward.
+        RuntimeError: Inside forward or backward, or if no unit manages a trainable parameter of a
+            sharded model that is not in any unit's `ignored_params`.
     """
     options = options or StateDictOptions()
     check_model_is_idle(model, "a state dict can't be made")
+    check_whole(model)
     found = {canonical(name): value for name, value in model.state_dict().items()}
     names = _names_in(model, submodules, options)
     device = HOST if options.cpu_offload else None
@@ -328,9 +331,11 @@ def get_optimizer_state_dict(
     Raises:
         ValueError: If an optimizer holds parameters that are not the model's.
         NotImplementedError: For state that is neither a tensor nor a number (LBFGS).
-        RuntimeError: If a rank lacks the state of a parameter of which it holds a shard.
+        RuntimeError: If a rank lacks the state of a parameter of which it holds a shard, or if no
+            unit manages a trainable parameter, as `get_model_state_dict`.
     """
     options = options or StateDictOptions()
+    check_whole(model)
     with torch.no_grad():
         if options.init_optimizer_state:
             for optimizer in _as_list(optimizers):

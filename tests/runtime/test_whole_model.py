@@ -1,0 +1,184 @@
+"""Trainable parameters that no unit manages: an error, wherever the whole model can be seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from composable_shard import (
+    clip_grad_norm_,
+    fully_shard,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    lazy_init,
+    save_checkpoint,
+    save_safetensors,
+)
+from composable_shard.comm.collectives import count_collectives
+from tests.helpers import assert_equal, distributed
+from tests.models import Net, pickled, shard_blocks
+
+OUTSIDE = r"\['inp.weight', 'inp.bias', 'out.weight', 'out.bias'\]"  # of a Net without a root
+
+
+def _without_root() -> Net:
+    net = Net()
+    for block in net.blocks:
+        fully_shard(block)
+    return net
+
+
+def _train(net: nn.Module) -> None:
+    net(torch.full((2, 5), float(1 + dist.get_rank()))).square().mean().backward()
+
+
+def _clip(net: nn.Module, folder: Path) -> None:
+    clip_grad_norm_(net, 1.0)
+
+
+def _optimizer_state(net: nn.Module, folder: Path) -> None:
+    get_optimizer_state_dict(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+WHOLE: dict[str, Callable[[nn.Module, Path], object]] = {
+    "clip_grad_norm_": _clip,
+    "save_checkpoint": lambda net, folder: save_checkpoint(folder, net, step=1),
+    "save_safetensors": lambda net, folder: save_safetensors(net, folder),
+    "get_model_state_dict": lambda net, folder: get_model_state_dict(net),
+    "get_optimizer_state_dict": _optimizer_state,
+    "lazy_init": lambda net, folder: lazy_init(net),
+    "forward": lambda net, folder: _train(net),
+}
+
+
+@pytest.mark.parametrize("name", list(WHOLE))
+@distributed(2)
+def test_l_whole_forgotten_root_is_named(name: str, tmp_path: Path) -> None:
+    """The layers are sharded, the model is not: all that see the model say what is missing."""
+    net = _without_root()
+    with pytest.raises(RuntimeError, match=f"no unit manages the trainable parameters {OUTSIDE}"):
+        WHOLE[name](net, tmp_path)
+    fully_shard(net)  # the remedy
+    WHOLE[name](net, tmp_path)
+
+
+@pytest.mark.parametrize("name", list(WHOLE))
+@distributed(2)
+def test_l_whole_ignored_and_frozen_parameters_need_no_unit(name: str, tmp_path: Path) -> None:
+    """By any unit's `ignored_params`, and in a copy and a pickle of a model that has a root."""
+    net = Net()
+    fully_shard(net.blocks[0], ignored_params={*net.inp.parameters(), net.out.weight})
+    fully_shard(list(net.blocks)[1:])
+    net.out.bias.requires_grad_(False)
+    WHOLE[name](net, tmp_path)
+    ignoring = Net()
+    shard_blocks(ignoring, ignored_params=set(ignoring.out.parameters()))
+    for each in (ignoring, copy.deepcopy(ignoring), pickled(ignoring)):
+        WHOLE[name](each, tmp_path)
+
+
+@distributed(2)
+def test_l_whole_layers_alone_are_a_model_where_they_hold_everything() -> None:
+    """No root is needed where units manage all parameters."""
+    net = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))
+    fully_shard(net[0])
+    fully_shard(net[2])
+    _train(net)
+    clip_grad_norm_(net, 1.0)
+
+
+@distributed(2)
+def test_l_whole_unit_called_by_itself_sees_no_model() -> None:
+    """Nobody calls the model: clipping is the first to see it."""
+    net = _without_root()
+    net.blocks[0](torch.ones(2, 15)).sum().backward()
+    with pytest.raises(RuntimeError, match="fully_shard on the module that holds them"):
+        clip_grad_norm_(net, 1.0)
+
+
+@pytest.mark.parametrize("place", ["child", "replaced", "inside", "parameter"])
+@distributed(2)
+def test_l_whole_module_added_after_a_step_is_named(place: str) -> None:
+    """At the next forward, where it is a module; at the latest by what sees the whole model."""
+    net = Net()
+    shard_blocks(net)
+    for _ in range(2):
+        _train(net)
+    if place == "child":
+        net.extra = nn.Linear(3, 3)
+    elif place == "replaced":
+        net.out = nn.Linear(15, 3)
+    elif place == "inside":
+        net.blocks[1].down = nn.Sequential(net.blocks[1].down, nn.Linear(15, 15))
+    else:
+        net.inp.register_parameter("scale", nn.Parameter(torch.ones(2)))
+    names = {
+        "child": r"\['extra.weight', 'extra.bias'\]",
+        "replaced": r"\['out.weight', 'out.bias'\]",
+        "inside": r"\['(blocks.1.)?down.1.weight', '(blocks.1.)?down.1.bias'\]",
+        "parameter": r"\['inp.scale'\]",
+    }
+    with pytest.raises(RuntimeError, match=f"the trainable parameters {names[place]}"):
+        clip_grad_norm_(net, 1.0)
+    if place != "parameter":
+        with pytest.raises(RuntimeError, match=f"the trainable parameters {names[place]}"):
+            _train(net)
+
+
+@distributed(2)
+def test_l_whole_parts_of_other_libraries_need_no_unit() -> None:
+    """Neither what DistributedDataParallel manages, nor DTensors over all ranks."""
+    net = Net()
+    shard_blocks(net, ignored_params={*net.inp.parameters(), *net.out.parameters()})
+    model = nn.Sequential(net.inp, *net.blocks, net.out)
+    model[0] = DistributedDataParallel(nn.Linear(5, 15))
+    mesh = init_device_mesh("cpu", (2,))
+    scale = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
+    model.register_parameter("scale", scale)
+    model[-1] = nn.Linear(15, 3)
+    with pytest.raises(RuntimeError, match=r"parameters \['4.weight', '4.bias'\]"):
+        _train(model)
+    fully_shard(model[-1])
+    _train(model)
+    clip_grad_norm_(model, 1.0)
+
+
+@distributed(2)
+def test_l_whole_only_one_rank_has_an_unmanaged_parameter() -> None:
+    """The comparison of the first forward tells both ranks."""
+    net = Net()
+    shard_blocks(net)
+    if dist.get_rank():
+        net.extra = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match=r"ranks \[1\]: 'extra.weight' is managed by no unit"):
+        _train(net)
+
+
+@distributed(2)
+def test_l_whole_plain_gradients_that_differ_are_not_clipped() -> None:
+    """A list of parameters has no names, but each rank would scale its shards differently."""
+    net = _without_root()
+    for block in net.blocks:
+        block(torch.full((2, 15), float(1 + dist.get_rank()))).sum().backward()
+    net.out.weight.grad = torch.full((3, 15), float(1 + dist.get_rank()))
+    grads = [p.grad.to_local().clone() for p in net.blocks.parameters()]
+    with pytest.raises(RuntimeError, match=r"plain parameter of shape \(3, 15\) differs between"):
+        clip_grad_norm_(net.parameters(), 0.1)
+    for param, grad in zip(net.blocks.parameters(), grads, strict=True):
+        assert_equal(param.grad.to_local(), grad)
+    dist.all_reduce(net.out.weight.grad)
+    with count_collectives() as log:
+        norm = clip_grad_norm_(net.parameters(), 0.1)
+    assert len(log.events) == 2
+    norms = [torch.empty_like(norm) for _ in range(2)]
+    dist.all_gather(norms, norm)
+    assert_equal(norms[0], norms[1])
