@@ -35,7 +35,9 @@ from composable_shard.torch_private import (
     is_forward_grad_enabled,
     next_sequence_nr,
     sequence_nr_of,
+    set_versions,
     top_saved_tensors_hooks,
+    version_of,
 )
 
 # Before a forward
@@ -237,7 +239,7 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
         newest = call.output_sequence_nr
     if any([_is_older(tensor, newest) for tensor in tensors]):
         output = map_tensors(
-            output, lambda tensor: tensor.view_as(tensor) if _is_older(tensor, newest) else tensor
+            output, lambda tensor: _renew(tensor) if _is_older(tensor, newest) else tensor
         )
         tensors = _tensors(output)
     if call is not None:
@@ -273,6 +275,20 @@ def _is_older(tensor: Tensor, sequence_nr: int) -> bool:
     """Return whether autograd knew a tensor before it had recorded so many nodes."""
     node = tensor.grad_fn
     return tensor.requires_grad if node is None else sequence_nr_of(node) < sequence_nr
+
+
+def _renew(tensor: Tensor) -> Tensor:
+    """Return a tensor with a new node, the same object if it may be: it may be detached in place.
+
+    Leaves, views and subclasses give a view: an op in place on them means more, or is refused.
+    """
+    if type(tensor) is not Tensor or tensor.grad_fn is None or base_of(tensor) is not None:
+        return tensor.view_as(tensor)
+    version = version_of(tensor)
+    tensor.transpose_(0, 0)
+    # Nothing was written: what autograd has saved of it is valid.
+    set_versions((tensor,), (version,))
+    return tensor
 
 
 def _data_pointer(tensor: Tensor) -> int:
