@@ -27,7 +27,7 @@ from composable_shard.comm import FlagReduction, ShardGroup, trace
 from composable_shard.flat_param import FlatParamHandle, FullState, Shown
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.early_gradients import EarlyGradients
-from composable_shard.runtime.prefetch import release_handle
+from composable_shard.runtime.prefetch import drop_prefetched, release_handle
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 from composable_shard.torch_private import current_backward_id, queue_callback
 
@@ -81,8 +81,10 @@ class BackwardPass:
         context = self.context
         callback = _EngineCallback(self)
         self._engine_callback = weakref.ref(callback, partial(_note_abort, weakref.ref(context)))
-        context.backward = self
+        context.backward, context.last_backward_id = self, self.graph_task_id
         queue_callback(callback)
+        if context.prefetched:
+            drop_prefetched(context.prefetched)
         order = [state for ref in reversed(context.armed) if (state := ref()) is not None]
         self.following = {state.ref: after.ref for state, after in pairwise(order)}
         states = context.live_states()

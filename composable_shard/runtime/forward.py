@@ -14,7 +14,12 @@ from composable_shard.comm import trace
 from composable_shard.runtime.backward import OutputReached, recompute
 from composable_shard.runtime.backward_pass import drop_aborted
 from composable_shard.runtime.casts import iter_tensors, map_tensors
-from composable_shard.runtime.initialization import attach_or_refresh, initialize, share_context
+from composable_shard.runtime.initialization import (
+    attach_or_refresh,
+    initialize,
+    join_connected,
+    share_context,
+)
 from composable_shard.runtime.prefetch import (
     choose_ahead,
     drop_prefetched,
@@ -28,7 +33,13 @@ from composable_shard.runtime.tree import (
     check_children,
     read_state,
 )
-from composable_shard.runtime.unit import ForwardCall, ShardState, TrainingState, TreeContext
+from composable_shard.runtime.unit import (
+    ForwardCall,
+    ShardState,
+    TrainingState,
+    TreeContext,
+    tree_refs,
+)
 from composable_shard.torch_private import (
     base_of,
     current_backward_id,
@@ -59,7 +70,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
     call = context.call
     is_again = state.depth > 0 or (call is not None and call.leader is state.ref)
     if call is None or call.leader() is None or (is_again and not _is_running(state)):
-        call = _begin_call(context, state, module)
+        call = _begin_call(context, state, module, args)
         context = state.context or context  # the first call may make one for more units
     state.depth += 1
     if state.depth > 1:
@@ -87,7 +98,9 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         trace.record("compute", state.name)
 
 
-def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> ForwardCall:
+def _begin_call(
+    context: TreeContext, state: ShardState, module: nn.Module, args: tuple[Any, ...]
+) -> ForwardCall:
     if not context.is_checked:
         initialize(module, calling_modules(module))
         context = state.context or context
@@ -97,11 +110,28 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> F
             for handle in other.handles:
                 release_handle(context, handle)
         context.release_graphs()
-    context.call = call = ForwardCall(state.ref)
-    if torch.is_grad_enabled():
+    records_graph = torch.is_grad_enabled()
+    if records_graph and len(tree_refs) > 1:
+        context = join_connected(context, args)
+    is_first = not context.is_joined or context.begins_sequence(state)
+    if records_graph and is_first:
         context.call_start = context.num_forwards
-    state.forward_order.begin()
+    if context.is_joined:
+        if is_first:
+            _begin_sequence(context, state)
+        context.call = call = ForwardCall(state.ref, context.forward_order, context.prefetched)
+    else:
+        context.call = call = ForwardCall(state.ref, state.forward_order, {})
+        state.forward_order.begin()
     return call
+
+
+def _begin_sequence(context: TreeContext, state: ShardState) -> None:
+    """Begin a sequence of calls of joined trees, [Note: Trees without a root]."""
+    drop_prefetched(context.prefetched)
+    context.first_leader = state.ref
+    context.forward_order.end()
+    context.forward_order.begin()
 
 
 def _number_call(context: TreeContext, state: ShardState) -> None:
@@ -136,8 +166,7 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
     for handle in needed:
         handle.shown.check_registered()
     chosen = state.forward_prefetch
-    leader = call.leader()
-    upcoming = () if leader is None else leader.forward_order.advance(state.ref)
+    upcoming = call.order.advance(state.ref)
     ahead = choose_ahead(state, call.prefetched, chosen, upcoming)
     for target in ahead:
         _refresh(target)
@@ -215,7 +244,10 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     finally:
         if state.modules_to_run == 0 or is_leader:
             keeps = state.reshard_after_forward is False or (
-                state.reshard_after_forward is None and is_leader and is_armed
+                state.reshard_after_forward is None
+                and is_leader
+                and is_armed
+                and not context.is_joined
             )
             _leave_pass(context, state, keeps=keeps, is_armed=is_armed)
         if call is not None and is_leader:
@@ -243,7 +275,7 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
         )
         tensors = _tensors(output)
     if call is not None:
-        call.output_sequence_nr = next_sequence_nr()
+        call.output_sequence_nr = state.output_sequence_nr = next_sequence_nr()
     return output, _register(context, state, tensors)
 
 
@@ -337,12 +369,11 @@ def _leave_pass(
 
 def _end_call(context: TreeContext, call: ForwardCall) -> None:
     """Free what was gathered ahead; forget the call."""
-    if call.prefetched:
-        drop_prefetched(call.prefetched)
     context.call = None
-    leader = call.leader()
-    if leader is not None:
-        leader.forward_order.end()
+    if not context.is_joined:
+        if call.prefetched:
+            drop_prefetched(call.prefetched)
+        call.order.end()
     for state in context.entered_states():
         # A unit of several modules of which this call ran only some.
         if state.depth == 0:
@@ -387,6 +418,7 @@ def check_is_idle(context: TreeContext, what: str) -> None:
             "complete only then."
         )
     _recover_interrupted_call(context)
+    drop_prefetched(context.prefetched)
 
 
 def _is_running(state: ShardState) -> bool:

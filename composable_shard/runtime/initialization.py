@@ -15,6 +15,20 @@ Units that no call encloses together are balanced together only by a `lazy_init`
 them. Parameters that are fixed, or that have a gradient, stay where they are and count as load.
 Optimizer state of a parameter that moved is lost: torch's Adagrad, which makes its state at
 construction, must be built after the outermost call.
+
+[Note: Trees without a root]
+Layers may be sharded without a `fully_shard` on a module around them. Each is a tree of its own and
+leads its own call. Trees that turn out to be parts of one graph are joined: they share one context
+from then on. So a backward overlaps their reductions and frees them unit by unit, a forward gathers
+the next tree's unit ahead, and no leader keeps its full parameters for a backward that does not
+begin at once: all as with a unit around them. A tree joins another one
+
+- when its call gets an argument that the other's call made, or
+- when one backward has reached both, or
+- when one of its units borrows parameters of the other (tied weights).
+
+Only a tree at rest and without a graph can join, because calls are numbered per context. Trees of
+different graphs stay apart, in whatever order their calls come.
 """
 
 from __future__ import annotations
@@ -22,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +47,12 @@ from composable_shard.flat_param import FlatParamHandle, change_owners
 from composable_shard.layout import balance, fullest
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.buffers import is_never_written, place_buffers
+from composable_shard.runtime.casts import iter_tensors
+from composable_shard.runtime.prefetch import release_handle
 from composable_shard.runtime.tree import find_unmanaged, get_states, raise_unmanaged
-from composable_shard.runtime.unit import ShardState, TreeContext
+from composable_shard.runtime.unit import ShardState, TrainingState, TreeContext, trees
 from composable_shard.tensor import join_tree
+from composable_shard.torch_private import sequence_nr_of
 
 
 def share_context(modules: list[nn.Module]) -> TreeContext:
@@ -43,10 +61,87 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
     handles = [handle for state in states for handle in state.handles]
     device = handles[0].shard_group.device if handles else torch.device("cpu")
     context = TreeContext(modules, states, device)
+    for old in dict.fromkeys(state.context for state in states):
+        if old is not None:
+            old.give_up(states)
     for state in states:
         state.context = context
     join_tree(handles)
     return context
+
+
+def join_connected(context: TreeContext, args: tuple[Any, ...]) -> TreeContext:
+    """Join the trees that are parts of one graph with a tree whose call begins.
+
+    See [Note: Trees without a root].
+
+    Args:
+        context: Of the tree that is called.
+        args: The arguments.
+
+    Returns:
+        The context that the called unit has now.
+    """
+    others = [other for other in trees if other is not context]
+    for other in others:
+        if context.last_backward_id == other.last_backward_id >= 0:
+            join(context, other)
+    calls = [
+        (state.call_sequence_nr, state.output_sequence_nr, other)
+        for other in others
+        for ref in other.armed
+        if (state := ref()) is not None
+    ]
+    caller = _find_maker(args, calls) if calls else None
+    return context if caller is None else join(caller, context)
+
+
+def join_owners(context: TreeContext, borrowed: Sequence[FlatParamHandle]) -> None:
+    """Join the trees of parameters that a new unit borrows from units that are not inside it."""
+    for handle in borrowed:
+        for other in list(trees):
+            if other is not context and other.owner_of(handle) is not None:
+                context = join(other, context)
+
+
+def join(context: TreeContext, other: TreeContext) -> TreeContext:
+    """Make one tree of two if `other` can join; return the context that its units have now.
+
+    What the first tree has kept for a backward that would begin at once is freed.
+    """
+    is_busy = other.call or other.backward or other.has_aborted or other.serves_graphs
+    is_busy = is_busy or context.call or context.backward or context.device != other.device
+    if other.armed or is_busy:
+        return other
+    context.take_over(other)
+    states = context.live_states()
+    join_tree([handle for state in states for handle in state.handles])
+    for state in states:
+        is_kept = state.reshard_after_forward is None and not state.is_in_pass
+        if is_kept and state.training_state is TrainingState.IDLE:
+            for handle in state.needed:
+                release_handle(context, handle, is_backward_next=True)
+    return context
+
+
+def _find_maker(
+    args: tuple[Any, ...], calls: Sequence[tuple[int, int, TreeContext]]
+) -> TreeContext | None:
+    """Return the tree of a call, of nodes `[start, end)`, that an argument was computed from."""
+    nodes = [tensor.grad_fn for tensor in iter_tensors(args) if tensor.grad_fn is not None]
+    seen = set(nodes)
+    earliest = min(start for start, _, _ in calls)
+    while nodes:
+        node = nodes.pop()
+        number = sequence_nr_of(node)
+        for start, end, context in calls:
+            if start <= number < end:
+                return context
+        if number >= earliest:
+            before = {each for each, _ in node.next_functions if each is not None} - seen
+            seen |= before
+            nodes += before
+    return None
 
 
 def attach_or_refresh(state: ShardState) -> None:

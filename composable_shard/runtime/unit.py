@@ -41,6 +41,10 @@ class ExecutionOrder(Generic[Unit]):
         self._current = []
         self._is_as_before = True
 
+    def __contains__(self, unit: ref[Unit]) -> bool:
+        """Return whether a unit has run in the running sequence."""
+        return unit in self._current
+
     def advance(self, unit: ref[Unit]) -> Iterator[Unit | None]:
         """Note that `unit` runs now; return the units expected after it, if the order held.
 
@@ -131,6 +135,7 @@ class ShardState:
         last_call: `context.num_calls` when its last call began.
         call_number: Number of its last call that recorded a graph.
         call_sequence_nr: Number of the next autograd node when that call began.
+        output_sequence_nr: Number of the next autograd node when it had returned.
         is_checkpointed: Non-reentrant checkpointing may run that call again.
         forward_order: The units that ran in the calls this unit led.
         load_call: What `note_load` noted of the last load_state_dict.
@@ -169,6 +174,7 @@ class ShardState:
         self.last_call = -1
         self.call_number = -1
         self.call_sequence_nr = 0
+        self.output_sequence_nr = 0
         self.is_checkpointed = False
         self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.context: TreeContext | None = None
@@ -317,18 +323,25 @@ class ForwardCall:
 
     Attributes:
         leader: The outermost unit that this call runs.
+        order: The units that have run, and those that ran last time.
         output_sequence_nr: Number of the next autograd node when a unit last returned.
         prefetched: Units whose gathers were issued ahead, until they run; True for those that the
             user chose.
         broadcast: Units whose buffers were broadcast, if that was due.
     """
 
-    __slots__ = ("broadcast", "leader", "output_sequence_nr", "prefetched")
+    __slots__ = ("broadcast", "leader", "order", "output_sequence_nr", "prefetched")
 
-    def __init__(self, leader: StateRef) -> None:
+    def __init__(
+        self,
+        leader: StateRef,
+        order: ExecutionOrder[ShardState],
+        prefetched: dict[ShardState, bool],
+    ) -> None:
         self.leader = leader
+        self.order = order
         self.output_sequence_nr = 0
-        self.prefetched: dict[ShardState, bool] = {}
+        self.prefetched = prefetched
         self.broadcast: set[ShardState] = set()
 
 
@@ -341,16 +354,19 @@ class TreeContext:
     Attributes:
         modules: Weak references to the outermost modules.
         states: The units, outermost first.
+        device: On which they compute.
         call: The running call, or one that an exception has interrupted.
         entered: Units whose forward runs, or whose full parameters it left claimed.
         num_calls: Number of calls of units that have begun.
         num_forwards: Number of the next call of a unit that records a graph.
-        call_start: `num_forwards` when the last call that records a graph began.
+        call_start: `num_forwards` when the last call that records a graph began; of joined trees
+            the last sequence of calls.
         spans_calls: The last backward reached an earlier call too: so may the next.
         first_calls: Number of each unit's first call that the next backward may reach.
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         may_recompute: Units whose forward a backward nested in the next one may run again.
         backward: The running `BackwardPass`; its module is above this one.
+        last_backward_id: Autograd's number of the last backward.
         has_aborted: What an aborted backward left in handles has not been dropped yet.
         flag_reductions: Those that a backward has issued and perhaps not waited for.
         serves_graphs: A backward made a graph that may read full values, which then stay.
@@ -358,6 +374,10 @@ class TreeContext:
         is_checked: And its buffers have been initialised, so calls need no check any more.
         streams: The side streams of an accelerator.
         scratch: Memory that the reductions share.
+        is_joined: It was several trees, [Note: Trees without a root].
+        first_leader: The unit whose call began the running sequence of calls of joined trees.
+        forward_order: The units that ran in such a sequence.
+        prefetched: Units that a call of such a sequence has gathered ahead for the next one.
     """
 
     def __init__(
@@ -365,6 +385,7 @@ class TreeContext:
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
         self.states: list[StateRef] = [state.ref for state in states]
+        self.device = device
         self.call: ForwardCall | None = None
         self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
         self.num_calls = 0
@@ -375,6 +396,7 @@ class TreeContext:
         self.armed: dict[StateRef, None] = {}
         self.may_recompute: set[StateRef] = set()
         self.backward: Any = None
+        self.last_backward_id = -1
         self.has_aborted = False
         self.flag_reductions: list[FlagReduction] = []
         self.serves_graphs = False
@@ -382,9 +404,13 @@ class TreeContext:
         self.is_checked = False
         self.streams = make_streams(device)
         self.scratch = ScratchPool()
+        self.is_joined = False
+        self.first_leader: StateRef | None = None
+        self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
+        self.prefetched: dict[ShardState, bool] = {}
         self._has_warned_of_host_memory = False
         self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
-        _trees.add(self)
+        trees.add(self)
 
     def find_buckets(self) -> dict[FlatParamHandle, ShardState]:
         """Return the handles that may be reduced before their unit's end, each with its unit."""
@@ -405,7 +431,39 @@ class TreeContext:
 
     def is_only_one_armed(self) -> bool:
         """Return whether no unit of another tree waits for a backward, perhaps the same one."""
-        return not any(other.armed for other in _trees if other is not self)
+        return not any(other.armed for other in trees if other is not self)
+
+    def begins_sequence(self, state: ShardState) -> bool:
+        """Return whether a call that begins is the first of a sequence, such as one model makes.
+
+        In joined trees; otherwise each call is a sequence of its own.
+        """
+        if not self.is_joined:
+            return True
+        if torch.is_grad_enabled():
+            return not self.armed or self.first_leader is state.ref
+        return self.first_leader is None or state.ref in self.forward_order
+
+    def take_over(self, other: TreeContext) -> None:
+        """Make the units of another tree, which has no graph and is at rest, units of this one."""
+        for state in other.live_states():
+            state.context = self
+        self.modules = [ref for ref in self.modules + other.modules if ref() is not None]
+        self.states = [ref for ref in self.states + other.states if ref() is not None]
+        other.modules, other.states, other.last_backward_id = [], [], -1
+        self.is_joined = True
+        self.has_agreed = self.has_agreed and other.has_agreed
+        self.is_checked = self.is_checked and other.is_checked
+        self._owners = None
+
+    def give_up(self, states: Sequence[ShardState]) -> None:
+        """Take out units that get another context."""
+        gone = {state.ref for state in states}
+        self.states = [ref for ref in self.states if ref not in gone]
+        for each in gone:
+            self.armed.pop(each, None)
+            self.entered.pop(each, None)
+        self._owners = None
 
     def entered_states(self) -> list[ShardState]:
         """Return the units in `entered` that still exist."""
@@ -442,4 +500,5 @@ class TreeContext:
         return not has_warned
 
 
-_trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process
+trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process
+tree_refs: set[Any] = trees.data  # type: ignore[attr-defined]  # whose length costs no call
