@@ -121,13 +121,13 @@ def count_operations(rank: int, shared: Shared, kill: Kill | None) -> None:
     """Count the file operations of this process, and let it die before the one that is named."""
 
     def counted(function: Any) -> Any:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
             numbers = shared.numbers
             place = int(numbers[IN_SAVE + rank]), int(numbers[NUM_OPERATIONS + rank])
             if kill and kill.rank == rank and place == (kill.save, kill.operation):
                 os.kill(0 if kill.takes_all else os.getpid(), signal.SIGKILL)
             numbers[NUM_OPERATIONS + rank] += 1
-            return function(*args)
+            return function(*args, **options)
 
         return run
 

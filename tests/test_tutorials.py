@@ -134,7 +134,7 @@ def test_language_model_resumes(tmp_path: Path) -> None:
     whole = run_ranks(2, _job, tmp_path / "whole", "--save-every", "3")[0]
     checkpoints = tmp_path / "whole" / "checkpoints"
     names = sorted(path.name for path in checkpoints.iterdir())
-    assert names == ["latest", "step_00000003", "step_00000006"]
+    assert names == [".lock", "latest", "step_00000003", "step_00000006"]
     resumed = ["--resume", "--checkpoints", str(checkpoints)]
     assert run_ranks(1, _job, tmp_path / "finished", *resumed)[0] == whole
     shutil.rmtree(checkpoints / "step_00000006")

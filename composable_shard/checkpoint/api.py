@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from composable_shard.checkpoint.file_format import METADATA
-from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint, reading
+from composable_shard.checkpoint.reader import (
+    CheckpointReader,
+    find_checkpoint,
+    read_history,
+    reading,
+)
 from composable_shard.checkpoint.run_state import (
     StagedModel,
     check_is_number,
@@ -28,7 +33,12 @@ from composable_shard.checkpoint.run_state import (
     read_optimizer,
     set_rng_state,
 )
-from composable_shard.checkpoint.writer import list_items, plan_save, write_checkpoint
+from composable_shard.checkpoint.writer import (
+    SaveArguments,
+    list_items,
+    plan_save,
+    write_checkpoint,
+)
 from composable_shard.comm import HostGroup, get_host_group
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import get_optimizer_state_dict, json_tree, prepare_load
@@ -126,12 +136,13 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     Each rank writes its own shards, and replicated values are written once; nothing is gathered.
     The states of random number generators (Python, torch, the accelerator, numpy if loaded) are
     saved for each rank. The directory appears, and `load_checkpoint` finds it, only when all of it
-    is on disk, so an interrupted save leaves the previous checkpoint in place. The first call makes
-    a gloo group of all ranks for communication. Call it between steps, not inside
-    `unshard_params`.
+    is on disk, so an interrupted save leaves the previous checkpoint in place. While another job
+    saves into `path`, rank 0 waits for it. The first call makes a gloo group of all ranks for
+    communication. Call it between steps, not inside `unshard_params`.
 
     Args:
-        path: The directory of all checkpoints of the run, on a file system that all ranks share.
+        path: The directory of all checkpoints of the run, on a file system that all ranks share; a
+            relative one is rank 0's.
         model: The model, sharded or not.
         optimizer: An optimizer of its parameters, or a list or dict of several.
         step: Number of steps taken.
@@ -140,7 +151,8 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         scaler: A `torch.amp.GradScaler`, or anything with a `state_dict()`.
         extra: Numbers, strings, bytes, None, tensors, and lists, tuples, sets and dicts of them,
             for example the position in the data. Rank 0's is saved.
-        keep_last: Keep only the last n checkpoints written. Default: keep all.
+        keep_last: Keep only the last n checkpoints of this run, and of the one it was loaded from.
+            Default: keep all.
         async_op: Copy this rank's part to host memory and return; a thread writes it. At most one
             such copy exists: the next call waits for the previous save.
 
@@ -149,7 +161,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         `destroy_process_group()`.
 
     Raises:
-        ValueError: For a value that can't be saved.
+        ValueError: For a value that can't be saved, or if ranks pass different arguments.
         RuntimeError: If this save, or an earlier one in the background, could not be written. On
             all ranks, and nothing is left behind.
     """
@@ -173,16 +185,15 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             for name, state in states.items()
         }
         items = list_items(tensors)
-    plan = plan_save(group, step, tree, items)
+    plan = plan_save(group, step, tree, items, SaveArguments(os.fspath(path), keep_last, async_op))
     error: Exception | None = None
-    folder = Path(path).absolute()
     if not async_op:
-        return write_checkpoint(group, folder, plan, keep_last, None)
+        return write_checkpoint(group, plan, keep_last, None)
     try:
         plan.copy_to_host()
     except Exception as caught:  # out of memory: raised on all ranks in the background
         error = caught
-    save = CheckpointSave(lambda: write_checkpoint(group, folder, plan, keep_last, error))
+    save = CheckpointSave(lambda: write_checkpoint(group, plan, keep_last, error))
     group.take_pending(save)
     return save
 
@@ -256,6 +267,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         load()
     if rng_state is not None:
         set_rng_state(rng_state)
+    group.continue_run(read_history(reader.folder.parent).get(reader.folder.name, ""))
     return LoadedCheckpoint(
         reader.metadata.step,
         extra,

@@ -2,7 +2,8 @@
 
 [Note: Checkpoint directory]
 
-    path/latest                                     the name of the newest checkpoint
+    path/latest                                     name and run of each, the newest first
+    path/.lock                                      locked by the save that is writing
     path/step_00000100/metadata.json                written last: where everything is
     path/step_00000100/rank_0_of_2.safetensors      written by rank 0
     path/step_00000100/rank_1_of_2.safetensors
@@ -15,7 +16,8 @@ finds damage, not forgery. A forged checkpoint can give wrong numbers, but no mo
 executed, and no file outside of its directory is opened.
 
 A directory has a temporary name until all of it is on disk, so a directory `step_...` with metadata
-is complete. Saving the same step again makes `step_00000100.1`.
+is complete. Saving the same step again makes `step_00000100.1`. A run has a random name, which it
+takes over from the checkpoint that it loads: `keep_last` removes no checkpoint of another run.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from composable_shard.layout import Bounds, Region, intersect, whole_box
 CHUNK_NBYTES = 1 << 18
 METADATA = "metadata.json"
 LATEST = "latest"
+LOCK = ".lock"
 _FORMAT = "composable_shard checkpoint"
 _VERSION = 1
 _FOLDER = re.compile(r"step_(\d{8,12})(?:\.(\d{1,6}))?")

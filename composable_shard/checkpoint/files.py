@@ -1,12 +1,13 @@
 """Every file operation of a save, one function each.
 
 Callers use the module's attributes, so that a test can count the operations and interrupt a save
-between any two of them.
+between any two of them. None of them writes or removes anything through a link.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,9 +26,17 @@ __all__ = [
 ]
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and its parents, if they do not exist."""
-    path.mkdir(parents=True, exist_ok=True)
+def make_folder(path: Path, *, is_new: bool = False) -> None:
+    """Make a folder and its parents; one that exists is an error only if it should be new."""
+    path.mkdir(parents=True, exist_ok=not is_new)
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether this is a folder, and no link to one."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def list_names(path: Path) -> list[str]:
@@ -39,8 +48,8 @@ def list_names(path: Path) -> list[str]:
 
 
 def create(path: Path) -> BinaryIO:
-    """Open a file to write, and empty it."""
-    return open(path, "wb", buffering=0)
+    """Make a file, which must not exist, and open it to write."""
+    return open(path, "xb", buffering=0)
 
 
 def write(file: BinaryIO, data: bytes | memoryview) -> None:
@@ -75,7 +84,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file, if it exists."""
+    """Remove a file or a link, if it exists."""
     path.unlink(missing_ok=True)
 
 

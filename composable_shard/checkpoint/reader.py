@@ -25,6 +25,7 @@ from composable_shard.layout import Region, intersect, overlap, whole
 from composable_shard.tensor import find_places
 
 _BLOCK_NUMEL = 1 << 20  # elements located at a time
+_MAX_LINES = 100_000
 
 
 @contextmanager
@@ -76,15 +77,25 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Pa
     complete = list_checkpoints(folder)
     if step is not None:
         return next((each for number, _, each in reversed(complete) if number == step), None)
-    pointer = folder / LATEST
-    if pointer.is_file():
-        with open(pointer, "rb") as file:
-            name = file.read(200).decode(errors="replace").removesuffix("\n")
+    for name in list(read_history(folder))[:1]:
         if parse_folder_name(name) is None:
-            raise ValueError(f"{pointer} is damaged: {name!r} is no name of a checkpoint")
+            raise ValueError(f"{folder / LATEST} is damaged: {name!r} is no name of a checkpoint")
         if (folder / name / METADATA).is_file():
             return folder / name
     return complete[-1][2] if complete else None
+
+
+def read_history(folder: Path) -> dict[str, str]:
+    """Return the run that wrote each checkpoint in a directory, by name, the newest first.
+
+    "" stands for an unknown run, as for all if the file `latest` is missing or damaged.
+    """
+    try:
+        lines = (folder / LATEST).read_bytes().decode(errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = [line.partition(" ") for line in lines[:_MAX_LINES]]
+    return {name: run for name, _, run in pairs}
 
 
 class CheckpointReader:

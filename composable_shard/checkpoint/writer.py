@@ -4,22 +4,26 @@
 Rank 0 gathers every rank's list of tensor regions and assigns each region to one rank: a replicated
 shard to the replica with the least to write, a plain tensor, which may differ (buffers), to the
 lowest rank that holds it. Then
-1. rank 0 makes a directory under a temporary name;
+1. rank 0 locks the run's directory, and makes one in it under a temporary name;
 2. every rank writes its file there, and reports offsets and checksums;
 3. rank 0 writes the metadata, renames the directory, and replaces the file `latest`;
-4. rank 0 removes old checkpoints.
-Each file, and each directory in which a name changes, is on disk before the next step. An error on
-any rank is raised on all ranks; the temporary directory is removed then, and nothing else has
-changed.
+4. rank 0 removes old checkpoints of the same run, and unlocks.
+The kernel unlocks if the process dies. Each file, and each directory in which a name changes, is on
+disk before the next step. An error on any rank is raised on all ranks; the temporary directory is
+removed then, and nothing else has changed.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import time
 import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +36,7 @@ from composable_shard.checkpoint import files
 from composable_shard.checkpoint.file_format import (
     CHUNK_NBYTES,
     LATEST,
+    LOCK,
     METADATA,
     data_file_name,
     dtype_name,
@@ -41,13 +46,16 @@ from composable_shard.checkpoint.file_format import (
     temporary_name,
     write_metadata,
 )
-from composable_shard.checkpoint.reader import byte_view, list_checkpoints
+from composable_shard.checkpoint.reader import byte_view, list_checkpoints, read_history
 from composable_shard.comm import HostGroup
 from composable_shard.layout import Region, whole_box
 from composable_shard.state_dict import json_tree
 from composable_shard.tensor import FlatShard, local_part, region_of
 
 _Piece = tuple[str, tuple[Any, ...], int, int]  # tensor, box, start, end
+LOCK_TIMEOUT_S = 300.0
+_LOCK_INTERVAL_S = 0.02
+_HOLDER_NBYTES = 200  # of the text about who has the lock
 _BUFFER_NBYTES = 16 * CHUNK_NBYTES  # bytes copied from a device at a time
 
 
@@ -68,6 +76,15 @@ class Item:
         return [self.name, list(self.shape), dtype_name(self.values.dtype), *place, is_shard]
 
 
+@dataclass(frozen=True)
+class SaveArguments:
+    """Arguments of `save_checkpoint` that all ranks must agree on, beside the step."""
+
+    path: str
+    keep_last: int | None
+    async_op: bool
+
+
 @dataclass
 class SavePlan:
     """The part of a checkpoint that this rank writes.
@@ -75,11 +92,15 @@ class SavePlan:
     Attributes:
         step: Number of steps taken.
         items: This rank's pieces.
+        path: The directory of all checkpoints: rank 0's, which may work in another directory.
+        run: The name of the run that saves.
         content: On rank 0, the metadata's `tree`, and its `tensors` without their pieces.
     """
 
     step: int
     items: list[Item]
+    path: Path
+    run: str
     content: dict[str, Any] = field(default_factory=dict)
 
     def copy_to_host(self) -> None:
@@ -97,7 +118,9 @@ def list_items(tensors: dict[str, Tensor]) -> list[Item]:
     return [Item(name, region_of(tensor), tensor.shape, tensor) for name, tensor in tensors.items()]
 
 
-def plan_save(group: HostGroup, step: int, tree: dict[str, Any], items: list[Item]) -> SavePlan:
+def plan_save(
+    group: HostGroup, step: int, tree: dict[str, Any], items: list[Item], arguments: SaveArguments
+) -> SavePlan:
     """Assign every region to one rank; writes nothing. [Note: One save]
 
     One gather of all ranks' lists on rank 0, and one broadcast.
@@ -107,33 +130,36 @@ def plan_save(group: HostGroup, step: int, tree: dict[str, Any], items: list[Ite
         step: Number of steps taken.
         tree: All values, encoded; where ranks differ, the lowest rank's are saved.
         items: This rank's regions.
+        arguments: What else was passed.
 
     Raises:
-        ValueError: On all ranks, if ranks disagree about the step or about a tensor, or if they
-            do not hold all of its elements.
+        ValueError: On all ranks, if ranks disagree about the step, another argument or a tensor, or
+            if they do not hold all of its elements.
     """
     lines = [item.line for item in items]
-    gathered = group.gather({"step": step, "tree": tree, "lines": lines})
+    gathered = group.gather({"step": step, "tree": tree, "lines": lines, **asdict(arguments)})
     content: dict[str, Any] = {}
 
-    def assign() -> list[list[int]]:
+    def assign() -> tuple[list[list[int]], str]:
         described, chosen = _assign(gathered)
         content.update(described)
-        return chosen
+        return chosen, str(Path(arguments.path).absolute())
 
-    chosen = group.on_first(assign)
+    chosen, path = group.on_first(assign)
     own = [items[index] for index in chosen[group.rank]]
     for item in own:
         item.values = local_part(item.values)
     # Wide dtypes first: each piece is aligned in the file.
     own.sort(key=lambda item: -item.values.dtype.itemsize)
-    return SavePlan(step, own, content)
+    return SavePlan(step, own, Path(path), group.run, content)
 
 
 def _assign(ranks: list[Any]) -> tuple[dict[str, Any], list[list[int]]]:
     """Return the content of the metadata, and for each rank the indices of its lines to write."""
-    if len({rank["step"] for rank in ranks}) > 1:
-        raise ValueError(f"the ranks save different steps: {[rank['step'] for rank in ranks]}")
+    for name in ("step", *SaveArguments.__dataclass_fields__):
+        values = [rank[name] for rank in ranks]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"the ranks passed different values of {name}: {values}")
     tensors: dict[str, dict[str, Any]] = {}
     holders: dict[_Piece, list[tuple[int, int]]] = {}
     for number, rank in enumerate(ranks):
@@ -192,13 +218,12 @@ def _share(
 
 
 def write_checkpoint(
-    group: HostGroup, path: Path, plan: SavePlan, keep_last: int | None, error: Exception | None
+    group: HostGroup, plan: SavePlan, keep_last: int | None, error: Exception | None
 ) -> Path:
     """Write and publish; return the directory. [Note: One save]
 
     Args:
         group: All ranks.
-        path: The directory of all checkpoints.
         plan: The pieces to write.
         keep_last: Number of checkpoints to keep, this one included; None for all.
         error: An earlier error of this rank, to raise on all.
@@ -207,7 +232,16 @@ def write_checkpoint(
         RuntimeError: On all ranks, naming the rank and the file.
     """
     group.agree(error)
-    name: str = group.on_first(lambda: _prepare(path, plan.step))
+    lock = _Lock(plan.path)
+    try:
+        name: str = group.on_first(lambda: _prepare(plan.path, plan.step, lock))
+        return _write(group, name, plan, keep_last)
+    finally:
+        lock.release()
+
+
+def _write(group: HostGroup, name: str, plan: SavePlan, keep_last: int | None) -> Path:
+    path = plan.path
     folder = path / temporary_name(name)
     try:
         file = folder / data_file_name(group.rank, group.size)
@@ -230,9 +264,64 @@ def write_checkpoint(
     return path / name
 
 
-def _prepare(path: Path, step: int) -> str:
-    """Remove leftovers of interrupted saves, and make a directory; return its final name."""
-    files.make_folder(path)
+class _Lock:
+    """At most one save writes into a directory, whatever the job."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def release(self) -> None:
+        """Unlock, if this is the rank that locked."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def acquire(self) -> None:
+        """Wait for the save of another job, then lock.
+
+        Raises:
+            RuntimeError: If that takes longer than `LOCK_TIMEOUT_S`, naming the other job.
+        """
+        files.make_folder(self._path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = descriptor = os.open(self._path / LOCK, flags, 0o666)
+        try:
+            self._wait(descriptor)
+        except OSError as error:
+            warnings.warn(
+                f"the file system of {self._path} has no locks ({error}): see that no other job "
+                "saves there at the same time",
+                stacklevel=2,
+            )
+            return
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def _wait(self, descriptor: int) -> None:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    other = os.pread(descriptor, _HOLDER_NBYTES, 0).decode(errors="replace")
+                    raise RuntimeError(
+                        f"{self._path} has been locked for {LOCK_TIMEOUT_S} s by the save of "
+                        f"another job, {other.strip()}. Give each run a directory of its own."
+                    ) from None
+                time.sleep(_LOCK_INTERVAL_S)
+            else:
+                return
+
+
+def _prepare(path: Path, step: int, lock: _Lock) -> str:
+    """Lock, remove leftovers of interrupted saves, make a directory; return its final name."""
+    lock.acquire()
+    if files.is_folder(path / LATEST):
+        raise RuntimeError(
+            f"{path / LATEST} is a directory, where a file names the newest checkpoint: remove it"
+        )
     names = files.list_names(path)
     for name in names:
         if name.startswith(temporary_name("")) and parse_folder_name(name[len(".tmp_") :]):
@@ -241,7 +330,7 @@ def _prepare(path: Path, step: int) -> str:
         numbers[1] for numbers in map(parse_folder_name, names) if numbers and numbers[0] == step
     ]
     name = folder_name(step, max(attempts, default=-1) + 1)
-    files.make_folder(path / temporary_name(name))
+    files.make_folder(path / temporary_name(name), is_new=True)
     return name
 
 
@@ -316,8 +405,12 @@ def _publish(
     try:
         files.sync_path(path)
         pointer = path / temporary_name(LATEST)
+        if os.path.lexists(pointer):
+            _remove(pointer)
+        known = {each: run for each, run in read_history(path).items() if (path / each).is_dir()}
+        lines = [f"{each} {run}\n" for each, run in ({name: plan.run} | known).items()]
         with _created(pointer) as file:
-            files.write(file, f"{name}\n".encode())
+            files.write(file, "".join(lines).encode())
         files.rename(pointer, path / LATEST)
         files.sync_path(path)
     except BaseException:
@@ -327,18 +420,30 @@ def _publish(
         raise
 
 
-def _remove(folder: Path) -> None:
-    """Remove a directory and its files."""
-    for name in files.list_names(folder):
-        files.remove_file(folder / name)
-    files.remove_folder(folder)
+def _remove(path: Path) -> None:
+    """Remove a file, a link, or a directory with all that is in it."""
+    if not files.is_folder(path):
+        files.remove_file(path)
+        return
+    for name in files.list_names(path):
+        _remove(path / name)
+    files.remove_folder(path)
 
 
 def _remove_old(path: Path, published: str, keep_last: int) -> None:
-    """Keep the published checkpoint and those written last before it; remove the others."""
-    folders = [folder for _, _, folder in list_checkpoints(path) if folder.name != published]
+    """Keep the published checkpoint and those its run wrote last before it; remove the others.
+
+    The order is that of `latest`, not of clocks, which may go backwards.
+    """
+    history = read_history(path)
+    run, places = history.get(published, ""), {name: -i for i, name in enumerate(history)}
+    folders = [
+        folder
+        for _, _, folder in list_checkpoints(path)
+        if folder.name != published and history.get(folder.name, "") in (run, "")
+    ]
     try:
-        folders.sort(key=lambda folder: (folder / METADATA).stat().st_mtime_ns)
+        folders.sort(key=lambda folder: places.get(folder.name, -len(places)))
         for folder in folders[: max(0, len(folders) + 1 - keep_last)]:
             # Under another name first: half a checkpoint must not look like a whole one.
             temporary = path / temporary_name(folder.name)

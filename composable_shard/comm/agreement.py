@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -185,6 +186,9 @@ class HostGroup(Ranks):
     A thread's messages must not change the order of training's collectives. So this group has a
     process group of its own, and its messages are not counted as collectives of training. Call all
     methods but `is_first` on all ranks in the same order, from one thread at a time.
+
+    Attributes:
+        run: A random name of the run; rank 0's counts.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -193,11 +197,16 @@ class HostGroup(Ranks):
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self._pending: Any = None
+        self.run = uuid.uuid4().hex[:12]
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    def continue_run(self, run: str) -> None:
+        """Take the name of an earlier run over; "" leaves the name as it is."""
+        self.run = run or self.run
 
     def take_pending(self, save: Any) -> Any:
         """Note the save that runs in the background, or None; return the one noted before."""
@@ -271,9 +280,11 @@ def get_host_group() -> HostGroup:
     known = _groups.get(0)
     if known is None or known[0] is not world:
         group = None if world is None else dist.new_group(backend="gloo")
-        pending = None if known is None else known[1].take_pending(None)
+        before = None if known is None else known[1]
         _groups[0] = known = world, HostGroup(group)
-        known[1].take_pending(pending)  # it continues on the earlier group
+        if before is not None:
+            known[1].take_pending(before.take_pending(None))  # it continues on the earlier group
+            known[1].continue_run(before.run)
     return known[1]
 
 

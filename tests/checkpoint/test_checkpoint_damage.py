@@ -326,7 +326,7 @@ def test_which_checkpoint_is_found(tmp_path: Path) -> None:
     kept = save_checkpoint(tmp_path, model, optimizer, step=1, keep_last=1)
     dist.barrier()
     names = sorted(path.name for path in tmp_path.iterdir() if path != paths[0])
-    assert names == ["latest", "step_00000001"]
+    assert names == [".lock", "latest", "step_00000001"]
     assert find_checkpoint(tmp_path) == kept
 
 
@@ -367,7 +367,7 @@ def test_a_save_that_fails_leaves_what_was_there(name: str, rank: int, tmp_path:
     dist.barrier()
     assert load_checkpoint(tmp_path, model, optimizer).path == second
     left = {path.name for path in tmp_path.iterdir()} - {"step_00000002"}
-    assert left == {"latest", first.name, second.name}
+    assert left == {".lock", "latest", first.name, second.name}
 
 
 @distributed(2)
@@ -400,7 +400,7 @@ def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
         ({"extra": {"a": [1, {"b": _Thing() if rank else 3}]}}, r"'extra/a/1/b', a .*_Thing"),
         ({"extra": {_Thing(): 1}}, "'extra': a key of it is a _Thing"),
         ({"extra": [term]}, "DTensor of shards or replicas"),
-        ({"step": rank}, r"save different steps: \[0, 1\]"),
+        ({"step": rank}, r"different values of step: \[0, 1\]"),
         ({"step": -1}, "number of steps taken, got -1"),
         ({"keep_last": 0}, "keep_last to be at least 1"),
         ({"extra": torch.zeros(2 + rank)}, r"rank 1 has 'extra' as .*another rank as"),

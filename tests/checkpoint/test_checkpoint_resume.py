@@ -337,7 +337,7 @@ def test_one_save_waits_for_the_one_before(tmp_path: Path) -> None:
         run.train(1)
     assert run.load(tmp_path).step == 6
     names = sorted(each.name for each in tmp_path.iterdir())
-    assert names == ["latest", "step_00000005", "step_00000006"]
+    assert names == [".lock", "latest", "step_00000005", "step_00000006"]
 
 
 @distributed(2)
@@ -356,7 +356,7 @@ def test_an_error_in_the_background_is_told_once(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"the save before this call failed.*No space left"):
             run.save(tmp_path)
         assert second.is_done
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / ".lock"]
     run.save(tmp_path)
     assert run.load(tmp_path).step == 1
 
