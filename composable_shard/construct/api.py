@@ -32,6 +32,7 @@ from composable_shard.runtime import (
     attach_state,
     find_small_group,
     get_handles,
+    join_owners,
     read_state,
     rename,
     settle_owners,
@@ -173,7 +174,7 @@ def form_unit(
     register_state_dict_hooks(modules, plan.unmanaged_modules, state)
     for root in modules:
         rename(root)
-    share_context(modules)
+    join_owners(share_context(modules), [item.handle for item in plan.borrowed])
 
 
 def find_shard_group(options: UnitOptions) -> ShardGroup:

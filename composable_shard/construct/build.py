@@ -30,6 +30,7 @@ from composable_shard.runtime import (
     BufferBroadcast,
     ShardState,
     TrainingState,
+    attach_unit,
     cast_arguments,
     cast_buffers,
     cast_output,
@@ -304,6 +305,7 @@ def register_state_dict_hooks(
         state: The unit.
     """
     for module in modules:
+        attach_unit(module, state)
         module.register_state_dict_post_hook(partial(show_shards, state))
         module.register_load_state_dict_pre_hook(partial(load_values, state))
     for module in roots:

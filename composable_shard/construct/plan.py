@@ -35,6 +35,7 @@ from composable_shard.runtime import (
     find_applied,
     has_forward,
     iter_unmanaged_modules,
+    managed_params,
     read_state,
 )
 from composable_shard.tensor import FlatShard
@@ -173,18 +174,26 @@ def _find_params(
     ignored = {id(param) for param in options.ignored_params or ()}
     for root in modules:
         for prefix, module in iter_unmanaged_modules(root, seen=seen, inner=inner):
-            unmanaged.append(module)
+            others = managed_params(module)
+            if not others:
+                unmanaged.append(module)
             for name, param in parameters_of(module).items():
+                fqn = f"{prefix}.{name}".lstrip(".")
+                if name in others and (param is None or isinstance(param, FlatShard)):
+                    # A module that several parents share: it shows the parameter already.
+                    handle, entry = others[name]
+                    _check_is_not_inside(root, handle, fqn)
+                    if id(entry.sharded) not in ignored:
+                        borrowed.setdefault(id(entry.sharded), Borrowed(handle, entry))
+                    continue
                 if param is None or param in managed:
                     continue
-                fqn = f"{prefix}.{name}".lstrip(".")
                 slots = find_slots(module, name)
                 if id(param) in ignored:
                     left_out += slots
                     continue
                 if isinstance(param, FlatShard):
                     item = borrowed.get(id(param)) or _borrow(param, fqn)
-                    _check_not_managed(item, slots, fqn)
                     borrowed.setdefault(id(param), item).slots += slots
                 else:
                     original = originals.setdefault(id(param), Original(param, fqn))
@@ -262,11 +271,10 @@ def _borrow(param: FlatShard, fqn: str) -> Borrowed:
     )
 
 
-def _check_not_managed(item: Borrowed, slots: list[Slot], fqn: str) -> None:
-    managed = {(id(container), key) for container, key in item.entry.slots}
-    if any((id(container), key) in managed for container, key in slots):
+def _check_is_not_inside(root: nn.Module, handle: FlatParamHandle, fqn: str) -> None:
+    if handle.shown.flat_slot.is_around(root):
         raise ValueError(
-            f"parameter '{fqn}' is already managed by the unit '{item.handle.name}' of an outer "
+            f"parameter '{fqn}' is already managed by the unit '{handle.name}' of an outer "
             "module. Call fully_shard on inner modules first, on outer ones last."
         )
 

@@ -181,6 +181,11 @@ class FlatSlot(_ModuleItems):
         taken += [each for each in found if each is not ours and each is not self._shown]
         return all(each is None for each in taken)
 
+    def is_around(self, module: nn.Module) -> bool:
+        """Return whether `module` is in the unit's first module, or is it."""
+        outer = self._module()
+        return outer is not None and any(each is module for each in outer.modules())
+
     def keep_reachable(self, flat: Tensor) -> None:
         """Make `flat` an attribute of the module that is there while it is not registered too."""
         self._get().__dict__[self.name] = flat

@@ -18,7 +18,6 @@ from composable_shard.planning.costs import RankCounts, unit_cost
 from composable_shard.planning.report import Call, PlannedUnit, ShardingPlan, most_held
 from composable_shard.planning.rules import Rule, Rules, Scope, parse_rules
 from composable_shard.runtime import ModuleTree, has_forward, is_sharded
-from composable_shard.torch_private import parameters_of
 
 _MAX_NAMES = 10  # in a message
 
@@ -229,8 +228,8 @@ def shard_model(
 
     Raises:
         ValueError: If a rule or option is not valid, a rule selects no module or only ones that
-            earlier rules selected, a unit would have no forward, one module would be in two units,
-            or `fully_shard` refuses a unit; the text names the rule or the unit.
+            earlier rules selected, a unit would have no forward, or `fully_shard` refuses a unit;
+            the text names the rule or the unit.
         RuntimeError, NotImplementedError: As `fully_shard`.
     """
     _check_call(model, dry_run, world_size)
@@ -314,7 +313,6 @@ def _check_units(
         ValueError, RuntimeError, NotImplementedError: As `fully_shard`, naming the unit.
     """
     checked: list[_CheckedUnit] = []
-    owners: dict[nn.Module, Unit] = {}
     managed: set[nn.Parameter] = set()
     inner: set[nn.Module] = set()
     for unit in units:
@@ -328,7 +326,6 @@ def _check_units(
         except (ValueError, RuntimeError) as error:
             # The parameters in the text are named as seen from the unit.
             raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error
-        _check_disjoint(tree, unit, plan.unmanaged_modules, owners)
         managed.update(original.param for original in plan.originals)
         inner.add(unit.module)
         checked.append(_CheckedUnit(unit, plan, shard_group, ranks))
@@ -351,26 +348,6 @@ def _plan_owners(checked: Sequence[_CheckedUnit]) -> dict[nn.Parameter, int]:
             original.give_to(owner)
             owners[original.param] = owner
     return owners
-
-
-def _check_disjoint(
-    tree: ModuleTree, unit: Unit, modules: Sequence[nn.Module], owners: dict[nn.Module, Unit]
-) -> None:
-    """Enter `unit` as the owner of the parameters of `modules`; raise if they have one already."""
-    ignored = {id(param) for param in unit.options.ignored_params or ()}
-    for module in modules:
-        params = [param for param in parameters_of(module).values() if param is not None]
-        if all(id(param) in ignored for param in params):
-            continue
-        if module in owners:
-            names = " and ".join(tree.describe(each.module) for each in (owners[module], unit))
-            fqn = tree.fqn(module)
-            raise ValueError(
-                f"{tree.describe(module)}, known as {listed(tree.fqns[module])}, is in two units, "
-                f"{names}, and only one can manage its parameters. Make it a unit of its own, for "
-                f"example by a first rule ('{fqn}', {{}})."
-            )
-        owners[module] = unit
 
 
 def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPlan:

@@ -13,6 +13,7 @@ from composable_shard.runtime.buffers import (
 from composable_shard.runtime.casts import Boundary, cast_arguments, cast_buffers, cast_output
 from composable_shard.runtime.forward import check_is_idle, post_forward, pre_forward
 from composable_shard.runtime.initialization import (
+    join_owners,
     lazy_init,
     lazy_init_params,
     settle_owners,
@@ -26,6 +27,7 @@ from composable_shard.runtime.prefetch import (
 from composable_shard.runtime.tree import (
     ModuleTree,
     attach_state,
+    attach_unit,
     check_whole,
     find_applied,
     get_handles,
@@ -34,6 +36,7 @@ from composable_shard.runtime.tree import (
     has_forward,
     is_sharded,
     iter_unmanaged_modules,
+    managed_params,
     read_state,
     rename,
     select_states,
@@ -51,6 +54,7 @@ __all__ = [
     "TrainingState",
     "apply_policy",
     "attach_state",
+    "attach_unit",
     "cast_arguments",
     "cast_buffers",
     "cast_output",
@@ -65,8 +69,10 @@ __all__ = [
     "has_forward",
     "is_sharded",
     "iter_unmanaged_modules",
+    "join_owners",
     "lazy_init",
     "lazy_init_params",
+    "managed_params",
     "place_buffers",
     "post_forward",
     "pre_forward",

@@ -29,7 +29,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composable_shard.flat_param import FlatParamHandle, UnshardedParameter, slot_key
+from composable_shard.flat_param import (
+    FlatParamHandle,
+    ParamEntry,
+    UnshardedParameter,
+    slot_key,
+)
 from composable_shard.runtime.unit import ShardState
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
@@ -42,6 +47,7 @@ from composable_shard.torch_private import (
 
 _API_NAME = "fully_shard"
 _STATE_KEY = "_composable_shard_state"
+_UNIT_KEY = "_composable_shard_unit"
 CHILDREN_KEY = "_composable_shard_children"
 _OTHER_LIBRARIES = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 _Place = tuple[str, nn.Module, str, Tensor]  # a parameter's name, its module, its key there
@@ -57,6 +63,26 @@ def attach_state(module: nn.Module, state: Any) -> None:
     module.__dict__[_STATE_KEY] = state
     module.__dict__[CHILDREN_KEY] = ((), [0])  # others than any: the first forward looks
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[_API_NAME] = RegistryItem()
+
+
+def attach_unit(module: nn.Module, state: Any) -> None:
+    """Note which unit manages the module's own parameters."""
+    module.__dict__[_UNIT_KEY] = state
+
+
+def managed_params(module: nn.Module) -> dict[str, tuple[FlatParamHandle, ParamEntry]]:
+    """Return the parameters of `module` itself that a unit manages, shown or not, by name."""
+    state = module.__dict__.get(_UNIT_KEY)
+    if state is None:
+        return {}
+    slots = {
+        slot_key(slot): (handle, entry)
+        for handle in state.handles
+        for entry in handle.entries
+        for slot in entry.slots
+    }
+    place = id(parameters_of(module))
+    return {name: slots[place, name] for name in parameters_of(module) if (place, name) in slots}
 
 
 def find_applied(module: nn.Module) -> str | None:

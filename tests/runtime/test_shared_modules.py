@@ -1,0 +1,139 @@
+"""Modules with several parents, and tied weights, whatever of it is a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_shard import ShardingStrategy, fully_shard
+from tests import claims
+from tests.helpers import distributed
+from tests.models import rank_input, square_mean
+from tests.pairs import pairwise
+
+
+class _Parent(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Linear(7, 7)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shared(torch.tanh(self.own(x)))
+
+
+class _Family(nn.Module):
+    """Two parents of one module, which one of them uses twice; `own` ties weights too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
+        self.first, self.second = _Parent(shared), _Parent(shared)
+        self.out = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(self.first(self.second(x))))
+
+
+def _run_family(model: nn.Module, microbatch: int) -> None:
+    square_mean(model(rank_input(4, 7, step=microbatch, dtype=torch.float64))).backward()
+
+
+def _shard_first(model: nn.Module, **options: Any) -> None:
+    fully_shard(model.first, **options)
+    fully_shard(model, **options)
+
+
+def _shard_second(model: nn.Module, **options: Any) -> None:
+    fully_shard(model.second, **options)
+    fully_shard(model, **options)
+
+
+def _shard_both(model: nn.Module, **options: Any) -> None:
+    fully_shard(model.first, **options)
+    _shard_second(model, **options)
+
+
+def _shard_without_a_root(model: nn.Module, **options: Any) -> None:
+    for child in model.children():
+        fully_shard(child, **options)
+
+
+def _shard_shared(model: nn.Module, **options: Any) -> None:
+    fully_shard(model.first.shared, **options)
+    _shard_both(model, **options)
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        shard=[_shard_first, _shard_second, _shard_both, _shard_without_a_root, _shard_shared],
+        strategy=list(ShardingStrategy),
+        use_orig_params=[True, False],
+        accumulates=[True, False],
+    )
+)
+@distributed(2)
+def test_c12_module_of_two_parents(
+    shard: Callable[..., object],
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+    accumulates: bool,
+) -> None:
+    """Case 12 of the claims: the unit that does not manage its parameters borrows them."""
+    claims.assert_right(
+        _Family,
+        _run_family,
+        shard=shard,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        accumulates=accumulates,
+    )
+
+
+class _Words(nn.Module):
+    """The matrix of the embedding is that of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 7)
+        self.block = nn.Linear(7, 7)
+        self.head = nn.Linear(7, 9, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.block(self.embedding(tokens))))
+
+
+def _run_words(model: nn.Module, microbatch: int) -> None:
+    tokens = rank_input(4, 3, step=microbatch).abs().mul(3).long().clamp(max=8)
+    square_mean(model(tokens)).backward()
+
+
+@claims.variants
+@distributed(2)
+def test_c12_tied_weights_without_a_unit_around_them(
+    strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """Case 12 of the claims: the units of both become one tree."""
+    claims.assert_right(
+        _Words,
+        _run_words,
+        shard=_shard_without_a_root,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        accumulates=accumulates,
+    )
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_c12_a_module_of_an_outer_unit_is_refused(use_orig_params: bool) -> None:
+    """With both forms of parameters, whether the modules show them or not."""
+    model = _Family()
+    fully_shard(model.first, use_orig_params=use_orig_params)
+    with pytest.raises(ValueError, match=r"'0\.weight' is already managed by the unit '_Parent'"):
+        fully_shard(model.first.shared, use_orig_params=use_orig_params)
