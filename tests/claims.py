@@ -55,6 +55,12 @@ def unsharded_gradients(model: nn.Module) -> dict[str, Tensor | None]:
         }
 
 
+def trainable(model: nn.Module) -> dict[str, bool]:
+    """Return `requires_grad` of the parameters of a sharded model; all ranks must call it."""
+    with unshard_params(model, writeback=False):
+        return {name: param.requires_grad for name, param in model.named_parameters()}
+
+
 def unsharded_values(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of a sharded model as whole tensors; all ranks must call it."""
     with unshard_params(model, writeback=False):
@@ -113,6 +119,8 @@ def assert_right(
         found = unsharded_gradients(sharded)
         for name, param in plain.named_parameters():
             assert_close(found[name], param.grad, f"step {step}: gradient of {name}")
+        expected = {name: param.requires_grad for name, param in plain.named_parameters()}
+        assert trainable(sharded) == expected, f"step {step}: requires_grad"
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from composable_shard.flat_param.entries import FlatEntry, flat_spec, set_requires_grad
+from composable_shard.flat_param.entries import FlatEntry, flat_spec
 from composable_shard.flat_param.grad_pieces import local_gradient
 from composable_shard.flat_param.handle import FlatParamHandle
+from composable_shard.flat_param.shown import check_flags, take_flags
 from composable_shard.tensor import FlatShard, ShardSpec, wrap
 from composable_shard.torch_private import post_accumulate_hooks_of
 
@@ -133,35 +133,17 @@ def check_requires_grad(handle: FlatParamHandle) -> None:
     Raises:
         RuntimeError: If only some of the parameters of a flat parameter are frozen now.
     """
-    frozen = [
-        str(entry.label)
-        for entry, param in zip(handle.entries, _scope_params(handle), strict=False)
-        if not param.requires_grad
-    ]
-    if handle.shown.shows_flat and 0 < len(frozen) < len(handle.entries):
-        raise RuntimeError(
-            f"the parameters {frozen} of unit '{handle.name}' were frozen inside unshard_params "
-            "and others are not, so they can't be one flat parameter. Freeze or unfreeze all of "
-            "them, or call register_orig_params(module) before the scope."
-        )
-
-
-def _scope_params(handle: FlatParamHandle) -> Sequence[Tensor]:
-    """Return what an open scope shows of the originals."""
-    return () if handle.shown.scope is None else handle.shown.scope.params
+    if handle.shown.scope is not None:
+        flags = [param.requires_grad for param in handle.shown.scope.params]
+        check_flags(handle.shown, flags, handle.name, "inside unshard_params")
 
 
 def keep_requires_grad(handle: FlatParamHandle) -> None:
     """Take over what a scope's body did with `requires_grad_`, as if it were done outside."""
-    flags = [param.requires_grad for param in _scope_params(handle)]
-    if handle.shown.shows_flat and handle.shown.flat is not None:
-        whole = handle.shown.flat.sharded
-        if len(set(flags)) == 1 and flags[0] != whole.requires_grad:
-            whole.requires_grad = flags[0]
-        return
-    for entry, flag in zip(handle.entries, flags, strict=False):
-        if entry.sharded.requires_grad != flag:
-            set_requires_grad(entry.sharded, flag)
+    shown = handle.shown
+    flags = () if shown.scope is None else [p.requires_grad for p in shown.scope.params]
+    if not shown.shows_flat or len(set(flags)) == 1:
+        take_flags(shown, flags)
 
 
 def has_gradients(handle: FlatParamHandle) -> list[bool]:

@@ -50,9 +50,9 @@ class FlatGradients:
     parameter has run, so the gradient may take the place of the value: the unsharded buffer has
     just the right layout, and the backward of a unit then needs no second buffer. Where a later use
     is possible (create_graph, a backward nested in a backward, a forward that still runs, a
-    detached alias), the gradients are packed into a buffer of their own. The write changes the
-    parameter's version counter, so what the last resort misses raises in autograd; the next
-    gather restores the counters.
+    detached alias, a graph recorded while the parameter was frozen), the gradients are packed into
+    a buffer of their own. The write changes the parameter's version counter, so what the last
+    resort misses raises in autograd; the next gather restores the counters.
 
     [Note: Persistent gradients]
     Under `SHARD_OPTIM`, and where each rank holds the whole parameter, the buffer stays from the
@@ -230,6 +230,7 @@ class FlatGradients:
                 and not full.is_kept
                 and (full.state is CURRENT or full.state is STALE)
                 and full.num_claims == 0
+                and not full.params.were_frozen
                 and True not in [getattr(e.unsharded, "has_hidden_alias", False) for e in entries]
             )
         view = self._views[index]  # type: ignore[index]
@@ -431,6 +432,8 @@ class FlatGradients:
         assert full is not None
         if self._layout.owners:
             full.expire()  # [Note: Writes by owners]
+        if full.params.were_frozen:
+            full.params.note_graphs_end()
         is_partial = self.reduction.partial is not None
         pieces = self._ready_pieces(full, is_partial=is_partial)
         if shown.shows_flat and shown.flat is not None:

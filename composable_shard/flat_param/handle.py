@@ -26,7 +26,13 @@ from composable_shard.flat_param.full_values import (
 )
 from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.memory import MemoryPlan, Precision
-from composable_shard.flat_param.shown import ShownParams
+from composable_shard.flat_param.shown import (
+    SHARDED,
+    ShownParams,
+    check_flags,
+    take_flags,
+    trainable_flags,
+)
 from composable_shard.layout import FlatLayout
 from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy
 from composable_shard.tensor import (
@@ -246,22 +252,34 @@ class FlatParamHandle:
             return
         full.free()
         alloc_storage(full.buffer)  # views of a storage without memory can't be made
-        views = full.params.build(self.entries, self.requires_grad)
+        full.params.build(self.entries)
         self.shown.index_slots()
         if not self.is_kept:
             # Before the gradients' own buffer is made: no more than one is there at a time.
             free_storage(full.buffer)
-        if self.requires_grad:
-            for index, entry in enumerate(self.entries):
-                _hook_gradient(self, index, cast(nn.Parameter, entry.unsharded))
-            reduce_dtype = self.precision.reduces_in(self.shard.values.dtype)
-            self.grads.bind(full, views, reduce_dtype, is_pinned=self.memory.is_pinned)
+        for index, entry in enumerate(self.entries):
+            _hook_gradient(self, index, cast(nn.Parameter, entry.unsharded))
+        self.requires_grad = any(trainable_flags(self.shown))
+        if self.requires_grad or self.grads.is_unsynced:
+            self._bind_gradients()
+        else:
+            self.grads.release()
+
+    def _bind_gradients(self) -> None:
+        views, reduce_dtype = (
+            self.full.params.views(),
+            self.precision.reduces_in(self.shard.values.dtype),
+        )
+        self.grads.bind(self.full, views, reduce_dtype, is_pinned=self.memory.is_pinned)
 
     def adopt_changes(self) -> None:
-        """Take over what was done to the sharded parameters: `.to()`, `requires_grad_()`.
+        """Take over what was done to the parameters: data, dtype, device, requires_grad, hooks.
 
-        Identity says nothing of the former: it gives the Parameter object other data. The new
-        slices are copied into a new flat shard, which the parameters become views of again.
+        The one function that does so: before a forward, and when a backward begins or reaches the
+        unit. What users set outlives a rebuild: it is read from the sharded parameters each time.
+
+        Identity says nothing of `.to()`: it gives the Parameter object other data. The new slices
+        are copied into a new flat shard, which the parameters become views of again.
 
         Raises:
             RuntimeError: If the parameters now differ in dtype or device.
@@ -269,28 +287,43 @@ class FlatParamHandle:
         for each in self.shown.at_rest:
             if each.sharded._local is not each.shard_view:
                 self._rebuild()
-                return
+                break
+        if self.shown.state is not SHARDED:
+            self._adopt_shown_flags("while its full values were shown")
         if self.guard.has_new_attributes and self.is_attached:
             self._adopt_requires_grad()
             self.shown.adopt_hooks()
-            self.guard.note_attributes(False)
+            # A backward keeps buffers whose parameters were frozen: the next forward frees them.
+            self.guard.note_attributes(self.guard.is_backward_running)
+
+    def _adopt_shown_flags(self, where: str) -> None:
+        changed = self.full.params.changed_flags()
+        if changed:
+            at_rest = trainable_flags(self.shown)
+            self.full.params.set_flags(at_rest)
+            flags = [changed.get(index, flag) for index, flag in enumerate(at_rest)]
+            check_flags(self.shown, flags, self.name, where)
+            self.full.params.set_flags(flags)
+            take_flags(self.shown, flags)
 
     def _adopt_requires_grad(self) -> None:
-        shown, flat = self.shown, self.shown.flat
-        self.requires_grad = any(each.sharded.requires_grad for each in shown.at_rest)
-        hidden: Sequence[ParamEntry] = self.entries if shown.shows_flat else [flat] if flat else []
-        for each in hidden:
-            set_requires_grad(each.sharded, self.requires_grad)
+        shown, flags = self.shown, trainable_flags(self.shown)
+        is_trainable = any(flags)
+        for entry, flag in zip(self.entries, flags, strict=True):
+            set_requires_grad(entry.sharded, flag)
+        if not shown.shows_flat and shown.flat is not None:
+            set_requires_grad(shown.flat.sharded, is_trainable)
+        # What a backward has reduced or keeps stays until its end.
+        keeps_buffers = self.guard.is_backward_running and self.requires_grad
+        self.requires_grad = is_trainable or keeps_buffers
+        if self.shard.values.is_meta:
+            return
+        self.full.params.set_flags(flags)
         if self.requires_grad and not self.grads.is_bound:
-            # They were frozen when the full parameters were built.
-            shown.show_sharded()
             with torch.inference_mode(False), torch.no_grad():
-                self._build_unsharded_params()
+                self._bind_gradients()
         if self.grads.is_persistent and not self.requires_grad and not self.grads.is_unsynced:
             self.grads.release()
-        for entry in self.entries:
-            if entry.unsharded is not None:
-                entry.unsharded.requires_grad_(entry.sharded.requires_grad)
 
     def _rebuild(self) -> None:
         shown = self.shown.at_rest
@@ -363,10 +396,22 @@ class FlatParamHandle:
                         return True
         return False
 
-    def warn_of_edits(self, where: str) -> None:
-        """Warn of edits of the full values that are about to be lost, once."""
+    def take_back(self, where: str) -> None:
+        """Deal with what was done to the full parameters, which modules show no longer.
+
+        `requires_grad_()` counts from now on, and a warning tells of edits that will be lost.
+
+        Args:
+            where: When it was done, for messages.
+
+        Raises:
+            RuntimeError: If only some of the parameters of a flat parameter are frozen now; they
+                are as before then.
+        """
         full, flat = self.full, self.shown.flat
         params = full.params
+        if [param.requires_grad for param in params.built] != params.flags:
+            self._adopt_shown_flags(where)
         is_edited = [version_of(tensor) for tensor in params.watched] != params.versions
         if not is_edited and (flat is None or flat.unsharded is None):
             return

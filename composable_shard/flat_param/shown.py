@@ -22,6 +22,7 @@ from composable_shard.flat_param.entries import (
     ParamEntry,
     hide,
     hide_flat,
+    set_requires_grad,
     unhide,
 )
 from composable_shard.tensor import WriteGuard
@@ -313,15 +314,46 @@ class ShownParams:
                     hook(entry.sharded)
 
 
+def trainable_flags(shown: ShownParams) -> list[bool]:
+    """Return which of the originals are trainable: what is shown at rest says so."""
+    if shown.shows_flat and shown.flat is not None:
+        return [shown.flat.sharded.requires_grad] * len(shown.entries)
+    return [entry.sharded.requires_grad for entry in shown.entries]
+
+
+def check_flags(shown: ShownParams, flags: Sequence[bool], unit: str, where: str) -> None:
+    """Check that what is shown at rest can have these flags, one for each original.
+
+    Raises:
+        RuntimeError: If only some of the parameters of a flat parameter are frozen.
+    """
+    if shown.shows_flat and any(flags) and not all(flags):
+        pairs = zip(shown.entries, flags, strict=True)
+        frozen = [str(entry.label) for entry, flag in pairs if not flag]
+        raise RuntimeError(
+            f"the parameters {frozen} of unit '{unit}' were frozen {where} and others are not, so "
+            "they can't be one flat parameter. Freeze or unfreeze all of them, or call "
+            "register_orig_params(module) before."
+        )
+
+
+def take_flags(shown: ShownParams, flags: Sequence[bool]) -> None:
+    """Set `requires_grad` of what is shown at rest, as users do it, after `check_flags`."""
+    for each, flag in zip(shown.at_rest, flags, strict=False):
+        if each.sharded.requires_grad != flag:
+            set_requires_grad(each.sharded, flag)
+
+
 def _connect_hooks(entry: ParamEntry) -> None:
     if entry.unsharded is None or not entry.unsharded.requires_grad:
         return
-    # Weak, as the handle's own hook on the gradient: a user's hook may lead anywhere.
-    sharded_ref = weakref.ref(entry.sharded)
+    # Weak, as the handle's own hook on the gradient: a user's hook may lead anywhere. Not to the
+    # parameter itself: `Module.to` swaps none that has weak references.
+    entry_ref = weakref.ref(entry)
 
     def run_hooks(gradient: Tensor) -> Tensor:
-        sharded = sharded_ref()
-        hooks = None if sharded is None else pre_accumulate_hooks_of(sharded)
+        entry = entry_ref()
+        hooks = None if entry is None else pre_accumulate_hooks_of(entry.sharded)
         for hook in list((hooks or {}).values()):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from operator import gt
 from typing import Any
 
 import torch
@@ -46,10 +47,10 @@ class UnshardedParameter(nn.Parameter):
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
-def _make_unsharded(dense: Tensor, requires_grad: bool) -> nn.Parameter:
+def _make_unsharded(dense: Tensor) -> nn.Parameter:
     """Return the parameter whose data is `dense`, a view of the buffer (or a DTensor of one)."""
     kind: Any = nn.Parameter if isinstance(dense, DTensor) else UnshardedParameter
-    param: nn.Parameter = kind(dense, requires_grad)
+    param: nn.Parameter = kind(dense)
     return param
 
 
@@ -78,8 +79,12 @@ class UnshardedParams:
     """The unsharded parameters of a flat parameter, views of its unsharded buffer.
 
     Attributes:
-        watched: These, or plain aliases of the same version.
+        built: These, once they are there.
+        watched: The same, or plain aliases of the same version.
         versions: Theirs, when the values were gathered.
+        flags: Which of them are trainable, as it was last adopted.
+        were_frozen: Some are trainable since the last backward: a graph from before then may read
+            a value though its gradient is complete, see [Note: Packing in place].
     """
 
     def __init__(self, buffer: Tensor, layout: FlatLayout) -> None:
@@ -88,31 +93,49 @@ class UnshardedParams:
         self._entries: Sequence[ParamEntry] = ()
         self.watched: list[Tensor] = []
         self.versions: list[int] = []
+        self.flags: list[bool] = []
+        self.were_frozen = False
+        self.built: list[nn.Parameter] = []
 
-    def build(self, entries: Sequence[ParamEntry], requires_grad: bool) -> list[Tensor]:
-        """Make the unsharded parameters of entries; the buffer must have memory.
-
-        Returns:
-            Their dense data, under their version counters.
-        """
+    def build(self, entries: Sequence[ParamEntry]) -> None:
+        """Make the unsharded parameters of entries, trainable; the buffer must have memory."""
         self._entries = entries
         for index, entry in enumerate(entries):
-            entry.unsharded = _make_unsharded(self._view(index, entry), requires_grad)
+            entry.unsharded = _make_unsharded(self._view(index, entry))
             # What a forward asks of a parameter: how tensor parallelism split it, for example.
             for name, value in user_attributes(entry.sharded).items():
                 entry.unsharded.__dict__.setdefault(name, value)
             entry.runs_hooks = False
-        params = self._params()
-        views = [_alias_of(param) for param in params]
+        self.built = [entry.unsharded for entry in entries if entry.unsharded is not None]
         self.watched = [
             param if isinstance(param, DTensor) else view
-            for param, view in zip(params, views, strict=True)
+            for param, view in zip(self.built, self.views(), strict=True)
         ]
-        self.versions = [version_of(param) for param in params]
-        return views
+        self.versions = [version_of(param) for param in self.built]
+        self.flags, self.were_frozen = [True] * len(self.built), False
 
-    def _params(self) -> list[nn.Parameter]:
-        return [entry.unsharded for entry in self._entries if entry.unsharded is not None]
+    def views(self) -> list[Tensor]:
+        """Return the dense data of the parameters, under their version counters."""
+        return [_alias_of(param) for param in self.built]
+
+    def set_flags(self, flags: Sequence[bool]) -> None:
+        """Set `requires_grad`; autograd asks for it before it accumulates a gradient."""
+        self.were_frozen |= any(map(gt, flags, self.flags))
+        self.flags = list(flags)
+        for param, flag in zip(self.built, flags, strict=True):
+            param.requires_grad_(flag)
+
+    def note_graphs_end(self) -> None:
+        """Note that a backward has used up the graphs of earlier forwards."""
+        self.were_frozen = False
+
+    def changed_flags(self) -> dict[int, bool]:
+        """Return `requires_grad` of the parameters that users froze or unfroze, by position."""
+        found = [param.requires_grad for param in self.built]
+        if found == self.flags:
+            return {}
+        pairs = enumerate(zip(found, self.flags, strict=True))
+        return {index: flag for index, (flag, known) in pairs if flag is not known}
 
     def _view(self, index: int, entry: ParamEntry) -> Tensor:
         """Return a parameter's part of the buffer in its shape."""
@@ -124,11 +147,11 @@ class UnshardedParams:
     @property
     def has_hidden_alias(self) -> bool:
         """Whether the value of any parameter may be used where autograd can't see it."""
-        return any([getattr(param, "has_hidden_alias", False) for param in self._params()])
+        return any([getattr(param, "has_hidden_alias", False) for param in self.built])
 
     def are_saved(self) -> bool:
         """Return whether a graph may still read the values, see [Note: Graphs of gradients]."""
-        return self.has_hidden_alias or any([_is_saved(param) for param in self._params()])
+        return self.has_hidden_alias or any([_is_saved(param) for param in self.built])
 
     def expire(self) -> None:
         """Make autograd refuse to read the values for the graphs that exist."""
@@ -186,7 +209,7 @@ class UnshardedParams:
 
     def forget_edits(self, flat: FlatEntry | None) -> None:
         """Take the values as they are now for those that were gathered."""
-        self.versions = [version_of(param) for param in self._params()]
+        self.versions = [version_of(param) for param in self.built]
         if flat is not None and flat.unsharded is not None:
             vars(flat.unsharded)["_known_version"] = version_of(flat.unsharded)
 

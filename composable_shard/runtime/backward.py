@@ -84,7 +84,7 @@ def _unshard(backward: BackwardPass, state: ShardState) -> None:
     state.transition(TrainingState.PRE_BACKWARD)
     for handle in state.needed:
         if handle.guard.has_new_attributes:
-            handle.shown.adopt_hooks()
+            handle.adopt_changes()
         # Once registered it holds what is needed, though on some ranks a gradient may have taken
         # the place of a value meanwhile: all ranks must decide alike.
         if handle.shown.state is Shown.SHARDED:

@@ -42,13 +42,11 @@ class BackwardPass:
         reducing: The handles whose gradients it reduces; it leaves the others' unsharded.
         accumulates: It accumulates gradients of parameters.
         is_sure_to_reduce: All ranks know that some rank does.
-        open_handles: The handles that it needs: (position, unit, handle), in the order in which
-            they end.
+        open_handles: What it needs: (position, unit, handle), in the order in which they end.
         positions: The position of each of these, -1 for the end of the backward.
         counted: Handles whose accumulated gradients have been counted.
         recomputed: Units whose forward it has run again.
-        prefetched: Units whose gathers it issued ahead, until they run; True for those that the
-            user chose.
+        prefetched: Units whose gathers it issued ahead, until they run; True: the user chose them.
         early: Handles that are published before its end; None where none has hooks.
         makes_graph: Its own nodes are recorded, [Note: Graphs of gradients].
     """
@@ -91,6 +89,8 @@ class BackwardPass:
         for state in states:
             for handle in state.handles:
                 handle.guard.set_in_backward(True)
+                if handle.guard.has_new_attributes:
+                    handle.adopt_changes()
                 if state.reduces(handle):
                     self.reducing.add(handle)
                 if handle.has_early_hooks and self.early is None:

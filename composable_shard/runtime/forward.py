@@ -356,12 +356,16 @@ def _leave_pass(
     state.is_in_pass = False
     for handle in state.needed:
         handle.full.release_claim()
-        if handle.full.num_claims == 0:
-            handle.warn_of_edits("in forward")
-        if keeps and handle.full.num_claims == 0:
-            handle.shown.show_sharded()
-        else:
-            release_handle(context, handle, is_backward_next=is_armed)
+    try:
+        for handle in state.needed:
+            if handle.full.num_claims == 0:
+                handle.take_back("in forward")
+    finally:
+        for handle in state.needed:
+            if keeps and handle.full.num_claims == 0:
+                handle.shown.show_sharded()
+            else:
+                release_handle(context, handle, is_backward_next=is_armed)
 
 
 # Calls of a tree

@@ -249,8 +249,9 @@ class ShardState:
         self.is_held = False
         for handle in self.needed:
             handle.full.release_claim()
+        for handle in self.needed:
             if handle.full.num_claims == 0:
-                handle.warn_of_edits("between unshard and reshard")
+                handle.take_back("between unshard and reshard")
 
     def enter_scope(self, full_params: dict[FlatParamHandle, ScopeParams]) -> None:
         """Note that `unshard_params` shows these full parameters."""

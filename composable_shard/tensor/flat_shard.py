@@ -76,9 +76,7 @@ class WriteGuard:
                 "shows its full values. Call optimizer.step() and edit shards outside the scope, "
                 "or edit the module's own parameters in it."
             )
-        # Both conditions: the flag stays set when a backward is aborted, and a later write
-        # outside of any backward is then legitimate.
-        if self.is_in_backward and current_backward_id() != -1:
+        if self.is_in_backward and self.is_backward_running:
             raise RuntimeError(
                 f"parameter '{fqn}' was written while a backward pass that still needs it is "
                 "running. Call optimizer.step() and edit parameters after backward() has returned."
@@ -88,6 +86,14 @@ class WriteGuard:
             self.wait_for_reads()
         if self._at_write is not None:
             self._run_at_write()
+
+    @property
+    def is_backward_running(self) -> bool:
+        """Whether a backward that still needs the parameters is running, on the thread that asks.
+
+        The flag stays set when a backward is aborted; what comes after it is outside of any.
+        """
+        return self.is_in_backward and current_backward_id() != -1
 
     def count_write(self) -> None:
         """Count a write that the owner of the shard makes."""

@@ -208,7 +208,7 @@ def test_modules_show_one_form_after_another() -> None:
     """At rest the sharded parameters, in a forward the unsharded, in a scope that scope's."""
     module = nn.Linear(3, 2)
     full, shown = _alone(module)
-    full.params.build(shown.entries, True)
+    full.params.build(shown.entries)
     shown.index_slots()
     shown.show_again()
     weight = shown.entries[0]
@@ -238,9 +238,9 @@ def test_a_rank_alone_publishes_the_gradients_of_autograd() -> None:
     """Nothing is packed or sent."""
     module = nn.Linear(3, 2)
     full, shown = _alone(module)
-    views = full.params.build(shown.entries, True)
+    full.params.build(shown.entries)
     grads = FlatGradients(full.shard.layout, _shard_group(), shown, is_persistent=False)
-    grads.bind(full, views, torch.float32, is_pinned=False)
+    grads.bind(full, full.params.views(), torch.float32, is_pinned=False)
     expected: list[Tensor] = []
     for index, entry in enumerate(shown.entries):
         assert entry.unsharded is not None
