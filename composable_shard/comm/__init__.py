@@ -11,6 +11,7 @@ from composable_shard.comm.agreement import (
     Ranks,
     all_bytes,
     get_host_group,
+    raise_difference,
 )
 from composable_shard.comm.collectives import (
     AllGather,
@@ -84,6 +85,7 @@ __all__ = [
     "get_host_group",
     "is_exchange",
     "make_streams",
+    "raise_difference",
     "resolve_group",
     "trace",
     "wire_nbytes",

@@ -180,6 +180,30 @@ def _raise_found(messages: list[Any], own: Exception | None) -> None:
     raise kind(next(iter(texts)) if is_everywhere else joined) from own
 
 
+def raise_difference(all_lines: list[list[str]]) -> None:
+    """Raise if the ranks describe their units differently, naming the first difference.
+
+    Args:
+        all_lines: Each rank's, one line for each parameter; of one rank only if all are the same.
+
+    Raises:
+        RuntimeError: Naming the difference and the ranks.
+    """
+    longest = max(len(lines) for lines in all_lines)
+    for index in range(longest):
+        seen: dict[str, list[int]] = {}
+        for rank, lines in enumerate(all_lines):
+            line = lines[index] if index < len(lines) else "no such parameter"
+            seen.setdefault(line, []).append(rank)
+        if len(seen) > 1:
+            detail = "; ".join(f"ranks {ranks}: {line}" for line, ranks in seen.items())
+            raise RuntimeError(
+                "the ranks of one mesh must shard the same model in the same way; the "
+                f"first difference is at parameter {index}: {detail}. Build the model and call "
+                "fully_shard alike on every rank."
+            )
+
+
 class HostGroup(Ranks):
     """All ranks of the default process group, or this process alone, for work in the background.
 

@@ -17,6 +17,7 @@ from composable_shard.construct.build import (
     sync_states,
 )
 from composable_shard.construct.plan import Plan, as_modules, plan_unit
+from composable_shard.flat_param import settle_owners
 from composable_shard.options import (
     DEFAULT_STRATEGY,
     GranularityOption,
@@ -35,7 +36,6 @@ from composable_shard.runtime import (
     join_owners,
     read_state,
     rename,
-    settle_owners,
     share_context,
 )
 
@@ -56,6 +56,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     ignored_params: set[nn.Parameter] | None = None,
     use_orig_params: bool = True,
     sync_module_states: bool = False,
+    check_initial_values: bool = True,
     broadcast_buffers: bool = False,
     bucket_cap_mb: float | None = None,
     granularity: GranularityOption = "element",
@@ -99,6 +100,12 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             got a gradient, those without one count as zero gradient. `register_orig_params` and
             `register_flat_param` change it later.
         sync_module_states: Broadcast parameters and buffers from the mesh's first rank.
+        check_initial_values: Compare the parameters as this call finds them between the ranks, by
+            checksums, when the ranks are compared: at `lazy_init` or the first forward. Different
+            ones are an error. Left out where there is nothing to compare: after
+            `sync_module_states`, on the meta device, under `NO_SHARD` (the first rank's are
+            taken), and for units whose parameters were written since. It reads all parameters
+            once: 60 ms for 110 M of them on one CPU core.
         broadcast_buffers: Before each forward give all ranks the buffers of the mesh's first rank,
             as DistributedDataParallel does, in one broadcast for the unit. Skipped while gradients
             accumulate without being reduced.
@@ -137,6 +144,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         ignored_params=ignored_params,
         use_orig_params=use_orig_params,
         sync_module_states=sync_module_states,
+        check_initial_values=check_initial_values,
         broadcast_buffers=broadcast_buffers,
         bucket_cap_mb=bucket_cap_mb,
         granularity=granularity,
@@ -196,6 +204,8 @@ def _set_owners(
     whole = [original for original in plan.originals if original.is_owned]
     if owners is None:
         inner = list(dict.fromkeys(each for root in modules for each in get_handles(root)))
+        if not whole and not any(handle.layout.owners for handle in inner):
+            return
         sizes = [original.nbytes for original in whole]
         found = settle_owners(inner, shard_group, sizes)
     else:

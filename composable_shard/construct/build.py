@@ -230,7 +230,7 @@ def _build_handle(
         )
         for index, (original, tensor) in enumerate(zip(members, dense, strict=True))
     ]
-    return FlatParamHandle(
+    handle = FlatParamHandle(
         dense,
         shard_group,
         layout,
@@ -241,6 +241,11 @@ def _build_handle(
         precision=precision,
         offload=options.offload_policy,
     )
+    # Where each rank holds everything, the first rank's values are taken.
+    is_compared = options.check_initial_values and not options.sync_module_states
+    if is_compared and handle.is_sharded and not handle.local_shard.is_meta:
+        handle.initial.note(dense, [spec.label for spec in specs])
+    return handle
 
 
 def _replace_parameter(param: nn.Parameter, entry: ParamEntry) -> None:

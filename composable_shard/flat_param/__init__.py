@@ -31,7 +31,7 @@ from composable_shard.flat_param.flat_mode import (
 from composable_shard.flat_param.full_values import FullState
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import Precision, plan_layout
-from composable_shard.flat_param.owners import change_owners
+from composable_shard.flat_param.owners import settle_owners
 from composable_shard.flat_param.reduction import ScratchPool
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown
@@ -48,7 +48,6 @@ __all__ = [
     "Shown",
     "Slot",
     "UnshardedParameter",
-    "change_owners",
     "check_can_show_flat",
     "check_can_show_originals",
     "check_requires_grad",
@@ -62,6 +61,7 @@ __all__ = [
     "make_flat_entry",
     "plan_layout",
     "set_gradients",
+    "settle_owners",
     "show_flat",
     "show_originals",
     "slot_key",

@@ -26,6 +26,7 @@ from composable_shard.flat_param.full_values import (
 )
 from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.memory import MemoryPlan, Precision
+from composable_shard.flat_param.shard import InitialValues
 from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,
@@ -72,6 +73,7 @@ class FlatParamHandle:
         offload: What lives on the host.
         entries: The managed parameters, in order.
         requires_grad: Whether any of the parameters is trainable.
+        initial: Checksums of the values that `fully_shard` found, until the ranks are compared.
         has_fixed_owners: Whether parameters that are owned whole stay where they are for good.
         is_attached: The unsharded parameters and their hooks exist.
         is_sharded: False only where each rank holds everything: then nothing is gathered.
@@ -141,6 +143,7 @@ class FlatParamHandle:
         self.shown = ShownParams(self.entries, flat, self.guard, shows_flat=shows_flat)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
+        self.initial = InitialValues(self.guard)
         note_steps(self)
         self.is_attached = False
         self._on_gradient: GradientHook | None = None
@@ -338,6 +341,7 @@ class FlatParamHandle:
                 f"and device together, got {detail}. Convert the whole unit."
             )
         self.memory.check(shown[0], self.name)
+        self.initial.forget()
         # No reference to a slice: each is freed as soon as it has been copied.
         with torch.inference_mode(False), torch.no_grad():
             old = self.full

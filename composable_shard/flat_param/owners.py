@@ -1,18 +1,36 @@
-"""Give parameters that are owned whole to other ranks, before a unit is used."""
+"""Which ranks own parameters whole, and their moves to other ranks before a unit is used.
+
+[Note: Owners]
+Where parameters are owned whole, one unit can't be balanced: one rank holds its largest parameter.
+So ranks are balanced over all such parameters of a tree that the same ranks share, in bytes, see
+[Note: Balance]. Inner modules are sharded first, so a unit begins with owners planned for its own
+parameters alone. A call of `fully_shard` on a module around it plans anew, for all units inside and
+the new one together, and the parameters of those units move: one unit at a time, each gathered
+once; on the meta device nothing is sent. Whether another plan is better is decided from facts that
+all ranks know, and they compare the plan before anything moves.
+
+So owners are settled when the outermost call has returned. `lazy_init`, or the first forward, fixes
+them for good: freezing, adding units around, copies and pickles do not change them after that.
+Units that no call encloses together are balanced together only by a `lazy_init` of a module around
+them. Parameters that are fixed, or that have a gradient, stay where they are and count as load.
+Optimizer state of a parameter that moved is lost: torch's Adagrad, which makes its state at
+construction, must be built after the outermost call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from composable_shard.comm import ShardGroup, raise_difference
 from composable_shard.flat_param.entries import flat_spec
 from composable_shard.flat_param.full_values import FullValues
 from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.shard import LocalShard
-from composable_shard.layout import FlatLayout
+from composable_shard.layout import FlatLayout, balance, fullest
 
 
 def change_owners(handle: FlatParamHandle, owners: Sequence[int]) -> None:
@@ -80,3 +98,120 @@ def _take_layout(
     handle.grads.name = handle.name
     handle.grads.reduction.take_options(grads.reduction)
     handle.shown.index_slots()
+
+
+@dataclass
+class _Pool:
+    """Parameters that the same ranks share, each owned by one of them.
+
+    Attributes:
+        handles: Those that have a unit already.
+        sizes: Bytes of those that have none yet.
+    """
+
+    shard_group: ShardGroup
+    handles: list[FlatParamHandle] = field(default_factory=list)
+    sizes: Sequence[int] = ()
+
+
+def settle_owners(
+    handles: Sequence[FlatParamHandle],
+    shard_group: ShardGroup | None = None,
+    sizes: Sequence[int] = (),
+    *,
+    always_compare: bool = True,
+) -> list[int]:
+    """Balance all parameters that are owned whole; move those of handles where that is better.
+
+    Args:
+        handles: All handles of a tree, the same on all ranks.
+        shard_group: The ranks that will share the parameters of a unit that is not formed yet.
+        sizes: Bytes of each of these that will be owned whole.
+        always_compare: Whether ranks compare the plan also where nothing is to move.
+
+    Returns:
+        The owners of the parameters that have no unit yet.
+
+    Raises:
+        RuntimeError: If the ranks have different plans; nothing has moved.
+    """
+    pools: dict[tuple[int, ...], _Pool] = {}
+    for handle in handles:
+        if handle.layout.owners:
+            group = handle.shard_group
+            pools.setdefault(group.sharing_ranks, _Pool(group)).handles.append(handle)
+    owners = [0] * len(sizes)
+    newcomers = None
+    if sizes and shard_group is not None and shard_group.size > 1:
+        newcomers = pools.setdefault(shard_group.sharing_ranks, _Pool(shard_group))
+        newcomers.sizes = sizes
+    planned: dict[FlatParamHandle, list[int]] = {}
+    for pool in pools.values():
+        whose, rest = _plan(pool)
+        planned.update(whose)
+        if pool is newcomers:
+            owners = rest
+    is_moved = any(tuple(found) != handle.layout.owners for handle, found in planned.items())
+    if is_moved or always_compare:
+        _compare_plans(planned)
+    for handle, found in planned.items():
+        if tuple(found) != handle.layout.owners:
+            change_owners(handle, found)
+    return owners
+
+
+def _plan(pool: _Pool) -> tuple[dict[FlatParamHandle, list[int]], list[int]]:
+    """Return the owners of all entries, and those of the parameters that have no unit yet."""
+    num_ranks = pool.shard_group.size
+    loads = [0] * num_ranks
+    movable = [handle for handle in pool.handles if _is_movable(handle)]
+    fixed = set(pool.handles).difference(movable)
+    for handle in pool.handles:
+        if handle in fixed:
+            for nbytes, owner in zip(_sizes(handle), handle.layout.owners, strict=True):
+                loads[owner] += nbytes
+    sizes = [nbytes for handle in movable for nbytes in _sizes(handle)]
+    current = [owner for handle in movable for owner in handle.layout.owners]
+    everything = [*sizes, *pool.sizes]
+    anew = balance(everything, num_ranks, loads)
+    kept_loads = loads.copy()
+    for nbytes, owner in zip(sizes, current, strict=True):
+        kept_loads[owner] += nbytes
+    kept = [*current, *balance(pool.sizes, num_ranks, kept_loads)]
+    # To move nothing is better where it is as balanced.
+    best = min((kept, anew), key=lambda owners: fullest(everything, owners, num_ranks, loads))
+    planned = {handle: list(handle.layout.owners) for handle in pool.handles}
+    position = 0
+    for handle in movable:
+        planned[handle] = best[position : position + len(handle.entries)]
+        position += len(handle.entries)
+    return planned, best[position:]
+
+
+def _is_movable(handle: FlatParamHandle) -> bool:
+    return not handle.has_fixed_owners and all(
+        shown.sharded.grad is None for shown in handle.shown.at_rest
+    )
+
+
+def _sizes(handle: FlatParamHandle) -> list[int]:
+    itemsize = handle.local_shard.dtype.itemsize
+    return [numel * itemsize for numel in handle.layout.numels]
+
+
+def _compare_plans(planned: dict[FlatParamHandle, list[int]]) -> None:
+    """Check that all ranks are about to do the same."""
+    by_mesh: dict[tuple[str, ...], list[FlatParamHandle]] = {}
+    for handle in planned:
+        names = tuple(group.group_name for group in handle.shard_group.joint_groups)
+        by_mesh.setdefault(names, []).append(handle)
+    for handles in by_mesh.values():
+        lines = [
+            f"'{entry.label}' shape {tuple(entry.spec.shape)} {handle.local_shard.dtype} "
+            f"on meta={handle.local_shard.is_meta} owner {entry.spec.owner} to be {owner}"
+            for handle in handles
+            for entry, owner in zip(handle.entries, planned[handle], strict=True)
+        ]
+        # As lazy init sends it, which ranks without such parameters may have reached already.
+        messages, _ = handles[0].shard_group.ranks.compare([lines, []], False)
+        raise_difference([each for each, _ in messages])

@@ -42,6 +42,7 @@ class UnitOptions:
     ignored_params: Collection[nn.Parameter] | None = None
     use_orig_params: bool = True
     sync_module_states: bool = False
+    check_initial_values: bool = True
     broadcast_buffers: bool = False
     bucket_cap_mb: float | None = None
     granularity: GranularityOption = "element"
@@ -61,7 +62,10 @@ class UnitOptions:
             if not isinstance(value, kind):
                 article = "an" if kind is OffloadPolicy else "a"
                 raise ValueError(f"expected {name} to be {article} {kind.__name__}, got {value!r}")
-        for name in ("use_orig_params", "sync_module_states", "broadcast_buffers"):
+        for name in (
+            *("use_orig_params", "sync_module_states", "broadcast_buffers"),
+            "check_initial_values",
+        ):
             _check_bool(name, getattr(self, name))
         self._check_ignored()
         self._check_sizes()

@@ -16,7 +16,6 @@ from composable_shard.runtime.initialization import (
     join_owners,
     lazy_init,
     lazy_init_params,
-    settle_owners,
     share_context,
 )
 from composable_shard.runtime.prefetch import (
@@ -80,7 +79,6 @@ __all__ = [
     "release_handle",
     "rename",
     "select_states",
-    "settle_owners",
     "share_context",
     "tensor_groups",
     "watch_meta_buffers",

@@ -1,20 +1,4 @@
-"""Lazy initialization: owners, buffers, hooks, and a comparison with the other ranks.
-
-[Note: Owners]
-Where parameters are owned whole, one unit can't be balanced: one rank holds its largest parameter.
-So ranks are balanced over all such parameters of a tree that the same ranks share, in bytes, see
-[Note: Balance]. Inner modules are sharded first, so a unit begins with owners planned for its own
-parameters alone. A call of `fully_shard` on a module around it plans anew, for all units inside and
-the new one together, and the parameters of those units move: one unit at a time, each gathered
-once; on the meta device nothing is sent. Whether another plan is better is decided from facts that
-all ranks know, and they compare the plan before anything moves.
-
-So owners are settled when the outermost call has returned. `lazy_init`, or the first forward, fixes
-them for good: freezing, adding units around, copies and pickles do not change them after that.
-Units that no call encloses together are balanced together only by a `lazy_init` of a module around
-them. Parameters that are fixed, or that have a gradient, stay where they are and count as load.
-Optimizer state of a parameter that moved is lost: torch's Adagrad, which makes its state at
-construction, must be built after the outermost call.
+"""Lazy initialization: buffers, hooks, and a comparison with the other ranks.
 
 [Note: Trees without a root]
 Layers may be sharded without a `fully_shard` on a module around them. Each is a tree of its own and
@@ -42,9 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_shard.comm import FlagReduction, Ranks, ShardGroup
-from composable_shard.flat_param import FlatParamHandle, change_owners
-from composable_shard.layout import balance, fullest
+from composable_shard.comm import FlagReduction, Ranks, ShardGroup, raise_difference
+from composable_shard.flat_param import FlatParamHandle, settle_owners
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.buffers import is_never_written, place_buffers
 from composable_shard.runtime.casts import iter_tensors
@@ -176,18 +159,26 @@ def lazy_init(module: nn.Module) -> None:
 
 def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
     """Do what `lazy_init` does, for a call that modules around `module` make, outermost first."""
-    lazy_init_params(module, callers)
+    lazy_init_params(module, callers, has_values=True)
     contexts = [state.context for state in get_states(module) if state.context is not None]
     unchecked = list(dict.fromkeys(context for context in contexts if not context.is_checked))
     if unchecked:
         _check_buffers([*callers, *_outermost(unchecked, module)])
         for context in unchecked:
+            _compare_initial_values(context.live_states())  # if a scope compared the rest before
             _place_buffers(context)
             context.is_checked = True
 
 
-def lazy_init_params(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
+def lazy_init_params(
+    module: nn.Module, callers: Sequence[nn.Module] = (), *, has_values: bool = False
+) -> None:
     """Do what `lazy_init` does, except for buffers: a scope may be there to initialise them.
+
+    Args:
+        module: As for `lazy_init`.
+        callers: Modules around it whose calls are running, outermost first.
+        has_values: Whether the parameters have the values with which training starts.
 
     Raises:
         ValueError: If no module in `module` was sharded.
@@ -209,7 +200,7 @@ def lazy_init_params(module: nn.Module, callers: Sequence[nn.Module] = ()) -> No
         attach_or_refresh(state)
     unchecked = [context for context in contexts if not context.has_agreed]
     if unchecked:
-        _check_trees(unchecked, [*callers, *_outermost(unchecked, module)])
+        _check_trees(unchecked, [*callers, *_outermost(unchecked, module)], has_values)
 
 
 def _fix_owners(contexts: list[TreeContext]) -> None:
@@ -218,7 +209,8 @@ def _fix_owners(contexts: list[TreeContext]) -> None:
     handles = [handle for state in states for handle in state.handles]
     if not all(handle.has_fixed_owners for handle in handles):
         # The ranks compare everything soon; a rank that has another plan meets them there.
-        settle_owners(handles, always_compare=False)
+        if any(handle.layout.owners for handle in handles):
+            settle_owners(handles, always_compare=False)
         for handle in handles:
             handle.fix_owners()
 
@@ -228,7 +220,7 @@ def _outermost(contexts: list[TreeContext], module: nn.Module) -> list[nn.Module
     return [root for context in contexts for root in context.live_modules()] + [module]
 
 
-def _check_trees(contexts: list[TreeContext], modules: list[nn.Module]) -> None:
+def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_values: bool) -> None:
     """Check whole trees, and all of `modules`, whichever was called first."""
     states = [state for module in modules for state in get_states(module)]
     for context in contexts:
@@ -239,7 +231,7 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module]) -> None:
                 handle.shown.check_registered()
     unmanaged = find_unmanaged(modules, list(dict.fromkeys(states)))
     for context in contexts:
-        _check_agreement(context.live_states(), unmanaged)
+        _check_agreement(context.live_states(), unmanaged, has_values)
         # Ranks that initialised copies of a shard differently would train different models.
         for state in context.live_states():
             for handle in state.handles:
@@ -275,10 +267,11 @@ def _place_buffers(context: TreeContext) -> None:
 _Groups = tuple[dist.ProcessGroup, ...]
 
 
-def _check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
+def _check_agreement(states: list[ShardState], unmanaged: list[str], has_values: bool) -> None:
     """Compare names, shapes, dtypes and options of all units over their data-parallel ranks.
 
-    Also those of buffers that are broadcast, and the trainable parameters that no unit manages.
+    Also those of buffers that are broadcast, the trainable parameters that no unit manages, and
+    with `has_values` the initial values.
 
     One all-gather of 32 bytes for each process group; only where it finds a difference are the
     descriptions themselves exchanged, as JSON. Where any rank has hooks on gradients, one
@@ -301,10 +294,12 @@ def _check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
             mesh = mesh_of(handle.shard_group)
             mesh.handles.append(handle)
             mesh.lines.extend(handle.describe_entries(state.describe_options()))
+            if has_values:
+                mesh.initial.extend(handle.initial.take())
     for mesh in meshes.values():
         mesh.lines.extend(f"'{name}' is managed by no unit" for name in unmanaged)
         has_hooks = [handle.shown.has_gradient_hooks for handle in mesh.handles]
-        if _compare_lines(mesh.ranks, mesh.lines, any(has_hooks)):
+        if _compare_lines(mesh.ranks, mesh.lines, any(has_hooks), mesh.initial):
             flags = FlagReduction(
                 [
                     (handle.shard_group, [int(flag)])
@@ -325,152 +320,52 @@ class _Mesh:
     ranks: Ranks
     handles: list[FlatParamHandle] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    initial: list[tuple[str, int | None]] = field(default_factory=list)
 
 
-def _compare_lines(ranks: Ranks, lines: list[str], has_hooks: bool) -> bool:
-    """Compare descriptions; return whether any rank has hooks."""
-    all_lines, has_hooks = ranks.compare(lines, has_hooks)
-    _raise_difference(all_lines)
+def _compare_lines(
+    ranks: Ranks,
+    lines: list[str],
+    has_hooks: bool = False,
+    initial: Sequence[tuple[str, int | None]] = (),
+) -> bool:
+    """Compare descriptions and initial values; return whether any rank has hooks."""
+    messages, has_hooks = ranks.compare([lines, initial], has_hooks)
+    raise_difference([lines for lines, _ in messages])
+    _raise_other_values([values for _, values in messages])
     return has_hooks
 
 
-def _check_same(shard_group: ShardGroup, lines: list[str]) -> None:
-    """Check that all data-parallel ranks bring the same lines, one for each parameter.
+def _compare_initial_values(states: list[ShardState]) -> None:
+    """Compare initial values that have not been compared yet.
 
-    One all-gather of 32 bytes for each process group.
+    One all-gather of 32 bytes for each process group, if there are any.
 
     Raises:
-        RuntimeError: As `_check_agreement`.
+        RuntimeError: On all ranks, naming the first parameter of which ranks have other values.
     """
-    _compare_lines(shard_group.ranks, lines, False)
+    meshes: dict[_Groups, _Mesh] = {}
+    for handle in [each for state in states for each in state.handles if each.initial.are_known]:
+        group = handle.shard_group
+        mesh = meshes.setdefault(group.joint_groups, _Mesh(group.ranks))
+        mesh.initial.extend(handle.initial.take())
+    for mesh in meshes.values():
+        _compare_lines(mesh.ranks, [], initial=mesh.initial)
 
 
-def _raise_difference(all_lines: list[list[str]]) -> None:
-    longest = max(len(lines) for lines in all_lines)
-    for index in range(longest):
-        seen: dict[str, list[int]] = {}
-        for rank, lines in enumerate(all_lines):
-            line = lines[index] if index < len(lines) else "no such parameter"
-            seen.setdefault(line, []).append(rank)
-        if len(seen) > 1:
-            detail = "; ".join(f"ranks {ranks}: {line}" for line, ranks in seen.items())
+def _raise_other_values(all_values: list[list[tuple[str, int | None]]]) -> None:
+    """Raise if ranks have other checksums of a parameter; None fits any."""
+    for each in zip(*all_values, strict=False):
+        ranks: dict[int, list[int]] = {}
+        for rank, (_, checksum) in enumerate(each):
+            if checksum is not None:
+                ranks.setdefault(checksum, []).append(rank)
+        if len(ranks) > 1:
+            one, other = [same[0] for same in ranks.values()][:2]
             raise RuntimeError(
-                "the ranks of one mesh must shard the same model in the same way; the "
-                f"first difference is at parameter {index}: {detail}. Build the model and call "
-                "fully_shard alike on every rank."
+                f"ranks {one} and {other} had different initial values of "
+                f"parameter '{each[0][0]}' when fully_shard was called: each keeps a shard of its "
+                "own, so the model would be a mixture. Pass sync_module_states=True to take the "
+                "first rank's, seed all ranks alike before the model is built, or load the same "
+                "values on all. check_initial_values=False leaves out this comparison."
             )
-
-
-@dataclass
-class _Pool:
-    """Parameters that the same ranks share, each owned by one of them.
-
-    Attributes:
-        handles: Those that have a unit already.
-        sizes: Bytes of those that have none yet.
-    """
-
-    shard_group: ShardGroup
-    handles: list[FlatParamHandle] = field(default_factory=list)
-    sizes: Sequence[int] = ()
-
-
-def settle_owners(
-    handles: Sequence[FlatParamHandle],
-    shard_group: ShardGroup | None = None,
-    sizes: Sequence[int] = (),
-    *,
-    always_compare: bool = True,
-) -> list[int]:
-    """Balance all parameters that are owned whole; move those of handles where that is better.
-
-    Args:
-        handles: All handles of a tree, the same on all ranks.
-        shard_group: The ranks that will share the parameters of a unit that is not formed yet.
-        sizes: Bytes of each of these that will be owned whole.
-        always_compare: Whether ranks compare the plan also where nothing is to move.
-
-    Returns:
-        The owners of the parameters that have no unit yet.
-
-    Raises:
-        RuntimeError: If the ranks have different plans; nothing has moved.
-    """
-    pools: dict[tuple[int, ...], _Pool] = {}
-    for handle in handles:
-        if handle.layout.owners:
-            group = handle.shard_group
-            pools.setdefault(group.sharing_ranks, _Pool(group)).handles.append(handle)
-    owners = [0] * len(sizes)
-    newcomers = None
-    if sizes and shard_group is not None and shard_group.size > 1:
-        newcomers = pools.setdefault(shard_group.sharing_ranks, _Pool(shard_group))
-        newcomers.sizes = sizes
-    planned: dict[FlatParamHandle, list[int]] = {}
-    for pool in pools.values():
-        whose, rest = _plan(pool)
-        planned.update(whose)
-        if pool is newcomers:
-            owners = rest
-    is_moved = any(tuple(found) != handle.layout.owners for handle, found in planned.items())
-    if is_moved or always_compare:
-        _compare_plans(planned)
-    for handle, found in planned.items():
-        if tuple(found) != handle.layout.owners:
-            change_owners(handle, found)
-    return owners
-
-
-def _plan(pool: _Pool) -> tuple[dict[FlatParamHandle, list[int]], list[int]]:
-    """Return the owners of all entries, and those of the parameters that have no unit yet."""
-    num_ranks = pool.shard_group.size
-    loads = [0] * num_ranks
-    movable = [handle for handle in pool.handles if _is_movable(handle)]
-    fixed = set(pool.handles).difference(movable)
-    for handle in pool.handles:
-        if handle in fixed:
-            for nbytes, owner in zip(_sizes(handle), handle.layout.owners, strict=True):
-                loads[owner] += nbytes
-    sizes = [nbytes for handle in movable for nbytes in _sizes(handle)]
-    current = [owner for handle in movable for owner in handle.layout.owners]
-    everything = [*sizes, *pool.sizes]
-    anew = balance(everything, num_ranks, loads)
-    kept_loads = loads.copy()
-    for nbytes, owner in zip(sizes, current, strict=True):
-        kept_loads[owner] += nbytes
-    kept = [*current, *balance(pool.sizes, num_ranks, kept_loads)]
-    # To move nothing is better where it is as balanced.
-    best = min((kept, anew), key=lambda owners: fullest(everything, owners, num_ranks, loads))
-    planned = {handle: list(handle.layout.owners) for handle in pool.handles}
-    position = 0
-    for handle in movable:
-        planned[handle] = best[position : position + len(handle.entries)]
-        position += len(handle.entries)
-    return planned, best[position:]
-
-
-def _is_movable(handle: FlatParamHandle) -> bool:
-    return not handle.has_fixed_owners and all(
-        shown.sharded.grad is None for shown in handle.shown.at_rest
-    )
-
-
-def _sizes(handle: FlatParamHandle) -> list[int]:
-    itemsize = handle.local_shard.dtype.itemsize
-    return [numel * itemsize for numel in handle.layout.numels]
-
-
-def _compare_plans(planned: dict[FlatParamHandle, list[int]]) -> None:
-    """Check that all ranks are about to do the same."""
-    by_mesh: dict[tuple[str, ...], list[FlatParamHandle]] = {}
-    for handle in planned:
-        names = tuple(group.group_name for group in handle.shard_group.joint_groups)
-        by_mesh.setdefault(names, []).append(handle)
-    for handles in by_mesh.values():
-        lines = [
-            f"'{entry.label}' shape {tuple(entry.spec.shape)} {handle.local_shard.dtype} "
-            f"on meta={handle.local_shard.is_meta} owner {entry.spec.owner} to be {owner}"
-            for handle in handles
-            for entry, owner in zip(handle.entries, planned[handle], strict=True)
-        ]
-        _check_same(handles[0].shard_group, lines)
