@@ -7,6 +7,8 @@ instead of in the middle of a step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -18,7 +20,9 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload as OpOverload
+from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
 from torch.distributed._composable.contract import RegistryItem as RegistryItem
 from torch.distributed._functional_collectives import (
@@ -59,6 +63,12 @@ queue_callback: Callable[[Callable[[], None]], None] = (
 # What `torch.autograd.graph.saved_tensors_hooks` has put in force, given False; None for nothing.
 top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
+
+# Whether a transform of `torch.func` runs, and a context in which none does.
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+outside_transforms: Callable[[], AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
+# That of `forward_ad.dual_level`, -1 outside of one.
+current_dual_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
 
 # Tensor subclasses and the dispatcher.
 schema_of: Callable[[OpOverload], Any] = attrgetter("_schema")

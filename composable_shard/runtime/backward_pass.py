@@ -131,7 +131,7 @@ class BackwardPass:
     def make_graph(self) -> None:
         """Note that the nodes of this backward are recorded, and may save full values."""
         self.makes_graph = True
-        self.context.serve_graphs()
+        self.context.serve_graphs(self.context.live_handles())
 
     # Units begin and end
 

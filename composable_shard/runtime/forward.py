@@ -1,4 +1,11 @@
-"""A forward: gather a unit, show its parameters, free them; and what an interrupted call leaves."""
+"""A forward: gather a unit, show its parameters, free them; and what an interrupted call leaves.
+
+[Note: Transforms]
+Inside `torch.func.grad`, `vmap` and the like, ops on our buffers would become part of what is
+transformed. So the hooks step out of all transforms, and modules see plain full parameters, which
+are constants there. What a transform records, or a tangent of forward mode, has no output that we
+could hook: the values stay as those that a graph of gradients reads, [Note: Graphs of gradients].
+"""
 
 from __future__ import annotations
 
@@ -41,10 +48,13 @@ from composable_shard.runtime.unit import (
     tree_refs,
 )
 from composable_shard.torch_private import (
+    are_transforms_active,
     base_of,
     current_backward_id,
+    current_dual_level,
     is_forward_grad_enabled,
     next_sequence_nr,
+    outside_transforms,
     sequence_nr_of,
     set_versions,
     top_saved_tensors_hooks,
@@ -60,6 +70,10 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
     The first of the module's forward hooks. One all-gather for each handle that is not unsharded
     already. If anything fails, the unit is as before the call.
     """
+    if are_transforms_active():
+        with outside_transforms():  # [Note: Transforms]
+            pre_forward(state, module, args)
+        return
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
         _check_forward_in_scope(state)
         return
@@ -87,10 +101,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
             state.buffers.broadcast_if_due(is_followed=is_trained and state.reduces_fully)
             call.broadcast.add(state)
     except BaseException:
-        state.depth -= 1
-        _leave_pass(context, state)
-        if call.leader is state.ref:
-            _end_call(context, call)
+        _leave_failed_call(context, state, call)
         raise
     state.transition(TrainingState.FORWARD)
     _number_call(context, state)
@@ -106,9 +117,8 @@ def _begin_call(
         context = state.context or context
     _recover_interrupted_call(context)
     if context.serves_graphs:
-        for other in context.live_states():
-            for handle in other.handles:
-                release_handle(context, handle)
+        for handle in context.live_handles():
+            release_handle(context, handle)
         context.release_graphs()
     records_graph = torch.is_grad_enabled()
     if records_graph and len(tree_refs) > 1:
@@ -227,6 +237,12 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     A forward hook that runs after an exception too, with `output` None. Tensors in the output that
     are views of a parameter are replaced by copies: the parameter's storage is about to be freed.
     """
+    if are_transforms_active():
+        if output is not None and state.context is not None:
+            state.context.serve_graphs(state.needed)
+        with outside_transforms():
+            post_forward(state, module, args, None)
+        return output
     if current_backward_id() != -1 or state.depth == 0 or state.context is None:
         return output
     state.depth -= 1
@@ -240,6 +256,8 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     is_armed = False
     try:
         if output is not None:
+            if current_dual_level() >= 0:
+                context.serve_graphs(state.needed)  # [Note: Transforms]
             output, is_armed = _arm(context, state, output)
     finally:
         if state.modules_to_run == 0 or is_leader:
@@ -369,6 +387,14 @@ def _leave_pass(
 
 
 # Calls of a tree
+
+
+def _leave_failed_call(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
+    """Leave the unit as before a call that could not begin."""
+    state.depth -= 1
+    _leave_pass(context, state)
+    if call.leader is state.ref:
+        _end_call(context, call)
 
 
 def _end_call(context: TreeContext, call: ForwardCall) -> None:

@@ -370,7 +370,7 @@ class TreeContext:
         last_backward_id: Autograd's number of the last backward.
         has_aborted: What an aborted backward left in handles has not been dropped yet.
         flag_reductions: Those that a backward has issued and perhaps not waited for.
-        serves_graphs: A backward made a graph that may read full values, which then stay.
+        serves_graphs: There may be graphs that read full values unannounced; these stay.
         has_agreed: The ranks shard the same model in the same way.
         is_checked: And its buffers have been initialised, so calls need no check any more.
         streams: The side streams of an accelerator.
@@ -478,22 +478,24 @@ class TreeContext:
         """Return the units that still exist."""
         return [state for ref in self.states if (state := ref()) is not None]
 
+    def live_handles(self) -> list[FlatParamHandle]:
+        """Return the handles of the units that still exist."""
+        return [handle for state in self.live_states() for handle in state.handles]
+
     def forget_graphs(self) -> None:
         """Note that the graphs of all calls so far are used up or given up."""
         self.armed.clear()
         self.first_calls.clear()
 
-    def serve_graphs(self) -> None:
-        """Keep the full values as long as a graph that a backward makes may read them."""
+    def serve_graphs(self, handles: Sequence[FlatParamHandle]) -> None:
+        """Keep the full values as long as graphs that nobody announces may read them."""
         self.serves_graphs = True
-        for state in self.live_states():
-            for handle in state.handles:
-                handle.full.serve_graphs()
+        for handle in handles:
+            handle.full.serve_graphs()
 
     def release_graphs(self) -> None:
         """Note which handles still serve graphs, after all were given the chance to be freed."""
-        handles = [handle for state in self.live_states() for handle in state.handles]
-        self.serves_graphs = any(handle.full.serves_graphs for handle in handles)
+        self.serves_graphs = any(handle.full.serves_graphs for handle in self.live_handles())
 
     def warns_of_host_memory(self) -> bool:
         """Return True the first time, for a warning that is given once."""
