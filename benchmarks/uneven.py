@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.ranks import run_ranks
 from composable_shard.comm.algorithms import UnevenGather, UnevenSum, exchange
+from composable_shard.comm.lockstep import order_of
 
 Way = Callable[["Case"], None]
 WAYS = ("exchange", "each owner", "padded", "all-to-all")
@@ -54,7 +55,9 @@ class Case:
 
 def gather_by_exchange(case: Case) -> None:
     parts = case.others(case.parts)
-    exchange([(rank, case.own) for rank in parts], parts.items(), case.group).wait()
+    order = order_of(case.group)
+    order.note(0)
+    exchange([(rank, case.own) for rank in parts], parts.items(), case.group, order).wait()
 
 
 def gather_by_broadcasts(case: Case) -> None:
@@ -78,7 +81,9 @@ def gather_by_all_to_all(case: Case) -> None:
 def reduce_by_exchange(case: Case) -> None:
     case.terms[case.rank].copy_(case.own)
     terms = case.others(case.terms.unbind())
-    exchange(case.others(case.parts).items(), terms.items(), case.group).wait()
+    order = order_of(case.group)
+    order.note(0)
+    exchange(case.others(case.parts).items(), terms.items(), case.group, order).wait()
     torch.sum(case.terms, 0, out=case.output)
 
 

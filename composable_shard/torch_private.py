@@ -6,10 +6,13 @@ instead of in the middle of a step.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import partial
 from operator import attrgetter, methodcaller
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,7 +31,11 @@ from torch.distributed._composable.contract import RegistryItem as RegistryItem
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor as AsyncCollectiveTensor,
 )
-from torch.distributed.distributed_c10d import _resolve_process_group, _world
+from torch.distributed.distributed_c10d import (
+    _get_default_store,
+    _resolve_process_group,
+    _world,
+)
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
@@ -119,6 +126,9 @@ def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any]
         tensor._post_accumulate_grad_hooks = late
 
 
+# Python's: the innermost frame of each thread, by its number.
+frames_of_threads: Callable[[], dict[int, FrameType]] = sys._current_frames
+
 # Process groups.
 resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment, unused-ignore]
 
@@ -135,6 +145,27 @@ all_gather_base_of: Callable[[dist.ProcessGroup], Callable[..., dist.Work]] = at
 reduce_scatter_base_of: Callable[[dist.ProcessGroup], Callable[..., dist.Work]] = attrgetter(
     "_reduce_scatter_base"
 )
+
+
+def side_store() -> dist.Store | None:
+    """Return a connection of its own to the store of the default group; None if it can't have one.
+
+    So what asks on it delays nobody else.
+    """
+    try:
+        store: dist.Store = _get_default_store().clone()  # type: ignore[attr-defined, unused-ignore]
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError):
+        return None  # a store of a kind that torch can't copy
+    return store
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return after how long collectives on the CPU fail; None where the backend does not say."""
+    try:
+        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+    return timeout
 
 
 def num_known_groups() -> int:

@@ -46,6 +46,7 @@ from composable_shard.comm.hooks import (
     error_feedback_hook,
     fp16_compress_hook,
 )
+from composable_shard.comm.lockstep import fail
 from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_nbytes
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "copies_for",
     "count_collectives",
     "error_feedback_hook",
+    "fail",
     "fp16_compress_hook",
     "gather_in",
     "get_host_group",

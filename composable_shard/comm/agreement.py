@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
+from composable_shard.comm.collectives import Waitable
 from composable_shard.torch_private import all_gather_base_of
 
 # A NotImplementedError is a RuntimeError too, so it stands first.
@@ -375,6 +376,9 @@ class FlagReduction:
             mesh.abandon()
 
 
+_FLAGS = "the flags of a backward"
+
+
 class _MeshReduction:
     """The reduction over one mesh.
 
@@ -386,7 +390,7 @@ class _MeshReduction:
         self, groups: _GroupTuple, numbers: list[int], highest: int, device: torch.device
     ) -> None:
         self._numbers = numbers
-        self._works: list[dist.Work] = []
+        self._works: list[Waitable] = []
         # A rank that gives nothing but the highest knows the answer: it waits for nothing before
         # the end, and reads nothing back from the device.
         self._is_known = numbers.count(highest) == len(numbers)
@@ -396,7 +400,9 @@ class _MeshReduction:
                 self._sent = self._sent.clone()
             elif index:
                 self._wait()
-            self._works.append(collectives.all_reduce(self._sent, group, dist.ReduceOp.MAX))
+            self._works.append(
+                collectives.all_reduce(self._sent, group, dist.ReduceOp.MAX, what=_FLAGS)
+            )
 
     def _wait(self) -> None:
         while self._works:

@@ -12,54 +12,57 @@ NCCL has collectives for lists of any sizes. Gloo exchanges uneven shards as it 
 Without an exchange a gather is a broadcast from each rank, and the terms of a sum travel by
 all-to-all: at 10 ranks and 64 kB to 16 MB this took 0.03 to 0.9 of the time of a reduce to each
 rank. If one shard is much larger than the mean, its terms would take too much memory, so the sum is
-a reduce to each rank, which takes about as long. Shards padded to the largest take 2 to 40 times as
-long. (benchmarks/uneven.py)
+a reduce to each rank, which takes about as long. Padded to the largest, shards take 2 to 40
+times as long. (benchmarks/uneven.py)
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import trace
-from composable_shard.torch_private import all_gather_base_of, backend_of, reduce_scatter_base_of
+from composable_shard.comm.devices import as_real, backend_name, is_exchange
+from composable_shard.comm.lockstep import (
+    LOWEST_TAG,
+    MAX_ISSUED,
+    NUM_TAGS,
+    GroupOrder,
+    Waitable,
+    abandon,
+    fail,
+    identify,
+    order_of,
+)
+from composable_shard.torch_private import all_gather_base_of, reduce_scatter_base_of
 
-_TAGS = range(1 << 20, 1 << 24)  # out of the way of tags that users choose
 _ABANDONED_TIMEOUT = timedelta(seconds=10)
-
-
-class Waitable(Protocol):
-    """A collective that was started."""
-
-    def wait(self) -> object:
-        """Block, on CPU, or make the current stream wait until the collective is done."""
-
-
-def abandon(work: Waitable) -> None:
-    """Wait until the work's buffers are free for other use; the collective's errors are ignored."""
-    with suppress(Exception):  # of any kind: the work may be a user's
-        work.wait()
 
 
 class Works:
     """Several collectives or messages that are waited for together."""
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    def __init__(self, works: list[dist.Work], group: dist.ProcessGroup) -> None:
         self._works = works
+        self._group = group
 
     def wait(self) -> None:
-        """Wait for each of them, once."""
+        """Wait for each of them, once.
+
+        Raises:
+            RuntimeError: If one fails; it says what each rank of the group does.
+        """
         works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            fail(error, self._group)
 
     def __del__(self) -> None:
         # Not waited for, perhaps after an error. Gloo closes the connection to a rank for good when
@@ -69,31 +72,35 @@ class Works:
                 work.wait(_ABANDONED_TIMEOUT)
 
 
-# By group, for ranks share only some of them. Not by its name, which comes again after
-# destroy_process_group: then the ranks of the next one need not have been in the same ones before.
-_tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-
-
 def exchange(
     sends: Iterable[tuple[int, Tensor]],
     receives: Iterable[tuple[int, Tensor]],
     group: dist.ProcessGroup,
-) -> Waitable:
+    order: GroupOrder,
+) -> Works:
     """Start sending and receiving tensors, in order, by rank in the group; no empty ones.
 
     Sends are posted first: with the receives first, which wake the other rank for each message, an
     exchange of 0.4 to 1 MB between two gloo ranks took 0.7 to 1.5 ms instead of 0.2 to 0.5 ms.
+
+    Args:
+        sends: Tensors, each with the rank to send it to.
+        receives: Likewise.
+        group: The ranks.
+        order: The group's; the messages belong to the collective that was entered last.
+
+    Raises:
+        RuntimeError: If a connection is closed; it says what each rank of the group does.
     """
-    # One tag for each exchange: the group's ranks take part in the same ones in the same order.
-    tag = next(_tags.setdefault(group, itertools.cycle(_TAGS)))
-    works = [group.send([tensor], rank, tag) for rank, tensor in sends if tensor.numel()]
-    works += [group.recv([tensor], rank, tag) for rank, tensor in receives if tensor.numel()]
-    return Works(works)
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as pairs of real numbers: no backend carries complex ones."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    works: list[dist.Work] = []
+    issued = order.issued
+    tag = LOWEST_TAG + hash((order.num_folded, len(issued), issued[-1])) % NUM_TAGS
+    try:
+        works += [group.send([tensor], rank, tag) for rank, tensor in sends if tensor.numel()]
+        works += [group.recv([tensor], rank, tag) for rank, tensor in receives if tensor.numel()]
+    except RuntimeError as error:
+        fail(error, group)
+    return Works(works, group)
 
 
 def cut_in_parts(
@@ -134,7 +141,7 @@ def _add_up(output: Tensor, terms: Tensor) -> None:
 class PendingReduction:
     """A reduction in flight; `finish` must be called before its output is read."""
 
-    __slots__ = ("_input", "_scale", "_terms", "_work", "output")
+    __slots__ = ("_group", "_input", "_scale", "_terms", "_work", "output")
 
     def __init__(
         self,
@@ -143,15 +150,21 @@ class PendingReduction:
         input: Tensor,
         terms: Tensor | None,
         scale: float,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.output, self._work, self._scale = output, work, scale
+        self.output, self._work, self._scale, self._group = output, work, scale, group
         self._input = input  # kept: the backend reads it until the work is done
         self._terms = terms  # our shard's terms, still to be added up; or the one that is
 
     def finish(self) -> Tensor:
         """Wait for the reduction and return its output, shape `(shard_numel,)`."""
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                if isinstance(self._work, dist.Work) and self._group is not None:
+                    fail(error, self._group)
+                raise
         if self._terms is not None:
             _add_up(self.output, self._terms)
         if self._scale != 1.0:
@@ -162,38 +175,6 @@ class PendingReduction:
         """Wait until the buffers are free for other use; errors of the collective are ignored."""
         if self._work is not None:
             abandon(self._work)
-
-
-_MAX_EXCHANGE_SIZE = 8
-_MAX_ALL_TO_ALL_SIZE = 64
-
-
-def is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether shards are sent from rank to rank, and sums taken here.
-
-    Gloo copies what its all-gather sends and receives through buffers of its own, and its
-    reduce-scatter takes two to three times as long as an exchange and a local sum. Sending every
-    shard straight from and to where it belongs took 0.4 to 0.9 of the time of the best collective
-    at 2 and 4 ranks and 64 kB to 32 MB. With many ranks the number of messages would tell.
-    """
-    if device.type != "cpu" or not 1 < group.size() <= _MAX_EXCHANGE_SIZE:
-        return False
-    found = _has_gloo.get(group)
-    if found is None:
-        found = _has_gloo[group] = backend_name(group, device) == "gloo"
-    return found
-
-
-# For the CPU: a gather that is not prepared, as one over a small group, asks each time.
-_has_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
-
-
-def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend for a device; empty where there is none, as after `cpu()`."""
-    try:
-        return str(backend_of(group, device).name()).lower()
-    except RuntimeError:
-        return ""
 
 
 class GatherAlgorithm:
@@ -207,6 +188,7 @@ class GatherAlgorithm:
     ) -> None:
         """Prepare for real tensors, of which `parts` are views of `output`, one for each rank."""
         self._output, self._parts, self._shard, self._group = output, parts, shard, group
+        self._order = order_of(group)
 
     def start(self) -> Waitable:
         """Start gathering."""
@@ -230,7 +212,7 @@ class UnevenGather(GatherAlgorithm):
                 options = dist.BroadcastOptions()
                 options.rootRank, options.rootTensor = rank, 0
                 works.append(group.broadcast([part], options))
-        return Works(works)
+        return Works(works, group)
 
 
 class _ExchangedGather(GatherAlgorithm):
@@ -249,7 +231,7 @@ class _ExchangedGather(GatherAlgorithm):
     def start(self) -> Waitable:
         if self._own.data_ptr() != self._shard.data_ptr():
             self._own.copy_(self._shard)
-        return exchange(self._sends, self._receives, self._group)
+        return exchange(self._sends, self._receives, self._group, self._order)
 
 
 def _choose_gather(
@@ -269,6 +251,8 @@ class AllGather:
         shard: Tensor,
         group: dist.ProcessGroup,
         numels: Sequence[int] | None = None,
+        *,
+        name: str,
     ) -> None:
         """Choose the algorithm; issues nothing.
 
@@ -278,17 +262,32 @@ class AllGather:
             group: The ranks that take part.
             numels: Elements of each rank's shard where they differ, the same on all ranks; `output`
                 may be longer than all of them.
+            name: What is gathered, for messages.
         """
-        self._name = group.group_name
+        self._group_name = group.group_name
+        self._name, self._identities = name, dict[str, int]()
+        self._order = order_of(group)
         self._nbytes = payload(output, numels)
         real, algorithm = as_real(output), _choose_gather(group, output.device, numels)
         parts = () if algorithm is GatherAlgorithm else cut_in_parts(real, group, numels)
         self._algorithm = algorithm(real, parts, as_real(shard), group)
 
-    def start(self) -> Waitable:
-        """Start gathering; wait before the output is read or the shard is written."""
+    def start(self, when: str = "") -> Waitable:
+        """Start gathering; wait before the output is read or the shard is written.
+
+        Args:
+            when: What the values are for, the same on all ranks.
+        """
         if trace.logs:
-            trace.record("all_gather", self._name, self._nbytes)
+            trace.record("all_gather", self._group_name, self._nbytes)
+        identity = self._identities.get(when)
+        if identity is None:
+            what = f"the {when} gather of unit '{self._name}'" if when else self._name
+            identity = self._identities[when] = identify(what, "all_gather", self._nbytes)
+        order = self._order  # as `note` does, without a call
+        if len(order.issued) > MAX_ISSUED:
+            order.fold()
+        order.issued.append(identity)
         return self._algorithm.start()
 
 
@@ -302,7 +301,7 @@ class SumAlgorithm:
         self, group: dist.ProcessGroup, device: torch.device, numels: Sequence[int] | None
     ) -> None:
         """Prepare for parts of `numels` elements; None where all are the same."""
-        self._group, self._numels = group, numels
+        self._group, self._numels, self._order = group, numels, order_of(group)
         self._rank, self._size = group.rank(), group.size()
         self._is_nccl = backend_name(group, device) == "nccl"
 
@@ -321,7 +320,8 @@ class SumAlgorithm:
         is_cast = output.dtype != input.dtype
         received = input.new_empty(output.shape) if is_cast else output
         work = reduce_scatter_base_of(self._group)(as_real(received), as_real(input), options)
-        return PendingReduction(work, output, input, received[None] if is_cast else None, scale)
+        terms = received[None] if is_cast else None
+        return PendingReduction(work, output, input, terms, scale, self._group)
 
 
 class UnevenSum(SumAlgorithm):
@@ -335,7 +335,7 @@ class UnevenSum(SumAlgorithm):
         own = parts[self._rank]
         own_term = None if own.data_ptr() == output.data_ptr() else own[None]
         work = self.reduce_in_place([as_real(part) for part in parts])
-        return PendingReduction(work, output, input, own_term, scale)
+        return PendingReduction(work, output, input, own_term, scale, self._group)
 
     def reduce_in_place(self, parts: Sequence[Tensor]) -> Waitable:
         """Start summing each part over the ranks, in place on the rank that it belongs to."""
@@ -349,7 +349,7 @@ class UnevenSum(SumAlgorithm):
                 options = dist.ReduceOptions()
                 options.rootRank = rank
                 works.append(group.reduce([part], options))
-        return Works(works)
+        return Works(works, group)
 
 
 class _ExchangedSum(SumAlgorithm):
@@ -375,8 +375,8 @@ class _ExchangedSum(SumAlgorithm):
             if scratch is not None and output.data_ptr() != own.data_ptr():
                 output.copy_(own)
         sends = {rank: as_real(part) for rank, part in slices.items()}
-        work = exchange(sends.items(), receives.items(), self._group)
-        return PendingReduction(work, output, input, terms, scale)
+        work = exchange(sends.items(), receives.items(), self._group, self._order)
+        return PendingReduction(work, output, input, terms, scale, self._group)
 
 
 class _AllToAllSum(SumAlgorithm):
@@ -398,9 +398,10 @@ class _AllToAllSum(SumAlgorithm):
             splits = [nbytes[self._rank]] * self._size, nbytes
             sent = sent[: sum(nbytes)]
         work = self._group.alltoall_base(received, sent, *splits, dist.AllToAllOptions())
-        return PendingReduction(work, output, input, terms, scale)
+        return PendingReduction(work, output, input, terms, scale, self._group)
 
 
+_MAX_ALL_TO_ALL_SIZE = 64
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -447,7 +448,9 @@ class ReduceScatter:
             numels: As in `AllGather`, of the inputs, which may then be overwritten.
         """
         self.dtype = dtype
-        self._name, self._size, self._numels = group.group_name, group.size(), numels
+        self._group, self._size, self._numels = group, group.size(), numels
+        self._order = order_of(group)
+        self._identities: dict[tuple[str, int], int] = {}
         self._algorithm = _choose_sum(group, dtype, device, numels)(group, device, numels)
 
     def scratch_parts(self, *, in_place: bool) -> int:
@@ -460,7 +463,13 @@ class ReduceScatter:
         return self._algorithm.scratch_parts(in_place=in_place)
 
     def start(
-        self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float = 1.0
+        self,
+        output: Tensor,
+        input: Tensor,
+        scratch: Tensor | None,
+        scale: float = 1.0,
+        *,
+        name: str = "",
     ) -> PendingReduction:
         """Start summing `input` over the ranks, each rank keeping its own part, scaled.
 
@@ -473,9 +482,21 @@ class ReduceScatter:
             input: Shape `(group.size() * shard_numel,)`.
             scratch: Memory for as many shards as `scratch_parts` says, None for none.
             scale: What the sum is multiplied with.
+            name: What is reduced, for messages.
         """
         if self._size == 1:
             return PendingReduction(None, output.copy_(input), input, None, scale)
         if trace.logs:
-            trace.record("reduce_scatter", self._name, payload(input, self._numels))
+            nbytes = payload(input, self._numels)
+            trace.record("reduce_scatter", self._group.group_name, nbytes)
+        key = name, input.numel()
+        identity = self._identities.get(key)
+        if identity is None:
+            nbytes = payload(input, self._numels)
+            identity = identify(f"the reduction of unit '{name}'", "reduce_scatter", nbytes)
+            self._identities[key] = identity
+        order = self._order  # as `note` does, without a call
+        if len(order.issued) > MAX_ISSUED:
+            order.fold()
+        order.issued.append(identity)
         return self._algorithm.start(output, input, scratch, scale)

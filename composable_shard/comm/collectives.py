@@ -7,7 +7,7 @@ functions above them) and cost less host time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,19 @@ from composable_shard.comm.algorithms import (
     AllGather,
     PendingReduction,
     ReduceScatter,
-    Waitable,
-    abandon,
-    as_real,
+    Works,
     cut_in_parts,
     exchange,
-    is_exchange,
     payload,
+)
+from composable_shard.comm.devices import as_real, is_exchange
+from composable_shard.comm.lockstep import (
+    GroupOrder,
+    Waitable,
+    abandon,
+    function_called,
+    identify,
+    order_of,
 )
 from composable_shard.comm.trace import CollectiveLog, count_collectives
 from composable_shard.torch_private import resolve_process_group
@@ -55,14 +61,32 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return resolve_process_group(name)
 
 
+def _note(group: dist.ProcessGroup, kind: str, nbytes: int, what: str | None) -> GroupOrder:
+    """Record a collective that is issued now; return the group's order.
+
+    Args:
+        group: Its ranks.
+        kind: For the log.
+        nbytes: Of the full-size payload.
+        what: What it is for; None to name the function that the program has called.
+    """
+    if trace.logs:
+        trace.record(kind, group.group_name, nbytes)
+    order = order_of(group)
+    order.note(identify(what or function_called(), kind, nbytes))
+    return order
+
+
 def all_gather(
     output: Tensor,
     shard: Tensor,
     group: dist.ProcessGroup,
     numels: Sequence[int] | None = None,
+    *,
+    what: str | None = None,
 ) -> Waitable:
     """Start gathering every rank's shard into `output`, as `AllGather` does."""
-    return AllGather(output, shard, group, numels).start()
+    return AllGather(output, shard, group, numels, name=what or function_called()).start()
 
 
 def gather(
@@ -80,18 +104,18 @@ def gather(
         group: The ranks that take part.
         numels: As in `all_gather`.
     """
-    if trace.logs:
-        nbytes = shard.nbytes * group.size() if numels is None else payload(shard, numels)
-        trace.record("gather", group.group_name, nbytes)
+    nbytes = shard.nbytes * group.size() if numels is None else payload(shard, numels)
+    order = _note(group, "gather", nbytes, None)
     shard = as_real(shard)
     parts = [] if output is None else list(cut_in_parts(as_real(output), group, numels))
     if numels is None and not is_exchange(group, shard.device):
         shard = shard.view(-1)
-        return group.gather([parts] if parts else [], [shard], dist.GatherOptions())
+        work = group.gather([parts] if parts else [], [shard], dist.GatherOptions())
+        return Works([work], group)
     if not parts:
-        return exchange([(0, shard)], [], group)
+        return exchange([(0, shard)], [], group, order)
     parts[0].copy_(shard.view(parts[0].shape))
-    return exchange([], enumerate(parts[1:], 1), group)
+    return exchange([], enumerate(parts[1:], 1), group, order)
 
 
 def gather_pieces(
@@ -114,14 +138,13 @@ def gather_pieces(
         group: The ranks that take part.
         to_first: Only the first one receives.
     """
-    if trace.logs:
-        trace.record("gather" if to_first else "all_gather", group.group_name, nbytes)
+    order = _note(group, "gather" if to_first else "all_gather", nbytes, None)
     own = group.rank()
     targets = [rank for rank in range(1 if to_first else group.size()) if rank != own]
     sends = [(rank, as_real(piece)) for rank in targets for piece in pieces]
     received = [(rank, parts) for rank, parts in enumerate(outputs) if rank != own]
     receives = [(rank, as_real(part)) for rank, parts in received for part in parts]
-    work = exchange(sends, receives, group)
+    work = exchange(sends, receives, group, order)
     # While the others' arrive.
     for output, piece in zip(outputs[own] if outputs else (), pieces, strict=bool(outputs)):
         output.copy_(piece)
@@ -142,18 +165,18 @@ def scatter(
         group: The ranks that take part.
         numels: As in `all_gather`.
     """
-    if trace.logs:
-        nbytes = output.nbytes * group.size() if numels is None else payload(output, numels)
-        trace.record("scatter", group.group_name, nbytes)
+    nbytes = output.nbytes * group.size() if numels is None else payload(output, numels)
+    order = _note(group, "scatter", nbytes, None)
     output = as_real(output)
     parts = [] if input is None else list(cut_in_parts(as_real(input), group, numels))
     if numels is None and not is_exchange(group, output.device):
         output = output.view(-1)
-        return group.scatter([output], [parts] if parts else [], dist.ScatterOptions())
+        work = group.scatter([output], [parts] if parts else [], dist.ScatterOptions())
+        return Works([work], group)
     if not parts:
-        return exchange([], [(0, output)], group)
+        return exchange([], [(0, output)], group, order)
     output.copy_(parts[0].view(output.shape))
-    return exchange(enumerate(parts[1:], 1), [], group)
+    return exchange(enumerate(parts[1:], 1), [], group, order)
 
 
 def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waitable:
@@ -164,48 +187,107 @@ def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waita
         input: Likewise; its r-th part goes to rank r.
         group: The ranks that take part.
     """
-    if trace.logs:
-        trace.record("all_to_all", group.group_name, input.nbytes)
+    order = _note(group, "all_to_all", input.nbytes, None)
     if not is_exchange(group, output.device):
         # As bytes, which every backend carries.
         received, sent = (tensor.view(-1).view(torch.uint8) for tensor in (output, input))
-        return group.alltoall_base(received, sent, [], [], dist.AllToAllOptions())
+        work = group.alltoall_base(received, sent, [], [], dist.AllToAllOptions())
+        return Works([work], group)
     sends, receives = (
         dict(enumerate(as_real(tensor).view(group.size(), -1).unbind()))
         for tensor in (input, output)
     )
     receives.pop(group.rank()).copy_(sends.pop(group.rank()))
-    return exchange(sends.items(), receives.items(), group)
+    return exchange(sends.items(), receives.items(), group, order)
+
+
+_COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], object]] = {
+    dist.ReduceOp.SUM: lambda one, other: one.add_(other),
+    dist.ReduceOp.PRODUCT: lambda one, other: one.mul_(other),
+    dist.ReduceOp.MAX: lambda one, other: torch.maximum(one, other, out=one),
+    dist.ReduceOp.MIN: lambda one, other: torch.minimum(one, other, out=one),
+}
+
+
+class _ReducedHere:
+    """An all-reduce by messages: each rank combines the terms of all, in the order of ranks."""
+
+    def __init__(
+        self, works: Works, tensor: Tensor, terms: Tensor, op: dist.ReduceOp.RedOpType
+    ) -> None:
+        self._works, self._tensor, self._terms, self._op = works, tensor, terms, op
+
+    def wait(self) -> None:
+        """Wait for the terms, and write the result."""
+        self._works.wait()
+        first, *others = self._terms.unbind()
+        for term in others:
+            _COMBINE[self._op](first, term)
+        self._tensor.copy_(first)
+
+
+def _reduce_here(
+    tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, order: GroupOrder
+) -> _ReducedHere:
+    """Start an all-reduce of a few elements, in place, by messages from each rank to each."""
+    real, own = as_real(tensor), group.rank()
+    terms = real.new_empty((group.size(), *real.shape))
+    terms[own].copy_(real)
+    others = [rank for rank in range(group.size()) if rank != own]
+    sends = [(rank, terms[own]) for rank in others]
+    receives = [(rank, terms[rank]) for rank in others]
+    return _ReducedHere(exchange(sends, receives, group, order), real, terms, op)
 
 
 def all_reduce(
-    tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> dist.Work:
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    *,
+    what: str | None = None,
+) -> Waitable:
     """Start reducing `tensor` in place over all ranks; any shape, the same on every rank."""
-    if trace.logs:
-        trace.record("all_reduce", group.group_name, tensor.nbytes)
+    order = _note(group, "all_reduce", tensor.nbytes, what)
+    # A sum of gradients is added up as the backend does it, and as other libraries do.
+    is_here = what is None or op is not dist.ReduceOp.SUM
+    if is_here and tensor.nbytes <= _MAX_SMALL_NBYTES and is_exchange(group, tensor.device):
+        return _reduce_here(tensor, group, op, order)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
-    return group.allreduce([as_real(tensor)], options)
+    return Works([group.allreduce([as_real(tensor)], options)], group)
 
 
-def broadcast(tensor: Tensor, group_rank: int, group: dist.ProcessGroup) -> dist.Work:
+# Where the backend's own all-reduce costs more than messages.
+_MAX_SMALL_NBYTES = 4096
+
+
+def broadcast(
+    tensor: Tensor, group_rank: int, group: dist.ProcessGroup, *, what: str | None = None
+) -> Waitable:
     """Start sending `tensor` from the rank with this number *in the group* to all others."""
-    if trace.logs:
-        trace.record("broadcast", group.group_name, tensor.nbytes)
+    order = _note(group, "broadcast", tensor.nbytes, what)
+    if is_exchange(group, tensor.device):
+        real = as_real(tensor)
+        if group.rank() != group_rank:
+            return exchange([], [(group_rank, real)], group, order)
+        others = [rank for rank in range(group.size()) if rank != group_rank]
+        return exchange([(rank, real) for rank in others], [], group, order)
     options = dist.BroadcastOptions()
     options.rootRank = group_rank
     options.rootTensor = 0
-    return group.broadcast([as_real(tensor)], options)
+    return Works([group.broadcast([as_real(tensor)], options)], group)
 
 
-def all_gather_uneven(local: Tensor, numels: list[int], group: dist.ProcessGroup) -> Tensor:
+def all_gather_uneven(
+    local: Tensor, numels: list[int], group: dist.ProcessGroup, *, what: str | None = None
+) -> Tensor:
     """Gather and join 1-D shards of different sizes; waits, for occasional use.
 
     Args:
         local: Shape `(numels[rank],)`, this rank's shard, of any dtype.
         numels: Elements of every rank's shard, the same list on all ranks.
         group: The ranks that take part.
+        what: What it is for, for messages.
 
     Returns:
         Shape `(sum(numels),)`, in rank order. One all-gather of the largest shard's size.
@@ -217,5 +299,5 @@ def all_gather_uneven(local: Tensor, numels: list[int], group: dist.ProcessGroup
     padded[: local.numel()] = local
     output = local.new_empty(largest * group.size())
     # As bytes: not every backend carries every dtype (bool, float8, complex).
-    all_gather(output.view(torch.uint8), padded.view(torch.uint8), group).wait()
+    all_gather(output.view(torch.uint8), padded.view(torch.uint8), group, what=what).wait()
     return torch.cat([part[:n] for part, n in zip(output.split(largest), numels, strict=True)])

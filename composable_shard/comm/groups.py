@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.collectives import resolve_group
+from composable_shard.comm.lockstep import begin_watch
 from composable_shard.torch_private import backend_of, num_known_groups
 
 _Groups = tuple[dist.ProcessGroup, ...]
@@ -67,6 +68,7 @@ class ShardGroup:
             ValueError: If the mesh has more than two axes, this rank is not in it, or the ranks of
                 a 2-D mesh don't ascend (with `spans_replicas`, row by row).
         """
+        begin_watch()
         if mesh is None:
             return _group_of_all_ranks(is_replicated, spans_replicas)
         if mesh.ndim not in (1, 2):

@@ -157,7 +157,9 @@ def _reduce_in(dtype: torch.dtype, stage: ReductionStage, factor: float) -> Wait
             if factor != 1.0:
                 output.div_(factor)
 
-        return _Then(collectives.all_reduce(low, group), unpack)
+        return _Then(
+            collectives.all_reduce(low, group, what="the reduction of a comm hook"), unpack
+        )
     reduction = collectives.ReduceScatter(group, low.dtype, low.device, _part_numels(stage))
     num_parts = reduction.scratch_parts(in_place=True)
     scratch = low.new_empty(num_parts * output.numel()) if num_parts else None

@@ -147,6 +147,8 @@ def gather_in(
     shard: Tensor,
     group: dist.ProcessGroup,
     numels: Sequence[int] | None = None,
+    *,
+    what: str | None = None,
 ) -> Waitable:
     """Start gathering every rank's shard into `output`, this rank's own one included.
 
@@ -160,11 +162,12 @@ def gather_in(
         shard: Shape `(shard_numel,)`, this rank's, of any dtype.
         group: The ranks that take part.
         numels: As in `all_gather`.
+        what: Likewise.
     """
     if wire_dtype not in QUANTISED:
         staging = torch.empty_like(output, dtype=wire_dtype)
         own = cut_in_parts(staging, group, numels)[group.rank()].copy_(shard)
-        work = collectives.all_gather(staging, own, group, numels)
+        work = collectives.all_gather(staging, own, group, numels, what=what)
         return _StagedGather(work, staging, output.copy_)
     each = numels or [shard.numel()] * group.size()
     sizes = [encoded_nbytes(numel) for numel in each]
@@ -178,7 +181,7 @@ def gather_in(
         for part, values in zip(encoded_parts, cut_in_parts(output, group, numels), strict=True):
             decode(part, values, wire_dtype)
 
-    work = collectives.all_gather(staging, own, group, encoded_sizes)
+    work = collectives.all_gather(staging, own, group, encoded_sizes, what=what)
     return _StagedGather(work, staging, decode_all)
 
 

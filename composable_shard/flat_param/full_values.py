@@ -42,6 +42,7 @@ from enum import Enum
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import (
@@ -51,6 +52,7 @@ from composable_shard.comm import (
     Streams,
     Waitable,
     collectives,
+    fail,
     gather_in,
     trace,
 )
@@ -259,12 +261,16 @@ class FullValues:
 
     # Gather, wait, free
 
-    def gather(self, streams: Streams | None) -> None:
+    def gather(self, streams: Streams | None, when: str) -> None:
         """Start filling the buffer from the shards, after any gather that is in flight.
 
         One all-gather of `layout.padded_numel` elements, in the dtype in which shards travel, on
         the unshard stream where there are streams. If the allocation or the collective fails, the
         values are freed.
+
+        Args:
+            streams: The side streams of an accelerator.
+            when: What the values are for, the same on all ranks: "forward", for example.
         """
         if self.state is GATHERING:
             self.wait()
@@ -274,7 +280,7 @@ class FullValues:
             trace.record("issue_gather", self.name)
         self.move(GATHERING)
         try:
-            gather = self._issue(streams)
+            gather = self._issue(streams, when)
             if Poison.is_on and gather is not None:
                 gather = _PoisonedGather(gather, self.output)
             self._gather = gather
@@ -290,21 +296,21 @@ class FullValues:
             self.has_new_versions = False
             set_versions(tuple(self.params.watched), tuple(self.params.versions))
 
-    def _issue(self, streams: Streams | None) -> Waitable | None:
+    def _issue(self, streams: Streams | None, when: str) -> Waitable | None:
         if not self.is_sharded:
             self.shard.fill(self.own_part)
             return None
         if streams is None:
-            return self._start()
+            return self._start(when)
         stream = streams.unshard_stream
         # The shard may just have been written by the optimizer, and the memory that the gather
         # gets may still be read by the last unit's compute: both are on the current stream.
         stream.wait_stream(torch.accelerator.current_stream())
         with stream:
-            self._start().wait()
+            self._start(when).wait()
             return StreamPoint(stream)
 
-    def _start(self) -> Waitable:
+    def _start(self, when: str) -> Waitable:
         shard, group = self.shard, self.shard.shard_group.group
         numels, output = shard.layout.uneven_numels, self.output
         alloc_storage(self.buffer)
@@ -313,14 +319,17 @@ class FullValues:
             and self.small_group is not None
             and self._part_writes == shard.guard.num_writes
         ):
-            return collectives.all_gather(output, self._part, self.small_group.group)
+            what = f"the {when} gather of unit '{self.name}'"
+            return collectives.all_gather(output, self._part, self.small_group.group, what=what)
         # [Note: Main and compute dtype]
         if self.wire_dtype != output.dtype:
-            return gather_in(self.wire_dtype, output, shard.on_device(), group, numels)
+            what = f"the {when} gather of unit '{self.name}'"
+            sent = shard.on_device()
+            return gather_in(self.wire_dtype, output, sent, group, numels, what=what)
         sent = shard.fill(self.own_part) if self.has_separate_shard else shard.values
         if self._all_gather is None:
-            self._all_gather = AllGather(output, sent, group, numels)
-        return self._all_gather.start()
+            self._all_gather = AllGather(output, sent, group, numels, name=self.name)
+        return self._all_gather.start(when)
 
     def wait(self) -> None:
         """Make the current stream (on CPU: the caller) wait for the gather in flight, if any."""
@@ -330,6 +339,11 @@ class FullValues:
         self._gather = None
         try:
             gather.wait()
+        except RuntimeError as error:
+            self._forget()
+            if isinstance(gather, dist.Work):
+                fail(error, self.shard.shard_group.group)
+            raise
         except BaseException:
             self._forget()
             raise

@@ -161,7 +161,7 @@ class FlatParamHandle:
 
     def rename(self, name: str) -> None:
         """Take the name of a unit that got another one."""
-        self.name = self.full.name = self.grads.name = name
+        self.name = self.full.name = self.grads.name = self.grads.reduction.name = name
 
     def describe_entries(self, options: str) -> list[str]:
         """Return a line for each parameter with all that the ranks must agree on."""
@@ -368,12 +368,16 @@ class FlatParamHandle:
 
     # What involves several parts
 
-    def unshard(self, streams: Streams | None = None) -> None:
+    def unshard(self, streams: Streams | None = None, when: str = "unshard") -> None:
         """Start gathering the full values; no-op while they are there and no shard was written.
 
         One all-gather of `layout.padded_numel` elements, in the dtype in which shards travel, on
         the unshard stream where there are streams. `full.wait` must follow before the parameters
         are used. If the allocation or the collective fails, the handle is as before.
+
+        Args:
+            streams: The side streams of an accelerator.
+            when: What the values are for, the same on all ranks.
         """
         full = self.full
         if full.writes == self.guard.num_writes and full.state is not STALE:
@@ -384,7 +388,7 @@ class FlatParamHandle:
             # Wanted again while its storage serves a reduction, by another use in this backward.
             self.grads.finish()
             self.grads.move_out()
-        full.gather(streams)
+        full.gather(streams, when)
 
     def will_get_gradient(self) -> bool:
         """Return whether the running backward pass accumulates a gradient of any parameter."""

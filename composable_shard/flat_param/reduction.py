@@ -50,6 +50,7 @@ class FlatReduction:
     """The reduction of one flat gradient, see [Note: Two stages].
 
     Attributes:
+        name: The unit's, for messages.
         divide_factor: What the sum over all data-parallel ranks is divided by; None: their number.
         main_dtype: Of `partial`, and of results that need no further reduction.
         output_dtype: In which what ranks sent is added up.
@@ -64,6 +65,7 @@ class FlatReduction:
         self._layout = layout
         self._num_ranks = shard_group.num_ranks
         self.own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
+        self.name = "?"
         self.divide_factor: float | None = None
         self._hook: tuple[CommHook, object] | None = None
         self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
@@ -194,7 +196,7 @@ class FlatReduction:
     ) -> PendingReduction | HookedReduction:
         if self._hook is None:
             assert self._reduce_scatter is not None
-            return self._reduce_scatter.start(output, buffer, scratch, scale)
+            return self._reduce_scatter.start(output, buffer, scratch, scale, name=self.name)
         group, key = self._shard_group.group, self._keys[0]
         numels = self._layout.uneven_numels
         stage = ReductionStage("reduce_scatter", buffer, output, group, scale, key, numels)
@@ -211,7 +213,8 @@ class FlatReduction:
         self, output: Tensor, group: dist.ProcessGroup, key: StageKey
     ) -> Waitable:
         if self._hook is None:
-            return collectives.all_reduce(output, group)
+            what = f"the reduction of unit '{self.name}'"
+            return collectives.all_reduce(output, group, what=what)
         stage = ReductionStage("all_reduce", output, output, group, self._scale, key)
         return call_hook(*self._hook, stage)
 

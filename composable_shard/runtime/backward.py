@@ -88,7 +88,7 @@ def _unshard(backward: BackwardPass, state: ShardState) -> None:
         # Once registered it holds what is needed, though on some ranks a gradient may have taken
         # the place of a value meanwhile: all ranks must decide alike.
         if handle.shown.state is Shown.SHARDED:
-            handle.unshard(context.streams)
+            handle.unshard(context.streams, "backward")
     gather_ahead_in_backward(context, state, backward.prefetched, backward.following)
     for handle in state.needed:
         handle.full.wait()
@@ -118,7 +118,7 @@ def recompute(state: ShardState) -> None:
     if backward.early is not None:
         backward.early.check_not_written(state.needed)
     for handle in state.needed:
-        handle.unshard(context.streams)
+        handle.unshard(context.streams, "backward")
     for handle in state.needed:
         handle.full.wait()
         handle.shown.show_unsharded()

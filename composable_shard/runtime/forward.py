@@ -186,9 +186,9 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
         for handle in needed:
             handle.full.claim()
     for handle in needed:
-        handle.unshard(context.streams)
+        handle.unshard(context.streams, "forward")
     if ahead:
-        gather_ahead(context, call.prefetched, ahead, are_chosen=chosen is not None)
+        gather_ahead(context, call.prefetched, ahead, "forward", are_chosen=chosen is not None)
     for handle in needed:
         handle.full.wait()
     for handle in needed:

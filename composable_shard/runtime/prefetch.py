@@ -74,6 +74,7 @@ def gather_ahead(
     context: TreeContext,
     prefetched: dict[ShardState, bool],
     targets: list[ShardState],
+    when: str,
     *,
     are_chosen: bool,
 ) -> None:
@@ -83,6 +84,7 @@ def gather_ahead(
         context: The tree's.
         prefetched: Where the units are entered.
         targets: From `choose_ahead`.
+        when: "forward" or "backward".
         are_chosen: Whether the user chose them.
     """
     for target in targets:
@@ -90,7 +92,7 @@ def gather_ahead(
         prefetched[target] = are_chosen or prefetched.get(target, False)
         for handle in target.needed:
             if handle.is_attached and handle.shown.state is Shown.SHARDED:
-                handle.unshard(context.streams)
+                handle.unshard(context.streams, when)
 
 
 def gather_ahead_in_backward(
@@ -113,7 +115,7 @@ def gather_ahead_in_backward(
         # A backward may leave units out. A forward in the known order leaves out none of those
         # gathered ahead, and its end frees them if it does.
         drop_prefetched(prefetched, keeps=ahead, keeps_chosen=True)
-    gather_ahead(context, prefetched, ahead, are_chosen=chosen is not None)
+    gather_ahead(context, prefetched, ahead, "backward", are_chosen=chosen is not None)
 
 
 def _follow(following: dict[StateRef, StateRef], first: StateRef) -> Iterator[ShardState | None]:

@@ -283,6 +283,7 @@ class FlatShard(Checkpointable):
         One all-gather; one broadcast of what one rank holds whole.
         """
         spec, local = self._shard_spec, self._local
+        what = f"full_tensor() of '{spec.label.fqn}'"
         with torch.no_grad():
             if local.is_meta:
                 flat = local.new_empty(spec.numel)
@@ -292,9 +293,10 @@ class FlatShard(Checkpointable):
                 flat = local.new_empty(spec.numel) if spec.is_owned_by_other_rank else local.clone()
                 # As bytes: not every backend carries every dtype.
                 sent = flat.view(torch.uint8)
-                broadcast(sent, spec.owner, resolve_group(spec.group_name)).wait()
+                broadcast(sent, spec.owner, resolve_group(spec.group_name), what=what).wait()
             else:
-                flat = all_gather_uneven(local, spec.numels, resolve_group(spec.group_name))
+                group = resolve_group(spec.group_name)
+                flat = all_gather_uneven(local, spec.numels, group, what=what)
             logical = spec.unflatten(flat)
             return logical.full_tensor() if isinstance(logical, DTensor) else logical
 

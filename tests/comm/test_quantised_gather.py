@@ -24,7 +24,7 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
-from composable_shard.comm import algorithms, wire
+from composable_shard.comm import devices, wire
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.wire import BLOCK_NUMEL, decode, encode, encoded_nbytes, round_trip
 from tests.helpers import assert_equal, distributed, peak_bytes
@@ -314,7 +314,7 @@ def test_bytes_of_the_backends_all_gather() -> None:
     """Large groups gather by way of the backend, which carries bytes."""
     expected = loss_of(_make_quantised("e4m3")).detach()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(algorithms, "_MAX_EXCHANGE_SIZE", 0)
+        patch.setattr(devices, "_MAX_EXCHANGE_SIZE", 0)
         assert_equal(loss_of(_make_quantised("e4m3")).detach(), expected)
 
 

@@ -17,6 +17,7 @@ from benchmarks.step_counter import is_inside_collective
 from composable_shard import clip_grad_norm_, fully_shard, get_handles, no_sync
 from composable_shard.comm.algorithms import exchange
 from composable_shard.comm.collectives import CollectiveLog, count_collectives
+from composable_shard.comm.lockstep import GroupOrder
 from composable_shard.comm.trace import Event, trace_events
 from tests.helpers import distributed
 from tests.models import FailingMode, Net, rank_input
@@ -163,7 +164,9 @@ def test_forward_gathers_the_next_unit_before_the_current_one_computes() -> None
 def test_sends_are_posted_before_receives() -> None:
     """Posted first, receives would wake the other rank for each: benchmarks/wire.py."""
     group = Mock()
-    exchange([(1, torch.ones(2)), (2, torch.ones(2))], [(1, torch.ones(2))], group).wait()
+    order = GroupOrder()
+    order.note(0)
+    exchange([(1, torch.ones(2)), (2, torch.ones(2))], [(1, torch.ones(2))], group, order).wait()
     posted = [name for name, *_ in group.mock_calls if name in ("send", "recv")]
     assert posted == ["send", "send", "recv"]
 

@@ -39,7 +39,7 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
-from composable_shard.comm import algorithms
+from composable_shard.comm import algorithms, devices
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.planning import by_class
 from tests.helpers import assert_equal, distributed, peak_bytes
@@ -301,7 +301,7 @@ def test_deferred_all_reduce_adds_up_in_the_main_dtype(strategy: ShardingStrateg
 def test_collectives_of_the_backend_train_alike(strategy: ShardingStrategy, policy: str) -> None:
     """Where groups are too large for this library to add up itself, within rounding."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(algorithms, "_MAX_EXCHANGE_SIZE", 0)
+        patch.setattr(devices, "_MAX_EXCHANGE_SIZE", 0)
         patch.setattr(algorithms, "_MAX_ALL_TO_ALL_SIZE", 0)
         _train_beside_reference(strategy, POLICIES[policy])
 

@@ -30,6 +30,7 @@ from composable_shard import (
 from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import Works, exchange
 from composable_shard.comm.collectives import AllGather, ReduceScatter
+from composable_shard.comm.lockstep import order_of
 from composable_shard.flat_param import full_values, gradients
 from composable_shard.flat_param import handle as handle_module
 from tests.helpers import Planned, assert_equal, distributed
@@ -99,7 +100,7 @@ def _forward_and_backward(model: nn.Module) -> None:
 
 
 def _raising_hook(error: type[BaseException]) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
+    def hook(*_: Any, **__: Any) -> None:
         raise error("planned")
 
     return hook
@@ -531,7 +532,9 @@ def test_error_while_waiting_for_the_use_exchange_drops_all_gradients(
     def fail(model: nn.Module) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                collectives, "all_reduce", lambda *a: _FailingWork(all_reduce(*a), counter)
+                collectives,
+                "all_reduce",
+                lambda *a, **options: _FailingWork(all_reduce(*a, **options), counter),
             )
             try:
                 _forward_and_backward(model)
@@ -726,14 +729,16 @@ class _Group:
 
     def send(self, _: list[Tensor], __: int, tag: int) -> Any:
         self.tags.append(tag)
-        return Works([])
+        return Works([], cast(Any, self))
 
 
 def test_a_new_group_of_the_same_name_is_in_step() -> None:
     """Its ranks need not have communicated equally often in groups that were destroyed."""
     old, new = (cast(Any, _Group()) for _ in range(2))
     for group in (old, old, new, new):
-        exchange([(1, torch.ones(1))], [], group).wait()
+        order = order_of(group)
+        order.note(0)
+        exchange([(1, torch.ones(1))], [], group, order).wait()
     assert old.tags[0] != old.tags[1]
     assert new.tags == old.tags
 

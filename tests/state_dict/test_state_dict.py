@@ -33,7 +33,7 @@ from composable_shard import (
     unshard,
     unshard_params,
 )
-from composable_shard.comm import algorithms
+from composable_shard.comm import devices
 from composable_shard.state_dict import full_values
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import (
@@ -167,7 +167,7 @@ _WAYS = {
 def _receiving(way: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full_values, "_MIN_ALONE_NBYTES", _WAYS[way][0])
-        patch.setattr(algorithms, "_MAX_EXCHANGE_SIZE", _WAYS[way][1])
+        patch.setattr(devices, "_MAX_EXCHANGE_SIZE", _WAYS[way][1])
         yield
 
 

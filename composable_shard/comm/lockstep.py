@@ -1,0 +1,470 @@
+"""Which collectives each rank issues in which order, and what the ranks do when one fails.
+
+[Note: Identity of a collective]
+Collectives match by their order alone. Ranks that run units in another order, or of which one
+calls a function that the others don't, would compute with the wrong values, or wait for each other.
+So every collective has an identity: what it is for ("the forward gather of unit 'layers.1'"), its
+kind and its bytes, in short a number of 32 bits, the same on all ranks.
+
+- Messages from rank to rank carry identity and position in their tags. Messages of different
+  collectives never meet: instead of wrong values, or of an abort where the sizes differ, the ranks
+  wait, and find out for what: [Note: Watch].
+
+[Note: Watch]
+A thread looks twice a second whether this rank issues collectives. When none has come for a second,
+it writes into the store of the default process group what the rank last issued and which line of
+the program runs: its statement. It also answers when another rank asks. A rank whose collective
+fails asks, waits a few seconds for the statements, and raises an error made of all of them: the
+same on each rank. A rank that does not answer is gone.
+
+Where statements show two different collectives at the same position of a process group, its ranks
+wait for each other for good. Then the thread closes the group's connections, so that all of them
+raise at once and not at the group's timeout. With a backend that can't do that it logs the error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import sys
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from composable_shard.torch_private import backend_of, frames_of_threads, side_store
+
+LOWEST_TAG = 1 << 20  # out of the way of tags that users choose
+NUM_TAGS = (1 << 31) - LOWEST_TAG
+MAX_ISSUED = 1 << 16  # between two backwards: a program may only evaluate
+_NUM_RECENT = 64
+
+_TICK_S = 0.5
+_QUIET_S = 1.0
+_ANSWER_S = 4.0
+_LONGEST_PAUSE_S = 30.0
+_KEY = "composable_shard"
+_ADVICE = "All ranks must run the same units and call the same functions, in the same order."
+
+_logger = logging.getLogger(_KEY)
+_Statement = dict[str, Any]
+
+_PACKAGE = __name__.partition(".")[0]
+_TORCH = torch.__name__
+_TRANSPARENT = sys.stdlib_module_names - {"__main__"}
+
+# By identity. There are as many as a program has collectives of different kinds.
+_texts: dict[int, str] = {}
+
+
+def identify(what: str, kind: str, nbytes: int) -> int:
+    """Return the identity of a collective, see [Note: Identity of a collective]."""
+    text = f"{what} ({kind} of {nbytes} bytes)"
+    identity = zlib.crc32(text.encode())
+    _texts[identity] = text
+    return identity
+
+
+def describe(identity: int) -> str:
+    """Return what `identify` was told."""
+    return _texts.get(identity, "a collective")
+
+
+class GroupOrder:
+    """The collectives that this rank has issued on one process group.
+
+    Attributes:
+        issued: Identities since the last `fold`; `num_folded` came before.
+        num_folded: How many came before.
+        failure: Why no further collective can succeed, None while nothing has failed.
+    """
+
+    __slots__ = ("__weakref__", "_recent", "failure", "issued", "num_folded")
+
+    def __init__(self) -> None:
+        self.issued: list[int] = []
+        self.num_folded = 0
+        self.failure: str | None = None
+        self._recent: list[int] = []
+
+    def note(self, identity: int) -> None:
+        """Enter a collective that is issued now."""
+        if len(self.issued) > MAX_ISSUED:
+            self.fold()
+        self.issued.append(identity)
+
+    def fold(self) -> int:
+        """Begin to count calls anew, as each step does; return a digest of the last ones."""
+        digest = zlib.crc32(array("Q", self.issued).tobytes())
+        self.num_folded += len(self.issued)
+        self._recent = (self._recent + self.issued)[-_NUM_RECENT:]
+        self.issued.clear()
+        return digest
+
+    @property
+    def num_issued(self) -> int:
+        """How many collectives this rank has issued on the group."""
+        return self.num_folded + len(self.issued)
+
+    def recent(self) -> list[tuple[int, int, str]]:
+        """Return the last collectives: number on the group, call of the step, what it is."""
+        issued = (self._recent + list(self.issued))[-_NUM_RECENT:]
+        first, folded = self.num_issued - len(issued), self.num_folded
+        return [
+            (number, number - folded + 1, describe(identity))
+            for number, identity in enumerate(issued, first)
+        ]
+
+
+# By group: not by its name, which comes again after destroy_process_group.
+_orders: WeakKeyDictionary[dist.ProcessGroup, GroupOrder] = WeakKeyDictionary()
+
+
+def order_of(group: dist.ProcessGroup) -> GroupOrder:
+    """Return what this rank has issued on a process group."""
+    order = _orders.get(group)
+    if order is None:
+        order = _orders[group] = GroupOrder()
+    return order
+
+
+def all_orders() -> list[tuple[dist.ProcessGroup, GroupOrder]]:
+    """Return the groups on which this rank has issued collectives."""
+    return list(_orders.items())
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def find_call(frame: FrameType | None) -> tuple[str, bool, FrameType | None]:
+    """Return what a program has called: the function, whether it is ours, and the caller's frame.
+
+    Args:
+        frame: The innermost one.
+
+    Returns:
+        An empty name where it has called neither this library nor torch.
+    """
+    name, is_ours = "", False
+    while frame is not None:
+        package = _package_of(frame)
+        if package == _PACKAGE:
+            name, is_ours = _function_name(frame), True
+        elif package == _TORCH:
+            name = name or frame.f_code.co_name
+        elif package not in _TRANSPARENT:
+            break
+        frame = frame.f_back
+    return name, is_ours, frame
+
+
+def _function_name(frame: FrameType) -> str:
+    name = frame.f_code.co_name
+    if name.startswith("__torch_"):
+        return str(frame.f_locals.get("func", name))
+    return name
+
+
+def function_called() -> str:
+    """Return the name of the library's function that the program has called."""
+    name, _, _ = find_call(sys._getframe(1))
+    return f"{name}()"
+
+
+class _Watch:
+    """The thread of [Note: Watch], and what it shares with the threads that communicate."""
+
+    def __init__(self, world: dist.ProcessGroup, store: dist.Store) -> None:
+        self.world = world
+        self._rank = world.rank()
+        self._store = store
+        self._stopped = threading.Event()
+        self._progress = -1
+        self._since = time.time()
+        self._stated = -1  # the progress that the last statement tells of
+        self._num_answered = 0
+        # A store may outlive a process group, and serve another one of the same name.
+        self._key = f"{_KEY}/{store.add(f'{_KEY}/watches/{self._rank}', 1)}"
+        self._next_look_s = 0.0
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"{_KEY} watch")
+        self._thread.start()
+
+    def stop(self, how: str | None = None) -> None:
+        """End the thread; leave word of how this rank has ended."""
+        self._stopped.set()
+        self._thread.join(timeout=2 * _TICK_S)
+        if how is not None and not self._thread.is_alive():
+            with suppress(RuntimeError):
+                self._state(self._num_answered, ended=how)
+
+    def _run(self) -> None:
+        # An error of the store means that its rank is gone: nobody can ask any more.
+        with suppress(RuntimeError):
+            while not self._stopped.wait(_TICK_S) and dist.group.WORLD is self.world:
+                self._tick()
+
+    def _tick(self) -> None:
+        progress = sum(order.num_issued for _, order in all_orders())
+        if progress != self._progress:
+            self._progress, self._since, self._next_look_s = progress, time.time(), _QUIET_S
+        quiet_s = time.time() - self._since
+        num_asked = self._store.add(f"{self._key}/asked", 0)
+        is_due = quiet_s > _QUIET_S and self._stated != progress
+        if num_asked > self._num_answered or is_due:
+            self._state(num_asked)
+        if quiet_s > self._next_look_s:
+            self._next_look_s = quiet_s + min(quiet_s, _LONGEST_PAUSE_S)
+            self._look_for_difference()
+
+    def _state(self, num_asked: int, **more: Any) -> None:
+        """Write this rank's statement into the store."""
+        function, is_ours, where = _position(self._thread.ident)
+        statement: _Statement = {
+            "answers": num_asked,
+            "function": function,
+            "is_inside": is_ours,
+            "where": where,
+            "since": time.strftime("%H:%M:%S", time.localtime(self._since)),
+            "groups": {group.group_name: order.recent() for group, order in all_orders()},
+            **more,
+        }
+        self._store.set(f"{self._key}/{self._rank}", json.dumps(statement))
+        self._num_answered, self._stated = num_asked, self._progress
+
+    def _read(self, ranks: Iterable[int]) -> dict[int, _Statement]:
+        keys = {f"{self._key}/{rank}": rank for rank in ranks}
+        there = [key for key in keys if self._store.check([key])]
+        values = self._store.multi_get(there) if there else []
+        return {keys[key]: json.loads(value) for key, value in zip(there, values, strict=True)}
+
+    def _look_for_difference(self) -> None:
+        for group, order in all_orders():
+            if order.failure is not None or group.size() == 1:
+                continue
+            ranks = dist.get_process_group_ranks(group)
+            found = _find_difference(group.group_name, self._read(ranks))
+            if found is not None:
+                order.failure = self._agree(group, found)
+                _close(group, order.failure)
+
+    def _agree(self, group: dist.ProcessGroup, text: str) -> str:
+        """Return the text of the rank that has one first."""
+        key = f"{self._key}/failure/{group.group_name}"
+        return self._store.compare_set(key, "", text).decode()
+
+    def explain(self, group: dist.ProcessGroup, error: str) -> str:
+        """Ask what the ranks of a group do; return a text for the error of a collective."""
+        ranks = dist.get_process_group_ranks(group)
+        try:
+            num_asked = self._store.add(f"{self._key}/asked", 1)
+            self._state(num_asked, failed=True)
+            deadline = time.monotonic() + _ANSWER_S
+            while True:
+                statements = self._read(ranks)
+                silent = [rank for rank in ranks if not _has_answered(statements, rank, num_asked)]
+                if not silent or time.monotonic() > deadline:
+                    break
+                time.sleep(_TICK_S / 5)
+        except RuntimeError:
+            return (
+                f"{_own_position(group)} failed, and the store of the job can't be reached: the "
+                f"rank that hosts it (mostly rank 0) is gone. {error}"
+            )
+        text = _find_difference(group.group_name, statements) or _describe_missing(
+            group.group_name, ranks, statements, silent, error
+        )
+        return self._agree(group, text)
+
+
+def _has_answered(statements: dict[int, _Statement], rank: int, num_asked: int) -> bool:
+    statement = statements.get(rank)
+    if statement is None:
+        return False
+    return statement["answers"] >= num_asked or "failed" in statement or "ended" in statement
+
+
+def _position(own_thread: int | None) -> tuple[str, bool, str]:
+    """Return which function the program is in, whether it is ours, and its line."""
+    frames = frames_of_threads()
+    main = threading.main_thread().ident
+    best: tuple[str, bool, str] = ("", False, "?")
+    for thread in sorted(frames, key=lambda ident: ident != main):
+        if thread == own_thread:
+            continue
+        function, is_ours, caller = find_call(frames[thread])
+        where = "?" if caller is None else f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        if is_ours or thread == main:
+            best = function, is_ours, where
+        if is_ours:
+            break
+    return best
+
+
+def _own_position(group: dist.ProcessGroup) -> str:
+    function, _, where = _position(None)
+    recent = order_of(group).recent()
+    what = recent[-1][2] if recent else f"{function}()"
+    return f"{what}, called at {where},"
+
+
+def _find_difference(name: str, statements: dict[int, _Statement]) -> str | None:
+    """Return a text about the first position at which ranks issued different collectives."""
+    by_rank = {
+        rank: {number: (call, text) for number, call, text in statement["groups"].get(name, ())}
+        for rank, statement in statements.items()
+    }
+    for number in sorted({number for issued in by_rank.values() for number in issued}):
+        sides: dict[str, list[int]] = {}
+        calls: dict[str, int] = {}
+        for rank, issued in by_rank.items():
+            if number in issued:
+                call, text = issued[number]
+                sides.setdefault(text, []).append(rank)
+                calls.setdefault(text, call)
+        if len(sides) > 1:
+            parts = []
+            for text, ranks in sides.items():
+                is_last = number == max(by_rank[ranks[0]])
+                place = f", called at {statements[ranks[0]]['where']}" if is_last else ""
+                parts.append(f"{_are(ranks)} in {text}, call {calls[text]} of this step{place}")
+            return f"the ranks are not in step: {'; '.join(parts)}. {_ADVICE}"
+    return None
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {list(ranks)} are"
+
+
+def _describe_missing(
+    name: str,
+    ranks: Sequence[int],
+    statements: dict[int, _Statement],
+    silent: Sequence[int],
+    error: str,
+) -> str:
+    """Return a text about ranks that did not come, or what is known where all did."""
+    issued = {rank: statement["groups"].get(name, []) for rank, statement in statements.items()}
+    counts = {rank: recent[-1][0] if recent else -1 for rank, recent in issued.items()}
+    most = max(counts.values(), default=-1)
+    gone = [rank for rank in silent if "ended" not in statements.get(rank, ())]
+    late = [rank for rank in ranks if counts.get(rank, -1) < most and rank not in gone]
+    waiting = [rank for rank in ranks if counts.get(rank) == most and rank not in gone]
+    parts = []
+    if waiting and most >= 0:
+        first = waiting[0]
+        _, call, text = issued[first][-1]
+        statement = statements[first]
+        parts.append(
+            f"{_are(waiting)} in {text}, call {call} of this step, called at "
+            f"{statement['where']}, since {statement['since']}"
+        )
+    parts += [f"rank {rank} {_describe_rank(statements[rank], issued[rank])}" for rank in late]
+    for rank in gone:
+        last = issued.get(rank)
+        about = f"; it last said that it was in {last[-1][2]}" if last else ""
+        parts.append(f"rank {rank} is gone, or can't be reached{about}")
+    if not late and not gone:
+        return f"a collective has failed: {'; '.join(parts)}. {error}"
+    return f"a collective has failed because not all ranks came: {'; '.join(parts)}. {_ADVICE}"
+
+
+def _describe_rank(statement: _Statement, issued: Sequence[Sequence[Any]]) -> str:
+    """Return where a rank is that did not come."""
+    if "ended" in statement:
+        return str(statement["ended"])
+    function = f" in {statement['function']}()," if statement["function"] else ""
+    last = f"; the last that it issued was {issued[-1][2]}" if issued else ""
+    return f"is elsewhere:{function} at {statement['where']}, since {statement['since']}{last}"
+
+
+def _close(group: dist.ProcessGroup, text: str) -> None:
+    """Let all waits of a group fail, on all its ranks, if its backend can."""
+    try:
+        name = backend_of(group, torch.device("cpu")).name()
+    except RuntimeError:
+        name = ""
+    if name != "gloo":
+        _logger.error(text)
+        return
+    other = 1 if group.rank() == 0 else 0
+    with suppress(RuntimeError):
+        # Gloo closes all connections of a group in which a wait takes too long.
+        group.recv([torch.empty(1)], other, NUM_TAGS).wait(timedelta(milliseconds=1))
+
+
+def fail(error: RuntimeError, group: dist.ProcessGroup) -> NoReturn:
+    """Raise, for an error of a group's collective, one that says what each of its ranks does.
+
+    Its connections are closed then, so all that comes later has the same reason.
+    """
+    try:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise error  # not the backend's
+        order = order_of(group)
+        if str(error) == order.failure:
+            raise error
+        if order.failure is None:
+            order.failure = _explain(group, str(error))
+        raise RuntimeError(order.failure) from error
+    finally:
+        del error  # its traceback has this frame: a cycle
+
+
+def _explain(group: dist.ProcessGroup, error: str) -> str:
+    watch = _watches.get(0)
+    if watch is None or watch.world is not dist.group.WORLD:
+        return f"{_own_position(group)} failed: {error}"
+    return watch.explain(group, error)
+
+
+# The one of the default process group, which a program may destroy and make anew.
+_watches: dict[int, _Watch] = {}
+
+
+def begin_watch() -> None:
+    """Watch over the ranks of the default process group, unless that is done already."""
+    world = dist.group.WORLD
+    known = _watches.get(0)
+    if world is None or world.size() == 1 or (known is not None and known.world is world):
+        return
+    store = side_store()
+    if store is None:
+        return
+    if known is None:
+        atexit.register(_end)
+    else:
+        known.stop()
+    _watches[0] = _Watch(world, store)
+
+
+def _end() -> None:
+    """Tell the other ranks that the program ends: they may wait for this one."""
+    error = getattr(sys, "last_value", None)
+    how = "has ended" if error is None else f"has ended with {type(error).__name__}: {error}"
+    watch = _watches.pop(0, None)
+    if watch is not None:
+        watch.stop(how)
+
+
+class Waitable(Protocol):
+    """A collective that was started."""
+
+    def wait(self) -> object:
+        """Block, on CPU, or make the current stream wait until the collective is done."""
+
+
+def abandon(work: Waitable) -> None:
+    """Wait until the work's buffers are free for other use; the collective's errors are ignored."""
+    with suppress(Exception):  # of any kind: the work may be a user's
+        work.wait()

@@ -1,0 +1,664 @@
+"""What happens when one rank does something else: a table, difference by strategy.
+
+    python -m tests.differences [--strategy FULL_SHARD] [--only swap] [--timeout 5]
+
+Two processes train a small model. After two steps one of them deviates, in one of the ways below,
+and both train on. A cell of the table is one of:
+
+    right      both ranks end with the weights of a plain model whose gradients are averaged
+    error      both ranks raise the same Python error, which names the ranks
+    unnamed    both ranks raise a Python error of the backend, which names nothing
+    errors     both ranks raise Python errors, but different ones
+    one error  only one rank raises; the other ends, or does not
+    SILENT     both ranks end, with other weights
+    HANG       a rank has not ended `timeout` + 10 s after the deviation
+    ABORT      a process died of a signal
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import composable_shard as cs
+from composable_shard import ShardingStrategy, StateDictOptions, fully_shard
+from tests import helpers
+from tests.helpers import Planned, RankError, run_processes
+
+DEVIANT = 1  # the rank that deviates
+SPARE_S = 10.0  # beyond the group's timeout
+DIM = 8
+NUM_STEPS = 4
+DEVIATION = 2  # the step in which the ranks differ
+FULL = StateDictOptions(full_state_dict=True)
+
+
+class Chain(nn.Module):
+    """Three equal blocks and a wider one, run in an order that a test may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks: list[nn.Module] = [nn.Linear(DIM, DIM) for _ in range(3)]
+        blocks.append(nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.Tanh(), nn.Linear(4 * DIM, DIM)))
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(DIM, DIM)
+        self.order = [0, 1, 2, 3]
+        self.is_checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            block = self.blocks[index]
+            y = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+            x = x + torch.tanh(y)
+        return self.head(x)
+
+
+class Run:
+    """One rank's training, of a sharded model or of a plain one that stands for this rank's."""
+
+    def __init__(self, model: Chain, rank: int) -> None:
+        self.model, self.rank = model, rank
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.directory = ""
+        self.index = 0
+
+    def loss(self, part: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.index + 10 * part + self.rank)
+        return self.model(torch.randn(4, DIM, generator=generator)).square().mean()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.update()
+
+    @contextmanager
+    def ordered(self, *order: int) -> Iterator[None]:
+        before, self.model.order = self.model.order, list(order)
+        try:
+            yield
+        finally:
+            self.model.order = before
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What the deviant rank does instead of its third step, and the other rank too if it must."""
+
+    act: Callable[[Run], None]
+    others: Callable[[Run], None] = Run.step
+    is_plain: bool = True  # a plain model can do it too, so there is a right result
+    strategies: tuple[str, ...] = ()  # all
+
+
+DIFFERENCES: dict[str, Difference] = {}
+
+
+def difference(**options: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
+    """Enter a function into the table by its name."""
+
+    def enter(act: Callable[[Run], None]) -> Callable[[Run], None]:
+        DIFFERENCES[act.__name__.removeprefix("_")] = Difference(act, **options)
+        return act
+
+    return enter
+
+
+# Order
+
+
+def _ordered_step(*order: int) -> Callable[[Run], None]:
+    def act(run: Run) -> None:
+        with run.ordered(*order):
+            run.step()
+
+    return act
+
+
+for _name, _order in {
+    "swap_equal_units": (1, 0, 2, 3),
+    "swap_unequal_units": (0, 1, 3, 2),
+    "reverse_all_units": (3, 2, 1, 0),
+    "skip_a_unit": (0, 2, 3),
+    "skip_the_first_unit": (1, 2, 3),
+    "skip_the_wide_unit": (0, 1, 2),
+    "skip_all_units": (),
+    "repeat_a_unit": (0, 1, 1, 2, 3),
+    "repeat_for_another": (0, 1, 1, 3),
+}.items():
+    DIFFERENCES[_name] = Difference(_ordered_step(*_order))
+DIFFERENCES["skip_different_units"] = Difference(
+    _ordered_step(0, 2, 3), others=_ordered_step(0, 1, 3)
+)
+
+
+@difference()
+def _checkpointing(run: Run) -> None:
+    run.model.is_checkpointed = True
+    try:
+        run.step()
+    finally:
+        run.model.is_checkpointed = False
+
+
+@difference()
+def _swap_for_good(run: Run) -> None:
+    run.model.order = [1, 0, 2, 3]
+    run.step()
+
+
+# Extra and missing calls
+
+
+@difference()
+def _extra_forward(run: Run) -> None:
+    run.loss(1)
+    run.step()
+
+
+@difference()
+def _extra_evaluation(run: Run) -> None:
+    with torch.no_grad():
+        run.loss(1)
+    run.step()
+
+
+@difference()
+def _evaluation_after_the_step(run: Run) -> None:
+    run.step()
+    with torch.no_grad():
+        run.loss(1)
+
+
+@difference()
+def _forward_of_one_unit(run: Run) -> None:
+    with torch.no_grad():
+        run.model.blocks[1](torch.ones(1, DIM))
+    run.step()
+
+
+@difference()
+def _no_grad(run: Run) -> None:
+    with torch.no_grad():
+        run.loss()
+    run.update()
+
+
+@difference(is_plain=False)
+def _no_sync(run: Run) -> None:
+    with cs.no_sync(run.model):
+        run.loss().backward()
+    run.update()
+
+
+@difference(is_plain=False)
+def _requires_gradient_sync_off(run: Run) -> None:
+    cs.set_requires_gradient_sync(run.model, False)
+    run.step()
+
+
+@difference()
+def _one_microbatch_more(run: Run) -> None:
+    run.loss(1).backward()
+    run.step()
+
+
+@difference()
+def _two_forwards_one_backward(run: Run) -> None:
+    (run.loss() + run.loss(1)).backward()
+    run.update()
+
+
+@difference()
+def _one_step_less(run: Run) -> None:
+    run.update()
+
+
+@difference()
+def _nothing_at_all(run: Run) -> None:
+    pass
+
+
+@difference()
+def _backward_twice(run: Run) -> None:
+    loss = run.loss()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    run.update()
+
+
+@difference(is_plain=False)
+def _forward_without_backward(run: Run) -> None:
+    run.loss()
+
+
+@difference(is_plain=False)
+def _end_early(run: Run) -> None:
+    raise SystemExit
+
+
+@difference(is_plain=False)
+def _sleep_too_long(run: Run) -> None:
+    time.sleep(int(os.environ["GROUP_TIMEOUT_S"]) + 3)
+    run.step()
+
+
+# Errors that one rank catches
+
+
+def _raise(*_: Any) -> None:
+    raise Planned("planned")
+
+
+@difference(is_plain=False)
+def _error_before_forward(run: Run) -> None:
+    run.optimizer.zero_grad()
+
+
+@difference(is_plain=False)
+def _error_in_forward(run: Run) -> None:
+    hook = run.model.blocks[1].register_forward_hook(_raise)
+    try:
+        run.step()
+    except Planned:
+        pass
+    finally:
+        hook.remove()
+
+
+@difference(is_plain=False)
+def _error_in_backward(run: Run) -> None:
+    hook = run.model.blocks[1].register_full_backward_hook(_raise)
+    try:
+        run.step()
+    except Planned:
+        run.optimizer.zero_grad()
+    finally:
+        hook.remove()
+
+
+# The optimizer
+
+
+@difference(is_plain=False)
+def _step_twice(run: Run) -> None:
+    run.loss().backward()
+    run.optimizer.step()
+    run.update()
+
+
+@difference(is_plain=False)
+def _no_step(run: Run) -> None:
+    run.loss().backward()
+    run.optimizer.zero_grad()
+
+
+@difference(is_plain=False)
+def _no_zero_grad(run: Run) -> None:
+    run.loss().backward()
+    run.optimizer.step()
+
+
+@difference(is_plain=False)
+def _write_a_parameter(run: Run) -> None:
+    with torch.no_grad():
+        next(run.model.parameters()).mul_(2.0)
+    run.step()
+
+
+# Functions that need all ranks
+
+
+def _after(call: Callable[[Run], object]) -> Callable[[Run], None]:
+    """Do something between backward and the optimizer's step, which changes no weight."""
+
+    def act(run: Run) -> None:
+        run.loss().backward()
+        call(run)
+        run.update()
+
+    return act
+
+
+def _params(run: Run) -> list[Any]:
+    return list(run.model.parameters())
+
+
+def _first(run: Run) -> Any:
+    return next(run.model.parameters())
+
+
+def _in_scope(run: Run, **options: Any) -> None:
+    with cs.unshard_params(run.model, **options):
+        pass
+
+
+def _no_norm(run: Run) -> None:
+    _first(run).grad.norm()
+
+
+_CALLS: dict[str, Callable[[Run], object]] = {
+    "full_tensor": lambda run: _first(run).full_tensor(),
+    "norm_of_a_parameter": lambda run: _first(run).detach().norm(),
+    "sum_of_a_parameter": lambda run: _first(run).detach().sum(),
+    "norm_of_a_gradient": _no_norm,
+    "clip_grad_norm_": lambda run: cs.clip_grad_norm_(run.model, 1e9),
+    "clip_of_torch": lambda run: nn.utils.clip_grad_norm_(run.model.parameters(), 1e9),
+    "get_model_state_dict": lambda run: cs.get_model_state_dict(run.model, options=FULL),
+    "get_optimizer_state_dict": lambda run: cs.get_optimizer_state_dict(
+        run.model, run.optimizer, options=FULL
+    ),
+    "set_model_state_dict": lambda run: cs.set_model_state_dict(run.model, run.model.state_dict()),
+    "load_state_dict": lambda run: run.model.load_state_dict(run.model.state_dict()),
+    "unshard_params": _in_scope,
+    "unshard": lambda run: (cs.unshard(run.model, recurse=True), cs.reshard(run.model)),
+    "save_checkpoint": lambda run: cs.save_checkpoint(
+        f"{run.directory}/{run.rank}", run.model, run.optimizer
+    ),
+    "save_safetensors": lambda run: cs.save_safetensors(run.model, f"{run.directory}/{run.rank}"),
+    "lazy_init_again": lambda run: cs.lazy_init(run.model),
+    "barrier_of_torch": lambda run: dist.barrier(),
+    "all_reduce_of_torch": lambda run: dist.all_reduce(torch.ones(1000)),
+    "register_flat_param": lambda run: (
+        cs.register_flat_param(run.model),
+        cs.register_orig_params(run.model),
+    ),
+    "other_sharded_model": lambda run: fully_shard(nn.Linear(2, 2))(torch.ones(1, 2)),
+}
+for _name, _call in _CALLS.items():
+    DIFFERENCES[_name] = Difference(_after(_call))  # a plain model skips the call
+_PLAIN_CALLS = frozenset(_CALLS)
+
+_PAIRS: dict[str, tuple[Callable[[Run], object], Callable[[Run], object]]] = {
+    "full_tensors_of_others": (
+        lambda run: _params(run)[2].full_tensor(),
+        lambda run: _params(run)[0].full_tensor(),
+    ),
+    "full_tensors_of_other_sizes": (
+        lambda run: _params(run)[1].full_tensor(),
+        lambda run: _params(run)[0].full_tensor(),
+    ),
+    "clip_of_a_part": (
+        lambda run: cs.clip_grad_norm_(_params(run)[:2], 1e9),
+        lambda run: cs.clip_grad_norm_(run.model, 1e9),
+    ),
+    "clip_with_another_norm": (
+        lambda run: cs.clip_grad_norm_(run.model, 1e9, norm_type=1.0),
+        lambda run: cs.clip_grad_norm_(run.model, 1e9),
+    ),
+    "clip_for_full_tensor": (
+        lambda run: cs.clip_grad_norm_(run.model, 1e9),
+        lambda run: _first(run).full_tensor(),
+    ),
+    "save_for_state_dict": (
+        lambda run: cs.save_checkpoint(f"{run.directory}/c", run.model, run.optimizer),
+        lambda run: cs.get_model_state_dict(run.model, options=FULL),
+    ),
+    "scope_without_writeback": (lambda run: _in_scope(run, writeback=False), _in_scope),
+}
+for _name, (_one, _other) in _PAIRS.items():
+    DIFFERENCES[_name] = Difference(_after(_one), others=_after(_other), is_plain=False)
+
+
+# Settings
+
+
+def _set_then_step(setting: Callable[[Run], object]) -> Callable[[Run], None]:
+    def act(run: Run) -> None:
+        setting(run)
+        run.step()
+
+    return act
+
+
+_SETTINGS: dict[str, Callable[[Run], object]] = {
+    "forward_prefetch": lambda run: cs.set_forward_prefetch(
+        run.model.blocks[0], [run.model.blocks[2], run.model.blocks[1]]
+    ),
+    "reshard_after_forward": lambda run: cs.set_reshard_after_forward(run.model, False),
+    "divide_factor": lambda run: cs.set_gradient_divide_factor(run.model, 7.0),
+    "frozen_unit": lambda run: run.model.blocks[1].requires_grad_(False),
+}
+for _name, _setting in _SETTINGS.items():
+    DIFFERENCES[_name] = Difference(_set_then_step(_setting), is_plain=False)
+
+
+# A rank dies
+
+
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@difference(is_plain=False)
+def _die_in_forward(run: Run) -> None:
+    run.model.blocks[1].register_forward_hook(_die)
+    run.step()
+
+
+@difference(is_plain=False)
+def _die_in_backward(run: Run) -> None:
+    run.model.blocks[1].register_full_backward_hook(_die)
+    run.step()
+
+
+@difference(is_plain=False)
+def _die_in_step(run: Run) -> None:
+    run.loss().backward()
+    _die()
+
+
+# ---------------------------------------------------------------------------------------------
+# One cell
+# ---------------------------------------------------------------------------------------------
+
+
+def _act(run: Run, name: str, *, is_plain: bool = False) -> None:
+    item = DIFFERENCES[name]
+    act = item.act if run.rank == DEVIANT else item.others
+    if is_plain and name in _PLAIN_CALLS:
+        act = Run.step
+    act(run)
+
+
+def _plain_values(name: str) -> list[Tensor] | None:
+    """Return the weights after all steps of plain models whose gradients are averaged."""
+    if not DIFFERENCES[name].is_plain:
+        return None
+    runs = [Run(Chain(), rank) for rank in range(2)]
+    for index in range(NUM_STEPS):
+        for run in runs:
+            run.index = index
+            run.optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+            run.optimizer.zero_grad = lambda: None  # type: ignore[method-assign, assignment]
+            if index == DEVIATION:
+                _act(run, name, is_plain=True)
+            else:
+                run.step()
+        for params in zip(*(run.model.parameters() for run in runs), strict=True):
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            for param in params:
+                with torch.no_grad():
+                    param.sub_(0.1 * (grads[0] + grads[1]) / 2)
+                param.grad = None
+    return [param.detach() for param in runs[0].model.parameters()]
+
+
+def _join(rank: int, directory: str, timeout_s: int) -> None:
+    os.environ["GROUP_TIMEOUT_S"] = str(timeout_s)
+    file = dist.FileStore(f"{directory}/store", 2)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        file.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(file.get("port")), 2, is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def _make_run(rank: int, strategy: str, directory: str) -> Run:
+    model = Chain()
+    for block in model.blocks:
+        fully_shard(block, strategy=ShardingStrategy[strategy])
+    fully_shard(model, strategy=ShardingStrategy[strategy])
+    run = Run(model, rank)
+    run.directory = directory
+    return run
+
+
+def run_cell(name: str, strategy: str, directory: str, timeout_s: int) -> None:
+    """Train on one rank, deviate, and write down what came of it."""
+    rank = int(os.environ["RANK"])
+    _join(rank, directory, timeout_s)
+    expected = _plain_values(name)
+    run = _make_run(rank, strategy, directory)
+    path = Path(directory) / f"rank{rank}.json"
+    began = time.monotonic()
+
+    def note(outcome: str, text: str = "") -> None:
+        found = {"outcome": outcome, "seconds": time.monotonic() - began, "text": text}
+        path.write_text(json.dumps(found))
+
+    try:
+        for run.index in range(NUM_STEPS):
+            if run.index == DEVIATION:
+                dist.barrier()
+                began = time.monotonic()
+                _act(run, name)
+            else:
+                run.step()
+        values = [param.full_tensor().detach() for param in _params(run)]
+        is_right = expected is not None and all(map(_is_close, values, expected))
+        note("right" if is_right else "ended")
+        dist.barrier()  # no rank leaves before the other has told
+    except SystemExit:
+        note("ended")
+        time.sleep(timeout_s + SPARE_S / 2)
+    except Exception as error:  # of any kind: it goes into the table
+        if not path.exists():
+            note("error", f"{type(error).__name__}: {error}")
+            time.sleep(SPARE_S / 2)  # the process lives on: the other rank may ask for it
+
+
+def _is_close(value: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(value, expected, rtol=1e-4, atol=1e-6)
+
+
+@dataclass
+class Cell:
+    """What became of one difference under one strategy."""
+
+    kind: str
+    seconds: float
+    texts: list[str]
+
+
+def measure(name: str, strategy: str, timeout_s: int = 5) -> Cell:
+    """Run one cell in two fresh processes."""
+    directory = tempfile.mkdtemp(prefix="differences-")
+    environments = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    died: dict[int, str] = {}
+    try:
+        run_processes(
+            environments,
+            run_cell,
+            name,
+            strategy,
+            directory,
+            timeout_s,
+            timeout=2 * timeout_s + 2 * SPARE_S,
+        )
+    except RankError as error:
+        died = {rank: text for rank, text in error.errors.items() if "exit status" in text}
+    found = []
+    for rank in range(2):
+        path = Path(directory) / f"rank{rank}.json"
+        if path.exists():
+            found.append(json.loads(path.read_text()))
+        else:
+            text = died.get(rank, "no answer")
+            found.append(
+                {"outcome": "died" if rank in died else "hang", "seconds": 0.0, "text": text}
+            )
+    shutil.rmtree(directory, ignore_errors=True)
+    return _judge(name, found, timeout_s + SPARE_S)
+
+
+def _judge(name: str, found: list[dict[str, Any]], limit_s: float) -> Cell:
+    outcomes = [each["outcome"] for each in found]
+    texts = [each["text"] for each in found]
+    seconds = max(each["seconds"] for each in found)
+    is_killed = name.startswith("die_") or name == "end_early"
+    if is_killed:  # only the other rank can tell
+        outcomes, texts = outcomes[:1], texts[:1]
+    if "died" in outcomes:
+        kind = "ABORT"
+    elif "hang" in outcomes or seconds > limit_s:
+        kind = "HANG"
+    elif set(outcomes) == {"error"}:
+        is_unnamed = any("gloo/transport" in t and "rank" not in t for t in texts)
+        kind = "unnamed" if is_unnamed else "error" if len(set(texts)) == 1 else "errors"
+    elif "error" in outcomes:
+        kind = "one error"
+    else:
+        kind = "right" if set(outcomes) == {"right"} else "SILENT"
+    return Cell(kind, seconds, texts)
+
+
+def print_table() -> None:
+    """Print the table, with the texts of all errors below it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--strategy", action="append")
+    parser.add_argument("--only", action="append")
+    parser.add_argument("--timeout", type=int, default=5)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    helpers.GRACE_S = int(args.timeout + SPARE_S)  # type: ignore[assignment]
+    strategies = args.strategy or [each.name for each in ShardingStrategy]
+    names = [n for n in DIFFERENCES if not args.only or any(part in n for part in args.only)]
+    cells: dict[str, dict[str, Cell]] = {}
+    for name in names:
+        for strategy in strategies:
+            cell = measure(name, strategy, args.timeout)
+            cells.setdefault(name, {})[strategy] = cell
+            sys.stdout.write(f"{name:32} {strategy:14} {cell.kind:10} {cell.seconds:5.1f} s\n")
+            for rank, text in enumerate(cell.texts):
+                if text:
+                    sys.stdout.write(f"      rank {rank}: {text[:600]}\n")
+            sys.stdout.flush()
+    counts: dict[str, int] = {}
+    for row in cells.values():
+        for cell in row.values():
+            counts[cell.kind] = counts.get(cell.kind, 0) + 1
+    sys.stdout.write(f"{counts}\n")
+    if args.json:
+        table = {n: {s: vars(c) for s, c in row.items()} for n, row in cells.items()}
+        Path(args.json).write_text(json.dumps(table))
+    helpers.shut_down_workers()
+
+
+if __name__ == "__main__":
+    from tests import differences  # by its name, under which the processes find `run_cell`
+
+    differences.print_table()

@@ -1,0 +1,79 @@
+"""Ranks that do different things: the same Python error on all of them, which names both sides.
+
+`python -m tests.differences` runs all differences that are listed there, with every strategy.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from composable_shard.comm.lockstep import NUM_TAGS, GroupOrder, identify
+from composable_shard.torch_private import side_store
+from tests import differences, helpers
+from tests.helpers import distributed
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "sides"),
+    [
+        ("swap_equal_units", "FULL_SHARD", ["gather of unit 'blocks.0'", "of unit 'blocks.1'"]),
+        ("skip_the_wide_unit", "SHARD_GRAD_OP", ["unit 'blocks.3'", "unit 'blocks.2'"]),
+        ("full_tensor", "FULL_SHARD", ["full_tensor() of 'blocks.0.weight'", "forward gather"]),
+        ("clip_for_full_tensor", "SHARD_OPTIM", ["full_tensor() of", "clip_grad_norm_()"]),
+    ],
+)
+def test_l_order_names_both_sides(
+    monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, sides: list[str]
+) -> None:
+    """Order and Alone: before the group's timeout, where both wait for each other."""
+    monkeypatch.setattr(helpers, "GRACE_S", 20)
+    cell = differences.measure(name, strategy, timeout_s=20)
+    assert cell.kind == "error", cell
+    assert cell.seconds < 10
+    for side in ["rank 0 is in", "rank 1 is in", *sides]:
+        assert side in cell.texts[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("die_in_forward", "rank 1 is gone, or can't be reached"),
+        ("end_early", "rank 1 is elsewhere: at "),
+    ],
+)
+def test_l_alone_says_where_the_other_rank_is(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """Alone and A rank dies: within the timeout and 10 s."""
+    monkeypatch.setattr(helpers, "GRACE_S", 20)
+    cell = differences.measure(name, "FULL_SHARD", timeout_s=3)
+    assert cell.kind == "error", cell
+    assert text in cell.texts[0]
+    assert "gather of unit" in cell.texts[0]
+    assert "differences.py:" in cell.texts[0]
+
+
+@pytest.mark.fast
+def test_ranks_agree_on_tags_only_in_step() -> None:
+    """A tag depends on what was issued last, and on how much was issued before."""
+    one, other = GroupOrder(), GroupOrder()
+    first, second = identify("a", "all_gather", 8), identify("b", "all_gather", 8)
+    for order in (one, other):
+        order.note(first)
+    assert one.recent() == other.recent() == [(0, 1, "a (all_gather of 8 bytes)")]
+    one.note(second)
+    one.fold()
+    assert one.num_issued == 2
+    assert [call for _, call, _ in one.recent()] == [-1, 0]
+    assert NUM_TAGS > 1 << 30
+
+
+@distributed(2)
+def test_the_store_has_a_connection_for_statements() -> None:
+    """What asks on it delays nobody else."""
+    store = side_store()
+    assert store is not None
+    store.set(f"lockstep/{dist.get_rank()}", "here")
+    dist.barrier()
+    assert store.get(f"lockstep/{1 - dist.get_rank()}") == b"here"
