@@ -344,6 +344,12 @@ class FlatShard(Checkpointable):
             self._guard.note_attributes(True)
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
+    def view_as(self, other: Tensor) -> Tensor:
+        """View as a tensor of the same range; torch finds the node of a leaf's gradient so."""
+        if other is self and self._guard is not None and self.requires_grad and _grad_enabled():
+            self._shard_spec.label.refuse_gradient_node()
+        return super().view_as(other)
+
     def share_memory_(self) -> FlatShard:
         """Move the whole storage of the local tensor to shared memory; return the shard."""
         self._local.share_memory_()  # torch's own would take the wrapper for data, and crash

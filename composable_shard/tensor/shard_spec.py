@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -63,6 +63,20 @@ class ParamLabel:
     def rename(self, fqn: str) -> None:
         """Take another name."""
         self.fqn = fqn
+
+    def refuse_gradient_node(self) -> NoReturn:
+        """Refuse to tell the node that accumulates the parameter's gradient: no graph leads there.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"the node that accumulates the gradient of the sharded parameter '{self.fqn}' was "
+            "asked for (torch.autograd.graph.get_gradient_edge, register_multi_grad_hook, or a "
+            "backward that is split into inputs and weights), but forwards compute with its full "
+            "values. Call unshard(module, recurse=True) before the forward, and reshard after the "
+            "backward: the module's parameters are those of the graph in between."
+        )
 
     def __repr__(self) -> str:
         return self.fqn

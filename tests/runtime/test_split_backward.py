@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining._backward import stage_backward_input
 
-from composable_shard import ShardingStrategy
+from composable_shard import ShardingStrategy, is_sharded, reshard, unshard
 from tests import claims
 from tests.helpers import distributed
-from tests.models import Layer, rank_input, square_mean
+from tests.models import Layer, rank_input, shard_children, square_mean
 
 
 class _HandsOn(nn.Module):
@@ -51,3 +54,65 @@ def test_c5_what_a_unit_hands_on_is_no_view(
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
+
+
+def _make_rows_to_one() -> nn.Module:
+    return nn.Sequential(Layer(), Layer(), nn.Linear(15, 1))
+
+
+def _make_sharded_rows_to_one(**options: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = _make_rows_to_one().double()
+    shard_children(model, **options)
+    return model
+
+
+def _loss_of_rows(model: nn.Module, number: int) -> Tensor:
+    return square_mean(model(rank_input(4, 15, step=number, dtype=torch.float64)))
+
+
+@claims.variants
+@distributed(2)
+def test_c4_backward_to_chosen_parameters(
+    strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """Case 4: after unshard the parameters of the module are those of the graph."""
+
+    def program(model: nn.Module, number: int) -> None:
+        if is_sharded(model):
+            unshard(model, recurse=True)
+        params = list(model.parameters())
+        loss = _loss_of_rows(model, number)
+        own = torch.autograd.grad(loss, params, retain_graph=True)  # of this rank
+        expected = torch.autograd.grad(_loss_of_rows(model, number), params)
+        for gradient, other in zip(own, expected, strict=True):
+            claims.assert_close(gradient, other, "gradient")
+        loss.backward(inputs=params[2:])
+        if is_sharded(model):
+            reshard(model, recurse=True)
+
+    claims.assert_right(
+        _make_rows_to_one,
+        program,
+        accumulates=accumulates,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+@claims.strategies
+@distributed(2)
+def test_c4_sharded_parameters_are_in_no_graph(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Case 4: autograd says so, and so do we where torch asks us."""
+    model = _make_sharded_rows_to_one(strategy=strategy, use_orig_params=use_orig_params)
+    params = list(model.parameters())
+    loss = _loss_of_rows(model, 0)
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(loss, params)
+    with pytest.raises(RuntimeError, match=r"sharded parameter '.*' was asked for.*unshard\("):
+        get_gradient_edge(params[0])
+    with pytest.raises(RuntimeError, match=r"sharded parameter '.*' was asked for.*unshard\("):
+        stage_backward_input([loss], None, [rank_input(4, 15)], iter(params))
+    loss.backward()
