@@ -123,7 +123,7 @@ def _begin_call(
     records_graph = torch.is_grad_enabled()
     if records_graph and len(tree_refs) > 1:
         context = join_connected(context, args)
-    is_first = not context.is_joined or context.begins_sequence(state)
+    is_first = not context.is_joined or _is_first_call(context, state)
     if records_graph and is_first:
         context.call_start = context.num_forwards
     if context.is_joined:
@@ -134,6 +134,13 @@ def _begin_call(
         context.call = call = ForwardCall(state.ref, state.forward_order, {})
         state.forward_order.begin()
     return call
+
+
+def _is_first_call(context: TreeContext, state: ShardState) -> bool:
+    """Return whether a call of joined trees is the first of a sequence, such as one model makes."""
+    if torch.is_grad_enabled():
+        return not context.armed or context.first_leader is state.ref
+    return context.first_leader is None or state.ref in context.forward_order
 
 
 def _begin_sequence(context: TreeContext, state: ShardState) -> None:

@@ -33,7 +33,7 @@ from composable_shard.runtime.buffers import is_never_written, place_buffers
 from composable_shard.runtime.casts import iter_tensors
 from composable_shard.runtime.prefetch import release_handle
 from composable_shard.runtime.tree import find_unmanaged, get_states, raise_unmanaged
-from composable_shard.runtime.unit import ShardState, TrainingState, TreeContext, trees
+from composable_shard.runtime.unit import ShardState, TrainingState, TreeContext, all_trees
 from composable_shard.tensor import join_tree
 from composable_shard.torch_private import sequence_nr_of
 
@@ -65,7 +65,7 @@ def join_connected(context: TreeContext, args: tuple[Any, ...]) -> TreeContext:
     Returns:
         The context that the called unit has now.
     """
-    others = [other for other in trees if other is not context]
+    others = [other for other in all_trees() if other is not context]
     for other in others:
         if context.last_backward_id == other.last_backward_id >= 0:
             join(context, other)
@@ -82,7 +82,7 @@ def join_connected(context: TreeContext, args: tuple[Any, ...]) -> TreeContext:
 def join_owners(context: TreeContext, borrowed: Sequence[FlatParamHandle]) -> None:
     """Join the trees of parameters that a new unit borrows from units that are not inside it."""
     for handle in borrowed:
-        for other in list(trees):
+        for other in all_trees():
             if other is not context and other.owner_of(handle) is not None:
                 context = join(other, context)
 
@@ -121,9 +121,10 @@ def _find_maker(
             if start <= number < end:
                 return context
         if number >= earliest:
-            before = {each for each, _ in node.next_functions if each is not None} - seen
-            seen |= before
-            nodes += before
+            for before, _ in node.next_functions:  # in the same order on all ranks
+                if before is not None and before not in seen:
+                    seen.add(before)
+                    nodes.append(before)
     return None
 
 

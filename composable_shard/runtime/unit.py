@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -356,6 +356,7 @@ class TreeContext:
         modules: Weak references to the outermost modules.
         states: The units, outermost first.
         device: On which they compute.
+        number: Of the context, in the order in which they were made.
         call: The running call, or one that an exception has interrupted.
         entered: Units whose forward runs, or whose full parameters it left claimed.
         num_calls: Number of calls of units that have begun.
@@ -387,6 +388,7 @@ class TreeContext:
         self.modules = [weakref.ref(module) for module in modules]
         self.states: list[StateRef] = [state.ref for state in states]
         self.device = device
+        self.number = next(_numbers)
         self.call: ForwardCall | None = None
         self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
         self.num_calls = 0
@@ -433,17 +435,6 @@ class TreeContext:
     def is_only_one_armed(self) -> bool:
         """Return whether no unit of another tree waits for a backward, perhaps the same one."""
         return not any(other.armed for other in trees if other is not self)
-
-    def begins_sequence(self, state: ShardState) -> bool:
-        """Return whether a call that begins is the first of a sequence, such as one model makes.
-
-        In joined trees; otherwise each call is a sequence of its own.
-        """
-        if not self.is_joined:
-            return True
-        if torch.is_grad_enabled():
-            return not self.armed or self.first_leader is state.ref
-        return self.first_leader is None or state.ref in self.forward_order
 
     def take_over(self, other: TreeContext) -> None:
         """Make the units of another tree, which has no graph and is at rest, units of this one."""
@@ -503,5 +494,11 @@ class TreeContext:
         return not has_warned
 
 
+def all_trees() -> list[TreeContext]:
+    """Return the contexts of this process, in the same order on all ranks."""
+    return sorted(trees, key=lambda context: context.number)
+
+
+_numbers = count()
 trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process
 tree_refs: set[Any] = trees.data  # type: ignore[attr-defined]  # whose length costs no call
