@@ -1,0 +1,25 @@
+"""A few cases of the differential fuzz; minutes of it by `python -m tests.fuzz_claims`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz_claims import FEATURES, draw, run_seeds
+from tests.helpers import run_ranks
+
+NUM_SEEDS = 10  # of a test
+LANDED = {"freeze"}
+
+
+@pytest.mark.parametrize("first", range(0, 4 * NUM_SEEDS, NUM_SEEDS))
+def test_random_programs_are_right(first: int) -> None:
+    """Gradients and values of a plain model, for fixed seeds; a failure prints its seed."""
+    run_ranks(2, run_seeds, first, NUM_SEEDS, LANDED, timeout=120)
+
+
+@pytest.mark.fast
+def test_a_seed_draws_the_same_case_each_time() -> None:
+    """So a seed that failed can be run alone, and all ranks do the same."""
+    for seed in range(20):
+        assert draw(seed, set(FEATURES)) == draw(seed, set(FEATURES))
+        assert str(draw(seed, set(FEATURES)))
