@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -308,7 +308,10 @@ class Checkpointable(Tensor):
         return make(inner["_taken_apart"], spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the slice, the attributes and `.grad`; the copy has no write guard."""
+        """Copy the slice and the attributes; the copy has no write guard.
+
+        And `.grad`, unless it is a parameter: torch's own deepcopy leaves out that of parameters.
+        """
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
@@ -323,7 +326,7 @@ class Checkpointable(Tensor):
         twin.__dict__.update(copy.deepcopy(user_attributes(self), memo))
         # Of torch's own property: a hidden parameter's is another.
         grad = Tensor.grad.__get__(self)  # type: ignore[union-attr]
-        if grad is not None:
+        if grad is not None and not isinstance(self, nn.Parameter):
             twin.grad = copy.deepcopy(grad, memo)
         return twin
 

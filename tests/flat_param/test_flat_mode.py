@@ -761,11 +761,14 @@ def test_copies_train_alike(make_copy: Callable[[nn.Module], nn.Module], num_ste
 
 
 @distributed(2)
-def test_deep_copy_takes_gradients_along() -> None:
-    """The flat parameter's, and which of the originals have one."""
+def test_deep_copy_leaves_gradients_behind() -> None:
+    """As of any parameter; the copy then has its own."""
     twins = FlatTwins(_OptionalStack, shard_blocks)
-    twins.step(lambda model: square_mean(model(rank_input(4, 5), (False,) * 3)))
+    twins.step(lambda model: square_mean(model(rank_input(4, 5), (True,) * 3)))
     twins.sharded = copy.deepcopy(twins.sharded)
+    assert all(param.grad is None for param in twins.sharded.parameters())
+    twins.plain.zero_grad()
+    twins.step(lambda model: square_mean(model(rank_input(4, 5), (False,) * 3)))
     twins.assert_equal_gradients()
 
 
