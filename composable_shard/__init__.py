@@ -11,7 +11,10 @@ from composable_shard.flat_param import FlatParamHandle
 from composable_shard.huggingface import load_safetensors, save_safetensors
 from composable_shard.layout import FlatLayout
 from composable_shard.module_api import (
+    drop_pending_gradients,
+    get_pending_gradients,
     no_sync,
+    reduce_pending_gradients,
     register_comm_hook,
     register_flat_param,
     register_orig_params,
@@ -61,11 +64,13 @@ __all__ = [
     "StateDictOptions",
     "clip_grad_norm_",
     "count_collectives",
+    "drop_pending_gradients",
     "find_checkpoint",
     "fully_shard",
     "get_handles",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "get_pending_gradients",
     "get_root_states",
     "get_states",
     "is_sharded",
@@ -73,6 +78,7 @@ __all__ = [
     "load_checkpoint",
     "load_safetensors",
     "no_sync",
+    "reduce_pending_gradients",
     "register_comm_hook",
     "register_flat_param",
     "register_orig_params",

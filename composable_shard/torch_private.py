@@ -41,6 +41,7 @@ from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
 )
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 from torch.utils._python_dispatch import (
@@ -57,6 +58,13 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
 )
 bump_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
 use_count_of: Callable[[Tensor], int] = methodcaller("_use_count")
+
+
+def storage_uses_of(tensor: Tensor) -> int:
+    """Return how many tensors, and storage objects of Python, share a tensor's storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
 is_forward_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
@@ -96,6 +104,9 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+# Of the frame in which every optimizer runs its step.
+STEP_CODE = Optimizer.profile_hook_step(lambda: None).__code__
 
 # Modules. Their dictionaries are written where `setattr` would check, or register twice.
 IncompatibleKeys = _IncompatibleKeys  # what `Module.load_state_dict` returns

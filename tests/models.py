@@ -429,7 +429,7 @@ def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
 
 def average_gradients(params: Iterable[nn.Parameter]) -> None:
     """Average each `.grad` over the ranks; leave None where all ranks have None."""
-    trained = [param for param in params if param.requires_grad]
+    trained = list(params)  # also frozen ones, which may have gradients from before
     num_used = torch.tensor([int(param.grad is not None) for param in trained])
     dist.all_reduce(num_used)
     used = [param for param, num in zip(trained, num_used.tolist(), strict=True) if num]

@@ -32,6 +32,14 @@ from composable_shard.flat_param.full_values import FullState
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import Precision, plan_layout
 from composable_shard.flat_param.owners import settle_owners
+from composable_shard.flat_param.pending import (
+    drop_pending,
+    mark_pending,
+    needs_reduction,
+    pending_values,
+    settle_pending,
+    settled,
+)
 from composable_shard.flat_param.reduction import ScratchPool
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown
@@ -52,6 +60,7 @@ __all__ = [
     "check_can_show_originals",
     "check_requires_grad",
     "dense_stride",
+    "drop_pending",
     "find_slots",
     "gradient_shard",
     "handle_of",
@@ -59,9 +68,14 @@ __all__ = [
     "is_shown_by_scope",
     "keep_requires_grad",
     "make_flat_entry",
+    "mark_pending",
+    "needs_reduction",
+    "pending_values",
     "plan_layout",
     "set_gradients",
     "settle_owners",
+    "settle_pending",
+    "settled",
     "show_flat",
     "show_originals",
     "slot_key",

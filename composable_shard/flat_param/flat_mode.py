@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from composable_shard.flat_param.entries import FlatEntry, flat_spec
 from composable_shard.flat_param.grad_pieces import local_gradient
 from composable_shard.flat_param.handle import FlatParamHandle
+from composable_shard.flat_param.pending import settled
 from composable_shard.flat_param.shown import check_flags, take_flags
-from composable_shard.tensor import FlatShard, ShardSpec, wrap
+from composable_shard.tensor import FlatShard, ShardSpec, reduced_gradient, wrap
 from composable_shard.torch_private import post_accumulate_hooks_of
 
 
@@ -99,9 +100,9 @@ def show_flat(handle: FlatParamHandle) -> None:
         shown.flat_slot.keep_reachable(flat.sharded)
         shown.unhide_all()
         flat.sharded.requires_grad = handle.entries[0].sharded.requires_grad
-        with torch.no_grad():
+        with torch.no_grad(), settled(handle):
             _move_gradients_to_flat(handle, flat)
-        shown.set_flat(flat, shows_flat=True)
+            shown.set_flat(flat, shows_flat=True)
         shown.hide_unshown()
         shown.index_slots()
     if shown.is_unsharded and flat.unsharded is None:
@@ -118,9 +119,9 @@ def show_originals(handle: FlatParamHandle) -> None:
     shown.unhide_all()
     for entry in handle.entries:
         entry.sharded.requires_grad = flat.sharded.requires_grad
-    with torch.no_grad():
+    with torch.no_grad(), settled(handle):
         _move_gradients_to_originals(handle, flat)
-    shown.set_flat(flat, shows_flat=False)
+        shown.set_flat(flat, shows_flat=False)
     shown.hide_unshown()
     shown.index_slots()
     shown.show_unsharded_as(None)
@@ -153,7 +154,7 @@ def has_gradients(handle: FlatParamHandle) -> list[bool]:
         RuntimeError: If a `.grad` is no shard like its parameter.
     """
     for shown in handle.shown.at_rest:
-        grad = shown.sharded.grad
+        grad = reduced_gradient(shown.sharded)
         if grad is not None and not (
             isinstance(grad, FlatShard) and grad._shard_spec == shown.spec
         ):
@@ -162,17 +163,18 @@ def has_gradients(handle: FlatParamHandle) -> list[bool]:
                 f"{type(grad).__name__}. Let backward() set it, or assign a FlatShard."
             )
     if handle.shown.shows_flat and handle.shown.flat is not None:
-        is_there, used = handle.shown.flat.sharded.grad is not None, handle.shown.flat.used
+        flat = handle.shown.flat
+        is_there, used = reduced_gradient(flat.sharded) is not None, flat.used
         # Set by the user, if no backward has set it: then it is one for all.
         return [is_there and (is_used or not any(used)) for is_used in used]
-    return [entry.sharded.grad is not None for entry in handle.entries]
+    return [reduced_gradient(entry.sharded) is not None for entry in handle.entries]
 
 
 def gradient_shard(handle: FlatParamHandle) -> Tensor:
     """Return a copy of all sharded gradients, shape `(layout.shard_numel,)`, zero where none is."""
     whole = torch.zeros_like(handle.local_shard)
     for shown in handle.shown.at_rest:
-        grad = shown.sharded.grad
+        grad = reduced_gradient(shown.sharded)
         if isinstance(grad, FlatShard):
             shown.slice_of(whole).copy_(grad._local)
     return whole
@@ -200,8 +202,9 @@ def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -
             if drop:
                 entry.sharded.grad = None
     for shown in handle.shown.at_rest:
-        if isinstance(shown.sharded.grad, FlatShard):
-            shown.sharded.grad._local.copy_(shown.slice_of(shard))
+        grad = reduced_gradient(shown.sharded)
+        if isinstance(grad, FlatShard):
+            grad._local.copy_(shown.slice_of(shard))
 
 
 def write_unsharded_gradients(handle: FlatParamHandle) -> None:

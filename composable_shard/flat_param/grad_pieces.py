@@ -1,8 +1,30 @@
-"""The parts of a flat gradient: packed one by one, cut from a reduced shard, or kept locally."""
+"""The parts of a flat gradient: packed one by one, cut from a reduced shard, or kept locally.
+
+[Note: Packing in place]
+When autograd has accumulated the whole gradient of a parameter, every node that used the
+parameter has run, so the gradient may take the place of the value: the unsharded buffer has
+just the right layout, and the backward of a unit then needs no second buffer. Where a later use
+is possible (create_graph, a backward nested in a backward, a forward that still runs, a
+detached alias, a graph recorded while the parameter was frozen), the gradients are packed into
+a buffer of their own. The write changes the parameter's version counter, so what the last
+resort misses raises in autograd; the next gather restores the counters.
+
+[Note: Persistent gradients]
+Under `SHARD_OPTIM`, and where each rank holds the whole parameter, the buffer stays from the
+first backward on. Gradients of microbatches that are not reduced add up in it, it is reduced in
+place, and the published `.grad`s are views of the result: a step allocates nothing. A round
+that begins while they are still set moves them out first.
+
+Somebody may hold gradients of an earlier step, to compare them for example. Then the buffer is
+left to them, and another one is made.
+
+Where one rank trains alone, nothing is packed: autograd's own gradients are published, cast.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import getrefcount
 from typing import cast
 
 import torch
@@ -13,6 +35,7 @@ from composable_shard.comm import ShardGroup
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, ShardSpec, rebind, wrap_all
+from composable_shard.torch_private import storage_uses_of, use_count_of
 
 
 class AwaitedGradients:
@@ -80,6 +103,25 @@ class GradPieces:
         if self._is_kept:
             self._shard, self._pieces, self._views = shard, pieces, views
         return pieces
+
+    def are_held(self, memory: Tensor, num_uses: int) -> bool:
+        """Return whether anybody else holds pieces, or other views of their memory.
+
+        Args:
+            memory: That of the shard.
+            num_uses: How often its storage is used, pieces apart.
+        """
+        if storage_uses_of(memory) > num_uses + len(self._views):
+            return True
+        for index in range(len(self._views)):  # zip and enumerate would hold their last items
+            piece, view = self._pieces[index], self._views[index]
+            is_view = piece is not None and piece._local is view
+            # By a list, a variable and the argument; a view by its piece too.
+            if is_view and (getrefcount(piece) > 3 or use_count_of(cast(Tensor, piece)) > 1):
+                return True
+            if getrefcount(view) > 3 + is_view or use_count_of(view) > 1:
+                return True
+        return False
 
     def forget(self) -> None:
         """Give up the memory that pieces are views of."""
@@ -192,13 +234,14 @@ class LocalGradients:
         """Take the gradient of parameter `index`, cast, or add it to the one that is held."""
         held = self._held.get(index)
         entry.unsharded.grad = None  # type: ignore[union-attr]
-        dense = local_gradient(gradient.to_dense() if gradient.is_sparse else gradient, entry.spec)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
+        dense = local_gradient(gradient, entry.spec)
         self._held[index] = dense.to(dtype) if held is None else held.add_(dense)
 
     def take(
         self, index: int, entry: ParamEntry, dtype: torch.dtype, factor: float | None
     ) -> Tensor | None:
-        """Return the gradient of parameter `index`, held or autograd's own, and forget it.
+        """Return the gradient of parameter `index`, and forget it.
 
         Args:
             index: Position of the parameter.
@@ -206,19 +249,35 @@ class LocalGradients:
             dtype: Of the result, shape `(spec.numel,)`.
             factor: What it is divided by.
         """
-        dense, gradient = self._held.pop(index, None), entry.unsharded.grad  # type: ignore[union-attr]
+        dense = self._held.pop(index, None)
         if dense is None:
-            if gradient is None:
-                return None
-            entry.unsharded.grad = None  # type: ignore[union-attr]
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
-            dense = local_gradient(gradient, entry.spec)
+            return None
         flat = entry.spec.flatten(dense).to(dtype)
         return flat if factor is None else flat.div_(factor)
+
+    def get(self, index: int) -> Tensor | None:
+        """Return the gradient of parameter `index`, in its dense shape, if there is one."""
+        return self._held.get(index)
+
+    def convert(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Bring all to a device and a dtype."""
+        self._held = {index: held.to(device, dtype) for index, held in self._held.items()}
+
+    def drop_one(self, index: int, *, keeps_zeros: bool) -> None:
+        """Forget the gradient of parameter `index`, or make it zeros."""
+        if not keeps_zeros:
+            self._held.pop(index, None)
+        elif index in self._held:
+            self._held[index].zero_()
 
     def drop(self) -> None:
         """Forget all."""
         self._held.clear()
+
+
+def sized(memory: Tensor, numel: int) -> Tensor:
+    """Return memory, or new memory of so many elements where it has none."""
+    return memory if memory.numel() else memory.new_empty(numel)
 
 
 def write_gradient(view: Tensor, gradient: Tensor, factor: Tensor | None) -> None:

@@ -29,13 +29,15 @@ from composable_shard.flat_param.grad_pieces import (
     note_used,
     packing_scale,
     set_gradients,
+    sized,
     write_gradient,
 )
 from composable_shard.flat_param.reduction import FlatReduction, ScratchPool
 from composable_shard.flat_param.shard import HostGradient
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import wrap_all
+from composable_shard.tensor import FlatShard, PendingState, refuse_graphs, wrap_all
+from composable_shard.torch_private import storage_uses_of
 
 
 class FlatGradients:
@@ -45,35 +47,27 @@ class FlatGradients:
     `finish` adds the result to `reduced`, and `publish` sets the sharded parameters' `.grad` from
     it. A second round in the same backward (a gradient that arrives late) adds to `reduced` too.
 
-    [Note: Packing in place]
-    When autograd has accumulated the whole gradient of a parameter, every node that used the
-    parameter has run, so the gradient may take the place of the value: the unsharded buffer has
-    just the right layout, and the backward of a unit then needs no second buffer. Where a later use
-    is possible (create_graph, a backward nested in a backward, a forward that still runs, a
-    detached alias, a graph recorded while the parameter was frozen), the gradients are packed into
-    a buffer of their own. The write changes the parameter's version counter, so what the last
-    resort misses raises in autograd; the next gather restores the counters.
-
-    [Note: Persistent gradients]
-    Under `SHARD_OPTIM`, and where each rank holds the whole parameter, the buffer stays from the
-    first backward on. Gradients of microbatches that are not reduced add up in it, it is reduced in
-    place, and the published `.grad`s are views of the result: a step allocates nothing. A round
-    that begins while they are still set moves them out first.
-
-    Where one rank trains alone, nothing is packed: autograd's own gradients are published, cast.
+    [Note: Packing in place] and [Note: Persistent gradients] say which buffer that is. Gradients
+    that a backward does not reduce are packed too: the round stays open until one does. What is
+    packed or in `reduction.partial` at rest is all that waits, [Note: Pending gradients].
 
     Attributes:
         arrived: Which parameters' gradients are in the buffer.
+        was_used: Which got one in earlier rounds since the last `publish`.
+        views: Those of the round, by parameter in its dense shape; None between rounds.
+        prescale: What gradients are multiplied with while they are packed.
         reduced: Shape `(layout.shard_numel,)`, or None before the first `finish`.
         reduction: Reduces the buffer.
         is_persistent: See [Note: Persistent gradients].
         is_alone: No other rank has gradients.
-        packs_always: Gradients are packed also if this backward does not reduce them.
         can_share: Gradients may be packed in place.
         is_direct: Gradients go into the open round as they arrive, see `take_directly`.
-        is_unsynced: Gradients of earlier microbatches wait for a reduction.
+        is_unsynced: Gradients were left to a later reduction, and perhaps dropped on some ranks.
+        has_graph: Gradients came with a graph (create_graph), which is not kept.
+        marks: Parameters whose `.grad` stands for what waits; positions of those it is about.
+        is_bound: There are buffers for gradients.
         awaited: Counts the parameters whose gradient this backward has accumulated.
-        local: Gradients of a rank that trains alone, where they have another dtype.
+        local: Gradients of a rank that trains alone.
         host: Where gradients are offloaded.
     """
 
@@ -95,21 +89,22 @@ class FlatGradients:
         self._shard_group = shard_group
         self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
         self.arrived = [False] * len(layout.numels)
-        self._was_used = [False] * len(layout.numels)
+        self.was_used = [False] * len(layout.numels)
         self.reduced: Tensor | None = None
-        self.is_unsynced = self.is_direct = False
+        self.is_unsynced = self.is_direct = self.has_graph = self.is_bound = False
+        self.marks: list[tuple[FlatShard, PendingState, list[int]]] = []
         self.awaited = AwaitedGradients(len(layout.numels))
         self.local = LocalGradients()
         self.host: HostGradient | None = None
         self._own = torch.empty(0)  # (padded_numel,), storage size 0 unless a round needs it
+        self._own_uses = 0  # of its storage, by what is here
         self._own_part: Tensor | None = None  # (shard_numel,), where a reduction ends in place
         self._result = self._own  # (shard_numel,), persistent memory of the main dtype, if needed
-        self.packs_always = self.is_persistent
         self.can_share = True
         self._own_views: list[Tensor] = []  # by parameter, in its dense shape
         self._shared_views: list[Tensor] = []  # of the values; they share the parameters' versions
-        self._views: list[Tensor] | None = None  # those of the round, None between rounds
-        self._prescale = 1.0
+        self.views: list[Tensor] | None = None
+        self.prescale = 1.0
         # The same, None for 1: a kernel takes a tensor of 0 dimensions fastest.
         self._factor: Tensor | None = None
         self._is_plain = False  # gradients are copied as they are
@@ -123,7 +118,7 @@ class FlatGradients:
         *,
         is_pinned: bool,
     ) -> None:
-        """Make the own buffer and its views anew, without storage; drops what was in flight.
+        """Make the own buffer and its views anew; drops what was in flight, casts what waits.
 
         Args:
             full: The full values, in whose place gradients may be packed.
@@ -131,6 +126,10 @@ class FlatGradients:
             reduce_dtype: The own buffer's.
             is_pinned: Whether host memory for offloaded gradients is pinned.
         """
+        before, views, arrived, was_used = self._own, self.views, self.arrived, self.was_used
+        partial, prescale = self.reduction.partial, self.prescale
+        if views is not None:
+            self._own = torch.empty(0)  # not freed: it holds what waits
         self._forget()
         group, self._full = self._shard_group, full
         values, main_dtype, copies = full.output, full.shard.values.dtype, full.shard.copies
@@ -138,48 +137,54 @@ class FlatGradients:
         if copies is not None:
             numel = full.shard.values.numel()
             self.host = HostGradient(numel, main_dtype, copies, is_pinned=is_pinned)
-        specs = [entry.spec for entry in self._shown.entries]
-        self._own_part = None
-        self._own = torch.empty_like(values, dtype=reduce_dtype)
-        self._result = self._own.new_empty(0, dtype=main_dtype)
+        self._result = values.new_empty(0, dtype=main_dtype)
         self.reduction.bind(reduce_dtype, main_dtype, values.device)
         self.can_share = reduce_dtype == values.dtype
-        self.packs_always = self.is_persistent or not self.can_share
-        self._own_views = [
-            self._own.as_strided(spec.dense_shape, spec.dense_stride, offset)
-            for spec, offset in zip(specs, self._layout.offsets, strict=True)
-        ]
+        self._make_own(torch.empty_like(values, dtype=reduce_dtype))
         self._num_terms = self.reduction.scratch_parts(in_place=self.is_persistent)
-        if self.is_persistent and self.reduction.output_dtype == reduce_dtype:
-            start, end = self._layout.shard_range(group.rank)
-            self._own_part = self._own[start:end]
-        free_storage(self._own)
         self._shared_views = shared_views
-        self._prescale, factor = packing_scale(group, reduce_dtype, is_cast=not self.can_share)
-        self._factor = None if self._prescale == 1.0 else factor
-        self._is_plain = all(spec.tensor_parallel is None for spec in specs)
+        self.prescale, factor = packing_scale(group, reduce_dtype, is_cast=not self.can_share)
+        self._factor = None if self.prescale == 1.0 else factor
+        self._is_plain = all(e.spec.tensor_parallel is None for e in self._shown.entries)
+        self.is_bound, self.was_used = True, was_used
+        self.local.convert(values.device, reduce_dtype)
+        if partial is not None:
+            self.reduction.partial = partial.to(values.device, main_dtype)
+        if views is not None:
+            alloc_storage(self._own)
+            self._own.copy_(before)
+            if self.prescale != prescale:
+                self._own.mul_(self.prescale / prescale)
+            self.views, self.arrived = self._own_views, arrived
+
+    def _make_own(self, buffer: Tensor) -> None:
+        """Take an own buffer, without storage, and make its views."""
+        self._own, self._own_part = buffer, None
+        self._own_views = [
+            buffer.as_strided(each.spec.dense_shape, each.spec.dense_stride, offset)
+            for each, offset in zip(self._shown.entries, self._layout.offsets, strict=True)
+        ]
+        if self.is_persistent and self.reduction.output_dtype == buffer.dtype:
+            start, end = self._layout.shard_range(self._shard_group.rank)
+            self._own_part = buffer[start:end]
+        self._own_uses = storage_uses_of(buffer)
+        free_storage(buffer)
 
     def release(self) -> None:
         """Give up the buffers, of parameters that are frozen now; published gradients stay."""
         self._forget()
         self._own = self._result = torch.empty(0)
-        self._own_part = None
-        self._own_views, self._shared_views = [], []
+        self._own_part, self._own_views, self._shared_views, self.is_bound = None, [], [], False
 
     @property
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank since the last `publish`."""
-        return list(map(or_, self._was_used, self.arrived))
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether there are buffers for gradients."""
-        return bool(self._own_views)
+        return list(map(or_, self.was_used, self.arrived))
 
     @property
     def is_in_place(self) -> bool:
         """Whether a round packs gradients in the place of the values."""
-        return self._views is not None and self._views is self._shared_views
+        return self.views is not None and self.views is self._shared_views
 
     def postpone(self) -> None:
         """Note that a backward leaves gradients to a later reduction."""
@@ -205,12 +210,12 @@ class FlatGradients:
         if gradient is None:
             return
         assert full is not None
+        self.has_graph = self.has_graph or gradient.requires_grad
         if self.is_alone:
-            if not self.can_share:
-                self.local.hold(index, entry, gradient, self._own.dtype)
+            self.local.hold(index, entry, gradient, self._own.dtype)
             self.arrived[index] = True
             return
-        if self._views is None:
+        if self.views is None:
             self._begin_round()
         # Dropped at once: a unit never holds its gradients twice.
         unsharded.grad = None  # type: ignore[union-attr]
@@ -223,7 +228,7 @@ class FlatGradients:
                 "use_reentrant=False to torch.utils.checkpoint, or call fully_shard on the module "
                 "that holds the parameter, so that it is gathered again."
             )
-        if self._views is None:
+        if self.views is None:
             self._open(
                 in_place=may_overwrite
                 and self.can_share
@@ -233,30 +238,30 @@ class FlatGradients:
                 and not full.params.were_frozen
                 and True not in [getattr(e.unsharded, "has_hidden_alias", False) for e in entries]
             )
-        view = self._views[index]  # type: ignore[index]
+        view = self.views[index]  # type: ignore[index]
         if self.arrived[index]:
-            view.add_(gradient, alpha=self._prescale)
+            view.add_(gradient, alpha=self.prescale)
         else:
             write_gradient(view, gradient, self._factor)
             self.arrived[index] = True
 
     def take_directly(self, flag: bool) -> None:
         """Choose whether gradients go into the open round unseen by the runtime, until it ends."""
-        self.is_direct = flag and self._views is not None and self._is_plain
+        self.is_direct = flag and self.views is not None and self._is_plain
 
     def pack_further(self, index: int) -> bool:
         """Pack a gradient into the open round, or return False where `pack` must be called."""
         param = self._shown.entries[index].unsharded
         gradient = None if param is None else param.grad
-        if self._views is None or self.arrived[index] or not self._is_plain or gradient is None:
+        if self.views is None or self.arrived[index] or not self._is_plain or gradient is None:
             return False
         if gradient.is_sparse or torch.is_grad_enabled():
             return False
         param.grad = None  # type: ignore[union-attr]
         if self._factor is None:
-            self._views[index].copy_(gradient)
+            self.views[index].copy_(gradient)
         else:
-            torch.mul(gradient, self._factor, out=self._views[index])
+            torch.mul(gradient, self._factor, out=self.views[index])
         self.arrived[index] = True
         return True
 
@@ -272,8 +277,15 @@ class FlatGradients:
         if self.reduction.output is not None:
             self.finish()
         if self.is_persistent:
-            memory = self._result if self._result.numel() else self._own
+            is_cast = self._result.numel() > 0
+            memory = self._result if is_cast else self._own
             move_out_gradients([each.sharded for each in self._shown.at_rest], memory)
+            if self._pieces.are_held(memory, 1 if is_cast else self._own_uses):
+                self._pieces.forget()
+                if is_cast:
+                    self._result = torch.empty_like(self._result)
+                else:
+                    self._make_own(torch.empty_like(self._own))
             if self.host is not None:
                 self.host.reuse_sources()
 
@@ -283,10 +295,10 @@ class FlatGradients:
             self.reduced = self.reduced.clone()
         if in_place and self._full is not None:
             self._full.hold_gradients(are_packed=True)
-            self._views = self._shared_views
+            self.views = self._shared_views
         else:
             alloc_storage(self._own)
-            self._views = self._own_views
+            self.views = self._own_views
 
     def move_out(self) -> None:
         """Move gradients packed in place to the own buffer: the values are wanted again."""
@@ -324,37 +336,31 @@ class FlatGradients:
         self.pack_rest(may_overwrite=not keep_unsharded)
         self.is_unsynced = False
         if self.is_alone:
-            self._close()
+            self.close()
             return
-        if self._views is None:
+        if self.views is None:
             self._begin_round()
             self._open(in_place=False)
         if not keep_unsharded and full.state is GATHERING:
             full.wait()  # the backend still writes into what may become scratch
         if not all(self.arrived):
-            for view, has_arrived in zip(self._views or (), self.arrived, strict=True):
+            for view, has_arrived in zip(self.views or (), self.arrived, strict=True):
                 if not has_arrived:
                     view.zero_()
         if trace.logs:
             trace.record("issue_reduce", self.name)
         output = self._own_part
         if output is None and self.is_persistent:
-            output = self._main_memory()
+            output = self._result = sized(self._result, self.reduction.own_numel)
         self.reduction.start(
-            full.output if self._views is self._shared_views else self._own,
+            full.output if self.views is self._shared_views else self._own,
             self._take_scratch(full, scratch, may_share=not (full.is_kept or keep_unsharded)),
             streams,
             output=output,
-            prescale=self._prescale,
+            prescale=self.prescale,
             is_deferred=is_deferred,
         )
-        self._close()
-
-    def _main_memory(self) -> Tensor:
-        """Return the persistent memory of [Note: Reduce dtype]."""
-        if self._result.numel() == 0:
-            self._result = self._result.new_empty(self.reduction.own_numel)
-        return self._result
+        self.close()
 
     def _take_scratch(
         self, full: FullValues, pool: ScratchPool, *, may_share: bool
@@ -365,7 +371,7 @@ class FlatGradients:
         numel = self._num_terms * self.reduction.own_numel
         if self.is_persistent:
             return pool.take(numel, self._own)
-        is_in_place = self._views is self._shared_views
+        is_in_place = self.views is self._shared_views
         scratch = self._own if is_in_place else full.output
         may_share = is_in_place or (may_share and self.can_share)
         may_share = may_share and self._num_terms == self._shard_group.size
@@ -377,10 +383,7 @@ class FlatGradients:
         return scratch[:numel]
 
     def advance(self) -> None:
-        """Wait until the reduction in flight, if any, needs no buffer any more; free the buffers.
-
-        Where the result is the whole buffer there is nothing to wait for before `finish`.
-        """
+        """Wait until the reduction in flight, if any, needs no buffer; free the buffers."""
         if self.reduction.output is None:
             return
         if not self._shard_group.replicate_groups:
@@ -389,9 +392,10 @@ class FlatGradients:
             try:
                 self.reduction.advance()
             finally:
-                self._free_buffers()
+                self.free_buffers()
 
-    def _free_buffers(self) -> None:
+    def free_buffers(self) -> None:
+        """Free the buffers; persistent ones stay."""
         if not self.is_persistent:
             free_storage(self._own)
         if self._full is not None:
@@ -407,12 +411,15 @@ class FlatGradients:
         try:
             output = self.reduction.finish()
         finally:
-            self._free_buffers()
+            self.free_buffers()
         if trace.logs:
             trace.record("wait_reduce", self.name)
         if output is not None and output.dtype != self.reduction.main_dtype:
-            into = self._main_memory() if self.is_persistent else None
-            output = output.to(self.reduction.main_dtype) if into is None else into.copy_(output)
+            if self.is_persistent:
+                self._result = sized(self._result, self.reduction.own_numel)
+                output = self._result.copy_(output)
+            else:
+                output = output.to(self.reduction.main_dtype)
         if output is not None:
             self.reduced = output if self.reduced is None else self.reduced.add_(output)
         if self.host is not None and self.reduced is not None:
@@ -439,15 +446,19 @@ class FlatGradients:
         if shown.shows_flat and shown.flat is not None:
             used = note_used(shown.flat, used)
         if is_partial:
-            return  # until the all-reduce that was put off
+            self.was_used = used  # until the all-reduce that was put off
+            return
         reduced, self.reduced = self.reduced, None
-        self._was_used = [False] * len(self._was_used)
+        self.was_used = [False] * len(self.was_used)
         params = [each.sharded for each in shown.at_rest]
         specs = [each.spec for each in shown.at_rest]
         if pieces is not None:
             set_gradients(params, wrap_all(pieces, specs), used)
         elif reduced is not None:
             set_gradients(params, self._pieces.cut(reduced, specs), used)
+        if self.has_graph:
+            self.has_graph = False
+            refuse_graphs(params, used)
 
     def _ready_pieces(
         self, full: FullValues, *, is_partial: bool
@@ -476,7 +487,7 @@ class FlatGradients:
         if self.host is not None:
             self.host.drop()
         self.local.drop()
-        self.is_unsynced = False
+        self.is_unsynced = self.has_graph = False
         for entry in self._shown.entries:
             if entry.unsharded is not None:
                 entry.unsharded.grad = None
@@ -485,14 +496,14 @@ class FlatGradients:
         self.reduction.drop()
         self.reduced = None
         self._pieces.forget()
-        self._close()
-        self._was_used = [False] * len(self._was_used)
+        self.close()
+        self.was_used = [False] * len(self.was_used)
         self.awaited.reset()
-        self._free_buffers()
+        self.free_buffers()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """End the round: what comes next begins a new one."""
-        self._was_used = self.arrived if all(self.arrived) else self.used
+        self.was_used = self.arrived if all(self.arrived) else self.used
         self.arrived = [False] * len(self.arrived)
-        self._views = None
+        self.views = None
         self.is_direct = False

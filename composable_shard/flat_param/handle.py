@@ -263,7 +263,8 @@ class FlatParamHandle:
         for index, entry in enumerate(self.entries):
             _hook_gradient(self, index, cast(nn.Parameter, entry.unsharded))
         self.requires_grad = any(trainable_flags(self.shown))
-        if self.requires_grad or self.grads.is_unsynced:
+        is_pending = self.grads.is_unsynced or self.grads.reduction.partial is not None
+        if self.requires_grad or is_pending:
             self._bind_gradients()
         else:
             self.grads.release()

@@ -24,6 +24,7 @@ from composable_shard.comm import (
 from composable_shard.flat_param.entries import ParamEntry, zero_gaps, zero_padding
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, ParamLabel, WriteGuard
+from composable_shard.torch_private import storage_uses_of
 
 
 class LocalShard:
@@ -290,6 +291,8 @@ class HostGradient:
         start = self.memory.untyped_storage().data_ptr()
         locals_ = [p.grad._local for p in shown if isinstance(p.grad, FlatShard)]
         is_taken = any(local.untyped_storage().data_ptr() == start for local in locals_)
+        if not is_taken and storage_uses_of(self.memory) > 1:
+            self._memory.pop(0)  # somebody keeps gradients of an earlier step
         self._incoming = self._buffer(int(is_taken))
         return self._incoming
 

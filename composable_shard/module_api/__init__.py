@@ -1,6 +1,6 @@
 """What users call on a sharded module: `unshard`, `unshard_params`, settings.
 
-Read `controls` and `full_params` first; `scope` does the work of `unshard_params`.
+Read `controls`, `pending` and `full_params` first; `scope` does the work of `unshard_params`.
 """
 
 from composable_shard.module_api.controls import (
@@ -24,10 +24,18 @@ from composable_shard.module_api.full_params import (
     unshard_params,
     writeback,
 )
+from composable_shard.module_api.pending import (
+    drop_pending_gradients,
+    get_pending_gradients,
+    reduce_pending_gradients,
+)
 
 __all__ = [
     "UnshardWork",
+    "drop_pending_gradients",
+    "get_pending_gradients",
     "no_sync",
+    "reduce_pending_gradients",
     "register_comm_hook",
     "register_flat_param",
     "register_orig_params",

@@ -104,8 +104,9 @@ def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool =
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients without communication in the enclosed block.
 
-    As in DistributedDataParallel, the next backward outside reduces the sum. Each rank holds
-    unsharded gradients meanwhile. The earlier setting of each unit comes back, also after an
+    As in DistributedDataParallel, the next backward outside reduces the sum, or
+    `reduce_pending_gradients`. Each rank holds unsharded gradients meanwhile, which `zero_grad`
+    drops. The earlier setting of each unit comes back, also after an
     exception.
 
     Raises:

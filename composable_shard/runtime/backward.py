@@ -138,9 +138,8 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
         return  # [Note: Buckets]: a late gradient stays where it is
     if backward.early is not None:
         backward.early.note_accumulated(handle, index)
-    if handle.grads.packs_always or handle in backward.reducing:
-        counts_each = state.buckets is not None or position == -1 or handle.has_early_hooks
-        _pack(backward, state, handle, index, counts_each=counts_each)
+    counts_each = state.buckets is not None or position == -1 or handle.has_early_hooks
+    _pack(backward, state, handle, index, counts_each=counts_each)
     if state.buckets is not None:
         _end_full_buckets(backward, state, handle, index)
     elif position == -1:
@@ -178,7 +177,8 @@ def _pack(
     # A value that gave way to a gradient, on some ranks only, would be gathered for a recomputation
     # by these ranks alone.
     may_overwrite = (
-        handle.reshards_after_backward
+        handle in backward.reducing  # else the gradient stays, and the value's memory must not
+        and handle.reshards_after_backward
         and not handle.full.serves_graphs
         and _is_outermost(backward)
         and (state in backward.recomputed or not state.is_checkpointed)

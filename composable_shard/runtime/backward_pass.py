@@ -24,11 +24,20 @@ from functools import partial
 from itertools import pairwise
 
 from composable_shard.comm import FlagReduction, ShardGroup, trace
-from composable_shard.flat_param import FlatParamHandle, FullState, Shown
+from composable_shard.flat_param import (
+    FlatParamHandle,
+    FullState,
+    Shown,
+    mark_pending,
+    needs_reduction,
+    settle_pending,
+)
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.early_gradients import EarlyGradients
+from composable_shard.runtime.late_buckets import catch_up, find_late
 from composable_shard.runtime.prefetch import drop_prefetched, release_handle
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
+from composable_shard.tensor import PendingNotice
 from composable_shard.torch_private import current_backward_id, queue_callback
 
 
@@ -49,6 +58,7 @@ class BackwardPass:
         prefetched: Units whose gathers it issued ahead, until they run; True: the user chose them.
         early: Handles that are published before its end; None where none has hooks.
         makes_graph: Its own nodes are recorded, [Note: Graphs of gradients].
+        waiting: Handles with gradients that wait for a later reduction.
     """
 
     def __init__(self, context: TreeContext) -> None:
@@ -65,6 +75,7 @@ class BackwardPass:
         self.prefetched: dict[ShardState, bool] = {}
         self.early: EarlyGradients | None = None
         self.makes_graph = False
+        self.waiting: dict[FlatParamHandle, None] = {}
         self._engine_callback: weakref.ref[_EngineCallback] | None = None
         self._reaches_earlier_call = False  # than the last one that led the tree
         self._is_ending = False  # autograd has run all of it
@@ -89,6 +100,9 @@ class BackwardPass:
         for state in states:
             for handle in state.handles:
                 handle.guard.set_in_backward(True)
+                if handle.grads.marks:
+                    settle_pending(handle)
+                    self.waiting[handle] = None
                 if handle.guard.has_new_attributes:
                     handle.adopt_changes()
                 if state.reduces(handle):
@@ -186,13 +200,14 @@ class BackwardPass:
         """Reduce a handle that is over, or note that it waits for it; free its full parameters."""
         if state.buckets is not None and state.buckets.end(handle):
             pass  # reduced already
-        elif handle.requires_grad and handle in self.reducing:
+        elif handle in self.reducing and (handle.requires_grad or needs_reduction(handle)):
             if self.early is not None:
                 self._go_early(self.early, state, handle)
             if self.accumulates and not (self.early and self.early.is_final(handle)):
                 self.issue(state, handle, keeps=self._keeps_values(handle))
         elif handle.requires_grad and self.accumulates:
             handle.grads.postpone()
+            self.waiting[handle] = None
         release_after_backward(self.context, handle)
         if state.training_state is TrainingState.PRE_BACKWARD:
             state.transition(TrainingState.POST_BACKWARD)
@@ -279,24 +294,35 @@ class BackwardPass:
         if not self.is_sure_to_reduce:
             self._issue_rest(unsynced)
         if buckets:
-            self._issue_rest(_find_late(buckets, handles, flags.finish()))
+            self._issue_rest(find_late(buckets, handles, flags.finish()))
         if self.early is not None:
             self._deliver(self.early)
         published = self._publish(handles, flags)
         self.context.backward, self.context.spans_calls = None, self._reaches_earlier_call
         for handle in self.counted:
             handle.grads.awaited.reset()
+        self._mark_waiting()
         _return_to_idle(self.context)
         # Last of all: a user's hook may raise, or step an optimizer.
         self._run_last_hooks(published)
+
+    def _mark_waiting(self) -> None:
+        if self.waiting:
+            notice = self.context.notice = self.context.notice or PendingNotice()
+            for handle in self.waiting:
+                mark_pending(handle, notice)
 
     def _pack_rest(self, unsynced: list[FlatParamHandle]) -> list[FlatParamHandle]:
         """Pack all gradients that are not; return the handles that are published at the end."""
         still_open = [
             handle
             for _, state, handle in self.open_handles
-            if handle.requires_grad and handle in self.reducing and not state.has_issued(handle)
+            if handle in self.reducing
+            and not state.has_issued(handle)
+            and (handle.requires_grad or needs_reduction(handle))
         ]
+        for handle in unsynced:
+            handle.adopt_changes()  # no forward has: this backward does not run the unit
         for handle in still_open + unsynced:
             handle.grads.pack_rest(may_overwrite=not self._keeps_values(handle))
         handles = list(dict.fromkeys([*self._reduced, *still_open, *unsynced]))
@@ -348,6 +374,8 @@ class BackwardPass:
             return []
         for handle, used in zip(handles, flags.finish(), strict=True):
             handle.grads.publish(list(map(bool, used)))
+            if handle.grads.reduction.partial is not None:
+                self.waiting[handle] = None
         self.context.forget_graphs()
         return handles
 
@@ -434,30 +462,12 @@ def drop_aborted(context: TreeContext) -> None:
     context.has_aborted = False
     for state in context.live_states():
         if state.buckets is not None and state.buckets.is_under_way:
-            _catch_up(context, state)
+            catch_up(context, state)
     context.forget_graphs()
     for state in context.live_states():
         for handle in state.handles:
             handle.grads.drop()
     _return_to_idle(context)
-
-
-def _catch_up(context: TreeContext, state: ShardState) -> None:
-    """Issue the reductions of a unit that other ranks may have issued before a backward failed.
-
-    An error of it is not ours to raise: all of it is dropped. [Note: Buckets]
-    """
-    buckets = [handle for handle in state.handles if handle.requires_grad and state.reduces(handle)]
-    with suppress(Exception):
-        for handle in buckets:
-            if not state.has_issued(handle):
-                handle.grads.issue(
-                    context.streams,
-                    context.scratch,
-                    keep_unsharded=True,
-                    is_deferred=state.defers_all_reduce(handle),
-                )
-            handle.grads.advance()
 
 
 def _return_to_idle(context: TreeContext) -> None:
@@ -494,17 +504,3 @@ def _use_flags(handle: FlatParamHandle, is_bucket: bool) -> list[int]:
     params = [entry.unsharded for entry in handle.entries] if is_bucket else []
     is_late = any(param is not None and param.grad is not None for param in params)
     return [LATE if used and is_late else int(used) for used in handle.grads.used]
-
-
-def _find_late(
-    buckets: dict[FlatParamHandle, ShardState],
-    handles: list[FlatParamHandle],
-    used: list[list[int]],
-) -> list[tuple[ShardState, FlatParamHandle]]:
-    """Return the buckets that are reduced once more, see [Note: Buckets]."""
-    found = [h for h, flags in zip(handles, used, strict=True) if LATE in flags]
-    late = [(buckets[handle], handle) for handle in found]
-    for state, _ in late:
-        if state.buckets is not None:
-            state.buckets.note_late()
-    return late

@@ -21,6 +21,7 @@ from composable_shard.flat_param import FlatParamHandle, ScopeParams, ScratchPoo
 from composable_shard.options import UnitOptions
 from composable_shard.runtime.buckets import Buckets
 from composable_shard.runtime.buffers import BufferBroadcast
+from composable_shard.tensor import PendingNotice
 
 Unit = TypeVar("Unit")
 
@@ -380,6 +381,7 @@ class TreeContext:
         first_leader: The unit whose call began the running sequence of calls of joined trees.
         forward_order: The units that ran in such a sequence.
         prefetched: Units that a call of such a sequence has gathered ahead for the next one.
+        notice: Warns of steps without the gradients that wait for a reduction.
     """
 
     def __init__(
@@ -411,6 +413,7 @@ class TreeContext:
         self.first_leader: StateRef | None = None
         self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.prefetched: dict[ShardState, bool] = {}
+        self.notice: PendingNotice | None = None
         self._has_warned_of_host_memory = False
         self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
         trees.add(self)

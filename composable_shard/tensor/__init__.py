@@ -32,6 +32,14 @@ from composable_shard.tensor.operands import (
     region_of,
     slice_given,
 )
+from composable_shard.tensor.pending import (
+    PendingNotice,
+    PendingState,
+    hide_pending,
+    reduced_gradient,
+    refuse_graphs,
+    show_pending,
+)
 from composable_shard.tensor.reduction_rules import reduction_groups
 from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec, user_attributes
 
@@ -40,12 +48,15 @@ __all__ = [
     "FlatShard",
     "FlatShardOfDTensor",
     "ParamLabel",
+    "PendingNotice",
+    "PendingState",
     "ShardSpec",
     "Slices",
     "WriteGuard",
     "find_places",
     "group_slices",
     "has_fitting_shape",
+    "hide_pending",
     "is_owned_by_other_rank",
     "join_tree",
     "local_part",
@@ -54,9 +65,12 @@ __all__ = [
     "note_steps",
     "note_write",
     "rebind",
+    "reduced_gradient",
     "reduction_groups",
+    "refuse_graphs",
     "region_of",
     "register_op_rules",
+    "show_pending",
     "slice_given",
     "total_norms",
     "user_attributes",

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from composable_shard.tensor import gradient_rules, pointwise_rules, reduction_rules, view_rules
 from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor, allow_loading
 from composable_shard.tensor.operands import unsupported
+from composable_shard.tensor.pending import AWAITING_TYPES
 from composable_shard.tensor.rule_table import OP_RULES, Rule
 from composable_shard.tensor.view_rules import on_whole
 from composable_shard.torch_private import FOREACH_TYPES, OpOverload
@@ -28,7 +29,7 @@ def register_op_rules() -> None:
     ]
     OP_RULES.on_whole = on_whole
     for types in FOREACH_TYPES:
-        types += [FlatShard, FlatShardOfDTensor]
+        types += [FlatShard, FlatShardOfDTensor, *AWAITING_TYPES]
     allow_loading()
 
 

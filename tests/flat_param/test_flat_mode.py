@@ -37,6 +37,7 @@ from composable_shard import (
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.flat_param import gradients
 from composable_shard.flat_param.full_values import alloc_storage
+from composable_shard.tensor import reduced_gradient
 from tests.construct.test_composition import (
     CHECKPOINTED,
     _make_reentrant,
@@ -281,7 +282,7 @@ def test_accumulation_is_the_same(is_synced: bool, strategy: ShardingStrategy) -
         with nullcontext() if is_synced else no_sync(model):
             _NET(model, 0).backward()
             _NET(model, 1).backward()
-        assert all((param.grad is None) is not is_synced for param in model.parameters())
+        assert all((reduced_gradient(p) is None) is not is_synced for p in model.parameters())
         _NET(model, 2).backward()
     twins.assert_equal_gradients()
 

@@ -66,17 +66,15 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 class MixedReference:
     """Replicated mixed precision: fp32 main weights, and a copy of them that computes.
 
-    What becomes of gradients is written out: those of microbatches are added up, in the reduce
-    dtype where that is another one or a buffer holds all of them; they are cast to it, with fp16
-    also divided, added up in rank order in fp32, divided, and added to the main gradient.
+    What becomes of gradients is written out: those of microbatches are cast to the reduce dtype,
+    with fp16 also divided, and added up in it; the sums are added up in rank order in fp32,
+    divided, and added to the main gradient.
     """
 
     def __init__(self, model: nn.Module, policy: MixedPrecisionPolicy, strategy: Any) -> None:
         self.policy = policy
         self.strategy = strategy
         self.gather_dtype = None if strategy is NO_SHARD else policy.gather_dtype
-        is_cast = policy.reduce_dtype not in (None, policy.param_dtype)
-        self.packs_always = is_cast or strategy in (SHARD_OPTIM, NO_SHARD)
         self.main = copy.deepcopy(model).to(policy.main_dtype)
         self.compute = copy.deepcopy(model).to(policy.param_dtype)
         self.pending: dict[str, Tensor] = {}
@@ -100,8 +98,6 @@ class MixedReference:
                 continue
             dtype = self.policy.reduce_dtype or param.dtype
             scale = 1 / size if dtype is F16 else 1.0
-            if not is_reduced and not self.packs_always:
-                continue  # autograd adds the next one to it
             if name in self.pending:
                 term = self.pending.pop(name).add_(param.grad, alpha=scale)
             else:

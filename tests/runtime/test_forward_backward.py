@@ -28,6 +28,7 @@ from composable_shard import (
 )
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.trace import trace_events
+from composable_shard.tensor import reduced_gradient
 from tests.helpers import assert_equal, distributed
 from tests.models import (
     CheckpointsBlocks,
@@ -732,13 +733,14 @@ def _assert_equal_gradients(model: nn.Module, plain: nn.Module) -> None:
 
 @distributed(2)
 def test_no_sync_leaves_no_gradient_on_the_shards() -> None:
-    """Inside it, `.grad` of the parameters is as before; the modules are at rest but for that."""
+    """The reduced part of `.grad` is as before; the modules are at rest but for what waits."""
     twins = Twins(Net, shard_blocks)
     twins.step(_loss_of_shape(4, 5))
     before = [param.grad for param in twins.sharded.parameters()]
     with no_sync(twins.sharded):
         _loss_of_shape(4, 5, step=1)(twins.sharded).backward()
-    assert all(p.grad is g for p, g in zip(twins.sharded.parameters(), before, strict=True))
+    reduced = map(reduced_gradient, twins.sharded.parameters())
+    assert all(found is grad for found, grad in zip(reduced, before, strict=True))
     assert all(isinstance(param, FlatShard) for param in twins.sharded.parameters())
     assert not any(handle.full.has_values for handle in get_handles(twins.sharded))
 
@@ -1889,7 +1891,9 @@ def test_create_graph_of_microbatches() -> None:
                     warnings.simplefilter("ignore")  # torch warns of cycles that this can make
                     twins.backward(model, loss, create_graph=True)
     for param, plain in zip(twins.sharded.parameters(), twins.plain.parameters(), strict=True):
-        assert not param.grad.requires_grad
+        assert param.grad.requires_grad  # as the plain one; a backward through it raises
+        with pytest.raises(RuntimeError, match="has no graph"):
+            param.grad.sum().backward()
         torch.testing.assert_close(param.grad.full_tensor(), plain.grad.detach())
 
 

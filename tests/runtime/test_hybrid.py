@@ -24,6 +24,7 @@ from composable_shard import (
     set_is_last_backward,
     set_requires_all_reduce,
 )
+from composable_shard.tensor import reduced_gradient
 from tests.helpers import distributed
 from tests.models import (
     Net,
@@ -171,7 +172,7 @@ def test_what_is_put_off_comes_with_the_last_microbatch(
                 scatters = deferral != "no_sync" and strategy in (FULL_SHARD, SHARD_GRAD_OP)
                 assert log.count("reduce_scatter") == scatters * NUM_UNITS
                 assert log.count("all_reduce") <= 1  # of the parameters' use
-                assert all(param.grad is None for param in model.parameters())
+                assert all(reduced_gradient(param) is None for param in model.parameters())
         loss = loss_of(model, 10 * turn + 2)
         assert collectives_of(loss.backward).count("all_reduce") == NUM_UNITS + 1
         for micro in range(3):

@@ -1,0 +1,41 @@
+"""Buckets that all ranks reduce once more, or after an error, see [Note: Buckets]."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from composable_shard.flat_param import FlatParamHandle
+from composable_shard.runtime.buckets import LATE
+from composable_shard.runtime.unit import ShardState, TreeContext
+
+
+def catch_up(context: TreeContext, state: ShardState) -> None:
+    """Issue the reductions of a unit that other ranks may have issued before a backward failed.
+
+    An error of it is not ours to raise: all of it is dropped. [Note: Buckets]
+    """
+    buckets = [handle for handle in state.handles if handle.requires_grad and state.reduces(handle)]
+    with suppress(Exception):
+        for handle in buckets:
+            if not state.has_issued(handle):
+                handle.grads.issue(
+                    context.streams,
+                    context.scratch,
+                    keep_unsharded=True,
+                    is_deferred=state.defers_all_reduce(handle),
+                )
+            handle.grads.advance()
+
+
+def find_late(
+    buckets: dict[FlatParamHandle, ShardState],
+    handles: list[FlatParamHandle],
+    used: list[list[int]],
+) -> list[tuple[ShardState, FlatParamHandle]]:
+    """Return the buckets that are reduced once more, see [Note: Buckets]."""
+    found = [h for h, flags in zip(handles, used, strict=True) if LATE in flags]
+    late = [(buckets[handle], handle) for handle in found]
+    for state, _ in late:
+        if state.buckets is not None:
+            state.buckets.note_late()
+    return late
