@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.pipelining._backward import stage_backward_input
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from composable_shard import ShardingStrategy, is_sharded, reshard, unshard
 from tests import claims
@@ -116,3 +116,29 @@ def test_c4_sharded_parameters_are_in_no_graph(
     with pytest.raises(RuntimeError, match=r"sharded parameter '.*' was asked for.*unshard\("):
         stage_backward_input([loss], None, [rank_input(4, 15)], iter(params))
     loss.backward()
+
+
+@claims.strategies
+@distributed(2)
+def test_c5_backward_of_inputs_and_then_of_weights(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Case 5: as pipelines run it, of two microbatches in turns; a third backward reduces all."""
+
+    def program(model: nn.Module, number: int) -> None:
+        if is_sharded(model):
+            unshard(model, recurse=True)
+        parts = []
+        for index in range(2):
+            x = rank_input(4, 15, step=3 * number + index, dtype=torch.float64).requires_grad_()
+            loss = square_mean(model(x))
+            parts.append(stage_backward_input([loss], None, [x], model.parameters())[1])
+        for part in parts:
+            stage_backward_weight(model.parameters(), part)
+        _loss_of_rows(model, 3 * number + 2).backward()
+        if is_sharded(model):
+            reshard(model, recurse=True)
+
+    claims.assert_right(
+        _make_rows_to_one, program, strategy=strategy, use_orig_params=use_orig_params
+    )
