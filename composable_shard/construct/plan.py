@@ -142,6 +142,7 @@ def plan_unit(
     _check_modules(modules)
     plan = _find_params(modules, options, inner, managed)
     _check_params(plan.originals, shard_group)
+    _check_forwards_write_nothing(plan.unmanaged_modules)
     plan.reshard_after_forward = options.reshard_policy(shard_size)
     _apply_precision(plan)
     for each in plan.originals:
@@ -309,6 +310,18 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
                 "parametrisation, before fully_shard."
             )
     _check_devices(originals, shard_group)
+
+
+def _check_forwards_write_nothing(modules: Iterable[nn.Module]) -> None:
+    """Check for modules of torch that edit their own parameters when they run."""
+    for module in modules:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__}({module.num_embeddings}, {module.embedding_dim}, "
+                f"max_norm={module.max_norm}) writes its weight in forward, and such edits of full "
+                "parameters are lost. Pass its weight in ignored_params, or set max_norm to None "
+                "and limit the norms after each step, inside unshard_params(module)."
+            )
 
 
 def _check_can_be_flat(plan: Plan) -> None:

@@ -56,7 +56,7 @@ from composable_shard.comm import (
     gather_in,
     trace,
 )
-from composable_shard.flat_param.entries import zero_padding
+from composable_shard.flat_param.entries import FlatEntry, zero_padding
 from composable_shard.flat_param.shard import LocalShard
 from composable_shard.flat_param.unsharded import UnshardedParams
 from composable_shard.torch_private import set_versions
@@ -103,9 +103,12 @@ def alloc_storage(tensor: Tensor) -> None:
 
 
 def free_storage(tensor: Tensor) -> None:
-    """Give back the memory of `tensor`'s storage; the tensor and its views stay, unreadable."""
+    """Give back the memory of `tensor`'s storage; the tensor and its views stay, unreadable.
+
+    No-op where torch has lent the memory for good, as to an array of numpy.
+    """
     storage = tensor.untyped_storage()
-    if storage.nbytes() != 0:
+    if storage.nbytes() != 0 and storage.resizable():
         if Poison.is_on:
             Poison.fill(tensor)
         storage.resize_(0)
@@ -411,6 +414,11 @@ class FullValues:
             self.writes = -1
 
     # Edits
+
+    def warn_of_edits(self, flat: FlatEntry | None, where: str) -> None:
+        """Warn of edits of the parameters that are about to be lost, once."""
+        are_lost = not self.is_kept or self.has_separate_shard
+        self.params.warn_of_edits(flat, where, are_lost=are_lost)
 
     @property
     def can_write_back(self) -> bool:

@@ -422,11 +422,13 @@ class FlatParamHandle:
         if [param.requires_grad for param in params.built] != params.flags:
             self._adopt_shown_flags(where)
         is_edited = [version_of(tensor) for tensor in params.watched] != params.versions
+        is_edited = is_edited or True in [
+            getattr(param, "has_hidden_alias", False) for param in params.built
+        ]
         if not is_edited and (flat is None or flat.unsharded is None):
             return
         if not full.has_new_versions:  # else a backward wrote gradients in their place
-            are_lost = not self.is_kept or full.has_separate_shard
-            params.warn_of_edits(flat, where, are_lost=are_lost)
+            full.warn_of_edits(flat, where)
 
     def fix_owners(self) -> None:
         """Let parameters that are owned whole stay where they are for good."""

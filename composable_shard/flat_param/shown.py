@@ -183,10 +183,18 @@ class ShownParams:
         if not is_unsharded and self.state is not SHARDED:
             return
         for container, key, at_rest, unsharded in self._slots:
-            if container[key] is not (unsharded if is_unsharded else at_rest):
+            try:
+                found = container[key]
+            except KeyError:
+                raise RuntimeError(
+                    f"parameter '{self._label_at(container, key)}' is gone from its module, as "
+                    "after register_parametrization. Parametrize, prune or delete parameters "
+                    "before fully_shard."
+                ) from None
+            if found is not (unsharded if is_unsharded else at_rest):
                 raise RuntimeError(
                     f"parameter '{self._label_at(container, key)}' was replaced by another object "
-                    f"({_describe(container[key])}) after fully_shard, as by assignment, "
+                    f"({_describe(found)}) after fully_shard, as by assignment, "
                     "functional_call or load_state_dict(assign=True). "
                     "Its new value would be ignored. Write into the existing parameter instead, "
                     "for example `param.copy_(full_tensor)` under torch.no_grad(), or replace it "

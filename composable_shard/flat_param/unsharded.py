@@ -28,6 +28,7 @@ class UnshardedParameter(nn.Parameter):
 
     has_hidden_alias: bool = False
     is_repointed: bool = False  # `param.data = x`: it is no view of the buffer any more
+    data_alias: Tensor | None = None  # whose version counts the edits through `.data`
 
     def detach(self) -> Tensor:
         """Return a detached alias, as any tensor's does."""
@@ -38,7 +39,10 @@ class UnshardedParameter(nn.Parameter):
     def data(self) -> Tensor:
         """A detached alias with a version counter of its own, as any tensor's is."""
         self.has_hidden_alias = True
-        return super().data
+        alias = self.data_alias
+        if alias is None or self.is_repointed:
+            alias = self.data_alias = super().data
+        return alias.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -57,6 +61,12 @@ def _make_unsharded(dense: Tensor) -> nn.Parameter:
 def _is_repointed(param: nn.Parameter) -> bool:
     """Return whether `param.data` was set to another tensor."""
     return isinstance(param, UnshardedParameter) and param.is_repointed
+
+
+def _is_edited_by_data(param: nn.Parameter) -> bool:
+    """Return whether an alias that `param.data` gave was written to."""
+    alias = param.data_alias if isinstance(param, UnshardedParameter) else None
+    return alias is not None and version_of(alias) != 0
 
 
 def _alias_of(param: nn.Parameter) -> Tensor:
@@ -161,13 +171,13 @@ class UnshardedParams:
     def edited(self, flat: FlatEntry | None) -> list[str]:
         """Return the names of parameters that were edited since they were gathered.
 
-        By version counters: an edit through an alias, `param.data.add_(1)`, leaves no trace.
+        By version counters, that of `param.data` among them: an edit through an array of numpy
+        leaves no trace.
         """
         names = [
             str(entry.label)
-            for entry, version in zip(self._entries, self.versions, strict=False)
-            if (param := entry.unsharded) is not None
-            and (version_of(param) != version or _is_repointed(param))
+            for entry, param, version in zip(self._entries, self.built, self.versions, strict=False)
+            if version_of(param) != version or _is_repointed(param) or _is_edited_by_data(param)
         ]
         if flat is not None and flat.unsharded is not None:
             known = vars(flat.unsharded).get("_known_version", 0)
@@ -187,14 +197,7 @@ class UnshardedParams:
         names = self.edited(flat)
         if not names:
             return
-        for index, entry in enumerate(self._entries):
-            param = entry.unsharded
-            if param is not None and _is_repointed(param):
-                are_lost = True
-                if self._buffer.untyped_storage().size():
-                    # A view of the buffer again: gathers go there.
-                    param.data = self._view(index, entry)
-                    param.is_repointed = False  # type: ignore[attr-defined]
+        are_lost = self._point_back() or are_lost
         self.forget_edits(flat)
         outcome = (
             "are lost: the full values are freed without being written back"
@@ -207,9 +210,24 @@ class UnshardedParams:
             stacklevel=3,
         )
 
+    def _point_back(self) -> bool:
+        """Make views of the buffer again, where gathers go; return whether some were none."""
+        is_any = False
+        for index, entry in enumerate(self._entries):
+            param = entry.unsharded
+            if param is not None and _is_repointed(param):
+                is_any = True
+                if self._buffer.untyped_storage().size():
+                    param.data = self._view(index, entry)
+                    param.is_repointed = False  # type: ignore[attr-defined]
+        return is_any
+
     def forget_edits(self, flat: FlatEntry | None) -> None:
         """Take the values as they are now for those that were gathered."""
         self.versions = [version_of(param) for param in self.built]
+        for param in self.built:
+            if isinstance(param, UnshardedParameter):
+                param.data_alias = None
         if flat is not None and flat.unsharded is not None:
             vars(flat.unsharded)["_known_version"] = version_of(flat.unsharded)
 

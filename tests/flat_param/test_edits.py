@@ -1,0 +1,161 @@
+"""Edits of full parameters where they would be lost, and memory that others hold, by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from composable_shard import ShardingStrategy, fully_shard, get_handles, reshard, unshard
+from tests.claims import assert_right, strategies
+from tests.helpers import distributed
+from tests.models import Net, loss_of, rank_input, shard_blocks, shard_root, square_mean
+
+
+def clamps_data(module: nn.Module, *_: object) -> None:
+    """Through an alias that shares no version with the parameter."""
+    module.up.weight.data.clamp_(-0.1, 0.1)
+
+
+def clamps_a_view_of_data(module: nn.Module, *_: object) -> None:
+    """Through a view of such an alias."""
+    module.up.weight.data[1:].clamp_(-0.1, 0.1)
+
+
+def clamps(module: nn.Module, *_: object) -> None:
+    """In place."""
+    with torch.no_grad():
+        module.up.weight.clamp_(-0.1, 0.1)
+
+
+def sets_data(module: nn.Module, *_: object) -> None:
+    """By other data."""
+    module.up.weight.data = module.up.weight.data.clamp(-0.1, 0.1)
+
+
+EDITS: list[Callable[..., None]] = [clamps_data, clamps_a_view_of_data, clamps, sets_data]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@strategies
+@distributed(2)
+def test_c16_edit_in_forward_is_warned_of(
+    edit: Callable[..., None], strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Case 16: whichever alias it goes through."""
+    model = Net()
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    model.blocks[0].register_forward_pre_hook(edit)
+    with pytest.warns(UserWarning, match=r"edits of \['blocks.0.up.weight'\] in forward"):
+        loss_of(model)
+
+
+def _read_as_array(model: nn.Module, number: int) -> None:
+    arrays = []
+    hook = model.blocks[0].up.register_forward_hook(
+        lambda module, *_: arrays.append(module.weight.detach().numpy())
+    )
+    square_mean(model(rank_input(3, 5, step=number, dtype=torch.float64))).backward()
+    hook.remove()
+    square_mean(model(rank_input(3, 5, step=number + 9, dtype=torch.float64))).backward()
+    assert arrays[0].shape == (7, 15)
+    assert abs(arrays[0]).max() < 9
+
+
+@strategies
+@distributed(2)
+def test_c16_array_of_a_full_parameter_breaks_nothing(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Case 16: torch lends the memory to numpy for good, and it can't be freed any more."""
+    assert_right(
+        Net,
+        _read_as_array,
+        shard=shard_blocks,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+@distributed(2)
+def test_c16_array_stays_readable_after_reshard() -> None:
+    """Case 16: it shows the full values of the last gather."""
+    model = Net()
+    shard_blocks(model)
+    unshard(model.blocks[0])
+    array = model.blocks[0].up.weight.detach().numpy()
+    expected = array.copy()
+    reshard(model.blocks[0])
+    assert (array == expected).all()
+    (handle,) = get_handles(model.blocks[0])
+    assert handle.full.buffer.untyped_storage().nbytes() > 0
+
+
+class _Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@distributed(2)
+def test_c16_parametrization_after_sharding_is_refused() -> None:
+    """Case 16: at the next forward, by name and with the remedy; without it training goes on."""
+    model = Net()
+    shard_blocks(model)
+    up = model.blocks[0].up
+    loss_of(model).backward()
+    weight = up.weight
+    parametrize.register_parametrization(up, "weight", _Double(), unsafe=True)
+    with pytest.raises(RuntimeError, match=r"'blocks.0.up.weight' is gone from its module.*before"):
+        loss_of(model)
+    parametrize.remove_parametrizations(up, "weight", leave_parametrized=False)
+    assert up.weight is weight
+    loss_of(model).backward()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@distributed(2)
+def test_c13_embedding_with_max_norm_is_refused(kind: Callable[..., nn.Module]) -> None:
+    """Case 13: at set-up; with the weight ignored it is the user's own."""
+    model = nn.Sequential(kind(5, 3, max_norm=1.0), nn.Linear(3, 2))
+    with pytest.raises(NotImplementedError, match=r"Embedding.*max_norm=1.0\) writes its weight"):
+        fully_shard(model)
+
+
+@distributed(2)
+def test_c13_old_style_weight_norm_is_refused() -> None:
+    """Case 13: its weight is computed from parameters that a live graph refers to."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(model[0])
+    with pytest.raises(
+        RuntimeError, match=r"'0.weight_[gv]' is part of a live autograd graph.*norm"
+    ):
+        shard_root(model)
+
+
+def _make_spectral() -> nn.Module:
+    model = Net()
+    nn.utils.spectral_norm(model.blocks[0].up)
+    return model
+
+
+@strategies
+@distributed(2)
+def test_c13_old_style_spectral_norm_is_right(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Case 13: it computes its weight from a parameter in each forward."""
+    assert_right(
+        _make_spectral,
+        lambda model, number: square_mean(
+            model(rank_input(3, 5, step=number, dtype=torch.float64))
+        ).backward(),
+        shard=shard_blocks,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
