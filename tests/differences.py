@@ -109,6 +109,7 @@ class Difference:
     others: Callable[[Run], None] = Run.step
     is_plain: bool = True  # a plain model can do it too, so there is a right result
     strategies: tuple[str, ...] = ()  # all
+    units: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (3,))  # the blocks of each
 
 
 DIFFERENCES: dict[str, Difference] = {}
@@ -150,6 +151,21 @@ for _name, _order in {
 DIFFERENCES["skip_different_units"] = Difference(
     _ordered_step(0, 2, 3), others=_ordered_step(0, 1, 3)
 )
+
+# Units of several modules, of which the ranks run different ones: the deviant's, the other's.
+for _name, _units, _order, _others in (
+    ("other_modules_of_a_unit", ((0, 1), (2,), (3,)), (1, 2, 3), (0, 2, 3)),
+    ("fewer_modules_of_a_unit", ((0, 1), (2,), (3,)), (0, 2, 3), (0, 1, 2, 3)),
+    ("unequal_modules_of_a_unit", ((2, 3), (0,), (1,)), (0, 1, 2), (0, 1, 3)),
+    ("a_module_of_a_unit_twice", ((0, 1, 2), (3,)), (1, 1, 1, 3), (0, 1, 2, 3)),
+    ("a_module_of_a_unit_again", ((0, 1), (2,), (3,)), (0, 1, 0, 2, 3), (0, 1, 2, 3)),
+    ("modules_of_a_unit_around_another", ((0, 2), (1,), (3,)), (0, 1, 3), (0, 1, 2, 3)),
+    ("modules_of_a_wide_unit_around_another", ((0, 3), (1,), (2,)), (3, 1), (0, 1, 3)),
+    ("no_module_of_a_unit", ((0, 1), (2,), (3,)), (2, 3), (0, 1, 2, 3)),
+):
+    DIFFERENCES[_name] = Difference(
+        _ordered_step(*_order), others=_ordered_step(*_others), units=_units
+    )
 
 
 @difference()
@@ -517,10 +533,10 @@ def _join(rank: int, directory: str, timeout_s: int) -> None:
     )
 
 
-def _make_run(rank: int, strategy: str, directory: str) -> Run:
+def _make_run(rank: int, name: str, strategy: str, directory: str) -> Run:
     model = Chain()
-    for block in model.blocks:
-        fully_shard(block, strategy=ShardingStrategy[strategy])
+    for unit in DIFFERENCES[name].units:
+        fully_shard([model.blocks[index] for index in unit], strategy=ShardingStrategy[strategy])
     fully_shard(model, strategy=ShardingStrategy[strategy])
     run = Run(model, rank)
     run.directory = directory
@@ -532,7 +548,7 @@ def run_cell(name: str, strategy: str, directory: str, timeout_s: int) -> None:
     rank = int(os.environ["RANK"])
     _join(rank, directory, timeout_s)
     expected = _plain_values(name)
-    run = _make_run(rank, strategy, directory)
+    run = _make_run(rank, name, strategy, directory)
     path = Path(directory) / f"rank{rank}.json"
     began = time.monotonic()
 
