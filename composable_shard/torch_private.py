@@ -77,6 +77,14 @@ queue_callback: Callable[[Callable[[], None]], None] = (
 
 # What `torch.autograd.graph.saved_tensors_hooks` has put in force, given False; None for nothing.
 top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+push_saved_tensors_hooks: Callable[[Any, Any], None] = (
+    torch._C._autograd._push_saved_tensors_default_hooks
+)
+pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+# Why none may be put in force, as in a transform of torch.func; None: they may.
+saved_tensors_hooks_refusal: Callable[[], str | None] = (
+    torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+)
 
 
 # Whether a transform of `torch.func` runs, and a context in which none does.

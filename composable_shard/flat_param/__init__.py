@@ -43,9 +43,10 @@ from composable_shard.flat_param.pending import (
 from composable_shard.flat_param.reduction import ScratchPool
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown
-from composable_shard.flat_param.unsharded import UnshardedParameter
+from composable_shard.flat_param.unsharded import LOCKED, UnshardedParameter
 
 __all__ = [
+    "LOCKED",
     "FlatParamHandle",
     "FlatSlot",
     "FullState",

@@ -8,6 +8,14 @@ gradients are packed into. Each unsharded parameter is built on its own `.data` 
 collectives write through another: an alias has its own version counter, so refilling the buffer
 for backward does not look like an in-place change of what forward saved.
 
+[Note: Locked versions]
+What autograd saved of the unsharded parameters must not be read while the values are not there, or
+not there yet. So they have the version `LOCKED` from when values are freed or overwritten until
+`wait` finds them there again, and autograd, which compares versions, raises instead of reading.
+`wait` restores the versions of the values if these are the same as before, and gives new ones if
+shards were written meanwhile: graphs of the former values raise, as they do in a plain model. A
+write to shards that are part of the buffer locks it.
+
 [Note: Kept buffers]
 Where the strategy keeps parameters unsharded, and where one rank holds them all, the unsharded
 buffer is never freed, and this rank's part of it is the local shard. The optimizer writes into it,
@@ -59,7 +67,7 @@ from composable_shard.comm import (
 from composable_shard.flat_param.entries import FlatEntry, zero_padding
 from composable_shard.flat_param.shard import LocalShard
 from composable_shard.flat_param.unsharded import UnshardedParams
-from composable_shard.torch_private import set_versions
+from composable_shard.torch_private import set_versions, storage_uses_of
 
 
 class Poison:
@@ -160,7 +168,7 @@ class FullValues:
         small_group: The ranks that hold all values once between forward and backward, if any.
         num_claims: Units in forward, and `unshard` calls, that need the full values.
         params: The parameters that are views of the buffer.
-        has_new_versions: Gradients were packed in their place since the last gather.
+        is_locked: Their versions are not those of the values, see [Note: Locked versions].
         serves_graphs: A graph may read the values later, see [Note: Graphs of gradients].
     """
 
@@ -192,8 +200,11 @@ class FullValues:
         self.num_claims = 0
         self.small_group: SmallGroup | None = None
         self.params = UnshardedParams(buffer, shard.layout)
-        self.has_new_versions = False
+        self.is_locked = True
         self.serves_graphs = False
+        self._has_unseen_reads = False  # by a graph that `params.are_saved` can't see
+        self._num_aliases = -1  # of the buffer, where no graph has saved any
+        self._version_writes = -1  # guard.num_writes of the values that have `params.versions`
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
         self._all_gather: AllGather | None = None  # into `output`, made ready by the first one
@@ -253,13 +264,16 @@ class FullValues:
         """Keep the values as long as a graph may read them, see [Note: Graphs of gradients]."""
         if not self.serves_graphs:
             self.serves_graphs = True
-            # Weak: a parameter, which leads to the guard, may outlive its module.
-            self.shard.guard.at_next_write(partial(_end_graphs, weakref.ref(self)))
+            _watch_writes(self)
+
+    def note_unseen_read(self) -> None:
+        """Note that a graph that is being made reads an alias of the values."""
+        self._has_unseen_reads = self.serves_graphs
 
     def end_graphs(self) -> None:
         """Keep the values for no graph any more: what graphs have saved of them is refused."""
         if self.serves_graphs:
-            self.serves_graphs = False
+            self.serves_graphs = self._has_unseen_reads = False
             self.params.expire()
 
     # Gather, wait, free
@@ -279,6 +293,8 @@ class FullValues:
             self.wait()
         if self.state is CURRENT:
             self.move(STALE)
+        if self.state is not FREED and self.state is not PARTIAL:
+            self.lock()
         if trace.logs:
             trace.record("issue_gather", self.name)
         self.move(GATHERING)
@@ -294,10 +310,6 @@ class FullValues:
         self.writes = self.shard.guard.num_writes
         if self._gather is None:
             self.move(CURRENT)
-        if self.has_new_versions:
-            # [Note: Packing in place]: what an earlier forward saved is valid again.
-            self.has_new_versions = False
-            set_versions(tuple(self.params.watched), tuple(self.params.versions))
 
     def _issue(self, streams: Streams | None, when: str) -> Waitable | None:
         if not self.is_sharded:
@@ -335,26 +347,44 @@ class FullValues:
         return self._all_gather.start(when)
 
     def wait(self) -> None:
-        """Make the current stream (on CPU: the caller) wait for the gather in flight, if any."""
-        gather = self._gather
-        if gather is None:
+        """Make the current stream (on CPU: the caller) wait for the gather in flight, if any.
+
+        From then on autograd may read the values, [Note: Locked versions].
+        """
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            try:
+                gather.wait()
+            except BaseException as error:
+                self._forget()
+                if isinstance(error, RuntimeError) and isinstance(gather, dist.Work):
+                    fail(error, self.shard.shard_group.group)
+                raise
+            finally:
+                self._part = None
+            self.move(CURRENT)
+            if trace.logs:
+                trace.record("wait_gather", self.name)
+        if not self.is_locked or self.state is not CURRENT:
             return
-        self._gather = None
-        try:
-            gather.wait()
-        except RuntimeError as error:
-            self._forget()
-            if isinstance(gather, dist.Work):
-                fail(error, self.shard.shard_group.group)
-            raise
-        except BaseException:
-            self._forget()
-            raise
-        finally:
-            self._part = None
-        self.move(CURRENT)
-        if trace.logs:
-            trace.record("wait_gather", self.name)
+        self.is_locked = False
+        params = self.params
+        writes = self.shard.guard.num_writes if self.is_whole else self.writes
+        if self._version_writes != writes:
+            if self._version_writes != -1:
+                params.versions = [version + 1 for version in params.versions]
+            self._version_writes = writes
+        set_versions(params.watched, tuple(params.versions))
+        if self._num_aliases == -1:
+            self._num_aliases = storage_uses_of(self.buffer)
+        if self.is_kept and not self.has_separate_shard:
+            _watch_writes(self)
+
+    def lock(self) -> None:
+        """Make autograd raise where it would read the values, until `wait`."""
+        self.is_locked = True
+        params = self.params
+        set_versions(params.watched, params.locked)
 
     def free(self, *, keeps_part: bool = False) -> None:
         """Free the values, after waiting for a gather in flight; a kept buffer stays as it is.
@@ -365,7 +395,8 @@ class FullValues:
             keeps_part: Keep this rank's part in the small group, if there is one.
         """
         if self.serves_graphs:
-            if self.params.are_saved():
+            is_aliased = self._has_unseen_reads and storage_uses_of(self.buffer) > self._num_aliases
+            if is_aliased or self.params.are_saved():
                 with suppress(RuntimeError):  # as below
                     self.wait()
                 return
@@ -401,6 +432,8 @@ class FullValues:
         if self.state is not state:
             self.move(state)
         self.writes = -1
+        self.is_locked = True  # as `lock` does, without a call in each step
+        set_versions(self.params.watched, self.params.locked)
         if not self.is_kept:
             free_storage(self.buffer)
 
@@ -445,7 +478,10 @@ class FullValues:
             self.move(HOLDS_GRADIENTS)
         self.writes = -1
         self._part = None
-        self.has_new_versions |= are_packed
+        if are_packed:
+            self.is_locked = True  # one by one: backward still reads the others
+        else:
+            self.lock()
 
     def end_gradients(self) -> None:
         """Free the memory of gradients that took the place of the values, if any did."""
@@ -455,10 +491,17 @@ class FullValues:
                 trace.record("free", self.name)
 
 
-def _end_graphs(full_ref: weakref.ref[FullValues]) -> None:
+def _watch_writes(full: FullValues) -> None:
+    # Weak: a parameter, which leads to the guard, may outlive its module.
+    full.shard.guard.at_next_write(partial(_note_write, weakref.ref(full)))
+
+
+def _note_write(full_ref: weakref.ref[FullValues]) -> None:
     """End the graphs that read what is about to be written; the values are of no use then."""
     full = full_ref()
-    if full is not None:
-        full.end_graphs()
-        if full.num_claims == 0:
-            full.free()
+    if full is None:
+        return
+    full.end_graphs()
+    if full.num_claims == 0:
+        full.free()
+        full.lock()  # a kept buffer

@@ -421,13 +421,13 @@ class FlatParamHandle:
         params = full.params
         if [param.requires_grad for param in params.built] != params.flags:
             self._adopt_shown_flags(where)
+        if full.is_locked:
+            return  # nobody could edit them, or a backward wrote gradients in their place
         is_edited = [version_of(tensor) for tensor in params.watched] != params.versions
         is_edited = is_edited or True in [
             getattr(param, "has_hidden_alias", False) for param in params.built
         ]
-        if not is_edited and (flat is None or flat.unsharded is None):
-            return
-        if not full.has_new_versions:  # else a backward wrote gradients in their place
+        if is_edited or (flat is not None and flat.unsharded is not None):
             full.warn_of_edits(flat, where)
 
     def fix_owners(self) -> None:

@@ -17,6 +17,10 @@ from composable_shard.layout import FlatLayout
 from composable_shard.tensor import user_attributes
 from composable_shard.torch_private import set_versions, use_count_of, version_of
 
+# The version of a parameter whose value is not there: no graph has saved one of this version. It is
+# so large that a reader of autograd's error can tell what it means.
+LOCKED = 1_000_000_000
+
 
 class UnshardedParameter(nn.Parameter):
     """A parameter that remembers whether anyone took an alias of it that autograd can't see.
@@ -91,7 +95,8 @@ class UnshardedParams:
     Attributes:
         built: These, once they are there.
         watched: The same, or plain aliases of the same version.
-        versions: Theirs, when the values were gathered.
+        versions: Theirs, while the values are there.
+        locked: Theirs, while they are not, see [Note: Locked versions].
         flags: Which of them are trainable, as it was last adopted.
         were_frozen: Some are trainable since the last backward: a graph from before then may read
             a value though its gradient is complete, see [Note: Packing in place].
@@ -101,11 +106,12 @@ class UnshardedParams:
         self._buffer = buffer
         self._layout = layout
         self._entries: Sequence[ParamEntry] = ()
-        self.watched: list[Tensor] = []
+        self.watched: tuple[Tensor, ...] = ()
         self.versions: list[int] = []
         self.flags: list[bool] = []
         self.were_frozen = False
         self.built: list[nn.Parameter] = []
+        self.locked: tuple[int, ...] = ()
 
     def build(self, entries: Sequence[ParamEntry]) -> None:
         """Make the unsharded parameters of entries, trainable; the buffer must have memory."""
@@ -117,10 +123,11 @@ class UnshardedParams:
                 entry.unsharded.__dict__.setdefault(name, value)
             entry.runs_hooks = False
         self.built = [entry.unsharded for entry in entries if entry.unsharded is not None]
-        self.watched = [
+        self.watched = tuple(
             param if isinstance(param, DTensor) else view
             for param, view in zip(self.built, self.views(), strict=True)
-        ]
+        )
+        self.locked = (LOCKED,) * len(self.built)
         self.versions = [version_of(param) for param in self.built]
         self.flags, self.were_frozen = [True] * len(self.built), False
 

@@ -215,9 +215,9 @@ class Scope:
         held = [handle for handle in self.handles if handle.full.num_claims > 0]
         try:
             for handle in held:
-                handle.full.params.forget_edits(
-                    handle.shown.flat
-                )  # made before the scope, and written back with its own
+                if not handle.full.is_locked:
+                    # Made before the scope, and written back with its own.
+                    handle.full.params.forget_edits(handle.shown.flat)
                 handle.unshard(self.contexts[0].streams)
                 handle.full.wait()
         except BaseException:

@@ -10,40 +10,89 @@ import torch
 
 from composable_shard.comm import trace
 from composable_shard.flat_param import FlatParamHandle, Shown
-from composable_shard.runtime.backward_pass import (
-    BackwardPass,
-    begin_backward,
-    release_after_backward,
-)
-from composable_shard.runtime.prefetch import gather_ahead_in_backward
+from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
+from composable_shard.runtime.prefetch import gather_ahead_in_backward, release_after_backward
+from composable_shard.runtime.reads import CallHooks, CallReads, Hooks, ReadHooks, choose_hooks
 from composable_shard.runtime.unit import ShardState, TrainingState, TreeContext
-from composable_shard.torch_private import current_backward_id
+from composable_shard.torch_private import current_backward_id, next_sequence_nr
 
 
-class OutputReached:
-    """Called when a backward reaches an output of a unit, before any of the unit's own nodes.
+class CallReached:
+    """Announces one call of a unit to a backward: an output of it, or a read of its full values.
 
     Keeps the unit alive as long as the graph, so that a backward works after `del model`.
+
+    Attributes:
+        reads: What the call's saved-tensor hooks know of it, if they were in force.
     """
 
-    __slots__ = ("_end", "_num_writes", "_runs_alone", "_start", "_state")
+    __slots__ = ("_end", "_num_writes", "_runs_alone", "_start", "_state", "reads")
 
-    def __init__(self, state: ShardState, context: TreeContext, *, runs_alone: bool) -> None:
-        """Take down what the backward must know of the unit's call, which is ending.
+    def __init__(
+        self,
+        state: ShardState,
+        end: int = -1,
+        *,
+        runs_alone: bool = False,
+        reads: CallReads | None = None,
+    ) -> None:
+        """Take down what the backward must know of the unit's call.
 
         Args:
             state: The unit.
-            context: Its tree.
+            end: `context.num_forwards` when the call has ended, -1 while it runs.
             runs_alone: Whether no other unit ran in this call, [Note: Buckets].
+            reads: Of the call.
         """
         self._state = state
         self._num_writes = _count_writes(state)
         # [Note: End of a unit]
-        self._start, self._end = state.call_number, context.num_forwards
+        self._start, self._end = state.call_number, end
         self._runs_alone = runs_alone
+        self.reads = reads
+
+    @property
+    def name(self) -> str:
+        """The unit's."""
+        return self._state.name
+
+    def end_call(self, end: int, *, runs_alone: bool) -> None:
+        """Take down that the call has ended, as in the constructor."""
+        self._end, self._runs_alone = end, runs_alone
+
+    def announce_read(self) -> None:
+        """Make the unit ready for a read of its full values, see [Note: Reads].
+
+        Raises:
+            RuntimeError: If a sharded parameter was written since the forward, or if it is not a
+                backward that reads, and the values are not there.
+        """
+        state, reads = self._state, self.reads
+        if self._end == -1:
+            return  # the call still runs, and its unit has its values
+        if current_backward_id() == -1:
+            for handle in state.needed:
+                if handle.full.is_locked:
+                    raise RuntimeError(
+                        f"the full values of unit '{state.name}' were read in a graph outside of a "
+                        "backward, and they are freed. Call unshard(module) before."
+                    )
+            return
+        context = state.context
+        backward = None if context is None else context.backward
+        if reads is None or backward is None or reads.backward_id != backward.graph_task_id:
+            if reads is not None:
+                reads.is_early = True
+            self()
+        elif state.training_state is not TrainingState.PRE_BACKWARD or state.borrowed:
+            self()
+        if torch.is_grad_enabled():
+            # The graph that is being made gets an alias of the view.
+            for handle in state.needed:
+                handle.full.note_unseen_read()
 
     def __call__(self, *_: Any) -> None:
-        """End the units that are over; make the unit whose output was reached ready.
+        """End the units that are over; make the unit of the call ready.
 
         One all-gather for each handle that is not unsharded, and the gather of the unit that is
         expected next is started.
@@ -59,6 +108,9 @@ class OutputReached:
         backward: BackwardPass = context.backward or begin_backward(context)
         if torch.is_grad_enabled() and not backward.makes_graph:
             backward.make_graph()
+        if self.reads is not None:
+            self.reads.backward_id = backward.graph_task_id
+            backward.reads[self.reads] = None
         backward.reach(state, self._start, self._end)
         if state.buckets is not None:
             is_safe = self._runs_alone and backward.is_sure_to_reduce
@@ -76,6 +128,43 @@ class OutputReached:
                 "optimizer.step() and edit parameters before the forward or after the backward."
             )
         _unshard(backward, state)
+
+
+def begin_hooks(state: ShardState, top: Hooks | None) -> None:
+    """Let autograd tell of the reads of the call's full values, see [Note: Reads]."""
+    needs_own, outer, others = choose_hooks(state.learnt, top)
+    state.is_checkpointed = others is not None
+    own = None
+    if needs_own:
+        starts = [(handle.full.output.data_ptr(), handle.full.nbytes) for handle in state.needed]
+        extents = [(start, start + nbytes) for start, nbytes in starts]
+        announcement = CallReached(state, reads=CallReads(state.learnt))
+        own = ReadHooks(announcement, extents, outer, others)
+    if own is not None or outer is not None:
+        state.hooks = CallHooks(own, outer)
+
+
+def end_hooks(context: TreeContext, state: ShardState, hooks: CallHooks) -> CallReached | None:
+    """Take the hooks of a call out of force; return its announcement, if it had hooks."""
+    hooks.end()
+    state.hooks = None
+    if hooks.own is None:
+        return None
+    announcement = hooks.own.announcement
+    assert isinstance(announcement, CallReached)
+    announcement.end_call(context.num_forwards, runs_alone=runs_alone(context, state))
+    reads = announcement.reads
+    if reads is not None:
+        reads.num_nodes = next_sequence_nr() - state.call_sequence_nr
+        if reads.num_nodes == 0:
+            state.learnt.learn(reads)  # no backward ever reaches a frozen unit
+    return announcement
+
+
+def runs_alone(context: TreeContext, state: ShardState) -> bool:
+    """Return whether no other unit ran in the last call of one with buckets, [Note: Buckets]."""
+    has_units_inside = context.num_calls != state.last_call
+    return state.buckets is not None and not has_units_inside and not state.is_checkpointed
 
 
 def _unshard(backward: BackwardPass, state: ShardState) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 
@@ -35,7 +34,8 @@ from composable_shard.flat_param import (
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.early_gradients import EarlyGradients
 from composable_shard.runtime.late_buckets import catch_up, find_late
-from composable_shard.runtime.prefetch import drop_prefetched, release_handle
+from composable_shard.runtime.prefetch import drop_prefetched, release_after_backward
+from composable_shard.runtime.reads import CallReads, learn_anew
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 from composable_shard.tensor import PendingNotice
 from composable_shard.torch_private import current_backward_id, queue_callback
@@ -55,6 +55,7 @@ class BackwardPass:
         positions: The position of each of these, -1 for the end of the backward.
         counted: Handles whose accumulated gradients have been counted.
         recomputed: Units whose forward it has run again.
+        reads: What is to be learnt at its end, [Note: Reads].
         prefetched: Units whose gathers it issued ahead, until they run; True: the user chose them.
         early: Handles that are published before its end; None where none has hooks.
         makes_graph: Its own nodes are recorded, [Note: Graphs of gradients].
@@ -72,6 +73,7 @@ class BackwardPass:
         self.positions: dict[FlatParamHandle, int] = {}
         self.counted: set[FlatParamHandle] = set()
         self.recomputed: set[ShardState] = set()
+        self.reads: dict[CallReads, None] = {}
         self.prefetched: dict[ShardState, bool] = {}
         self.early: EarlyGradients | None = None
         self.makes_graph = False
@@ -299,9 +301,12 @@ class BackwardPass:
             self._deliver(self.early)
         published = self._publish(handles, flags)
         self.context.backward, self.context.spans_calls = None, self._reaches_earlier_call
+        self.context.open_calls = 0
         for handle in self.counted:
             handle.grads.awaited.reset()
         self._mark_waiting()
+        for reads in self.reads:
+            reads.learnt.learn(reads)
         _return_to_idle(self.context)
         # Last of all: a user's hook may raise, or step an optimizer.
         self._run_last_hooks(published)
@@ -451,6 +456,8 @@ def _note_abort(
             handle.grads.take_directly(False)
             if state.depth == 0 and not state.is_held:
                 handle.shown.show_sharded()
+    context.open_calls = 0
+    learn_anew({s.name: s.learnt for s in context.live_states() if s.needed}, has_failed=True)
 
 
 def drop_aborted(context: TreeContext) -> None:
@@ -486,18 +493,6 @@ def _return_to_idle(context: TreeContext) -> None:
             is_freed = handle.full.state is FullState.FREED
             if handle.shown.state is not Shown.SHARDED or not is_freed:
                 release_after_backward(context, handle)
-
-
-def release_after_backward(context: TreeContext, handle: FlatParamHandle) -> None:
-    """Show the sharded parameters, and free the full ones unless the policy keeps them."""
-    if handle.reshards_after_backward:
-        release_handle(context, handle)
-    elif handle.full.num_claims == 0:
-        handle.shown.show_sharded()
-        # One that was issued ahead, for a unit that this backward did not run, may never be used.
-        # An error is not ours to raise here, as in `reshard`.
-        with suppress(RuntimeError):
-            handle.full.wait()
 
 
 def _use_flags(handle: FlatParamHandle, is_bucket: bool) -> list[int]:

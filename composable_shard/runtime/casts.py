@@ -1,4 +1,4 @@
-"""Casts of the inputs and outputs of a unit, at any depth of containers."""
+"""Tensors at any depth of containers, and casts of the inputs and outputs of a unit."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
     else:
         for name in _attributes(value):
             yield from iter_tensors(getattr(value, name))
+
+
+def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that modules have as attributes, or in containers there."""
+    for each in module.modules():
+        for item in list(vars(each).values()):
+            found = item if isinstance(item, (list, tuple)) else (item,)
+            if isinstance(item, Mapping):
+                found = list(item.values())
+            yield from (value for value in found if isinstance(value, Tensor))
 
 
 def _attributes(value: Any) -> list[str]:

@@ -18,9 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm import trace
-from composable_shard.runtime.backward import OutputReached, recompute
+from composable_shard.runtime.backward import (
+    CallReached,
+    begin_hooks,
+    end_hooks,
+    recompute,
+    runs_alone,
+)
 from composable_shard.runtime.backward_pass import drop_aborted
-from composable_shard.runtime.casts import iter_tensors, map_tensors
+from composable_shard.runtime.casts import iter_tensors, kept_tensors, map_tensors
 from composable_shard.runtime.initialization import (
     attach_or_refresh,
     initialize,
@@ -33,6 +39,7 @@ from composable_shard.runtime.prefetch import (
     gather_ahead,
     release_handle,
 )
+from composable_shard.runtime.reads import learn_anew
 from composable_shard.runtime.tree import (
     CHILDREN_KEY,
     called_modules,
@@ -126,6 +133,11 @@ def _begin_call(
     is_first = not context.is_joined or _is_first_call(context, state)
     if records_graph and is_first:
         context.call_start = context.num_forwards
+        context.open_calls += 1
+        if context.open_calls > context.most_open_calls:
+            # Perhaps a read that nobody announced has stopped a backward at its beginning.
+            context.most_open_calls = context.open_calls
+            learn_anew({other.name: other.learnt for other in context.live_states()})
     if context.is_joined:
         if is_first:
             _begin_sequence(context, state)
@@ -162,7 +174,10 @@ def _number_call(context: TreeContext, state: ShardState) -> None:
         state.call_number = context.num_forwards
         state.call_sequence_nr = next_sequence_nr()
         context.num_forwards += 1
-        state.is_checkpointed = top_saved_tensors_hooks(False) is not None
+        top = top_saved_tensors_hooks(False)
+        state.is_checkpointed = False
+        if top is not None or not state.learnt.is_trusted:
+            begin_hooks(state, top)
     elif any([handle.has_early_hooks for handle in state.needed]) and _is_in_function():
         context.may_recompute.add(state.ref)
 
@@ -262,10 +277,11 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     state.modules_to_run -= 1
     is_armed = False
     try:
+        announcement = None if state.hooks is None else end_hooks(context, state, state.hooks)
         if output is not None:
             if current_dual_level() >= 0:
                 context.serve_graphs(state.needed)  # [Note: Transforms]
-            output, is_armed = _arm(context, state, output)
+            output, is_armed = _arm(context, state, module, output, announcement)
     finally:
         if state.modules_to_run == 0 or is_leader:
             keeps = state.reshard_after_forward is False or (
@@ -280,7 +296,14 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     return output
 
 
-def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, bool]:
+def _arm(
+    context: TreeContext,
+    state: ShardState,
+    module: nn.Module,
+    output: Any,
+    announcement: CallReached | None,
+) -> tuple[Any, bool]:
+    num_nodes = next_sequence_nr() - state.call_sequence_nr
     extents = [extent for handle in state.needed if (extent := handle.full.extent())]
     tensors = _tensors(output)
     if extents and any([_is_within(extents, tensor) for tensor in tensors]):
@@ -301,21 +324,27 @@ def _arm(context: TreeContext, state: ShardState, output: Any) -> tuple[Any, boo
         tensors = _tensors(output)
     if call is not None:
         call.output_sequence_nr = state.output_sequence_nr = next_sequence_nr()
-    return output, _register(context, state, tensors)
+    if announcement is None and num_nodes not in state.learnt.num_nodes:
+        # [Note: Reads]: too late for hooks in this call. Most losses are kept on modules.
+        state.learnt.begin_anew(is_changed=True)
+        newest = state.call_sequence_nr
+        tensors = [*tensors, *(t for t in kept_tensors(module) if not _is_older(t, newest))]
+    return output, _register(context, state, tensors, announcement)
 
 
-def _register(context: TreeContext, state: ShardState, tensors: Sequence[Tensor]) -> bool:
+def _register(
+    context: TreeContext,
+    state: ShardState,
+    tensors: Sequence[Tensor],
+    hook: CallReached | None,
+) -> bool:
     """Let the backward tell when it reaches outputs of the unit; return whether it may."""
-    hook = None
-    is_armed = False
+    is_armed = hook is not None and hook.reads is not None and hook.reads.num_reads > 0
     for tensor in tensors:
         if tensor.requires_grad and tensor.grad_fn is not None:
             if hook is None:
-                has_units_inside = context.num_calls != state.last_call
-                runs_alone = state.buckets is not None and not has_units_inside
-                hook = OutputReached(
-                    state, context, runs_alone=runs_alone and top_saved_tensors_hooks(False) is None
-                )
+                is_alone = state.buckets is not None and runs_alone(context, state)
+                hook = CallReached(state, context.num_forwards, runs_alone=is_alone)
             tensor.grad_fn.register_prehook(hook)
             base = base_of(tensor)
             if base is not None and not _is_older(base, state.call_sequence_nr) and base.grad_fn:
@@ -421,7 +450,9 @@ def _recover_interrupted_call(context: TreeContext) -> None:
     """End what an exception has left half done; no call of the tree is running."""
     if context.has_aborted:
         drop_aborted(context)
-    for other in context.entered_states():
+    for other in reversed(context.entered_states()):
+        if other.hooks is not None:
+            end_hooks(context, other, other.hooks)
         if other.depth > 0:
             # A call that was interrupted past the hooks (KeyboardInterrupt) never ended.
             other.depth = 0

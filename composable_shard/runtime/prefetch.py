@@ -170,3 +170,15 @@ def release_handle(
         handle.full.free(keeps_part=True)
     else:
         handle.full.free()
+
+
+def release_after_backward(context: TreeContext, handle: FlatParamHandle) -> None:
+    """Show the sharded parameters, and free the full ones unless the policy keeps them."""
+    if handle.reshards_after_backward:
+        release_handle(context, handle)
+    elif handle.full.num_claims == 0:
+        handle.shown.show_sharded()
+        # One that was issued ahead, for a unit that this backward did not run, may never be used.
+        # An error is not ours to raise here, as in `reshard`.
+        with suppress(RuntimeError):
+            handle.full.wait()

@@ -21,6 +21,7 @@ from composable_shard.flat_param import FlatParamHandle, ScopeParams, ScratchPoo
 from composable_shard.options import UnitOptions
 from composable_shard.runtime.buckets import Buckets
 from composable_shard.runtime.buffers import BufferBroadcast
+from composable_shard.runtime.reads import CallHooks, LearntReads
 from composable_shard.tensor import PendingNotice
 
 Unit = TypeVar("Unit")
@@ -138,6 +139,7 @@ class ShardState:
         call_sequence_nr: Number of the next autograd node when that call began.
         output_sequence_nr: Number of the next autograd node when it had returned.
         is_checkpointed: Non-reentrant checkpointing may run that call again.
+        learnt, hooks: Of its reads by autograd, and those of the running call, [Note: Reads].
         forward_order: The units that ran in the calls this unit led.
         load_call: What `note_load` noted of the last load_state_dict.
     """
@@ -177,6 +179,8 @@ class ShardState:
         self.call_sequence_nr = 0
         self.output_sequence_nr = 0
         self.is_checkpointed = False
+        self.learnt = LearntReads()
+        self.hooks: CallHooks | None = None
         self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.context: TreeContext | None = None
         self.load_call: tuple[list[str], frozenset[int]] | None = None
@@ -296,7 +300,7 @@ class ShardState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or to a running step, for copies and pickles."""
-        state = dict(self.__dict__)
+        state = {**self.__dict__, "learnt": LearntReads(), "hooks": None}
         for name in ("context", "ref", "forward_order"):
             del state[name]
         state.update(
@@ -364,6 +368,7 @@ class TreeContext:
         num_forwards: Number of the next call of a unit that records a graph.
         call_start: `num_forwards` when the last call that records a graph began; of joined trees
             the last sequence of calls.
+        open_calls, most_open_calls: Such calls since a backward, and the most there have been.
         spans_calls: The last backward reached an earlier call too: so may the next.
         first_calls: Number of each unit's first call that the next backward may reach.
         armed: Units whose outputs wait for a backward, in the order of their last forward.
@@ -395,18 +400,16 @@ class TreeContext:
         self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
         self.num_calls = 0
         self.num_forwards = 0
-        self.call_start = 0
-        self.spans_calls = False
+        self.call_start = self.open_calls = self.most_open_calls = 0
         self.first_calls: dict[StateRef, int] = {}
         self.armed: dict[StateRef, None] = {}
         self.may_recompute: set[StateRef] = set()
         self.backward: Any = None
         self.last_backward_id = -1
-        self.has_aborted = False
+        self.has_aborted = self.spans_calls = False
         self.flag_reductions: list[FlagReduction] = []
         self.serves_graphs = False
-        self.has_agreed = False
-        self.is_checked = False
+        self.has_agreed = self.is_checked = False
         self.streams = make_streams(device)
         self.scratch = ScratchPool()
         self.is_joined = False

@@ -1,0 +1,321 @@
+"""What autograd reads of a unit's full values in a backward, and who announces it.
+
+[Note: Reads]
+The nodes that a unit's forward records read its weights in the backward. Mostly all of them lie
+behind the unit's output, and a hook on that announces the unit before its first read. A loss that
+the forward leaves elsewhere (on the module, in a list, in an object that nobody looks into) is read
+without it. So while the forward runs, saved-tensor hooks take each saved view of full values for a
+`Read`, which announces the unit as its output does, waits for the values, and only then gives the
+view. Autograd runs nodes in descending order of their numbers, so [Note: End of a unit] holds for
+a read as for an output.
+
+These hooks are Python, called for each saved tensor: a third of all host time of a unit. They are
+in force until two backwards in a row have read all that the forward saved, and nothing before the
+output was reached. They stay for good in a unit that was read earlier once. A forward that records
+another number of nodes than the known ones begins anew, and so does a backward that failed.
+
+What was learnt is not trusted: a read that nobody announced ends in an error of autograd, see
+[Note: Locked versions].
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from composable_shard.flat_param import LOCKED
+from composable_shard.torch_private import (
+    is_traceable_wrapper_subclass,
+    never_compile,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_refusal,
+    top_saved_tensors_hooks,
+    version_of,
+)
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+_NUM_CLEAN_BACKWARDS = 2
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+class LearntReads:
+    """What one unit has learnt of the reads of its full values.
+
+    Attributes:
+        is_trusted: The unit's outputs announce every read.
+        num_nodes: How many nodes its forward may record so that this holds.
+        is_changed: The last forward of a trusted unit recorded another number, and no backward
+            has shown since whether this holds.
+    """
+
+    __slots__ = ("_num_clean", "_was_read_early", "is_changed", "is_trusted", "num_nodes")
+
+    def __init__(self) -> None:
+        self.is_trusted = self.is_changed = False
+        self.num_nodes: set[int] = set()
+        self._num_clean = 0
+        self._was_read_early = False
+
+    def learn(self, reads: CallReads) -> None:
+        """Learn from a backward that has reached a call."""
+        self.is_changed = False
+        self._was_read_early |= reads.is_early
+        if reads.is_early or reads.num_unread:
+            self.begin_anew()
+            return
+        self.num_nodes.add(reads.num_nodes)
+        self._num_clean += 1
+        self.is_trusted = self._num_clean >= _NUM_CLEAN_BACKWARDS and not self._was_read_early
+
+    def begin_anew(self, *, is_changed: bool = False) -> None:
+        """Trust nothing until two more backwards have been seen."""
+        self.is_trusted, self._num_clean = False, 0
+        self.is_changed = is_changed
+
+
+def learn_anew(learnt: Mapping[str, LearntReads], *, has_failed: bool = False) -> None:
+    """Let units learn anew which reads their outputs announce.
+
+    Args:
+        learnt: What each has learnt, by name.
+        has_failed: Whether a backward failed: perhaps at a read that nobody announced.
+    """
+    changed = [name for name, each in learnt.items() if each.is_changed]
+    for each in learnt.values():
+        each.begin_anew()
+    if has_failed and changed:
+        warnings.warn(
+            f"a backward failed, and the last forwards of units {changed} did not record what they "
+            f"had recorded before. If the error speaks of a tensor at version {LOCKED}, a loss was "
+            "computed with their parameters that their outputs do not lead to. Later forwards look "
+            "for it; to be right in the first one, return it from the forward.",
+            stacklevel=2,
+        )
+
+
+class CallReads:
+    """The reads that one call of a unit leaves to backwards.
+
+    Attributes:
+        learnt: The unit's.
+        num_reads: How many there are.
+        num_unread: How many no backward has made yet.
+        num_nodes: How many nodes the call recorded.
+        backward_id: Of the backward that has announced the unit.
+        is_early: One came before the unit's output was reached.
+    """
+
+    __slots__ = ("backward_id", "is_early", "learnt", "num_nodes", "num_reads", "num_unread")
+
+    def __init__(self, learnt: LearntReads) -> None:
+        self.learnt = learnt
+        self.num_reads = self.num_unread = self.num_nodes = 0
+        self.backward_id = -1
+        self.is_early = False
+
+
+class Announcement(Protocol):
+    """Announces one call of a unit to the backward that is about to read its full values."""
+
+    reads: CallReads | None
+
+    @property
+    def name(self) -> str:
+        """The unit's."""
+
+    def announce_read(self) -> None:
+        """Gather the unit's full values and wait for them; called before each read."""
+
+
+class Read:
+    """Stands for a view of full values in what autograd has saved.
+
+    Args:
+        announcement: Of the call that saved it.
+        packed: The view, or what other hooks made of it.
+        version: Its version, -1 where other hooks made something of it.
+        unpack: That of the other hooks, if there are any.
+    """
+
+    __slots__ = ("_announcement", "_packed", "_reads", "_unpack", "_version")
+
+    def __init__(
+        self,
+        announcement: Announcement,
+        packed: Any,
+        version: int,
+        unpack: Callable[[Any], Tensor] | None,
+    ) -> None:
+        self._announcement = announcement
+        self._packed = packed
+        self._version = version
+        self._unpack = unpack
+        self._reads = announcement.reads
+        if self._reads is not None:
+            self._reads.num_reads += 1
+            self._reads.num_unread += 1
+
+    def unpack(self) -> Tensor:
+        """Announce the unit; return the view.
+
+        Raises:
+            RuntimeError: If the view was written since.
+        """
+        self._announcement.announce_read()
+        if self._reads is not None:
+            self._reads.num_unread -= 1
+            self._reads = None
+        if self._unpack is not None:
+            return self._unpack(self._packed)
+        _check_version(self._packed, self._version, f" of unit '{self._announcement.name}'")
+        tensor: Tensor = self._packed
+        return tensor
+
+
+class ReadHooks:
+    """Saved-tensor hooks for one call of a unit.
+
+    Args:
+        announcement: Of the call.
+        extents: Addresses `[start, end)` of the unit's full values.
+        outer: The hooks of a call around this one, which may read its own values in here.
+        others: Hooks of somebody else that are in force, as for activation checkpointing. They
+            still get every tensor, in the same order.
+    """
+
+    __slots__ = ("_extents", "announcement", "others")
+
+    def __init__(
+        self,
+        announcement: Announcement,
+        extents: Sequence[tuple[int, int]],
+        outer: ReadHooks | None,
+        others: Hooks | None,
+    ) -> None:
+        self.announcement = announcement
+        self._extents = [(start, end, announcement) for start, end in extents]
+        self._extents += [] if outer is None else outer._extents
+        self.others = others
+
+    @property
+    def pair(self) -> Hooks:
+        """The two functions that autograd calls."""
+        return self._pack, _unpack
+
+    def _pack(self, tensor: Tensor) -> Any:
+        announcement = self._find(tensor)
+        if self.others is not None:
+            pack, unpack = self.others
+            packed = pack(tensor)
+            if announcement is None:
+                return packed, -1, unpack
+            return Read(announcement, packed, -1, unpack)
+        if tensor.grad_fn is not None:
+            # A node that saves its own output would keep itself alive.
+            tensor = tensor.detach()
+        if announcement is None:
+            return tensor, version_of(tensor), None
+        return Read(announcement, tensor, version_of(tensor), None)
+
+    def _find(self, tensor: Tensor) -> Announcement | None:
+        for address in _addresses(tensor):
+            for start, end, announcement in self._extents:
+                if start <= address < end:
+                    return announcement
+        return None
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Read):
+        return packed.unpack()
+    tensor, version, unpack = packed
+    if unpack is not None:
+        return unpack(tensor)  # type: ignore[no-any-return]
+    _check_version(tensor, version, "")
+    return tensor  # type: ignore[no-any-return]
+
+
+never_compile(ReadHooks._pack)
+never_compile(_unpack)
+
+
+def _check_version(tensor: Tensor, expected: int, whose: str) -> None:
+    """Do what autograd does where no hooks are in force.
+
+    Raises:
+        RuntimeError: If the tensor was written since it was saved.
+    """
+    version = version_of(tensor)
+    if version != expected:
+        raise RuntimeError(
+            f"one of the variables{whose} needed for gradient computation has been modified by an "
+            f"inplace operation: [{tensor.dtype} {list(tensor.shape)}] is at version {version}; "
+            f"expected version {expected} instead."
+        )
+
+
+def _addresses(tensor: Tensor) -> list[int]:
+    """Return where the data of a tensor is, of a wrapper that of all tensors inside."""
+    if is_traceable_wrapper_subclass(tensor):
+        inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [at for each in inside if isinstance(each, Tensor) for at in _addresses(each)]
+    try:
+        return [tensor.data_ptr()]
+    except RuntimeError:  # tensors without storage
+        return []
+
+
+class CallHooks:
+    """Which saved-tensor hooks are in force during one call of a unit.
+
+    Attributes:
+        own: Those of the call; None where all its reads are announced, or others may not be used.
+    """
+
+    __slots__ = ("_outer", "own")
+
+    def __init__(self, own: ReadHooks | None, outer: ReadHooks | None) -> None:
+        """Put `own` in force, in the place of those of the call around, which are on top."""
+        self.own, self._outer = own, outer
+        if outer is not None:
+            pop_saved_tensors_hooks()
+        if own is not None:
+            push_saved_tensors_hooks(*own.pair)
+
+    def end(self) -> None:
+        """Put in force what was before the call, also beneath what was put in force since."""
+        above: list[Hooks] = []
+        while self.own is not None and (top := top_saved_tensors_hooks(False)) is not None:
+            pop_saved_tensors_hooks()
+            if top[0] == self.own.pair[0]:
+                break
+            above.append(top)
+        for pair in reversed(above):
+            push_saved_tensors_hooks(*pair)
+        if self._outer is not None:
+            push_saved_tensors_hooks(*self._outer.pair)
+
+
+def choose_hooks(
+    learnt: LearntReads, top: Hooks | None
+) -> tuple[bool, ReadHooks | None, Hooks | None]:
+    """Return whether a call needs hooks of its own, those of the call around, those of others.
+
+    Args:
+        learnt: What its unit has learnt.
+        top: The hooks that autograd calls now.
+    """
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    outer = owner if isinstance(owner, ReadHooks) else None
+    others = top if outer is None else outer.others
+    if saved_tensors_hooks_refusal() is not None:
+        return False, None, others
+    # Checkpointing gathers a unit to run its forward again. What others saved, and when, nobody
+    # knows; nor does autograd compare versions where there are hooks.
+    is_known = others is None or others[0].__module__ == _CHECKPOINT
+    return not (learnt.is_trusted and is_known), outer, others

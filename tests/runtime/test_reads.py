@@ -1,0 +1,534 @@
+"""Reads of full values that no output announces: side losses, and what units learn of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributions import Independent, Normal
+from torch.utils.checkpoint import checkpoint
+
+from composable_shard import ShardingStrategy, get_states
+from composable_shard.flat_param import LOCKED
+from composable_shard.torch_private import top_saved_tensors_hooks
+from tests import claims
+from tests.helpers import distributed
+from tests.models import Layer, rank_input, shard_children, shard_layers, shard_root
+from tests.pairs import pairwise
+
+FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
+
+
+def _input(step: int = 0) -> Tensor:
+    return rank_input(4, 15, step=step, dtype=torch.float64)
+
+
+# --- C1: losses beside the output ---
+
+
+class _SideLoss(nn.Module):
+    """A block with an auxiliary loss, as a mixture of experts has."""
+
+    def __init__(self, keep: str = "attribute", *, is_before: bool = True, first: int = 0) -> None:
+        """Args: where the loss is kept, whether before the output, from which forward on."""
+        super().__init__()
+        self.first = first
+        self.number = -1
+        self.router = nn.Linear(15, 15)
+        self.layer = Layer()
+        self.is_before = is_before
+        self.keep = keep
+        self.aux: Any = None
+        if keep == "hook":
+            self.router.register_forward_hook(self._take)
+
+    def _take(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.aux = output.square().mean()
+
+    def _keep(self, x: Tensor) -> None:
+        if self.number < self.first:
+            self.aux = None
+            return
+        aux = self.router(x).square().mean()
+        if self.keep == "attribute":
+            self.aux = aux
+        elif self.keep == "list":
+            self.aux = [aux]
+        elif self.keep == "closure":
+            self.aux = lambda: aux
+
+    def take(self) -> Tensor:
+        """Return the loss of the last forward."""
+        aux, self.aux = self.aux, None
+        if aux is None:
+            return torch.zeros(())
+        if self.keep == "closure":
+            aux = aux()
+        loss: Tensor = aux[0] if isinstance(aux, list) else aux
+        return loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        if self.is_before:
+            self._keep(x)
+        y: Tensor = self.layer(x)
+        if not self.is_before:
+            self._keep(torch.tanh(y))
+        return y
+
+
+def _side_losses(**options: Any) -> nn.Module:
+    return nn.Sequential(*[_SideLoss(**options) for _ in range(3)])
+
+
+def _train_on_both(model: nn.Module, number: int) -> None:
+    y = model(_input(number))
+    (y.square().mean() + sum(block.take() for block in model)).backward()
+
+
+def _train_on_side_losses_alone(model: nn.Module, number: int) -> None:
+    model(_input(number))
+    sum(block.take() for block in model).backward()
+
+
+def _train_on_one_side_loss(model: nn.Module, number: int) -> None:
+    """The first unit is read last, the others come before its output and stay unread."""
+    model(_input(number))
+    model[1].take().backward()
+
+
+@claims.variants
+@distributed(2)
+def test_c1_side_loss_kept_on_the_module(
+    strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """C1: an auxiliary loss kept on the module gives the gradients of a plain model."""
+    claims.assert_right(
+        _side_losses,
+        _train_on_both,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        accumulates=accumulates,
+    )
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        keep=["attribute", "list", "closure", "hook"],
+        is_before=[True, False],
+        program=[_train_on_both, _train_on_side_losses_alone, _train_on_one_side_loss],
+        strategy=[FULL_SHARD, SHARD_OPTIM],
+    )
+)
+@distributed(2)
+def test_c1_side_loss_in_any_place(
+    keep: str, is_before: bool, program: claims.Program, strategy: ShardingStrategy
+) -> None:
+    """C1: it makes no difference where the loss is kept, when it is computed, what else counts."""
+    claims.assert_right(
+        lambda: _side_losses(keep=keep, is_before=is_before), program, strategy=strategy
+    )
+
+
+class _SideLossOfRoot(nn.Module):
+    """The root, which holds a unit, reads its own weight in a side loss and inside the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(15, 15) / 4)
+        self.block = _UsesWeight()
+        self.aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.block(x, self.weight)
+        self.aux = F.linear(torch.tanh(y), self.weight).square().mean()
+        return y
+
+
+class _UsesWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+        self.aux: Tensor | None = None
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        y: Tensor = self.layer(F.linear(x, weight))
+        self.aux = F.linear(torch.tanh(y), weight).square().mean()
+        return y
+
+
+def _train_on_losses_of_root(model: nn.Module, number: int) -> None:
+    model(_input(number))
+    (model.aux + model.block.aux).backward()
+
+
+@claims.strategies
+@distributed(2)
+def test_c1_weight_of_an_outer_unit_in_a_side_loss(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """C1: inside another unit's forward, that of an outer unit is announced too."""
+    claims.assert_right(
+        _SideLossOfRoot,
+        _train_on_losses_of_root,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        reshard_after_forward=True if strategy is FULL_SHARD else None,
+    )
+
+
+# --- C2: tensors where nobody looks ---
+
+
+class _InSlot:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class _Named(NamedTuple):
+    hidden: Tensor
+
+
+@dataclass
+class _Data:
+    inner: Any
+
+
+class _InAttribute:
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+
+_FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "distribution": (
+        lambda x: Independent(Normal(x, 1.0), 1),
+        lambda out: out.base_dist.loc,
+    ),
+    "slots": (_InSlot, lambda out: out.hidden),
+    "slots_in_dataclasses": (
+        lambda x: _Data(_Data(_InSlot(x))),
+        lambda out: out.inner.inner.hidden,
+    ),
+    "dataclasses": (lambda x: _Data(_Data(x)), lambda out: out.inner.inner),
+    "named_tuple_in_attribute": (
+        lambda x: _InAttribute(_InAttribute(_Named(x))),
+        lambda o: o.item.item.hidden,
+    ),
+    "closure": (lambda x: lambda: x, lambda out: out()),
+}
+
+
+class _Hiding(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.layer = Layer()
+        self.form = form
+
+    def forward(self, x: Tensor) -> Any:
+        return _FORMS[self.form][0](self.layer(x))
+
+
+class _Finding(nn.Module):
+    """Units whose outputs are hidden, in a root that finds them."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Hiding(form) for _ in range(3))
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = _FORMS[self.form][1](layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("form", "strategy"), list(zip(_FORMS, cycle(ShardingStrategy), strict=False))
+)
+@distributed(2)
+def test_c2_tensors_at_any_depth_of_an_output(form: str, strategy: ShardingStrategy) -> None:
+    """C2: an output may be anything: its tensors need not be found."""
+    claims.assert_right(
+        lambda: _Finding(form),
+        lambda model, number: model(_input(number)).square().mean().backward(),
+        shard=shard_layers,
+        strategy=strategy,
+    )
+
+
+@distributed(2)
+def test_c2_output_that_only_hooks_use() -> None:
+    """C2: hooks take what the loss is made of; the output itself is not used."""
+
+    def program(model: nn.Module, number: int) -> None:
+        taken: list[Tensor] = []
+        hooks = [
+            block.layer.register_forward_hook(lambda module, args, out: taken.append(out))
+            for block in model
+        ]
+        model(_input(number))
+        for hook in hooks:
+            hook.remove()
+        sum(each.square().mean() for each in taken).backward()
+
+    claims.assert_right(lambda: nn.Sequential(*[_Inner() for _ in range(3)]), program)
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.layer(x))
+
+
+# --- What units learn ---
+
+
+class _NotingHooks(nn.Module):
+    """A block that notes whether saved-tensor hooks are in force."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+        self.has_hooks: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.has_hooks.append(top_saved_tensors_hooks(False) is not None)
+        y: Tensor = self.layer(x)
+        return y
+
+
+class _WithSideLossAround(nn.Module):
+    """A side loss of the root, around units without one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_NotingHooks() for _ in range(2))
+        self.head = _SideLoss(is_before=False, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def _train_with_side_loss_around(model: nn.Module, number: int) -> None:
+    y = model(_input(number))
+    (y.square().mean() + model.head.take()).backward()
+
+
+def _shard_blocks_of(model: nn.Module, **options: Any) -> None:
+    for block in model.blocks:
+        shard_root(block, **options)
+    shard_root(model, **options)
+
+
+@distributed(2)
+def test_hooks_are_in_force_until_a_unit_knows_its_reads() -> None:
+    """Two backwards teach a unit; a unit that is read beside its output keeps hooks for itself."""
+    model = _WithSideLossAround().double()
+    _shard_blocks_of(model)
+    for step in range(4):
+        _train_with_side_loss_around(model, step)
+    assert [block.has_hooks for block in model.blocks] == [[True, True, False, False]] * 2
+    assert {state.name: state.learnt.is_trusted for state in get_states(model)} == {
+        "_WithSideLossAround": False,
+        "blocks.0": True,
+        "blocks.1": True,
+    }
+    assert top_saved_tensors_hooks(False) is None
+
+
+@claims.variants
+@distributed(2)
+def test_c1_side_loss_that_begins_later(
+    strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """C1: one that a trusted unit begins to keep on its module is right at once."""
+    claims.assert_right(
+        lambda: _WithSideLossAround(first=4),
+        _train_with_side_loss_around,
+        shard=_shard_blocks_of,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        accumulates=accumulates,
+        steps=6,
+    )
+
+
+@pytest.mark.parametrize("program", [_train_on_both, _train_on_side_losses_alone])
+@distributed(2)
+@claims.poisoned()
+def test_c1_read_that_nobody_announces_is_an_error(program: claims.Program) -> None:
+    """C1: where a loss begins that nobody could find, autograd refuses; the next step is right."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        *[_SideLoss("closure", is_before=False, first=3) for _ in range(2)]
+    ).double()
+    model = copy.deepcopy(plain)
+    shard_children(model)
+    for step in range(3):
+        _train_on_both(model, step)
+    model.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match=f"is at version {LOCKED}"):
+            program(model, 3)
+        gc.collect()
+    if program is _train_on_both:  # else no backward had begun
+        (warning,) = caught
+        assert "the last forwards of units ['0', '1']" in str(warning.message)
+    for block in plain:
+        block.number = 3
+    for each in (plain, model):
+        program(each, 4)
+    claims.average_gradients(plain.parameters())
+    found = claims.unsharded_gradients(model)
+    for name, param in plain.named_parameters():
+        claims.assert_close(found[name], param.grad, name)
+
+
+@distributed(2)
+@claims.poisoned()
+def test_graph_of_weights_that_a_step_changed_is_refused() -> None:
+    """C1: as in a plain model; also where full values are never freed, and nobody is told."""
+    for strategy in ShardingStrategy:
+        model = nn.Sequential(*[_SideLoss("closure", first=3) for _ in range(2)]).double()
+        shard_children(model, strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            _train_on_both(model, step)
+        model(_input(3))
+        loss = model[0].take() + model[1].take()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="is at version"):
+            loss.backward()
+        model(_input(3))
+        loss = model[0].take() + model[1].take()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="were written between a forward and its backward"):
+            loss.backward()
+
+
+# --- What stays as without hooks ---
+
+
+@distributed(2)
+def test_in_place_change_of_a_saved_tensor_is_refused_as_ever() -> None:
+    """Autograd compares no versions where hooks are in force, so they do."""
+    model = Layer().double()
+    shard_root(model)
+    taken: list[Tensor] = []
+    for step in range(4):
+        hook = model.up.register_forward_hook(lambda module, args, out: taken.append(out.exp_()))
+        y = model(_input(step)).square().sum()
+        hook.remove()
+        with torch.no_grad():
+            taken.pop().add_(1)
+        with pytest.raises(RuntimeError, match=r"needed for gradient computation .* modified"):
+            y.backward()
+        model(_input(step)).square().sum().backward()
+
+
+def _take_as_it_is(tensor: Any) -> Any:
+    return tensor
+
+
+@claims.strategies
+@distributed(2)
+def test_side_loss_beneath_hooks_of_somebody_else(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """These get every tensor as ever; reads are announced all the same, for good."""
+
+    def program(model: nn.Module, number: int) -> None:
+        with saved_tensors_hooks(_take_as_it_is, _take_as_it_is):
+            y = model(_input(number))
+        (y.square().mean() + sum(block.take() for block in model)).backward()
+
+    claims.assert_right(
+        lambda: _side_losses(first=3),
+        program,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        steps=5,
+    )
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@distributed(2)
+def test_c17_side_loss_inside_a_checkpoint(is_reentrant: bool) -> None:
+    """C17: a loss that a checkpointed unit returns beside its output, and one that it keeps."""
+
+    def program(model: nn.Module, number: int) -> None:
+        x = _input(number).requires_grad_()
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=is_reentrant)
+        loss = x.square().mean()
+        if not is_reentrant:  # which keeps no graph of it
+            loss = loss + sum(block.take() for block in model)
+        loss.backward()
+
+    claims.assert_right(_side_losses, program)
+
+
+@distributed(2)
+def test_side_loss_and_activations_on_the_host() -> None:
+    """`save_on_cpu` keeps copies of the weights, too."""
+
+    def program(model: nn.Module, number: int) -> None:
+        with torch.autograd.graph.save_on_cpu():
+            y = model(_input(number))
+        (y.square().mean() + sum(block.take() for block in model)).backward()
+
+    claims.assert_right(_side_losses, program)
+
+
+@distributed(2)
+def test_interrupted_forward_leaves_no_hooks() -> None:
+    """An exception ends a call past our hooks, or, as Ctrl-C does, without them."""
+    model = nn.Sequential(Layer(), Layer())
+    shard_children(model)
+    for error in (ValueError, KeyboardInterrupt):
+
+        def fail(*_: Any, error: type[BaseException] = error) -> None:
+            raise error
+
+        hook = model[1].down.register_forward_hook(fail)
+        with pytest.raises(error):
+            model(rank_input(4, 15))
+        hook.remove()
+        model(rank_input(4, 15)).sum().backward()
+        assert top_saved_tensors_hooks(False) is None
+
+
+@distributed(2)
+def test_graph_with_hooks_is_freed_by_reference_count_alone() -> None:
+    """Saved outputs and reads lead back to no node."""
+    model = _SideLoss()
+    shard_root(model)
+    gc.collect()
+    gc.disable()
+    try:
+        y = model(rank_input(4, 15))
+        states = [weakref.ref(state) for state in get_states(model)]
+        del y, model
+        assert [ref() for ref in states] == [None]
+    finally:
+        gc.enable()
