@@ -34,6 +34,7 @@ from composable_shard.flat_param.memory import Precision, plan_layout
 from composable_shard.flat_param.owners import settle_owners
 from composable_shard.flat_param.pending import (
     drop_pending,
+    keep_left_gradients,
     mark_pending,
     needs_reduction,
     pending_values,
@@ -67,6 +68,7 @@ __all__ = [
     "handle_of",
     "has_gradients",
     "is_shown_by_scope",
+    "keep_left_gradients",
     "keep_requires_grad",
     "make_flat_entry",
     "mark_pending",

@@ -39,6 +39,17 @@ def mark_pending(handle: FlatParamHandle, notice: PendingNotice) -> None:
         grads.marks.append((param, show_pending(param, notice), [index]))
 
 
+def keep_left_gradients(handle: FlatParamHandle) -> None:
+    """Let gradients that somebody has set on the full parameters wait for a reduction."""
+    grads = handle.grads
+    left = [e for e in handle.entries if e.unsharded is not None and e.unsharded.grad is not None]
+    if grads.is_bound and (left or (True in grads.arrived and not grads.is_unsynced)):
+        settle_pending(handle)
+        grads.pack_rest(may_overwrite=False)
+        grads.postpone()
+        mark_pending(handle, PendingNotice())
+
+
 def settle_pending(handle: FlatParamHandle) -> None:
     """Undo `mark_pending`; drop what was dropped since, or set to zero."""
     grads = handle.grads

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from composable_shard.comm import CommHook
+from composable_shard.flat_param import keep_left_gradients
 from composable_shard.options import ReshardAfterForward, check_reshard_after_forward
 from composable_shard.runtime import (
     ShardState,
@@ -159,6 +160,9 @@ def _reshard(state: ShardState) -> None:
         return
     state.let_go()
     if state.training_state is TrainingState.IDLE:
+        for handle in state.handles:
+            if not handle.full.num_claims:
+                keep_left_gradients(handle)
         for handle in state.needed:
             if handle.full.num_claims == 0:
                 handle.full.end_graphs()

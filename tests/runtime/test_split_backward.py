@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from composable_shard import ShardingStrategy, is_sharded, reshard, unshard
+from composable_shard import (
+    ShardingStrategy,
+    is_sharded,
+    reduce_pending_gradients,
+    reshard,
+    unshard,
+)
 from tests import claims
 from tests.helpers import distributed
 from tests.models import Layer, rank_input, shard_children, square_mean
@@ -118,12 +124,13 @@ def test_c4_sharded_parameters_are_in_no_graph(
     loss.backward()
 
 
+@pytest.mark.parametrize("ends_with_whole", [True, False])
 @claims.strategies
 @distributed(2)
 def test_c5_backward_of_inputs_and_then_of_weights(
-    strategy: ShardingStrategy, use_orig_params: bool
+    strategy: ShardingStrategy, use_orig_params: bool, ends_with_whole: bool
 ) -> None:
-    """Case 5: as pipelines run it, of two microbatches in turns; a third backward reduces all."""
+    """Case 5: as pipelines run it, of two microbatches in turns; reduced then, or when asked."""
 
     def program(model: nn.Module, number: int) -> None:
         if is_sharded(model):
@@ -135,9 +142,11 @@ def test_c5_backward_of_inputs_and_then_of_weights(
             parts.append(stage_backward_input([loss], None, [x], model.parameters())[1])
         for part in parts:
             stage_backward_weight(model.parameters(), part)
-        _loss_of_rows(model, 3 * number + 2).backward()
+        if ends_with_whole:
+            _loss_of_rows(model, 3 * number + 2).backward()
         if is_sharded(model):
             reshard(model, recurse=True)
+            reduce_pending_gradients(model)
 
     claims.assert_right(
         _make_rows_to_one, program, strategy=strategy, use_orig_params=use_orig_params
