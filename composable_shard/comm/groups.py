@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -64,7 +66,8 @@ class ShardGroup:
                 time: all of them must call this together.
 
         Raises:
-            RuntimeError: If torch.distributed is not initialised and was not launched by torchrun.
+            RuntimeError: If torch.distributed is not initialised, and this is one of several
+                processes that torchrun has not launched.
             ValueError: If the mesh has more than two axes, this rank is not in it, or the ranks of
                 a 2-D mesh don't ascend (with `spans_replicas`, row by row).
         """
@@ -321,12 +324,10 @@ def _device_of(device_type: str) -> torch.device:
 def _group_of_all_ranks(is_replicated: bool, spans_replicas: bool) -> ShardGroup:
     """Return what `from_mesh` does without a mesh; units that exist together share it."""
     if not dist.is_initialized():
-        if not dist.is_torchelastic_launched():
-            raise RuntimeError(
-                "torch.distributed is not initialised. Call "
-                "torch.distributed.init_process_group() first, or start the script with torchrun."
-            )
-        dist.init_process_group()
+        if dist.is_torchelastic_launched():
+            dist.init_process_group()
+        else:
+            _init_one_process()
     world = dist.group.WORLD
     assert world is not None
     known = _groups_of_world.setdefault(world, WeakValueDictionary())
@@ -342,6 +343,31 @@ def _group_of_all_ranks(is_replicated: bool, spans_replicas: bool) -> ShardGroup
         )
     return found
 
+
+def _init_one_process() -> None:
+    """Make a process group of this process alone, as in a notebook.
+
+    Raises:
+        RuntimeError: If the environment says that there are more processes: each would train alone.
+    """
+    found = {name: os.environ[name] for name in _NUM_PROCESSES if name in os.environ}
+    several = [f"{name}={value}" for name, value in found.items() if value != "1"]
+    if several:
+        raise RuntimeError(
+            f"torch.distributed is not initialised, and {several[0]} says that this is one of "
+            "several processes. Call torch.distributed.init_process_group() first, or start the "
+            "script with torchrun."
+        )
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    _logger.warning(
+        "torch.distributed was not initialised: this process trains alone, on one rank. For "
+        "several start the script with torchrun."
+    )
+
+
+_logger = logging.getLogger("composable_shard")
+# What launchers tell each process: torchrun and its like, Slurm, Open MPI, MPICH.
+_NUM_PROCESSES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 # To make a mesh takes longer the more ranks there are, and each unit needs one. Weak, so that a
 # process group ends with the units that use it.

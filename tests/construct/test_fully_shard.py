@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import time
 import warnings
 import weakref
@@ -34,7 +35,7 @@ from composable_shard import (
 )
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.flat_param.memory import MemoryPlan
-from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
+from tests.helpers import assert_equal, distributed, peak_bytes, run_processes, run_ranks
 from tests.models import (
     CheckpointsBlocks,
     Layer,
@@ -443,14 +444,45 @@ def test_mesh_with_three_axes_is_refused_by_name() -> None:
     )
 
 
-def test_missing_process_group_is_named() -> None:
-    """Nothing is initialised behind the user's back outside of torchrun."""
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_NTASKS"])
+def test_missing_process_group_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of several processes that torchrun has not started would train alone."""
+    monkeypatch.setenv(name, "2")
     with pytest.raises(RuntimeError) as caught:
         fully_shard(Layer())
     assert str(caught.value) == (
-        "torch.distributed is not initialised. Call torch.distributed.init_process_group() first, "
-        "or start the script with torchrun."
+        f"torch.distributed is not initialised, and {name}=2 says that this is one of several "
+        "processes. Call torch.distributed.init_process_group() first, or start the script with "
+        "torchrun."
     )
+
+
+def _train_alone() -> tuple[int, bool, list[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr(logging.getLogger("composable_shard"), "warning", lines.append)
+        model = nn.Sequential(Layer(), Layer())
+        reference = copy.deepcopy(model)
+        for module in (*model, model):
+            fully_shard(module)
+        for each in (model, reference):
+            optimizer = torch.optim.AdamW(each.parameters())
+            each(torch.ones(2, 15)).square().mean().backward()
+            optimizer.step()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        are_equal = all(torch.equal(ours.full_tensor(), theirs) for ours, theirs in pairs)
+        return dist.get_world_size(), are_equal, lines
+
+
+def test_l_notebook_without_a_process_group_trains_on_one_rank() -> None:
+    """Neither torchrun nor `init_process_group`: one log line, and the values of a plain model."""
+    [(world_size, are_equal, lines)] = run_processes([{}], _train_alone)
+    assert world_size == 1
+    assert are_equal
+    assert lines == [
+        "torch.distributed was not initialised: this process trains alone, on one rank. For "
+        "several start the script with torchrun."
+    ]
 
 
 @distributed(2)

@@ -841,8 +841,9 @@ def test_world_size_of_a_dry_run_is_checked() -> None:
         plan_of(Net(), ALL, world_size=0)
 
 
-def test_missing_process_group_is_named() -> None:
-    """A real run needs one; nothing is changed before it is found missing."""
+def test_missing_process_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real run of several processes needs one; nothing is changed before it is found missing."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
     model = Net()
     with pytest.raises(RuntimeError, match=r"^torch.distributed is not initialised"):
         shard_model(model, ALL)
