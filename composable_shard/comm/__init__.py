@@ -6,10 +6,12 @@ makes ranks agree or raise together, `hooks` replaces reductions, `trace` observ
 
 from composable_shard.comm import collectives, trace
 from composable_shard.comm.agreement import (
+    UNITS,
     FlagReduction,
     HostGroup,
     Ranks,
     all_bytes,
+    compare_lines,
     get_host_group,
     raise_difference,
 )
@@ -52,6 +54,7 @@ from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_n
 __all__ = [
     "HOST",
     "QUANTISED",
+    "UNITS",
     "AllGather",
     "CommHook",
     "ErrorFeedback",
@@ -78,6 +81,7 @@ __all__ = [
     "broadcast",
     "call_hook",
     "collectives",
+    "compare_lines",
     "copies_for",
     "count_collectives",
     "error_feedback_hook",

@@ -27,27 +27,32 @@ from composable_shard.torch_private import all_gather_base_of
 
 # A NotImplementedError is a RuntimeError too, so it stands first.
 _KINDS = (ValueError, NotImplementedError, RuntimeError)
+UNITS = "the comparison of the units"  # the identity of what `compare_lines` may meet
 _DIGEST_NBYTES = 31  # one more makes a message of 32
 
 
-def all_bytes(group: dist.ProcessGroup, device: torch.device, data: bytes) -> list[bytes]:
+def all_bytes(
+    group: dist.ProcessGroup, device: torch.device, data: bytes, *, what: str | None = None
+) -> list[bytes]:
     """Return every rank's bytes; two all-gathers, the first one of their lengths."""
-    lengths = _gather_rows(group, device, len(data).to_bytes(8, "little"))
+    lengths = _gather_rows(group, device, len(data).to_bytes(8, "little"), what)
     sizes: list[int] = lengths.view(torch.int64).flatten().tolist()
     # Of at least one byte, as a buffer without any is refused.
     local = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[: len(data)].to(device)
-    joined: Tensor = collectives.all_gather_uneven(local, sizes, group).cpu()
+    joined: Tensor = collectives.all_gather_uneven(local, sizes, group, what=what).cpu()
     return [bytes(part.tolist()) for part in joined.split(sizes)]
 
 
-def _gather_rows(group: dist.ProcessGroup, device: torch.device, data: bytes) -> Tensor:
+def _gather_rows(
+    group: dist.ProcessGroup, device: torch.device, data: bytes, what: str | None
+) -> Tensor:
     """Return every rank's bytes, all of one length; shape `(ranks, bytes)`, on the CPU.
 
     Without a Python object for each rank, because there may be thousands.
     """
     local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     output = local.new_empty(group.size() * len(data))
-    collectives.all_gather(output, local, group).wait()
+    collectives.all_gather(output, local, group, what=what).wait()
     return output.cpu().view(group.size(), -1)
 
 
@@ -69,7 +74,9 @@ class Ranks:
         self.device = device
         self.rank = dist.get_rank() if groups else 0
 
-    def compare(self, message: Any, flag: bool | None = None) -> tuple[list[Any], bool]:
+    def compare(
+        self, message: Any, flag: bool | None = None, *, what: str | None = None
+    ) -> tuple[list[Any], bool]:
         """Return the messages of all ranks, and whether any rank has set a flag.
 
         One all-gather of 31 bytes for each group, of 32 with a flag. Two more if messages differ.
@@ -77,6 +84,7 @@ class Ranks:
         Args:
             message: A JSON value; tuples become lists.
             flag: None for no flag.
+            what: What it is for, for messages. Default: the function that the program has called.
 
         Returns:
             The messages in rank order, only this rank's if all are the same; the joined flag.
@@ -85,7 +93,7 @@ class Ranks:
         digest, is_same = _digest_of(text.encode()), True
         for group in self.groups:
             sent = digest if flag is None else digest + bytes([flag])
-            rows = _gather_rows(group, self.device, sent)
+            rows = _gather_rows(group, self.device, sent, what)
             flag = None if flag is None else bool(rows[:, -1].any())
             digests = rows[:, :_DIGEST_NBYTES]
             if not bool((digests == digests[0]).all()):
@@ -93,7 +101,7 @@ class Ranks:
                 is_same, digest = False, _digest_of(bytes(digests.flatten().tolist()))
         texts = [text]
         for group in () if is_same else self.groups:
-            parts = all_bytes(group, self.device, json.dumps(texts).encode())
+            parts = all_bytes(group, self.device, json.dumps(texts).encode(), what=what)
             texts = [each for part in parts for each in json.loads(part)]
         decoded = {each: json.loads(each) for each in dict.fromkeys(texts)}
         return [decoded[each] for each in texts], bool(flag)
@@ -179,6 +187,19 @@ def _raise_found(messages: list[Any], own: Exception | None) -> None:
     is_everywhere = len(texts) == 1 and None not in messages
     kind = next(each for each in _KINDS if each.__name__ == found[0][1])
     raise kind(next(iter(texts)) if is_everywhere else joined) from own
+
+
+def compare_lines(ranks: Ranks, lines: list[str]) -> None:
+    """Check that all ranks bring the same lines, before something is sent that they describe.
+
+    One all-gather of 32 bytes for each process group: as lazy init sends its lines, which ranks
+    that have nothing to send here may have reached already.
+
+    Raises:
+        RuntimeError: On all ranks, as `raise_difference`.
+    """
+    messages, _ = ranks.compare([lines, []], False, what=UNITS)
+    raise_difference([each for each, _ in messages])
 
 
 def raise_difference(all_lines: list[list[str]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_shard.comm import ShardGroup
+from composable_shard.comm import ShardGroup, compare_lines
 from composable_shard.construct.plan import FLAT_PARAM_NAME, Original, Plan, states_to_sync
 from composable_shard.flat_param import (
     FlatParamHandle,
@@ -140,7 +140,22 @@ def _cut(
 
 
 def sync_states(plan: Plan, shard_group: ShardGroup) -> None:
-    """Give every rank the parameters and buffers of the mesh's first: a broadcast for each."""
+    """Give every rank the parameters and buffers of the mesh's first: a broadcast for each.
+
+    One all-gather of 32 bytes for each process group compares what will be sent.
+
+    Raises:
+        RuntimeError: If the ranks would send other tensors, naming the first; nothing was sent.
+    """
+    lines = [
+        f"'{original.fqn}' shape {tuple(original.param.shape)} {original.param.dtype} is broadcast"
+        for original in plan.originals
+    ]
+    lines += [
+        f"a buffer of shape {tuple(tensor.shape)} {tensor.dtype} is broadcast"
+        for tensor in states_to_sync(plan)[len(lines) :]
+    ]
+    compare_lines(shard_group.ranks, lines)
     for tensor in states_to_sync(plan):
         shard_group.ranks.copy_from_first(tensor)
 

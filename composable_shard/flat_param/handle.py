@@ -170,7 +170,7 @@ class FlatParamHandle:
             cut = "" if granularity == "element" else f" granularity={granularity!r}"
             lines.append(
                 f"'{entry.label}' shape {tuple(entry.spec.shape)} {self.shard.values.dtype} "
-                f"requires_grad={self.requires_grad}{cut} {options}"
+                f"requires_grad={entry.sharded.requires_grad}{cut} {options}"
             )
         return lines
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from composable_shard.comm import ShardGroup, raise_difference
+from composable_shard.comm import ShardGroup, compare_lines
 from composable_shard.flat_param.entries import flat_spec
 from composable_shard.flat_param.full_values import FullValues
 from composable_shard.flat_param.gradients import FlatGradients
@@ -212,6 +212,4 @@ def _compare_plans(planned: dict[FlatParamHandle, list[int]]) -> None:
             for handle in handles
             for entry, owner in zip(handle.entries, planned[handle], strict=True)
         ]
-        # As lazy init sends it, which ranks without such parameters may have reached already.
-        messages, _ = handles[0].shard_group.ranks.compare([lines, []], False)
-        raise_difference([each for each, _ in messages])
+        compare_lines(handles[0].shard_group.ranks, lines)

@@ -26,14 +26,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_shard.comm import FlagReduction, Ranks, ShardGroup, raise_difference
+from composable_shard.comm import UNITS, FlagReduction, Ranks, ShardGroup, raise_difference
 from composable_shard.flat_param import FlatParamHandle, settle_owners
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.buffers import is_never_written, place_buffers
 from composable_shard.runtime.casts import iter_tensors
 from composable_shard.runtime.prefetch import release_handle
 from composable_shard.runtime.tree import find_unmanaged, get_states, raise_unmanaged
-from composable_shard.runtime.unit import ShardState, TrainingState, TreeContext, all_trees
+from composable_shard.runtime.unit import (
+    ShardState,
+    StateRef,
+    TrainingState,
+    TreeContext,
+    all_trees,
+)
 from composable_shard.tensor import join_tree
 from composable_shard.torch_private import sequence_nr_of
 
@@ -290,11 +296,11 @@ def _check_agreement(states: list[ShardState], unmanaged: list[str], has_values:
     for state in states:
         if state.buffers is not None:
             lines = mesh_of(state.buffers.shard_group).lines
-            lines.extend(f"{line} {state.describe_options()}" for line in state.buffers.describe())
+            lines.extend(f"{line} {describe_options(state)}" for line in state.buffers.describe())
         for handle in state.handles:
             mesh = mesh_of(handle.shard_group)
             mesh.handles.append(handle)
-            mesh.lines.extend(handle.describe_entries(state.describe_options()))
+            mesh.lines.extend(handle.describe_entries(describe_options(state)))
             if has_values:
                 mesh.initial.extend(handle.initial.take())
     for mesh in meshes.values():
@@ -314,6 +320,39 @@ def _check_agreement(states: list[ShardState], unmanaged: list[str], has_values:
         raise_unmanaged(unmanaged)
 
 
+def describe_options(state: ShardState) -> str:
+    """Return the options that all ranks must agree on."""
+    text = (
+        f"in unit '{state.name}' strategy={state.options.strategy.name} "
+        f"reshard_after_forward={state.reshard_after_forward}{state.options.describe()}"
+    )
+    settings: dict[str, object] = {
+        "comm_hook": state.handles and state.handles[0].grads.reduction.hook_name,
+        "gradient_divide_factor": state.handles and state.handles[0].grads.reduction.divide_factor,
+        "keeps_after_backward": [
+            handle.name for handle in state.handles if not handle.reshards_after_backward
+        ],
+        "changed_registration": [
+            handle.name
+            for handle in state.handles
+            if handle.shown.shows_flat is state.options.use_orig_params
+        ],
+        "no_gradient_sync": not state.requires_gradient_sync,
+        "no_all_reduce": not state.requires_all_reduce,
+        "is_not_last_backward": not state.is_last_backward,
+        "forward_prefetch": _names_of(state.forward_prefetch),
+        "backward_prefetch": _names_of(state.backward_prefetch),
+    }
+    return text + "".join(f" {name}={value}" for name, value in settings.items() if value)
+
+
+def _names_of(chosen: tuple[StateRef, ...] | None) -> str:
+    """Return the names of units, "" where the user has chosen none."""
+    if chosen is None:
+        return ""
+    return str([state.name for ref in chosen if (state := ref()) is not None])
+
+
 @dataclass
 class _Mesh:
     """All that ranks in the same process groups must agree on."""
@@ -331,7 +370,7 @@ def _compare_lines(
     initial: Sequence[tuple[str, int | None]] = (),
 ) -> bool:
     """Compare descriptions and initial values; return whether any rank has hooks."""
-    messages, has_hooks = ranks.compare([lines, initial], has_hooks)
+    messages, has_hooks = ranks.compare([lines, initial], has_hooks, what=UNITS)
     raise_difference([lines for lines, _ in messages])
     _raise_other_values([values for _, values in messages])
     return has_hooks

@@ -288,16 +288,6 @@ class ShardState:
             )
         self.training_state = target
 
-    def describe_options(self) -> str:
-        """Return the options that all ranks must agree on."""
-        text = (
-            f"in unit '{self.name}' strategy={self.options.strategy.name} "
-            f"reshard_after_forward={self.reshard_after_forward}{self.options.describe()}"
-        )
-        if self.handles and (hook_name := self.handles[0].grads.reduction.hook_name):
-            text += f" comm_hook={hook_name}"
-        return text
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or to a running step, for copies and pickles."""
         state = {**self.__dict__, "learnt": LearntReads(), "hooks": None}
