@@ -131,6 +131,9 @@ non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter(
     "_non_persistent_buffers_set"
 )
 load_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_load_state_dict_pre_hooks")
+backward_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]] = attrgetter(
+    "_backward_hooks", "_backward_pre_hooks"
+)
 pre_accumulate_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 post_accumulate_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter(
     "_post_accumulate_grad_hooks"

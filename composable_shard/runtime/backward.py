@@ -269,6 +269,7 @@ def _pack(
         handle in backward.reducing  # else the gradient stays, and the value's memory must not
         and handle.reshards_after_backward
         and not handle.full.serves_graphs
+        and not any(state.backward_hooks)
         and _is_outermost(backward)
         and (state in backward.recomputed or not state.is_checkpointed)
     )

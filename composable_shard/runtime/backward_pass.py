@@ -200,6 +200,8 @@ class BackwardPass:
 
     def end_handle(self, state: ShardState, handle: FlatParamHandle) -> None:
         """Reduce a handle that is over, or note that it waits for it; free its full parameters."""
+        if any(state.backward_hooks) and handle.full.num_claims == 0:
+            handle.take_back("in a backward hook")
         if state.buckets is not None and state.buckets.end(handle):
             pass  # reduced already
         elif handle in self.reducing and (handle.requires_grad or needs_reduction(handle)):

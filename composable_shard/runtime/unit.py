@@ -23,6 +23,7 @@ from composable_shard.runtime.buckets import Buckets
 from composable_shard.runtime.buffers import BufferBroadcast
 from composable_shard.runtime.reads import CallHooks, LearntReads
 from composable_shard.tensor import PendingNotice
+from composable_shard.torch_private import backward_hooks_of
 
 Unit = TypeVar("Unit")
 
@@ -127,6 +128,8 @@ class ShardState:
         backward_prefetch: Likewise for its backward.
         buffers: Broadcasts its buffers before forwards, on request.
         buckets: Decides which of them are reduced before the unit's end, if any may.
+        backward_hooks: Those that users put on its modules and on modules inside: they may read and
+            write its full parameters when their gradients are there already.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         requires_all_reduce: False reduces gradients over the shard group only.
         is_last_backward: False tells that another backward comes before the step.
@@ -163,21 +166,18 @@ class ShardState:
         self.reshard_after_forward = options.reshard_after_forward
         self.buffers = buffers
         self.buckets = buckets
+        parts = [part for module in modules for part in module.modules()]
+        self.backward_hooks = [hooks for part in parts for hooks in backward_hooks_of(part)]
         self.num_modules = self.modules_to_run = len(modules)
         self.training_state = TrainingState.IDLE
-        self.requires_gradient_sync = True
-        self.requires_all_reduce = True
-        self.is_last_backward = True
+        self.requires_gradient_sync = self.requires_all_reduce = self.is_last_backward = True
         self.forward_prefetch: tuple[StateRef, ...] | None = None
         self.backward_prefetch: tuple[StateRef, ...] | None = None
-        self.is_held = False
-        self.is_in_pass = False
+        self.is_held = self.is_in_pass = False
         self.full_params: dict[FlatParamHandle, ScopeParams] = {}
         self.depth = 0
-        self.last_call = -1
-        self.call_number = -1
-        self.call_sequence_nr = 0
-        self.output_sequence_nr = 0
+        self.last_call = self.call_number = -1
+        self.call_sequence_nr = self.output_sequence_nr = 0
         self.is_checkpointed = False
         self.learnt = LearntReads()
         self.hooks: CallHooks | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -11,9 +12,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from composable_shard import ShardingStrategy, fully_shard, get_handles, reshard, unshard
-from tests.claims import assert_right, strategies
+from tests.claims import assert_right, strategies, unsharded_gradients
 from tests.helpers import distributed
-from tests.models import Net, loss_of, rank_input, shard_blocks, shard_root, square_mean
+from tests.models import (
+    Net,
+    average_gradients,
+    loss_of,
+    rank_input,
+    shard_blocks,
+    shard_root,
+    square_mean,
+)
 
 
 def clamps_data(module: nn.Module, *_: object) -> None:
@@ -159,3 +168,58 @@ def test_c13_old_style_spectral_norm_is_right(
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
+
+
+_KINDS = ["register_full_backward_hook", "register_full_backward_pre_hook"]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("edit", EDITS)
+@strategies
+@distributed(2)
+def test_c10_edit_in_a_backward_hook_is_warned_of(
+    edit: Callable[..., None], kind: str, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Case 10: as in forward; the gradients are those of a plain model, whose weight is edited."""
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    hook = getattr(model.blocks[0].up, kind)(lambda *_: edit(model.blocks[0]))
+    loss = loss_of(model)
+    if kind == "register_full_backward_pre_hook" and edit in (clamps, sets_data):
+        # The node that reads the weight comes next, and finds it written, as with a plain model.
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return
+    with pytest.warns(UserWarning, match=r"edits of \['blocks.0.up.weight'\] in a backward"):
+        loss.backward()
+    hook.remove()
+    if kind == "register_full_backward_hook":
+        loss_of(plain).backward()
+        average_gradients(plain.parameters())
+        for name, gradient in unsharded_gradients(model).items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+    model.zero_grad()
+    if strategy is ShardingStrategy.FULL_SHARD:
+        loss_of(model).backward()
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@strategies
+@distributed(2)
+def test_c10_value_that_a_backward_hook_reads_is_the_weight(
+    kind: str, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Case 10: not the gradient that has taken its place."""
+    torch.manual_seed(0)
+    model = Net()
+    expected = float(model.blocks[0].up.weight.detach().norm())
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    found: list[float] = []
+    up = model.blocks[0].up
+    getattr(up, kind)(lambda *_: found.append(float(up.weight.detach().norm())))
+    for _ in range(2):
+        loss_of(model).backward()
+        model.zero_grad()
+    assert found == pytest.approx([expected, expected])
