@@ -7,7 +7,6 @@ makes ranks agree or raise together, `hooks` replaces reductions, `trace` observ
 from composable_shard.comm import collectives, trace
 from composable_shard.comm.agreement import (
     UNITS,
-    FlagReduction,
     HostGroup,
     Ranks,
     all_bytes,
@@ -36,6 +35,7 @@ from composable_shard.comm.devices import (
     copies_for,
     make_streams,
 )
+from composable_shard.comm.flags import FlagReduction
 from composable_shard.comm.groups import ShardGroup, SmallGroup
 from composable_shard.comm.hooks import (
     CommHook,

@@ -15,14 +15,13 @@ import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
-from composable_shard.comm.collectives import Waitable
 from composable_shard.torch_private import all_gather_base_of
 
 # A NotImplementedError is a RuntimeError too, so it stands first.
@@ -344,106 +343,3 @@ def _to_tensor(value: Any) -> Tensor:
 
 def _from_tensor(data: Tensor) -> Any:
     return json.loads(bytes(data.untyped_storage())[data.storage_offset() :][: data.numel()])
-
-
-_GroupTuple = tuple[dist.ProcessGroup, ...]
-
-
-class _HasGroups(Protocol):
-    """A ShardGroup: its module imports this one."""
-
-    @property
-    def joint_groups(self) -> _GroupTuple: ...
-    @property
-    def device(self) -> torch.device: ...
-
-
-class FlagReduction:
-    """The maximum over all ranks of small numbers, one byte each; in flight until `finish`.
-
-    One all-reduce for each process group. Where a mesh has several groups, the result of the first
-    one goes on to the next.
-    """
-
-    def __init__(self, values: Sequence[tuple[_HasGroups, list[int]]], *, highest: int) -> None:
-        """Start the all-reduces.
-
-        Args:
-            values: For each flat parameter the ranks that share it or have copies, and numbers.
-            highest: The highest number that any rank may have.
-        """
-        self._sizes = [len(numbers) for _, numbers in values]
-        self._meshes: dict[_GroupTuple, _MeshReduction] = {}
-        self._keys = [group.joint_groups for group, _ in values]
-        for key, (group, _) in zip(self._keys, values, strict=True):
-            if key not in self._meshes:
-                sent = [n for g, numbers in values if g.joint_groups == key for n in numbers]
-                self._meshes[key] = _MeshReduction(key, sent, highest, group.device)
-
-    def finish(self) -> list[list[int]]:
-        """Wait, and return the largest numbers of all ranks, in the order of `values`."""
-        received = {key: mesh.finish() for key, mesh in self._meshes.items()}
-        ends = dict.fromkeys(received, 0)
-        largest = []
-        for key, size in zip(self._keys, self._sizes, strict=True):
-            start = ends[key]
-            ends[key] = end = start + size
-            largest.append(received[key][start:end])
-        return largest
-
-    def abandon(self) -> None:
-        """Wait until nothing is in flight; errors of the collectives are ignored."""
-        for mesh in self._meshes.values():
-            mesh.abandon()
-
-
-_FLAGS = "the flags of a backward"
-
-
-class _MeshReduction:
-    """The reduction over one mesh.
-
-    When this returns, the all-reduces of all groups have been issued, for they must come before
-    the reductions on every rank.
-    """
-
-    def __init__(
-        self, groups: _GroupTuple, numbers: list[int], highest: int, device: torch.device
-    ) -> None:
-        self._numbers = numbers
-        self._works: list[Waitable] = []
-        # A rank that gives nothing but the highest knows the answer: it waits for nothing before
-        # the end, and reads nothing back from the device.
-        self._is_known = numbers.count(highest) == len(numbers)
-        self._sent = _send(numbers, device)
-        for index, group in enumerate(groups):
-            if index and self._is_known:
-                self._sent = self._sent.clone()
-            elif index:
-                self._wait()
-            self._works.append(
-                collectives.all_reduce(self._sent, group, dist.ReduceOp.MAX, what=_FLAGS)
-            )
-
-    def _wait(self) -> None:
-        while self._works:
-            self._works.pop().wait()
-
-    def finish(self) -> list[int]:
-        self._wait()
-        if not self._is_known:
-            self._numbers, self._is_known = self._sent.tolist(), True
-        return self._numbers
-
-    def abandon(self) -> None:
-        while self._works:
-            collectives.abandon(self._works.pop())
-
-
-def _send(numbers: list[int], device: torch.device) -> Tensor:
-    """Return small numbers on the device, shape `(len(numbers),)`; the host does not wait."""
-    if len(set(numbers)) == 1:  # as in most backward passes
-        return torch.full((len(numbers),), numbers[0], dtype=torch.uint8, device=device)
-    is_pinned = device.type != "cpu"
-    sent = torch.tensor(numbers, dtype=torch.uint8, pin_memory=is_pinned)
-    return sent.to(device, non_blocking=True)

@@ -283,7 +283,8 @@ class AllGather:
         identity = self._identities.get(when)
         if identity is None:
             what = f"the {when} gather of unit '{self._name}'" if when else self._name
-            identity = self._identities[when] = identify(what, "all_gather", self._nbytes)
+            identity = identify(what, "all_gather", self._nbytes, is_of_step=bool(when))
+            self._identities[when] = identity
         order = self._order  # as `note` does, without a call
         if len(order.issued) > MAX_ISSUED:
             order.fold()
@@ -493,7 +494,9 @@ class ReduceScatter:
         identity = self._identities.get(key)
         if identity is None:
             nbytes = payload(input, self._numels)
-            identity = identify(f"the reduction of unit '{name}'", "reduce_scatter", nbytes)
+            identity = identify(
+                f"the reduction of unit '{name}'", "reduce_scatter", nbytes, is_of_step=True
+            )
             self._identities[key] = identity
         order = self._order  # as `note` does, without a call
         if len(order.issued) > MAX_ISSUED:

@@ -73,7 +73,8 @@ def _note(group: dist.ProcessGroup, kind: str, nbytes: int, what: str | None) ->
     if trace.logs:
         trace.record(kind, group.group_name, nbytes)
     order = order_of(group)
-    order.note(identify(what or function_called(), kind, nbytes))
+    is_of_step = kind == "all_reduce" and what is not None
+    order.note(identify(what or function_called(), kind, nbytes, is_of_step=is_of_step))
     return order
 
 
@@ -245,9 +246,18 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     *,
     what: str | None = None,
+    digest_nbytes: int = 0,
 ) -> Waitable:
-    """Start reducing `tensor` in place over all ranks; any shape, the same on every rank."""
-    order = _note(group, "all_reduce", tensor.nbytes, what)
+    """Start reducing `tensor` in place over all ranks; any shape, the same on every rank.
+
+    Args:
+        tensor: What is reduced.
+        group: The ranks that take part.
+        op: How.
+        what: What it is for, for messages; None to name the function that was called.
+        digest_nbytes: How many bytes are no payload, for the log: [Note: Digest of a step].
+    """
+    order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what)
     # A sum of gradients is added up as the backend does it, and as other libraries do.
     is_here = what is None or op is not dist.ReduceOp.SUM
     if is_here and tensor.nbytes <= _MAX_SMALL_NBYTES and is_exchange(group, tensor.device):

@@ -10,6 +10,9 @@ kind and its bytes, in short a number of 32 bits, the same on all ranks.
   collectives never meet: instead of wrong values, or of an abort where the sizes differ, the ranks
   wait, and find out for what: [Note: Watch].
 
+- Each backward compares a digest of what was issued since the last one, before it publishes
+  gradients. [Note: Digest of a step]
+
 [Note: Watch]
 A thread looks twice a second whether this rank issues collectives. When none has come for a second,
 it writes into the store of the default process group what the rank last issued and which line of
@@ -41,6 +44,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from composable_shard.torch_private import backend_of, frames_of_threads, side_store
 
@@ -54,7 +58,7 @@ _QUIET_S = 1.0
 _ANSWER_S = 4.0
 _LONGEST_PAUSE_S = 30.0
 _KEY = "composable_shard"
-_ADVICE = "All ranks must run the same units and call the same functions, in the same order."
+ADVICE = "All ranks must run the same units and call the same functions, in the same order."
 
 _logger = logging.getLogger(_KEY)
 _Statement = dict[str, Any]
@@ -65,12 +69,23 @@ _TRANSPARENT = sys.stdlib_module_names - {"__main__"}
 
 # By identity. There are as many as a program has collectives of different kinds.
 _texts: dict[int, str] = {}
+_OF_STEP = 1 << 32
 
 
-def identify(what: str, kind: str, nbytes: int) -> int:
-    """Return the identity of a collective, see [Note: Identity of a collective]."""
+def identify(what: str, kind: str, nbytes: int, *, is_of_step: bool = False) -> int:
+    """Return the identity of a collective, see [Note: Identity of a collective].
+
+    Args:
+        what: What it is for.
+        kind: The kind of collective.
+        nbytes: Of the full-size payload.
+        is_of_step: All data-parallel ranks issue it in their steps, [Note: Digest of a step].
+    """
     text = f"{what} ({kind} of {nbytes} bytes)"
     identity = zlib.crc32(text.encode())
+    if is_of_step:
+        # Bytes left out: those of shards that have copies may differ between the copies' groups.
+        identity += _OF_STEP * (zlib.crc32(what.encode()) | 1)
     _texts[identity] = text
     return identity
 
@@ -86,15 +101,18 @@ class GroupOrder:
     Attributes:
         issued: Identities since the last `fold`; `num_folded` came before.
         num_folded: How many came before.
+        last_step: Those of the last step that all data-parallel ranks issue.
         failure: Why no further collective can succeed, None while nothing has failed.
     """
 
-    __slots__ = ("__weakref__", "_recent", "failure", "issued", "num_folded")
+    __slots__ = ("__weakref__", "_late", "_recent", "failure", "issued", "last_step", "num_folded")
 
     def __init__(self) -> None:
         self.issued: list[int] = []
         self.num_folded = 0
         self.failure: str | None = None
+        self.last_step: list[int] = []
+        self._late: tuple[Any, Tensor, torch.Event] | None = None
         self._recent: list[int] = []
 
     def note(self, identity: int) -> None:
@@ -105,11 +123,30 @@ class GroupOrder:
 
     def fold(self) -> int:
         """Begin to count calls anew, as each step does; return a digest of the last ones."""
-        digest = zlib.crc32(array("Q", self.issued).tobytes())
+        self.last_step = [identity for identity in self.issued if identity >= _OF_STEP]
+        digest = zlib.crc32(array("Q", [each >> 32 for each in self.last_step]).tobytes())
         self.num_folded += len(self.issued)
         self._recent = (self._recent + self.issued)[-_NUM_RECENT:]
         self.issued.clear()
         return digest
+
+    def take_late(self, step: Any, received: Tensor) -> tuple[Any, Tensor] | None:
+        """Return a step and what the ranks have sent of it, on the CPU; None where it is to come.
+
+        From an accelerator it comes one step late, because the host must not wait.
+        """
+        if received.device.type == "cpu":
+            return step, received
+        before = self._late
+        host = torch.empty_like(received, device="cpu", pin_memory=True)
+        host.copy_(received, non_blocking=True)
+        event = torch.Event(received.device)
+        event.record()
+        self._late = step, host, event
+        if before is None:
+            return None
+        before[2].synchronize()
+        return before[:2]
 
     @property
     def num_issued(self) -> int:
@@ -337,12 +374,13 @@ def _find_difference(name: str, statements: dict[int, _Statement]) -> str | None
             for text, ranks in sides.items():
                 is_last = number == max(by_rank[ranks[0]])
                 place = f", called at {statements[ranks[0]]['where']}" if is_last else ""
-                parts.append(f"{_are(ranks)} in {text}, call {calls[text]} of this step{place}")
-            return f"the ranks are not in step: {'; '.join(parts)}. {_ADVICE}"
+                parts.append(f"{are(ranks)} in {text}, call {calls[text]} of this step{place}")
+            return f"the ranks are not in step: {'; '.join(parts)}. {ADVICE}"
     return None
 
 
-def _are(ranks: Sequence[int]) -> str:
+def are(ranks: Sequence[int]) -> str:
+    """Return the beginning of a sentence about ranks."""
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {list(ranks)} are"
 
 
@@ -366,7 +404,7 @@ def _describe_missing(
         _, call, text = issued[first][-1]
         statement = statements[first]
         parts.append(
-            f"{_are(waiting)} in {text}, call {call} of this step, called at "
+            f"{are(waiting)} in {text}, call {call} of this step, called at "
             f"{statement['where']}, since {statement['since']}"
         )
     parts += [f"rank {rank} {_describe_rank(statements[rank], issued[rank])}" for rank in late]
@@ -376,7 +414,7 @@ def _describe_missing(
         parts.append(f"rank {rank} is gone, or can't be reached{about}")
     if not late and not gone:
         return f"a collective has failed: {'; '.join(parts)}. {error}"
-    return f"a collective has failed because not all ranks came: {'; '.join(parts)}. {_ADVICE}"
+    return f"a collective has failed because not all ranks came: {'; '.join(parts)}. {ADVICE}"
 
 
 def _describe_rank(statement: _Statement, issued: Sequence[Sequence[Any]]) -> str:

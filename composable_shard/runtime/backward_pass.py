@@ -36,6 +36,7 @@ from composable_shard.runtime.early_gradients import EarlyGradients
 from composable_shard.runtime.late_buckets import catch_up, find_late
 from composable_shard.runtime.prefetch import drop_prefetched, release_after_backward
 from composable_shard.runtime.reads import CallReads, learn_anew
+from composable_shard.runtime.tree import step_facts
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 from composable_shard.tensor import PendingNotice
 from composable_shard.torch_private import current_backward_id, queue_callback
@@ -134,9 +135,13 @@ class BackwardPass:
         self.is_sure_to_reduce = self.accumulates
 
     def _reduce_flags(
-        self, values: Sequence[tuple[ShardGroup, list[int]]], *, highest: int
+        self,
+        values: Sequence[tuple[ShardGroup, list[int]]],
+        *,
+        highest: int,
+        facts: Sequence[str] | None = None,
     ) -> FlagReduction:
-        flags = FlagReduction(values, highest=highest)
+        flags = FlagReduction(values, highest=highest, facts=facts)
         self.context.flag_reductions.append(flags)
         return flags
 
@@ -291,6 +296,7 @@ class BackwardPass:
         flags = self._reduce_flags(
             [(h.shard_group, _use_flags(h, h in buckets)) for h in handles],
             highest=LATE if buckets else 1,
+            facts=step_facts(self.context),
         )
         if not self.accumulates:
             # Another rank may, where this one skips a unit for example.
@@ -377,6 +383,7 @@ class BackwardPass:
         # Last, for it costs no time then; but before anything is published, for it may fail.
         for other in self.context.flag_reductions:
             other.finish()
+        flags.check_step()
         if not self.accumulates:
             return []
         for handle, used in zip(handles, flags.finish(), strict=True):

@@ -35,7 +35,7 @@ from composable_shard.flat_param import (
     UnshardedParameter,
     slot_key,
 )
-from composable_shard.runtime.unit import ShardState
+from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
     CALL_CODE,
@@ -387,3 +387,23 @@ def _unmanaged_names(places: Iterable[_Place], states: Sequence[ShardState]) -> 
 def _spans(param: Any, ranks: set[int]) -> bool:
     """Return whether a parameter is a DTensor over all of these ranks."""
     return isinstance(param, DTensor) and ranks.issubset(param.device_mesh.mesh.flatten().tolist())
+
+
+def step_facts(context: TreeContext) -> list[str]:
+    """Return what the program has done since the last backward, for all ranks to compare.
+
+    Parameters that one rank owns whole are left out: only its owner's are stepped. So are those
+    with hooks in backward, which may be on some ranks only.
+    """
+    handles = [
+        handle
+        for state in context.live_states()
+        for handle in state.handles
+        if not (handle.layout.owners or handle.has_early_hooks)
+    ]
+    num_writes = context.count_writes(sum([handle.guard.num_writes for handle in handles]))
+    has_grads = any([h.shown.at_rest[0].sharded.grad is not None for h in handles])
+    return [
+        f"a backward after {num_writes} writes to parameters since the last one (by "
+        f"optimizer.step() or edits), with{'' if has_grads else 'out'} earlier gradients"
+    ]

@@ -408,6 +408,7 @@ class TreeContext:
         self.prefetched: dict[ShardState, bool] = {}
         self.notice: PendingNotice | None = None
         self._has_warned_of_host_memory = False
+        self._num_writes = -1  # of all parameters, when the last backward ended
         self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
         trees.add(self)
 
@@ -483,6 +484,11 @@ class TreeContext:
     def release_graphs(self) -> None:
         """Note which handles still serve graphs, after all were given the chance to be freed."""
         self.serves_graphs = any(handle.full.serves_graphs for handle in self.live_handles())
+
+    def count_writes(self, num_writes: int) -> int:
+        """Note how often parameters have been written; return how often since the last backward."""
+        before, self._num_writes = self._num_writes, num_writes
+        return 0 if before == -1 else num_writes - before
 
     def warns_of_host_memory(self) -> bool:
         """Return True the first time, for a warning that is given once."""

@@ -575,10 +575,11 @@ def test_an_error_in_any_exchange_leaves_the_next_step_right(place: str) -> None
     for k in range(1, 6):
         counter = _FailingAtCount(k)
 
-        def failing(*args: Any, counter: _FailingAtCount = counter) -> Any:
+        def failing(*args: Any, counter: _FailingAtCount = counter, **options: Any) -> Any:
             if place == "issue":
                 counter.wait()
-            return counter.around(all_reduce(*args)) if place == "wait" else all_reduce(*args)
+            work = all_reduce(*args, **options)
+            return counter.around(work) if place == "wait" else work
 
         loss = loss_of(model)
         with pytest.MonkeyPatch.context() as patch:

@@ -54,6 +54,24 @@ def test_l_alone_says_where_the_other_rank_is(
     assert "differences.py:" in cell.texts[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "strategy", "sides"),
+    [
+        ("one_microbatch_more", "FULL_SHARD", ["without earlier gradients", "with earlier"]),
+        ("step_twice", "SHARD_GRAD_OP", ["writes to parameters since the last one"]),
+        ("swap_equal_units", "NO_SHARD", ["of unit 'blocks.0'", "of unit 'blocks.1'"]),
+    ],
+)
+def test_l_order_publishes_no_gradient_of_ranks_out_of_step(
+    name: str, strategy: str, sides: list[str]
+) -> None:
+    """Order: where all collectives match, the digest of the step is what tells."""
+    cell = differences.measure(name, strategy, timeout_s=20)
+    assert cell.kind == "error", cell
+    for side in ["rank 0 is in", "rank 1 is in", "No gradient was published", *sides]:
+        assert side in cell.texts[0]
+
+
 @pytest.mark.fast
 def test_ranks_agree_on_tags_only_in_step() -> None:
     """A tag depends on what was issued last, and on how much was issued before."""

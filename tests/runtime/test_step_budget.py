@@ -53,7 +53,7 @@ PINNED = {  # by parameters of a unit
     1: StepCost(
         sent=9,
         payload=8 * NBYTES + 3,
-        written=NBYTES + 1,  # the gradient, and whether there is one
+        written=NBYTES,  # the gradient
         allocations=3,
         allocated=2 * NBYTES + NBYTES // 2 + 1,
         calls=136,
@@ -62,7 +62,7 @@ PINNED = {  # by parameters of a unit
     9: StepCost(
         sent=9,
         payload=8 * 9 * NBYTES + 9 * 3,
-        written=9 * (NBYTES + 1),
+        written=9 * NBYTES,
         allocations=3,
         allocated=9 * (2 * NBYTES + NBYTES // 2 + 1),
         calls=160,

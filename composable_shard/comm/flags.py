@@ -1,0 +1,223 @@
+"""The maximum of small numbers over all ranks, and the digest of a step that travels with it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_shard.comm import collectives
+from composable_shard.comm.agreement import Ranks
+from composable_shard.comm.lockstep import ADVICE, Waitable, are, describe, order_of
+
+_GroupTuple = tuple[dist.ProcessGroup, ...]
+
+
+class _HasGroups(Protocol):
+    """A ShardGroup: its module imports this one."""
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+    @property
+    def replicate_groups(self) -> _GroupTuple: ...
+    @property
+    def joint_groups(self) -> _GroupTuple: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class _StepRecord:
+    """What the ranks of a mesh compare when a backward ends.
+
+    [Note: Digest of a step]
+    The flag reduction that every backward makes carries four bytes more and their complements. The
+    maximum over the ranks is the same as each rank's own only if all ranks have the same: no rank
+    publishes gradients otherwise. The digest is that of the collectives that all data-parallel
+    ranks issue in a step, and of facts that only a program can make different: whether parameters
+    were written since the last backward, and whether they have gradients. An accelerator's host
+    does not wait for it: it looks when the next backward ends.
+    """
+
+    NBYTES = 8
+
+    def __init__(self, groups: Iterable[dist.ProcessGroup], facts: Sequence[str]) -> None:
+        """Begin a new step of the groups, and sum up the last one."""
+        orders = [order_of(group) for group in dict.fromkeys(groups)]
+        digest = zlib.crc32("".join(facts).encode())
+        for order in orders:
+            digest = zlib.crc32(order.fold().to_bytes(4, "little"), digest)
+        self._orders, self._facts = orders, facts
+        own = digest.to_bytes(4, "little")
+        self.sent = [*own, *(255 - byte for byte in own)]
+
+    def lines(self) -> list[str]:
+        """Return all of it as text, for the error."""
+        steps = [each for order in self._orders for each in order.last_step]
+        issued = [describe(each).rpartition(" (")[0] for each in steps]
+        return [*self._facts, *issued]
+
+
+def _is_same_everywhere(received: Sequence[int]) -> bool:
+    """Return whether all ranks have sent the same, of the maximum of what they sent."""
+    half = _StepRecord.NBYTES // 2
+    return all(a + b == 255 for a, b in zip(received[:half], received[half:], strict=True))
+
+
+def _describe_difference(lines: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+    """Return a text about the first line in which ranks differ, of `_StepRecord.lines`."""
+    for index in range(max(map(len, lines))):
+        sides: dict[str, list[int]] = {}
+        for rank, own in zip(ranks, lines, strict=True):
+            sides.setdefault(own[index] if index < len(own) else "nothing more", []).append(rank)
+        if len(sides) > 1:
+            parts = [f"{are(those)} in {text}" for text, those in sides.items()]
+            return (
+                f"the ranks are not in step: in the step that ends with this backward, "
+                f"{'; '.join(parts)}. No gradient was published. {ADVICE}"
+            )
+    return "the ranks were not in step, and are again"
+
+
+class FlagReduction:
+    """The maximum over all ranks of small numbers, one byte each; in flight until `finish`.
+
+    One all-reduce for each process group. Where a mesh has several groups, the result of the first
+    one goes on to the next.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[tuple[_HasGroups, list[int]]],
+        *,
+        highest: int,
+        facts: Sequence[str] | None = None,
+    ) -> None:
+        """Start the all-reduces.
+
+        Args:
+            values: For each flat parameter the ranks that share it or have copies, and numbers.
+            highest: The highest number that any rank may have.
+            facts: What the ranks compare at the end of a step, None where none ends.
+        """
+        self._sizes = [len(numbers) for _, numbers in values]
+        self._meshes: dict[_GroupTuple, _MeshReduction] = {}
+        self._keys = [group.joint_groups for group, _ in values]
+        for key, (group, _) in zip(self._keys, values, strict=True):
+            if key not in self._meshes:
+                sent = [n for g, numbers in values if g.joint_groups == key for n in numbers]
+                step = None if facts is None else _StepRecord(_groups_of(values, key), facts)
+                self._meshes[key] = _MeshReduction(key, sent, highest, group.device, step)
+
+    def finish(self) -> list[list[int]]:
+        """Wait, and return the largest numbers of all ranks, in the order of `values`."""
+        received = {key: mesh.finish() for key, mesh in self._meshes.items()}
+        ends = dict.fromkeys(received, 0)
+        largest = []
+        for key, size in zip(self._keys, self._sizes, strict=True):
+            start = ends[key]
+            ends[key] = end = start + size
+            largest.append(received[key][start:end])
+        return largest
+
+    def check_step(self) -> None:
+        """Check that all ranks were in step, see [Note: Digest of a step]; after `finish`.
+
+        Raises:
+            RuntimeError: If not, on all ranks.
+        """
+        for mesh in self._meshes.values():
+            mesh.check_step()
+
+    def abandon(self) -> None:
+        """Wait until nothing is in flight; errors of the collectives are ignored."""
+        for mesh in self._meshes.values():
+            mesh.abandon()
+
+
+def _groups_of(
+    values: Sequence[tuple[_HasGroups, list[int]]], key: _GroupTuple
+) -> list[dist.ProcessGroup]:
+    """Return all process groups of the flat parameters whose flags travel together."""
+    found = dict.fromkeys(group for group, _ in values if group.joint_groups == key)
+    return [each for one in found for each in (one.group, *one.replicate_groups, *key)]
+
+
+_FLAGS = "the flags of a backward"
+
+
+class _MeshReduction:
+    """The reduction over one mesh.
+
+    When this returns, the all-reduces of all groups have been issued, for they must come before
+    the reductions on every rank.
+    """
+
+    def __init__(
+        self,
+        groups: _GroupTuple,
+        numbers: list[int],
+        highest: int,
+        device: torch.device,
+        step: _StepRecord | None,
+    ) -> None:
+        self._groups, self._device, self._step = groups, device, step
+        self._num_flags = len(numbers)
+        self._numbers = numbers
+        self._works: list[Waitable] = []
+        # A rank that gives nothing but the highest knows the answer: it waits for nothing before
+        # the end, and reads nothing back from the device.
+        self._is_known = numbers.count(highest) == len(numbers)
+        self._sent = _send(numbers if step is None else [*numbers, *step.sent], device)
+        digest_nbytes = 0 if step is None else len(step.sent)
+        for index, group in enumerate(groups):
+            if index and self._is_known:
+                self._sent = self._sent.clone()
+            elif index:
+                self._wait()
+            self._works.append(
+                collectives.all_reduce(
+                    self._sent, group, dist.ReduceOp.MAX, what=_FLAGS, digest_nbytes=digest_nbytes
+                )
+            )
+
+    def _wait(self) -> None:
+        while self._works:
+            self._works.pop().wait()
+
+    def finish(self) -> list[int]:
+        self._wait()
+        if not self._is_known:
+            self._numbers, self._is_known = self._sent.tolist()[: self._num_flags], True
+        return self._numbers
+
+    def check_step(self) -> None:
+        step, self._step = self._step, None
+        if step is None or not self._groups:
+            return
+        received = self._sent[self._num_flags :]
+        before = order_of(self._groups[0]).take_late(step, received)
+        if before is None:
+            return
+        step, received = before
+        if not _is_same_everywhere(received.tolist()):
+            ranks = Ranks(self._groups, self._device)
+            lines = ranks.all_messages([ranks.rank, step.lines()])
+            text = _describe_difference([own for _, own in lines], [rank for rank, _ in lines])
+            raise RuntimeError(text)
+
+    def abandon(self) -> None:
+        while self._works:
+            collectives.abandon(self._works.pop())
+
+
+def _send(numbers: list[int], device: torch.device) -> Tensor:
+    """Return small numbers on the device, shape `(len(numbers),)`; the host does not wait."""
+    if len(set(numbers)) == 1:  # as in most backward passes
+        return torch.full((len(numbers),), numbers[0], dtype=torch.uint8, device=device)
+    is_pinned = device.type != "cpu"
+    sent = torch.tensor(numbers, dtype=torch.uint8, pin_memory=is_pinned)
+    return sent.to(device, non_blocking=True)
