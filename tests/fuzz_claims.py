@@ -14,6 +14,7 @@ import copy
 import importlib
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -506,7 +507,9 @@ def run_case(seed: int, features: set[str]) -> None:
     """Run the case of a seed on both models and compare after each step, on every rank."""
     case = draw(seed, features)
     try:
-        with poisoned():
+        with poisoned(), warnings.catch_warnings():
+            # Forwards differ from step to step, and a planned failure may seem to be due to that.
+            warnings.filterwarnings("ignore", "a backward failed, and the last forwards")
             _run_beside_plain(case)
     except BaseException as error:
         error.add_note(f"python -m tests.fuzz_claims --only {seed}\n{case}")

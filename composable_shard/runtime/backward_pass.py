@@ -466,14 +466,13 @@ def _note_abort(
             if state.depth == 0 and not state.is_held:
                 handle.shown.show_sharded()
     context.open_calls = 0
-    learn_anew({s.name: s.learnt for s in context.live_states() if s.needed}, has_failed=True)
 
 
 def drop_aborted(context: TreeContext) -> None:
     """Drop what an aborted backward left in handles; already published gradients stay.
 
     Gradients that `no_sync` kept unsharded are dropped too: the aborted pass may have added to
-    some of them.
+    some of them. Warns of reads that nobody announced, which `_note_abort` could tell nobody.
     """
     context.has_aborted = False
     for state in context.live_states():
@@ -484,6 +483,7 @@ def drop_aborted(context: TreeContext) -> None:
         for handle in state.handles:
             handle.grads.drop()
     _return_to_idle(context)
+    learn_anew({s.name: s.learnt for s in context.live_states() if s.needed}, has_failed=True)
 
 
 def _return_to_idle(context: TreeContext) -> None:
