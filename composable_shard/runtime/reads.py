@@ -277,28 +277,36 @@ class CallHooks:
         own: Those of the call; None where all its reads are announced, or others may not be used.
     """
 
-    __slots__ = ("_outer", "own")
+    __slots__ = ("_below", "_outer", "own")
 
     def __init__(self, own: ReadHooks | None, outer: ReadHooks | None) -> None:
         """Put `own` in force, in the place of those of the call around, which are on top."""
         self.own, self._outer = own, outer
         if outer is not None:
             pop_saved_tensors_hooks()
+        self._below = None if own is not None else top_saved_tensors_hooks(False)
         if own is not None:
             push_saved_tensors_hooks(*own.pair)
 
     def end(self) -> None:
-        """Put in force what was before the call, also beneath what was put in force since."""
+        """Put in force what was before the call, beneath what was put in force since.
+
+        Hooks that a user's forward hooks put in force are there until those end, after this.
+        """
         above: list[Hooks] = []
-        while self.own is not None and (top := top_saved_tensors_hooks(False)) is not None:
+        lowest = self._below if self.own is None else self.own.pair
+        while (top := top_saved_tensors_hooks(False)) is not None:
+            is_lowest = lowest is not None and top[0] == lowest[0]
+            if is_lowest and self.own is None:
+                break
             pop_saved_tensors_hooks()
-            if top[0] == self.own.pair[0]:
+            if is_lowest:
                 break
             above.append(top)
-        for pair in reversed(above):
-            push_saved_tensors_hooks(*pair)
         if self._outer is not None:
             push_saved_tensors_hooks(*self._outer.pair)
+        for pair in reversed(above):
+            push_saved_tensors_hooks(*pair)
 
 
 def choose_hooks(

@@ -502,6 +502,35 @@ def test_side_loss_and_activations_on_the_host() -> None:
 
 
 @distributed(2)
+def test_hooks_that_forward_hooks_put_in_force() -> None:
+    """C17: forward hooks enter and leave `save_on_cpu` around a unit, inside one with hooks."""
+
+    def program(model: nn.Module, number: int) -> None:
+        entered = []
+
+        def enter(*_: Any) -> None:
+            entered.append(torch.autograd.graph.save_on_cpu())
+            entered[-1].__enter__()
+
+        def leave(*_: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        parts = [*model.blocks, model.head]
+        hooks = [part.register_forward_pre_hook(enter) for part in parts]
+        hooks += [part.register_forward_hook(leave) for part in parts]
+        _train_with_side_loss_around(model, number)
+        for hook in hooks:
+            hook.remove()
+        assert top_saved_tensors_hooks(False) is None
+
+    def both(model: nn.Module, number: int) -> None:
+        (program if number % 4 == 3 else _train_with_side_loss_around)(model, number)
+
+    for run in (program, both):  # hooks of the inner units, and none once they are trusted
+        claims.assert_right(_WithSideLossAround, run, shard=_shard_blocks_of, steps=4)
+
+
+@distributed(2)
 def test_interrupted_forward_leaves_no_hooks() -> None:
     """An exception ends a call past our hooks, or, as Ctrl-C does, without them."""
     model = nn.Sequential(Layer(), Layer())
