@@ -86,10 +86,6 @@ class CallReached:
             self()
         elif state.training_state is not TrainingState.PRE_BACKWARD or state.borrowed:
             self()
-        if torch.is_grad_enabled():
-            # The graph that is being made gets an alias of the view.
-            for handle in state.needed:
-                handle.full.note_unseen_read()
 
     def __call__(self, *_: Any) -> None:
         """End the units that are over; make the unit of the call ready.
@@ -106,8 +102,13 @@ class CallReached:
             raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
         _check_not_in_scope(state)
         backward: BackwardPass = context.backward or begin_backward(context)
-        if torch.is_grad_enabled() and not backward.makes_graph:
-            backward.make_graph()
+        if torch.is_grad_enabled():
+            if not backward.makes_graph:
+                backward.make_graph()
+            # The graph that is being made gets aliases of views that hooks have saved, also those
+            # of a checkpoint inside the unit, which runs its forward again.
+            for handle in state.needed:
+                handle.full.note_unseen_read()
         if self.reads is not None:
             self.reads.backward_id = backward.graph_task_id
             backward.reads[self.reads] = None

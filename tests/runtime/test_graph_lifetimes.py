@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from composable_shard import ShardingStrategy, get_handles, reshard
 from tests import claims
@@ -77,6 +78,39 @@ def test_c3_forwards_between_a_gradient_and_its_backward(
         _make_layers,
         program,
         accumulates=accumulates,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+def _train_on_value_and_slope(model: nn.Module, number: int) -> None:
+    x = _rows(number).requires_grad_()
+    value = model(x)
+    (slope,) = torch.autograd.grad(value.square().sum(), x, create_graph=True)
+    (square_mean(slope) + square_mean(value)).backward()
+
+
+class _CheckpointInside(nn.Module):
+    """Runs its layer again in the backward, but not its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.layer, x, use_reentrant=False)
+        return output
+
+
+@claims.strategies
+@distributed(2)
+def test_c3_graph_of_a_checkpoint_inside_a_unit(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Case 3: the graph of a gradient reads the views that a checkpoint has saved again."""
+    claims.assert_right(
+        lambda: nn.Sequential(_CheckpointInside(), _CheckpointInside(), nn.Linear(15, 1)),
+        _train_on_value_and_slope,
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
