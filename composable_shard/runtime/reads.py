@@ -7,7 +7,8 @@ the forward leaves elsewhere (on the module, in a list, in an object that nobody
 without it. So while the forward runs, saved-tensor hooks take each saved view of full values for a
 `Read`, which announces the unit as its output does, waits for the values, and only then gives the
 view. Autograd runs nodes in descending order of their numbers, so [Note: End of a unit] holds for
-a read as for an output.
+a read as for an output. Other tensors that the unit saved announce it too: they may be the inputs
+of a checkpoint inside it, which then runs a part of the forward again.
 
 These hooks are Python, called for each saved tensor: a third of all host time of a unit. They are
 in force until two backwards in a row have read all that the forward saved, and nothing before the
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from composable_shard.flat_param import LOCKED
 from composable_shard.torch_private import (
+    current_backward_id,
     is_traceable_wrapper_subclass,
     never_compile,
     pop_saved_tensors_hooks,
@@ -213,13 +215,13 @@ class ReadHooks:
             pack, unpack = self.others
             packed = pack(tensor)
             if announcement is None:
-                return packed, -1, unpack
+                return packed, -1, unpack, self.announcement
             return Read(announcement, packed, -1, unpack)
         if tensor.grad_fn is not None:
             # A node that saves its own output would keep itself alive.
             tensor = tensor.detach()
         if announcement is None:
-            return tensor, version_of(tensor), None
+            return tensor, version_of(tensor), None, self.announcement
         return Read(announcement, tensor, version_of(tensor), None)
 
     def _find(self, tensor: Tensor) -> Announcement | None:
@@ -233,7 +235,10 @@ class ReadHooks:
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Read):
         return packed.unpack()
-    tensor, version, unpack = packed
+    tensor, version, unpack, announcement = packed
+    if current_backward_id() != -1:
+        # Perhaps an input of a checkpoint, which then runs a part of the unit again.
+        announcement.announce_read()
     if unpack is not None:
         return unpack(tensor)  # type: ignore[no-any-return]
     _check_version(tensor, version, "")

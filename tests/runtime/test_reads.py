@@ -501,6 +501,48 @@ def test_side_loss_and_activations_on_the_host() -> None:
     claims.assert_right(_side_losses, program)
 
 
+class _SideLossInCheckpoint(nn.Module):
+    """A unit that runs again in part; its side loss comes after its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+        self.router = nn.Linear(15, 15)
+        self.taken: list[Tensor] = []
+
+    def _run(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y, self.router(torch.tanh(y)).square().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, aux = checkpoint(self._run, x, use_reentrant=False)
+        self.taken = [aux]
+        output: Tensor = y
+        return output
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+@claims.strategies
+@distributed(2)
+def test_c17_side_loss_of_a_checkpoint_inside_a_unit(
+    strategy: ShardingStrategy, use_orig_params: bool, is_alone: bool
+) -> None:
+    """C17: the region runs again though nothing has told of the unit's output."""
+
+    def program(model: nn.Module, number: int) -> None:
+        y = model(_input(number))
+        loss = sum(block.taken.pop() for block in model)
+        (loss if is_alone else loss + y.square().mean()).backward()
+
+    claims.assert_right(
+        lambda: nn.Sequential(_SideLossInCheckpoint(), _SideLossInCheckpoint()),
+        program,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        steps=4,
+    )
+
+
 @distributed(2)
 def test_hooks_that_forward_hooks_put_in_force() -> None:
     """C17: forward hooks enter and leave `save_on_cpu` around a unit, inside one with hooks."""
