@@ -51,9 +51,13 @@ FEATURES = {
     "freeze": "requires_grad that changes at rest",
     "data": "values, data and dtypes that change at rest",
     "dropping": "zero_grad between microbatches, which drops what is pending",
-    "carrying": "values and dtypes that change while gradients are pending",
+    "carrying": "values that change while gradients are pending",
     "inputs": "backward(inputs=...) with parameters",
+    "reentrant_ties": "tied or shared weights of which a use is in a reentrant checkpoint",
+    "uneven": "parameters that some ranks use, beside reentrant checkpoints and create_graph",
 }
+#: What may be refused, by the text.
+REFUSALS = ("was used inside and outside of a reentrant checkpoint",)
 
 
 @dataclass
@@ -98,6 +102,7 @@ class Case:
     blocks: list[BlockPlan]
     options: dict[str, Any]
     has_root: bool
+    is_uneven: bool  # ranks use different parameters, whatever is checkpointed
     steps: list[tuple[str | None, list[Micro], str | None]]  # freeze or change, microbatches, zero
 
     def __str__(self) -> str:
@@ -122,8 +127,12 @@ def draw(seed: int, features: set[str]) -> Case:
         _draw_unit(random, i, has_root, shared, features, kinds)
         for i in range(random.randint(1, 4))
     ]
+    if "reentrant_ties" not in features and any(block.checkpoint == "True" for block in blocks):
+        for block in blocks:
+            block.tie = block.shared = None
     steps = [_draw_step(random, features, is_double, len(blocks)) for _ in range(3)]
-    return Case(blocks, _options(random, shared), has_root, steps)
+    is_uneven = "uneven" in features
+    return Case(blocks, _options(random, shared), has_root, is_uneven, steps)
 
 
 def _options(random: Random, shared: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +200,7 @@ def _draw_step(
         if "dropping" in features and random.random() < 0.2:
             micro.drops = random.choice(["optimizer", "module", "none"])
         if "carrying" in features and random.random() < 0.2:
-            micro.change = random.choice(["all_data", "dtype", "load"])
+            micro.change = random.choice(["all_data", "load"])
         micros.append(micro)
     micros.append(_draw_micro(random, is_double))
     if "inputs" in features and random.random() < 0.15:
@@ -454,14 +463,16 @@ class _Trainee:
         block = self.model.blocks[micro.fails_at]
         grads = [(p, None if p.grad is None else p.grad.clone()) for p in self.model.parameters()]
         block.fails = micro.fails
-        try:
-            self.loss(Micro(loss="main")).backward()
-        except Planned:
-            pass
-        else:
-            raise AssertionError("the planned failure did not come")
-        finally:
-            block.fails = None
+        with warnings.catch_warnings():
+            # Forwards differ from step to step, and a failed backward is asked whether that is why.
+            warnings.filterwarnings("ignore", "a backward failed, and the last forwards")
+            try:
+                self.loss(Micro(loss="main")).backward()
+            except Planned:
+                pass
+            else:
+                raise AssertionError("the planned failure did not come")
+        block.fails = None
         if not self.is_sharded:  # the sharded model drops such gradients as a whole
             for param, grad in grads:
                 param.grad = grad
@@ -512,6 +523,8 @@ def run_case(seed: int, features: set[str]) -> None:
             warnings.filterwarnings("ignore", "a backward failed, and the last forwards")
             _run_beside_plain(case)
     except BaseException as error:
+        if any(text in str(error) for text in REFUSALS):
+            return
         error.add_note(f"python -m tests.fuzz_claims --only {seed}\n{case}")
         raise
 
@@ -523,6 +536,8 @@ def _run_beside_plain(case: Case) -> None:
     shard_as_planned(sharded, case)
     has_names = case.options["use_orig_params"]
     is_same = any(block.checkpoint == "True" for block in case.blocks)
+    is_same = is_same or any(micro.penalty for _, micros, _ in case.steps for micro in micros)
+    is_same = is_same and not case.is_uneven
     runs = [
         _Trainee(model, model is sharded, torch.optim.SGD(model.parameters(), lr=0.05), is_same)
         for model in (plain, sharded)

@@ -8,7 +8,7 @@ from tests.fuzz_claims import FEATURES, draw, run_seeds
 from tests.helpers import run_ranks
 
 NUM_SEEDS = 10  # of a test
-LANDED = {"freeze"}
+LANDED = {"penalty", "freeze", "data", "dropping", "carrying"}
 
 
 @pytest.mark.parametrize("first", range(0, 4 * NUM_SEEDS, NUM_SEEDS))
