@@ -25,7 +25,8 @@ and the next forward that finds `guard.num_writes` changed gathers the other ran
 The graph that a backward makes with create_graph reads full values too, and nothing tells when: its
 nodes are nobody's output. So the values stay until each node that saved a parameter has been used
 up or is gone, which the references to the parameters tell; they are counted whenever the values
-would be freed. A write to the shards and `reshard` end this: the graph's reads raise from then on.
+would be freed. Another rank may count otherwise: what stays only for a graph counts as freed, and
+the next use gathers it again. A write to the shards and `reshard` end this: reads raise from then.
 
 [Note: Small group]
 Between forward and backward a rank may keep more than its shard and less than everything: the ranks
@@ -310,6 +311,8 @@ class FullValues:
         self.writes = self.shard.guard.num_writes
         if self._gather is None:
             self.move(CURRENT)
+        elif self.serves_graphs:
+            self.wait()
 
     def _issue(self, streams: Streams | None, when: str) -> Waitable | None:
         if not self.is_sharded:
@@ -396,28 +399,25 @@ class FullValues:
         """
         if self.serves_graphs:
             is_aliased = self._has_unseen_reads and storage_uses_of(self.buffer) > self._num_aliases
-            if is_aliased or self.params.are_saved():
-                with suppress(RuntimeError):  # as below
-                    self.wait()
-                return
-            self.serves_graphs = False
+            self.serves_graphs = is_aliased or self.params.are_saved()
         part = None
         if keeps_part and self.small_group is not None and self.is_current:
             self.wait()
-            numel = self.buffer.numel() // self.small_group.size
-            start = self.small_group.rank * numel
-            part = self.output[start : start + numel].clone()
+            part = self.output.chunk(self.small_group.size)[self.small_group.rank].clone()
         self._part = None
         if self.state is PARTIAL:
             self.move(FREED)
         if not self.is_sharded or self.state is FREED or self.state is HOLDS_GRADIENTS:
             return
-        if self._gather is not None:
+        if self._gather is not None or self.serves_graphs:
             # The backend still writes into the storage. An error is not ours to raise here: nobody
             # wants the values, and an earlier error may be why.
             with suppress(RuntimeError):
                 self.wait()
         if self.is_kept:
+            return
+        if self.serves_graphs:
+            self.writes, self._part, self._part_writes = -1, part, self.shard.guard.num_writes
             return
         if part is None:
             self._forget()

@@ -367,7 +367,7 @@ class TreeContext:
         last_backward_id: Autograd's number of the last backward.
         has_aborted: What an aborted backward left in handles has not been dropped yet.
         flag_reductions: Those that a backward has issued and perhaps not waited for.
-        serves_graphs: There may be graphs that read full values unannounced; these stay.
+        serves_graphs: On some rank there may be graphs that read full values unannounced.
         has_agreed: The ranks shard the same model in the same way.
         is_checked: And its buffers have been initialised, so calls need no check any more.
         streams: The side streams of an accelerator.
@@ -399,6 +399,7 @@ class TreeContext:
         self.has_aborted = self.spans_calls = False
         self.flag_reductions: list[FlagReduction] = []
         self.serves_graphs = False
+        self._num_writes = -1  # to parameters, when graphs were made
         self.has_agreed = self.is_checked = False
         self.streams = make_streams(device)
         self.scratch = ScratchPool()
@@ -478,12 +479,14 @@ class TreeContext:
     def serve_graphs(self, handles: Sequence[FlatParamHandle]) -> None:
         """Keep the full values as long as graphs that nobody announces may read them."""
         self.serves_graphs = True
+        self._num_writes = sum(handle.guard.num_writes for handle in self.live_handles())
         for handle in handles:
             handle.full.serve_graphs()
 
     def release_graphs(self) -> None:
-        """Note which handles still serve graphs, after all were given the chance to be freed."""
-        self.serves_graphs = any(handle.full.serves_graphs for handle in self.live_handles())
+        """Note whether there still may be graphs, on any rank: until parameters are written."""
+        num_writes = sum(handle.guard.num_writes for handle in self.live_handles())
+        self.serves_graphs = num_writes == self._num_writes
 
     def count_writes(self, num_writes: int) -> int:
         """Note how often parameters have been written; return how often since the last backward."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from composable_shard import ShardingStrategy, get_handles, reshard
+from composable_shard import ShardingStrategy, fully_shard, get_handles, reshard
 from tests import claims
 from tests.helpers import distributed
-from tests.models import Layer, rank_input, shard_children, square_mean
+from tests.models import Layer, Optional, rank_input, shard_children, square_mean
 
 ROWS = (4, 15)
 
@@ -160,3 +161,28 @@ def test_c3_values_stay_no_longer_than_the_graph_that_reads_them() -> None:
     optimizer.step()
     assert not _are_full_values_held(model)
     assert kept.shape == forces.shape
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False, 2])
+@distributed(2)
+def test_c3_a_graph_reads_other_parameters_on_each_rank(
+    reshard_after_forward: bool | int | None,
+) -> None:
+    """All ranks issue the same gathers, whichever full values a rank's graphs still read."""
+
+    def program(model: nn.Module, number: int) -> None:
+        used = [[0, 1, 2], [0], [2, 1]][(number + dist.get_rank()) % 3]
+        x = rank_input(4, 5, step=number, dtype=torch.float64).requires_grad_()
+        loss = square_mean(model(x, used))
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        with torch.no_grad():
+            model(x, used)
+        (loss + square_mean(slope) + square_mean(model(x.detach(), used))).backward()
+
+    claims.assert_right(
+        Optional,
+        program,
+        shard=fully_shard,
+        bucket_cap_mb=64 / (1 << 20),
+        reshard_after_forward=reshard_after_forward,
+    )
