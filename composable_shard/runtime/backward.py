@@ -116,7 +116,8 @@ class CallReached:
         if state.buckets is not None:
             is_safe = self._runs_alone and backward.is_sure_to_reduce
             is_safe = is_safe and context.is_only_one_armed()
-            state.buckets.reach(self._start if is_safe else None)
+            queue = _ending_next(backward, state, self._start) if is_safe else []
+            state.buckets.reach(self._start if is_safe else None, queue)
         # The owner of borrowed ones may have ended since, and freed them.
         has_borrowed = all([handle.shown.is_unsharded for handle in state.borrowed])
         if state.training_state is TrainingState.PRE_BACKWARD and has_borrowed:
@@ -313,14 +314,19 @@ def _end_full_buckets(
     may_go = buckets.may_go_early(handle, position) and handle in backward.reducing
     if not may_go or not buckets.fills(handle, index):
         return
-    first = takewhile(lambda item: item[0] == position and item[1] is state, backward.open_handles)
-    for bucket in buckets.take_full([item[2] for item in first]):
+    for bucket in buckets.take_full(_ending_next(backward, state, position)):
         buckets.note_issued(bucket)
         # Packed in place, its values are gone; else the unit may need them until its end.
         is_packed_in_place = bucket.grads.is_in_place
         backward.issue(state, bucket, keeps=not is_packed_in_place)
         if is_packed_in_place:
             release_after_backward(backward.context, bucket)
+
+
+def _ending_next(backward: BackwardPass, state: ShardState, position: int) -> list[FlatParamHandle]:
+    """Return the unit's handles that end before all others, at the call of this number."""
+    first = takewhile(lambda item: item[0] == position and item[1] is state, backward.open_handles)
+    return [handle for _, _, handle in first]
 
 
 def _check_not_in_scope(state: ShardState) -> None:

@@ -19,8 +19,9 @@ tells whether any rank accumulates gradients; only ranks that do not accumulate 
 end of the backward the remaining buckets are reduced before anyone waits for anything else.
 
 If a backward fails at the same point on all ranks, some may have reduced more buckets than others.
-Before the next call, all ranks issue the reductions of that unit that they have not issued, and
-drop the results.
+Before the next call, all ranks issue the reductions of that unit that they have not issued, of
+those that might have gone early, and drop the results. A bucket that is tied to another unit's
+parameters ends with that unit, after them.
 
 A nested backward, as reentrant checkpointing runs it, may accumulate a gradient after its bucket
 was reduced. The gradient then stays where autograd put it, and the flags at the end of the backward
@@ -44,24 +45,31 @@ class Buckets:
 
     def __init__(self) -> None:
         self._position: int | None = None
+        self._queue: list[FlatParamHandle] = []
         self._is_under_way = False
         self._full: set[FlatParamHandle] = set()
         self._issued: set[FlatParamHandle] = set()
         self._is_late = False  # some backward had a gradient after its bucket was reduced
 
-    def reach(self, position: int | None) -> None:
+    def reach(self, position: int | None, queue: list[FlatParamHandle]) -> None:
         """Note that the backward has reached a call of the unit.
 
         Args:
             position: Of that call; None where buckets may not be reduced early.
+            queue: The buckets that may then, in the order in which the unit's end reduces them.
         """
-        self._position = position
+        self._position, self._queue = position, queue
         self._is_under_way = position is not None
 
     @property
     def is_under_way(self) -> bool:
         """Whether some rank may have reduced buckets early, and the unit's end is still to come."""
         return self._is_under_way and not self._is_late
+
+    def take_expected(self) -> list[FlatParamHandle]:
+        """Return the buckets that other ranks may have reduced early and this one has not."""
+        queue, self._queue = self._queue, []
+        return [each for each in queue if each.requires_grad and each not in self._issued]
 
     def may_go_early(self, handle: FlatParamHandle, position: int) -> bool:
         """Return whether a bucket that is full may be reduced before its unit's end.
@@ -115,6 +123,6 @@ class Buckets:
 
     def reset(self) -> None:
         """Forget the backward, which is over."""
-        self._position, self._is_under_way = None, False
+        self._position, self._is_under_way, self._queue = None, False, []
         self._full.clear()
         self._issued.clear()

@@ -14,16 +14,19 @@ def catch_up(context: TreeContext, state: ShardState) -> None:
 
     An error of it is not ours to raise: all of it is dropped. [Note: Buckets]
     """
-    buckets = [handle for handle in state.handles if handle.requires_grad and state.reduces(handle)]
+    if state.buckets is None:
+        return
+    expected = state.buckets.take_expected()
     with suppress(Exception):
-        for handle in buckets:
-            if not state.has_issued(handle):
-                handle.grads.issue(
-                    context.streams,
-                    context.scratch,
-                    keep_unsharded=True,
-                    is_deferred=state.defers_all_reduce(handle),
-                )
+        for handle in state.handles:
+            handle.grads.advance()
+        for handle in expected:
+            handle.grads.issue(
+                context.streams,
+                context.scratch,
+                keep_unsharded=True,
+                is_deferred=state.defers_all_reduce(handle),
+            )
             handle.grads.advance()
 
 

@@ -451,6 +451,45 @@ def test_a_backward_fails_when_ranks_have_reduced_different_buckets(
     assert_at_rest(twins.sharded)
 
 
+class _TiedOutside(_Picky):
+    """Its layers also are used before them, by a unit around the picky one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Picky()
+        self.last.weight = self.inner.last.weight
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        return self.inner(super().forward(x, used), used)
+
+
+def _shard_tied(model: nn.Module, **options: Any) -> None:
+    _bucketed(model.inner, **options)
+    _bucketed(model, **options)
+
+
+@distributed(2)
+def test_a_backward_fails_when_a_bucket_is_tied_to_another_unit() -> None:
+    """That bucket ends with the other unit, so nobody reduces it among the first ones."""
+    twins = Twins(_TiedOutside, partial(_shard_tied, cap=64 / MIB))
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("planned")
+
+    for step in range(2):
+        x = torch.ones(4, 5, requires_grad=True)
+        x.register_hook(fail)
+        used = [0] if dist.get_rank() == step else [0, 1, 2]
+        with pytest.raises(ValueError, match="planned"):
+            twins.sharded(x, used).sum().backward()
+        y = rank_input(4, 5, step=step)
+        twins.step(lambda model, y=y, used=used: model(y, used).square().mean())
+        twins.assert_equal_gradients()
+        for model in twins:
+            model.zero_grad()
+    assert_at_rest(twins.sharded)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_a_rank_without_any_gradient(strategy: ShardingStrategy) -> None:
