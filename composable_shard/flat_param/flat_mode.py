@@ -208,17 +208,17 @@ def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -
 
 
 def write_unsharded_gradients(handle: FlatParamHandle) -> None:
-    """Move `.grad` of unsharded parameters to the sharded ones, where there is one already."""
+    """Move `.grad` of unsharded parameters to the sharded ones, where there is one; drop others."""
     shard, existing = gradient_shard(handle), has_gradients(handle)
     for entry, exists in zip(handle.entries, existing, strict=True):
         param = entry.unsharded
-        if param is not None and entry.spec.is_owned_by_other_rank:
-            param.grad = None  # its owner has the same
-        if param is None or param.grad is None or not exists:
+        gradient = None if param is None else param.grad
+        if param is None or gradient is None:
             continue
-        piece = entry.spec.slice(local_gradient(param.grad, entry.spec))
-        entry.slice_of(shard).copy_(piece)
         param.grad = None
+        if exists and not entry.spec.is_owned_by_other_rank:  # its owner has the same
+            piece = entry.spec.slice(local_gradient(gradient, entry.spec))
+            entry.slice_of(shard).copy_(piece)
     set_gradients(handle, shard, [False] * len(existing))
 
 

@@ -97,7 +97,7 @@ def writeback(module: nn.Module, *, recurse: bool = False, with_grads: bool = Fa
         module: A module that `unshard` was called on.
         recurse: Also the units below `module`.
         with_grads: Also write `.grad` of the full parameters, where the sharded parameter has a
-            gradient, and drop it from the full one.
+            gradient, and drop it from all full ones.
 
     Raises:
         ValueError: If there is no unit.

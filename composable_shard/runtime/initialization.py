@@ -50,11 +50,13 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
     handles = [handle for state in states for handle in state.handles]
     device = handles[0].shard_group.device if handles else torch.device("cpu")
     context = TreeContext(modules, states, device)
-    for old in dict.fromkeys(state.context for state in states):
-        if old is not None:
-            old.give_up(states)
+    before: dict[TreeContext, list[ShardState]] = {}
     for state in states:
+        if state.context is not None:
+            before.setdefault(state.context, []).append(state)
         state.context = context
+    for old, own in before.items():
+        old.give_up(own)
     join_tree(handles)
     return context
 

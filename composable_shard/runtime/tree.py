@@ -393,7 +393,8 @@ def step_facts(context: TreeContext) -> list[str]:
     """Return what the program has done since the last backward, for all ranks to compare.
 
     Parameters that one rank owns whole are left out: only its owner's are stepped. So are those
-    with hooks in backward, which may be on some ranks only.
+    with hooks in backward, which may be on some ranks only. Writes are not counted: an optimizer
+    may leave out shards that are empty on its rank.
     """
     handles = [
         handle
@@ -404,6 +405,6 @@ def step_facts(context: TreeContext) -> list[str]:
     num_writes = context.count_writes(sum([handle.guard.num_writes for handle in handles]))
     has_grads = any([h.shown.at_rest[0].sharded.grad is not None for h in handles])
     return [
-        f"a backward after {num_writes} writes to parameters since the last one (by "
+        f"a backward with{'' if num_writes else 'out'} writes to parameters since the last one (by "
         f"optimizer.step() or edits), with{'' if has_grads else 'out'} earlier gradients"
     ]

@@ -90,13 +90,13 @@ def test_values_that_need_no_gather_are_always_current() -> None:
 def test_a_cast_fills_the_buffer_and_a_write_makes_it_stale() -> None:
     """One rank with another compute dtype: each write asks for a new cast."""
     full = _full(1, is_kept=True, param_dtype=torch.bfloat16)
-    full.gather(None)
+    full.gather(None, "forward")
     assert full.state is FullState.CURRENT
     assert full.is_current
     full.shard.values.fill_(3)
     full.shard.guard.count_write()
     assert not full.is_current
-    full.gather(None)
+    full.gather(None, "forward")
     assert full.is_current
     assert (full.buffer[:10] == 3).all()
 
@@ -162,7 +162,7 @@ def test_an_edit_of_rounded_values_keeps_the_precision_of_the_others() -> None:
     """Only what differs from the rounded shard was edited."""
     full = _full(1, is_kept=True, param_dtype=torch.bfloat16)
     full.shard.values.fill_(1 / 3)
-    full.gather(None)
+    full.gather(None, "forward")
     full.buffer[0] = 2
     full.write_back()
     assert full.shard.values[0] == 2

@@ -58,7 +58,7 @@ def test_l_alone_says_where_the_other_rank_is(
     ("name", "strategy", "sides"),
     [
         ("one_microbatch_more", "FULL_SHARD", ["without earlier gradients", "with earlier"]),
-        ("step_twice", "SHARD_GRAD_OP", ["writes to parameters since the last one"]),
+        ("no_step", "NO_SHARD", ["a backward with writes", "a backward without writes"]),
         ("swap_equal_units", "NO_SHARD", ["of unit 'blocks.0'", "of unit 'blocks.1'"]),
     ],
 )
