@@ -85,7 +85,8 @@ def _is_saved(param: nn.Parameter) -> bool:
     A graph also holds the nodes that accumulate gradients, and these their parameters, after it
     has been used up. So that node is kept, or made, while the references are counted.
     """
-    node = get_gradient_edge(param).node if param.requires_grad else None
+    with torch.inference_mode(False):  # an evaluation may be what ends the graphs
+        node = get_gradient_edge(param).node if param.requires_grad else None
     return use_count_of(param) > (1 if node is None else 2)
 
 

@@ -186,3 +186,19 @@ def test_c3_a_graph_reads_other_parameters_on_each_rank(
         bucket_cap_mb=64 / (1 << 20),
         reshard_after_forward=reshard_after_forward,
     )
+
+
+@claims.strategies
+@distributed(2)
+def test_c3_evaluation_in_inference_mode_ends_a_graph(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """C3: an evaluation asks which graphs still read full values, also in inference mode."""
+
+    def program(model: nn.Module, number: int) -> None:
+        loss = _input_gradient(model, number).square().sum()
+        with torch.inference_mode():
+            model(_rows(number + 100))
+        (model(_rows(number)).square().mean() + loss).backward()
+
+    claims.assert_right(_make_layers, program, strategy=strategy, use_orig_params=use_orig_params)
