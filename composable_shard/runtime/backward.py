@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from itertools import takewhile
 from typing import Any
@@ -152,6 +153,8 @@ def end_hooks(context: TreeContext, state: ShardState, hooks: CallHooks) -> Call
     state.hooks = None
     if hooks.own is None:
         return None
+    if hooks.own.others is None:
+        state.learnt.learn_refusal(sys.exc_info()[1], state.name)
     announcement = hooks.own.announcement
     assert isinstance(announcement, CallReached)
     announcement.end_call(context.num_forwards, runs_alone=runs_alone(context, state))

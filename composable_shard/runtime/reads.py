@@ -23,9 +23,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from inspect import unwrap
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from composable_shard.flat_param import LOCKED
 from composable_shard.torch_private import (
@@ -51,14 +53,22 @@ class LearntReads:
     Attributes:
         is_trusted: The unit's outputs announce every read.
         num_nodes: How many nodes its forward may record so that this holds.
+        refuses_hooks: Its forward uses what saved-tensor hooks may not be in force for.
         is_changed: The last forward of a trusted unit recorded another number, and no backward
             has shown since whether this holds.
     """
 
-    __slots__ = ("_num_clean", "_was_read_early", "is_changed", "is_trusted", "num_nodes")
+    __slots__ = (
+        "_num_clean",
+        "_was_read_early",
+        "is_changed",
+        "is_trusted",
+        "num_nodes",
+        "refuses_hooks",
+    )
 
     def __init__(self) -> None:
-        self.is_trusted = self.is_changed = False
+        self.is_trusted = self.is_changed = self.refuses_hooks = False
         self.num_nodes: set[int] = set()
         self._num_clean = 0
         self._was_read_early = False
@@ -78,6 +88,29 @@ class LearntReads:
         """Trust nothing until two more backwards have been seen."""
         self.is_trusted, self._num_clean = False, 0
         self.is_changed = is_changed
+
+    def learn_refusal(self, error: BaseException | None, name: str) -> None:
+        """Take no hooks any more if a forward has failed because of them; say so in the error.
+
+        Args:
+            error: The one that is being handled, if any.
+            name: The unit's.
+        """
+        trace = None if error is None else error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        is_refusal = trace is not None and trace.tb_frame.f_code is _REFUSING_CODE
+        if error is None or not is_refusal or _REFUSAL in str(error):
+            return
+        self.refuses_hooks = True
+        error.args = (f"{error}\nThis was raised in unit '{name}'. {_REFUSAL}",)
+
+
+_REFUSAL = (
+    "In the first steps sharded units have saved-tensor hooks of their own, which find losses "
+    "beside their outputs. This unit takes none from now on: call the model again."
+)
+_REFUSING_CODE = unwrap(disable_saved_tensors_hooks).__code__  # as torch.func does
 
 
 def learn_anew(learnt: Mapping[str, LearntReads], *, has_failed: bool = False) -> None:
@@ -328,6 +361,8 @@ def choose_hooks(
     others = top if outer is None else outer.others
     if saved_tensors_hooks_refusal() is not None:
         return False, None, others
+    if learnt.refuses_hooks:
+        return False, outer, others
     # Checkpointing gathers a unit to run its forward again. What others saved, and when, nobody
     # knows; nor does autograd compare versions where there are hooks.
     is_known = others is None or others[0].__module__ == _CHECKPOINT

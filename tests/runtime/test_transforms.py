@@ -132,3 +132,40 @@ def test_c15_other_parameters_are_refused(
                 dict(model.named_parameters())
             )
         model(x).sum().backward()
+
+
+class _TransformInside(nn.Module):
+    """A layer beside one whose gradient by its input the forward asks `torch.func` for."""
+
+    def __init__(self, transform: Transform) -> None:
+        super().__init__()
+        self.transform = transform
+        self.layer, self.energy = Layer(15, 4), nn.Linear(15, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.transform(self.energy, x).sum()
+
+
+def _train_after_a_refusal(model: nn.Module, number: int) -> None:
+    x = _inputs(number)
+    if number == 1 and isinstance(model, nn.Sequential):
+        for name in [str(index) for index, _ in enumerate(model) if get_handles(model)]:
+            text = rf"saved tensor hooks[^$]*in unit '{name}'[^$]*call the model again"
+            with pytest.raises(RuntimeError, match=text):
+                model(x)
+    model(x).square().mean().backward()
+
+
+@pytest.mark.parametrize("transform", [_grad, _grad_by_row, _jacrev])
+@claims.strategies
+@distributed(2)
+def test_c15_transform_inside_the_forward_of_a_unit(
+    transform: Transform, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """C15: the first call says that the unit has given up its hooks; from then on it is right."""
+    claims.assert_right(
+        lambda: nn.Sequential(_TransformInside(transform), _TransformInside(transform)),
+        _train_after_a_refusal,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
