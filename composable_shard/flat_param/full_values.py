@@ -166,6 +166,7 @@ class FullValues:
         is_cast: The buffer is not the shards as they are, [Note: Main and compute dtype].
         has_separate_shard: The local shard is never part of the buffer.
         is_whole: The local shard is the buffer, so that nothing needs to be filled.
+        version_writes: guard.num_writes of the values that have `params.versions`.
         small_group: The ranks that hold all values once between forward and backward, if any.
         num_claims: Units in forward, and `unshard` calls, that need the full values.
         params: The parameters that are views of the buffer.
@@ -205,7 +206,7 @@ class FullValues:
         self.serves_graphs = False
         self._has_unseen_reads = False  # by a graph that `params.are_saved` can't see
         self._num_aliases = -1  # of the buffer, where no graph has saved any
-        self._version_writes = -1  # guard.num_writes of the values that have `params.versions`
+        self.version_writes = -1
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
         self._all_gather: AllGather | None = None  # into `output`, made ready by the first one
@@ -373,10 +374,10 @@ class FullValues:
         self.is_locked = False
         params = self.params
         writes = self.shard.guard.num_writes if self.is_whole else self.writes
-        if self._version_writes != writes:
-            if self._version_writes != -1:
+        if self.version_writes != writes:
+            if self.version_writes != -1:
                 params.versions = [version + 1 for version in params.versions]
-            self._version_writes = writes
+            self.version_writes = writes
         set_versions(params.watched, tuple(params.versions))
         if self._num_aliases == -1:
             self._num_aliases = storage_uses_of(self.buffer)
@@ -416,14 +417,11 @@ class FullValues:
                 self.wait()
         if self.is_kept:
             return
+        self._part, self._part_writes = part, self.shard.guard.num_writes
         if self.serves_graphs:
-            self.writes, self._part, self._part_writes = -1, part, self.shard.guard.num_writes
+            self.writes = -1
             return
-        if part is None:
-            self._forget()
-        else:
-            self._forget(PARTIAL)
-            self._part, self._part_writes = part, self.shard.guard.num_writes
+        self._forget(FREED if part is None else PARTIAL)
         if trace.logs:
             trace.record("free", self.name)
 

@@ -14,7 +14,13 @@ from composable_shard.flat_param import FlatParamHandle, Shown
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.prefetch import gather_ahead_in_backward, release_after_backward
 from composable_shard.runtime.reads import CallHooks, CallReads, Hooks, ReadHooks, choose_hooks
-from composable_shard.runtime.unit import ShardState, TrainingState, TreeContext
+from composable_shard.runtime.unit import (
+    ShardState,
+    TrainingState,
+    TreeContext,
+    all_trees,
+    tree_refs,
+)
 from composable_shard.torch_private import current_backward_id, next_sequence_nr
 
 
@@ -116,7 +122,7 @@ class CallReached:
         backward.reach(state, self._start, self._end)
         if state.buckets is not None:
             is_safe = self._runs_alone and backward.is_sure_to_reduce
-            is_safe = is_safe and context.is_only_one_armed()
+            is_safe = is_safe and not (len(tree_refs) > 1 and _may_reach_others(context))
             queue = _ending_next(backward, state, self._start) if is_safe else []
             state.buckets.reach(self._start if is_safe else None, queue)
         # The owner of borrowed ones may have ended since, and freed them.
@@ -324,6 +330,20 @@ def _end_full_buckets(
         backward.issue(state, bucket, keeps=not is_packed_in_place)
         if is_packed_in_place:
             release_after_backward(backward.context, bucket)
+
+
+def _may_reach_others(context: TreeContext) -> bool:
+    """Return whether the backward may reach another tree too, as all ranks know.
+
+    Perhaps by a graph that a backward left: it can be used until parameters are written.
+    """
+    others = [other for other in all_trees() if other is not context]
+    return any(other.armed for other in others) or any(
+        handle.requires_grad and handle.full.version_writes == handle.guard.num_writes
+        for other in others
+        if other.leaves_graphs
+        for handle in other.live_handles()
+    )
 
 
 def _ending_next(backward: BackwardPass, state: ShardState, position: int) -> list[FlatParamHandle]:

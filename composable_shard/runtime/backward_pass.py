@@ -39,7 +39,7 @@ from composable_shard.runtime.reads import CallReads, learn_anew
 from composable_shard.runtime.tree import step_facts
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 from composable_shard.tensor import PendingNotice
-from composable_shard.torch_private import current_backward_id, queue_callback
+from composable_shard.torch_private import current_backward_id, keeps_graph, queue_callback
 
 
 class BackwardPass:
@@ -95,6 +95,7 @@ class BackwardPass:
         self._engine_callback = weakref.ref(callback, partial(_note_abort, weakref.ref(context)))
         context.backward, context.last_backward_id = self, self.graph_task_id
         queue_callback(callback)
+        context.leaves_graphs = context.leaves_graphs or context.open_calls > 1 or keeps_graph()
         if context.prefetched:
             drop_prefetched(context.prefetched)
         order = [state for ref in reversed(context.armed) if (state := ref()) is not None]
@@ -459,13 +460,12 @@ def _note_abort(
     backward: BackwardPass | None = None if context is None else context.backward
     if context is None or backward is None or not backward.is_called_by(callback):
         return
-    context.backward, context.has_aborted = None, True
+    context.backward, context.has_aborted, context.open_calls = None, True, 0
     for state in context.live_states():
         for handle in state.handles:
             handle.grads.take_directly(False)
             if state.depth == 0 and not state.is_held:
                 handle.shown.show_sharded()
-    context.open_calls = 0
 
 
 def drop_aborted(context: TreeContext) -> None:

@@ -8,8 +8,10 @@ collectives in the same order. So a bucket is reduced early only
 
 - after the buckets before it in the order in which the unit's end would reduce them, and
 - while no other collective can come before that end: the backward has reached the first call of
-  the unit, no other unit ran inside that call, and no other sharded tree waits for a backward. In
-  a region of non-reentrant checkpointing the recomputation might gather other units; and
+  the unit, no other unit ran inside that call, and no other sharded tree has a graph: outputs that
+  wait for a backward, or what a backward left, retained or of another forward, until parameters
+  are written. In a region of non-reentrant checkpointing the recomputation might gather other
+  units; and
 - if no hook waits for its gradients, see [Note: Early gradients].
 
 These are facts of the forward, the same on all ranks. Where they do not hold, buckets wait for the

@@ -359,6 +359,7 @@ class TreeContext:
         call_start: `num_forwards` when the last call that records a graph began; of joined trees
             the last sequence of calls.
         open_calls, most_open_calls: Such calls since a backward, and the most there have been.
+        leaves_graphs: A backward may have left graphs, retained or of other calls.
         spans_calls: The last backward reached an earlier call too: so may the next.
         first_calls: Number of each unit's first call that the next backward may reach.
         armed: Units whose outputs wait for a backward, in the order of their last forward.
@@ -396,7 +397,7 @@ class TreeContext:
         self.may_recompute: set[StateRef] = set()
         self.backward: Any = None
         self.last_backward_id = -1
-        self.has_aborted = self.spans_calls = False
+        self.has_aborted = self.spans_calls = self.leaves_graphs = False
         self.flag_reductions: list[FlagReduction] = []
         self.serves_graphs = False
         self._num_writes = -1  # to parameters, when graphs were made
@@ -429,10 +430,6 @@ class TreeContext:
             self._owners = {id(h): state.ref for state in self.live_states() for h in state.handles}
         owner_ref = self._owners.get(id(handle))
         return None if owner_ref is None else owner_ref()
-
-    def is_only_one_armed(self) -> bool:
-        """Return whether no unit of another tree waits for a backward, perhaps the same one."""
-        return not any(other.armed for other in trees if other is not self)
 
     def take_over(self, other: TreeContext) -> None:
         """Make the units of another tree, which has no graph and is at rest, units of this one."""

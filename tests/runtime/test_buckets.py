@@ -516,6 +516,23 @@ def test_two_trees_in_one_backward() -> None:
     assert_at_rest(twins.sharded)
 
 
+@distributed(2)
+def test_two_trees_in_a_backward_after_another_one() -> None:
+    """The first backward may leave graphs of both trees, though nothing waits for them."""
+    twins = Twins(
+        lambda: nn.ModuleList([_Picky(), _Picky()]),
+        lambda pair: [_bucketed(model, 64 / MIB) for model in pair],
+    )
+    used = [0, 1, 2] if dist.get_rank() else []
+    x = rank_input(4, 5)
+    for pair in twins:
+        losses = [(pair[0](x, [0]) * pair[1](x + i, used)).square().mean() for i in range(2)]
+        for loss in losses:
+            twins.backward(pair, loss)
+    twins.assert_equal_gradients()
+    assert_at_rest(twins.sharded)
+
+
 class _Shifted(nn.Module):
     """The gradient of its last parameter needs nothing that a checkpoint must recompute."""
 
