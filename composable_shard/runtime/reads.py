@@ -11,9 +11,10 @@ a read as for an output. Other tensors that the unit saved announce it too: they
 of a checkpoint inside it, which then runs a part of the forward again.
 
 These hooks are Python, called for each saved tensor: a third of all host time of a unit. They are
-in force until two backwards in a row have read all that the forward saved, and nothing before the
-output was reached. They stay for good in a unit that was read earlier once. A forward that records
-another number of nodes than the known ones begins anew, and so does a backward that failed.
+in force until two backwards in a row have read all that the forward saved, and have run no node
+that the outputs do not lead to. They stay for good in a unit with such a node: a later loss may be
+made of it alone. A forward that records another number of nodes than the known ones begins anew,
+and so does a backward that failed.
 
 What was learnt is not trusted: a read that nobody announced ends in an error of autograd, see
 [Note: Locked versions].
@@ -34,9 +35,11 @@ from composable_shard.torch_private import (
     current_backward_id,
     is_traceable_wrapper_subclass,
     never_compile,
+    next_sequence_nr,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     saved_tensors_hooks_refusal,
+    sequence_nr_of,
     top_saved_tensors_hooks,
     version_of,
 )
@@ -72,6 +75,11 @@ class LearntReads:
         self.num_nodes: set[int] = set()
         self._num_clean = 0
         self._was_read_early = False
+
+    @property
+    def needs_nodes(self) -> bool:
+        """Whether nodes beside the outputs would change anything."""
+        return not (self.is_trusted or self._was_read_early)
 
     def learn(self, reads: CallReads) -> None:
         """Learn from a backward that has reached a call."""
@@ -142,16 +150,59 @@ class CallReads:
         num_unread: How many no backward has made yet.
         num_nodes: How many nodes the call recorded.
         backward_id: Of the backward that has announced the unit.
-        is_early: One came before the unit's output was reached.
+        is_early: One came before the unit's output was reached, or a backward has run a node of
+            the call that no output leads to.
+        saved: Numbers of the nodes that have saved tensors; None where this is known of the unit.
+        beside: Those that no output leads to.
     """
 
-    __slots__ = ("backward_id", "is_early", "learnt", "num_nodes", "num_reads", "num_unread")
+    __slots__ = (
+        "backward_id",
+        "beside",
+        "is_early",
+        "learnt",
+        "num_nodes",
+        "num_reads",
+        "num_unread",
+        "saved",
+    )
 
     def __init__(self, learnt: LearntReads) -> None:
         self.learnt = learnt
+        self.saved: set[int] | None = set() if learnt.needs_nodes else None
+        self.beside: set[int] = set()
         self.num_reads = self.num_unread = self.num_nodes = 0
         self.backward_id = -1
         self.is_early = False
+
+    def note_outputs(self, outputs: Sequence[Tensor], first: int) -> None:
+        """Find the nodes beside the outputs: a loss of them alone may come in any later step.
+
+        Args:
+            outputs: All that were found.
+            first: Number of the first node of the call.
+        """
+        if self.saved:
+            self.beside = self.saved - _numbers_behind(outputs, first)
+            self.saved = None
+
+
+def _numbers_behind(outputs: Sequence[Tensor], first: int) -> set[int]:
+    nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen, numbers = set(nodes), set()
+    while nodes:
+        node = nodes.pop()
+        number = sequence_nr_of(node)
+        if number < first:
+            continue
+        numbers.add(number)
+        if node.name() == "CopySlices":
+            numbers.add(number - 1)  # the operation in place, which it holds
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                nodes.append(before)
+    return numbers
 
 
 class Announcement(Protocol):
@@ -172,48 +223,35 @@ class Read:
 
     Args:
         announcement: Of the call that saved it.
-        packed: The view, or what other hooks made of it.
-        version: Its version, -1 where other hooks made something of it.
-        unpack: That of the other hooks, if there are any.
     """
 
-    __slots__ = ("_announcement", "_packed", "_reads", "_unpack", "_version")
+    __slots__ = ("_announcement", "_reads")
 
-    def __init__(
-        self,
-        announcement: Announcement,
-        packed: Any,
-        version: int,
-        unpack: Callable[[Any], Tensor] | None,
-    ) -> None:
+    def __init__(self, announcement: Announcement) -> None:
         self._announcement = announcement
-        self._packed = packed
-        self._version = version
-        self._unpack = unpack
         self._reads = announcement.reads
         if self._reads is not None:
             self._reads.num_reads += 1
             self._reads.num_unread += 1
 
-    def unpack(self) -> Tensor:
-        """Announce the unit; return the view.
+    @property
+    def name(self) -> str:
+        """The unit's."""
+        return self._announcement.name
 
-        Raises:
-            RuntimeError: If the view was written since.
-        """
+    def announce(self) -> None:
+        """Announce the unit to the backward that is about to use the view."""
         self._announcement.announce_read()
         if self._reads is not None:
             self._reads.num_unread -= 1
             self._reads = None
-        if self._unpack is not None:
-            return self._unpack(self._packed)
-        _check_version(self._packed, self._version, f" of unit '{self._announcement.name}'")
-        tensor: Tensor = self._packed
-        return tensor
 
 
 class ReadHooks:
     """Saved-tensor hooks for one call of a unit.
+
+    Attributes:
+        calls: What is known of the reads of this call and of those around it.
 
     Args:
         announcement: Of the call.
@@ -223,7 +261,7 @@ class ReadHooks:
             still get every tensor, in the same order.
     """
 
-    __slots__ = ("_extents", "announcement", "others")
+    __slots__ = ("_extents", "announcement", "calls", "others")
 
     def __init__(
         self,
@@ -236,6 +274,9 @@ class ReadHooks:
         self._extents = [(start, end, announcement) for start, end in extents]
         self._extents += [] if outer is None else outer._extents
         self.others = others
+        self.calls: list[CallReads] = [] if outer is None else outer.calls
+        if announcement.reads is not None:
+            self.calls = [announcement.reads, *self.calls]
 
     @property
     def pair(self) -> Hooks:
@@ -244,18 +285,21 @@ class ReadHooks:
 
     def _pack(self, tensor: Tensor) -> Any:
         announcement = self._find(tensor)
+        number = next_sequence_nr() - 1  # of the node that saves: none is made before it has
+        for call in self.calls:
+            if call.saved is not None:
+                call.saved.add(number)
+        version, unpack, packed = -1, None, tensor
         if self.others is not None:
             pack, unpack = self.others
             packed = pack(tensor)
-            if announcement is None:
-                return packed, -1, unpack, self.announcement
-            return Read(announcement, packed, -1, unpack)
-        if tensor.grad_fn is not None:
-            # A node that saves its own output would keep itself alive.
-            tensor = tensor.detach()
-        if announcement is None:
-            return tensor, version_of(tensor), None, self.announcement
-        return Read(announcement, tensor, version_of(tensor), None)
+        else:
+            if tensor.grad_fn is not None:
+                # A node that saves its own output would keep itself alive.
+                packed = tensor.detach()
+            version = version_of(packed)
+        read = None if announcement is None else Read(announcement)
+        return packed, version, unpack, read, number, self
 
     def _find(self, tensor: Tensor) -> Announcement | None:
         for address in _addresses(tensor):
@@ -265,17 +309,20 @@ class ReadHooks:
         return None
 
 
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Read):
-        return packed.unpack()
-    tensor, version, unpack, announcement = packed
-    if current_backward_id() != -1:
+def _unpack(saved: tuple[Any, int, Any, Read | None, int, ReadHooks]) -> Tensor:
+    packed, version, unpack, read, number, hooks = saved
+    for call in hooks.calls:
+        if number in call.beside:
+            call.is_early = True
+    if read is not None:
+        read.announce()
+    elif current_backward_id() != -1:
         # Perhaps an input of a checkpoint, which then runs a part of the unit again.
-        announcement.announce_read()
+        hooks.announcement.announce_read()
     if unpack is not None:
-        return unpack(tensor)  # type: ignore[no-any-return]
-    _check_version(tensor, version, "")
-    return tensor  # type: ignore[no-any-return]
+        return unpack(packed)  # type: ignore[no-any-return]
+    _check_version(packed, version, "" if read is None else f" of unit '{read.name}'")
+    return packed  # type: ignore[no-any-return]
 
 
 never_compile(ReadHooks._pack)

@@ -188,6 +188,44 @@ def test_c1_weight_of_an_outer_unit_in_a_side_loss(
     )
 
 
+class _AroundSideLosses(nn.Module):
+    """A root with a weight of its own before blocks with side losses."""
+
+    def __init__(self, keep: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(15, 15)
+        self.blocks = nn.ModuleList(_SideLoss(keep) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("keep", ["list", "closure"])
+@claims.strategies
+@distributed(2)
+def test_c1_side_loss_that_is_used_alone_in_a_later_step(
+    keep: str, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """C1: in the first steps the output is always reached first; later nothing leads to it."""
+
+    def program(model: nn.Module, number: int) -> None:
+        y = model(_input(number))
+        loss = sum(block.take() for block in model.blocks)
+        (y.square().mean() + loss if number < 6 else loss).backward()
+
+    claims.assert_right(
+        lambda: _AroundSideLosses(keep),
+        program,
+        shard=_shard_blocks_of,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        steps=5,
+    )
+
+
 # --- C2: tensors where nobody looks ---
 
 
