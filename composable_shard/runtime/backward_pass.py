@@ -57,6 +57,7 @@ class BackwardPass:
         counted: Handles whose accumulated gradients have been counted.
         recomputed: Units whose forward it has run again.
         reads: What is to be learnt at its end, [Note: Reads].
+        complete: Parameters of units that learn, whose gradients it has accumulated.
         prefetched: Units whose gathers it issued ahead, until they run; True: the user chose them.
         early: Handles that are published before its end; None where none has hooks.
         makes_graph: Its own nodes are recorded, [Note: Graphs of gradients].
@@ -75,6 +76,7 @@ class BackwardPass:
         self.counted: set[FlatParamHandle] = set()
         self.recomputed: set[ShardState] = set()
         self.reads: dict[CallReads, None] = {}
+        self.complete: set[tuple[FlatParamHandle, int]] = set()
         self.prefetched: dict[ShardState, bool] = {}
         self.early: EarlyGradients | None = None
         self.makes_graph = False
@@ -252,11 +254,9 @@ class BackwardPass:
         """
         # One reduction in flight: ending the last one here bounds the buffers to two units.
         self._advance_in_flight()
+        context, is_deferred = self.context, state.defers_all_reduce(handle)
         handle.grads.issue(
-            self.context.streams,
-            self.context.scratch,
-            keep_unsharded=keeps,
-            is_deferred=state.defers_all_reduce(handle),
+            context.streams, context.scratch, keep_unsharded=keeps, is_deferred=is_deferred
         )
         self._in_flight.append(handle)
         self._reduced[handle] = None

@@ -642,3 +642,44 @@ def test_graph_with_hooks_is_freed_by_reference_count_alone() -> None:
         assert [ref() for ref in states] == [None]
     finally:
         gc.enable()
+
+
+class _StopsGradient(nn.Module):
+    """Uses its weight once without a gradient, through a detached view of it."""
+
+    def __init__(self, detach: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(15, 15) / 4)
+        self.detach = detach
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x @ self.detach(self.weight)
+        return torch.tanh(hidden @ self.weight)
+
+
+_DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "view, detached": lambda weight: weight.t().detach(),
+    "slice, detached": lambda weight: weight[:].detach(),
+    "data of a view": lambda weight: weight.t().data,
+    "torch.detach": torch.detach,
+}
+
+
+@pytest.mark.parametrize("way", _DETACHED)
+@claims.strategies
+@distributed(2)
+def test_c10_value_read_after_its_gradient_keeps_its_place(
+    way: str, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """The node that reads the detached view comes after those that make the gradient."""
+
+    def program(model: nn.Module, number: int) -> None:
+        model(rank_input(4, 15, step=number, dtype=torch.float64)).square().mean().backward()
+
+    claims.assert_right(
+        lambda: nn.Sequential(*[_StopsGradient(_DETACHED[way]) for _ in range(3)]),
+        program,
+        steps=5,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
