@@ -103,7 +103,7 @@ REACHED = {
     "warm step: files": 20,
     "warm step: calls between files": 256,
     "set-up and first step: files": 42,
-    "lines": 25_500,
+    "lines": 25_700,
 }
 
 _MAX_METHODS = GOALS["methods of a class, most"]
