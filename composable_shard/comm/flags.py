@@ -218,6 +218,5 @@ def _send(numbers: list[int], device: torch.device) -> Tensor:
     """Return small numbers on the device, shape `(len(numbers),)`; the host does not wait."""
     if len(set(numbers)) == 1:  # as in most backward passes
         return torch.full((len(numbers),), numbers[0], dtype=torch.uint8, device=device)
-    is_pinned = device.type != "cpu"
-    sent = torch.tensor(numbers, dtype=torch.uint8, pin_memory=is_pinned)
-    return sent.to(device, non_blocking=True)
+    sent = torch.frombuffer(bytearray(numbers), dtype=torch.uint8)
+    return sent if device.type == "cpu" else sent.pin_memory().to(device, non_blocking=True)

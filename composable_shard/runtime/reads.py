@@ -59,6 +59,7 @@ class LearntReads:
         is_trusted: The unit's outputs announce every read.
         num_nodes: How many nodes its forward may record so that this holds.
         refuses_hooks: Its forward uses what saved-tensor hooks may not be in force for.
+        knows_late_reads: Backwards have shown which values are read after their gradients.
         is_changed: The last forward of a trusted unit recorded another number, and no backward
             has shown since whether this holds.
     """
@@ -69,6 +70,7 @@ class LearntReads:
         "_was_read_early",
         "is_changed",
         "is_trusted",
+        "knows_late_reads",
         "num_nodes",
         "refuses_hooks",
     )
@@ -77,6 +79,7 @@ class LearntReads:
         self.is_trusted = self.is_changed = self.refuses_hooks = False
         self.num_nodes: set[int] = set()
         self._num_clean = self._num_seen = 0
+        self.knows_late_reads = False
         self._was_read_early = False
 
     @property
@@ -88,6 +91,7 @@ class LearntReads:
         """Learn from a backward that has reached a call."""
         self.is_changed = False
         self._num_seen += 1
+        self.knows_late_reads = self._num_seen >= _NUM_CLEAN_BACKWARDS
         self._was_read_early |= reads.is_early
         if reads.is_early or reads.num_unread:
             self.begin_anew()
@@ -101,12 +105,7 @@ class LearntReads:
         self.is_trusted, self._num_clean = False, 0
         self.is_changed = is_changed
         if is_changed:
-            self._num_seen = 0
-
-    @property
-    def knows_late_reads(self) -> bool:
-        """Whether enough backwards have shown which values are read after their gradients."""
-        return self._num_seen >= _NUM_CLEAN_BACKWARDS
+            self._num_seen, self.knows_late_reads = 0, False
 
     def learn_refusal(self, error: BaseException | None, name: str) -> None:
         """Take no hooks any more if a forward has failed because of them; say so in the error.
