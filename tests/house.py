@@ -100,10 +100,10 @@ GOALS = {
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
     "modules": 82,
-    "warm step: files": 20,
-    "warm step: calls between files": 256,
+    "warm step: files": 19,
+    "warm step: calls between files": 251,
     "set-up and first step: files": 42,
-    "lines": 25_700,
+    "lines": 25_550,
 }
 
 _MAX_METHODS = GOALS["methods of a class, most"]
