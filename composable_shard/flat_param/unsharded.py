@@ -167,10 +167,6 @@ class UnshardedParams:
         """Whether the value of any parameter may be used where autograd can't see it."""
         return any([getattr(param, "has_hidden_alias", False) for param in self.built])
 
-    def note_hidden_alias(self, index: int) -> None:
-        """Let no gradient take the place of the values: that of a parameter was read after its."""
-        self.built[index].has_hidden_alias = True  # type: ignore[attr-defined]
-
     def are_saved(self) -> bool:
         """Return whether a graph may still read the values, see [Note: Graphs of gradients]."""
         return self.has_hidden_alias or any([_is_saved(param) for param in self.built])

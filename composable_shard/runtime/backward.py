@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from bisect import bisect_right
 from itertools import takewhile
 from typing import Any
 
@@ -94,20 +93,6 @@ class CallReached:
             self()
         elif state.training_state is not TrainingState.PRE_BACKWARD or state.borrowed:
             self()
-
-    def note_read(self, address: int) -> None:
-        """Learn whether the value at an address is read when its gradient is complete."""
-        state = self._state
-        backward = None if state.context is None else state.context.backward
-        if backward is None or not backward.complete or state.learnt.knows_late_reads:
-            return
-        for handle in state.needed:
-            values = handle.full.output
-            place = (address - values.data_ptr()) // values.element_size()
-            if 0 <= place < values.numel():
-                index = bisect_right(handle.layout.offsets, place) - 1
-                if (handle, index) in backward.complete:
-                    handle.full.params.note_hidden_alias(index)
 
     def __call__(self, *_: Any) -> None:
         """End the units that are over; make the unit of the call ready.
@@ -289,11 +274,6 @@ def _pack(
         with torch.no_grad():
             handle.grads.pack(index, may_overwrite=False)
         return
-    is_learning = not state.learnt.knows_late_reads and any(
-        [reads.learnt is state.learnt for reads in backward.reads]
-    )
-    if is_learning:
-        backward.complete.add((handle, index))
     # A value that gave way to a gradient, on some ranks only, would be gathered for a recomputation
     # by these ranks alone.
     may_overwrite = (
@@ -301,12 +281,11 @@ def _pack(
         and handle.reshards_after_backward
         and not handle.full.serves_graphs
         and not any(state.backward_hooks)
-        and not is_learning
         and _is_outermost(backward)
         and (state in backward.recomputed or not state.is_checkpointed)
     )
     handle.grads.pack(index, may_overwrite=may_overwrite)
-    if not (counts_each or is_learning):
+    if not counts_each:
         handle.grads.take_directly(True)
 
 

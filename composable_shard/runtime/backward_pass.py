@@ -57,7 +57,6 @@ class BackwardPass:
         counted: Handles whose accumulated gradients have been counted.
         recomputed: Units whose forward it has run again.
         reads: What is to be learnt at its end, [Note: Reads].
-        complete: Parameters of units that learn, whose gradients it has accumulated.
         prefetched: Units whose gathers it issued ahead, until they run; True: the user chose them.
         early: Handles that are published before its end; None where none has hooks.
         makes_graph: Its own nodes are recorded, [Note: Graphs of gradients].
@@ -76,7 +75,6 @@ class BackwardPass:
         self.counted: set[FlatParamHandle] = set()
         self.recomputed: set[ShardState] = set()
         self.reads: dict[CallReads, None] = {}
-        self.complete: set[tuple[FlatParamHandle, int]] = set()
         self.prefetched: dict[ShardState, bool] = {}
         self.early: EarlyGradients | None = None
         self.makes_graph = False

@@ -13,10 +13,8 @@ of a checkpoint inside it, which then runs a part of the forward again.
 These hooks are Python, called for each saved tensor: a third of all host time of a unit. They are
 in force until two backwards in a row have read all that the forward saved, and have run no node
 that the outputs do not lead to. They stay for good in a unit with such a node: a later loss may be
-made of it alone. Meanwhile gradients do not take the place of values: a value that is read when its
-gradient is complete, as through a detached view of a weight, keeps its place from then on. A
-forward that records another number of nodes than the known ones begins anew, and so does a backward
-that failed.
+made of it alone. A forward that records another number of nodes than the known ones begins anew,
+and so does a backward that failed.
 
 What was learnt is not trusted: a read that nobody announced ends in an error of autograd, see
 [Note: Locked versions].
@@ -59,18 +57,15 @@ class LearntReads:
         is_trusted: The unit's outputs announce every read.
         num_nodes: How many nodes its forward may record so that this holds.
         refuses_hooks: Its forward uses what saved-tensor hooks may not be in force for.
-        knows_late_reads: Backwards have shown which values are read after their gradients.
         is_changed: The last forward of a trusted unit recorded another number, and no backward
             has shown since whether this holds.
     """
 
     __slots__ = (
         "_num_clean",
-        "_num_seen",
         "_was_read_early",
         "is_changed",
         "is_trusted",
-        "knows_late_reads",
         "num_nodes",
         "refuses_hooks",
     )
@@ -78,8 +73,7 @@ class LearntReads:
     def __init__(self) -> None:
         self.is_trusted = self.is_changed = self.refuses_hooks = False
         self.num_nodes: set[int] = set()
-        self._num_clean = self._num_seen = 0
-        self.knows_late_reads = False
+        self._num_clean = 0
         self._was_read_early = False
 
     @property
@@ -90,8 +84,6 @@ class LearntReads:
     def learn(self, reads: CallReads) -> None:
         """Learn from a backward that has reached a call."""
         self.is_changed = False
-        self._num_seen += 1
-        self.knows_late_reads = self._num_seen >= _NUM_CLEAN_BACKWARDS
         self._was_read_early |= reads.is_early
         if reads.is_early or reads.num_unread:
             self.begin_anew()
@@ -104,8 +96,6 @@ class LearntReads:
         """Trust nothing until two more backwards have been seen."""
         self.is_trusted, self._num_clean = False, 0
         self.is_changed = is_changed
-        if is_changed:
-            self._num_seen, self.knows_late_reads = 0, False
 
     def learn_refusal(self, error: BaseException | None, name: str) -> None:
         """Take no hooks any more if a forward has failed because of them; say so in the error.
@@ -227,9 +217,6 @@ class Announcement(Protocol):
     def announce_read(self) -> None:
         """Gather the unit's full values and wait for them; called before each read."""
 
-    def note_read(self, address: int) -> None:
-        """Note the read of the value at an address, after `announce_read`."""
-
 
 class Read:
     """Stands for a view of full values in what autograd has saved.
@@ -258,11 +245,6 @@ class Read:
         if self._reads is not None:
             self._reads.num_unread -= 1
             self._reads = None
-
-    def note(self, view: Tensor) -> None:
-        """Note that the view is used now, after `announce`."""
-        for address in _addresses(view):
-            self._announcement.note_read(address)
 
 
 class ReadHooks:
@@ -340,8 +322,6 @@ def _unpack(saved: tuple[Any, int, Any, Read | None, int, ReadHooks]) -> Tensor:
     if unpack is not None:
         return unpack(packed)  # type: ignore[no-any-return]
     _check_version(packed, version, "" if read is None else f" of unit '{read.name}'")
-    if read is not None:
-        read.note(packed)
     return packed  # type: ignore[no-any-return]
 
 
