@@ -25,9 +25,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from inspect import unwrap
+from types import CodeType
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from composable_shard.flat_param import LOCKED
@@ -70,11 +72,19 @@ class LearntReads:
         "refuses_hooks",
     )
 
-    def __init__(self) -> None:
-        self.is_trusted = self.is_changed = self.refuses_hooks = False
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        """Begin without knowledge of a unit of these modules, but for what their code says."""
+        self.is_trusted = self.is_changed = False
+        self.refuses_hooks = any(map(_names_transforms, modules))
         self.num_nodes: set[int] = set()
         self._num_clean = 0
         self._was_read_early = False
+
+    def fresh(self) -> LearntReads:
+        """Return one that has learnt nothing, for a copy of the unit."""
+        other = LearntReads()
+        other.refuses_hooks = self.refuses_hooks
+        return other
 
     @property
     def needs_nodes(self) -> bool:
@@ -112,6 +122,28 @@ class LearntReads:
             return
         self.refuses_hooks = True
         error.args = (f"{error}\nThis was raised in unit '{name}'. {_REFUSAL}",)
+
+
+def _names_transforms(module: nn.Module) -> bool:
+    """Return whether the code of a module's forward names a transform of `torch.func`.
+
+    One that it calls through another function shows at the first call, see `learn_refusal`.
+    """
+    function = unwrap(getattr(module.forward, "__func__", module.forward))
+    pending = [getattr(function, "__code__", None)]
+    names: set[str] = set()
+    while pending:
+        code = pending.pop()
+        if isinstance(code, CodeType):
+            names.update(code.co_names)
+            pending += code.co_consts
+    known = getattr(function, "__globals__", {})
+    found = [known[name] for name in names if name in known]
+    if any(value is torch for value in found) and "func" in names:
+        return True
+    return any(
+        value is torch.func or getattr(value, "__module__", None) == "torch.func" for value in found
+    )
 
 
 _REFUSAL = (

@@ -179,7 +179,7 @@ class ShardState:
         self.last_call = self.call_number = -1
         self.call_sequence_nr = self.output_sequence_nr = 0
         self.is_checkpointed = False
-        self.learnt = LearntReads()
+        self.learnt = LearntReads(parts)
         self.hooks: CallHooks | None = None
         self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.context: TreeContext | None = None
@@ -290,7 +290,7 @@ class ShardState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or to a running step, for copies and pickles."""
-        state = {**self.__dict__, "learnt": LearntReads(), "hooks": None}
+        state = {**self.__dict__, "learnt": self.learnt.fresh(), "hooks": None}
         for name in ("context", "ref", "forward_order"):
             del state[name]
         state.update(

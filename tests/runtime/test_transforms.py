@@ -169,3 +169,36 @@ def test_c15_transform_inside_the_forward_of_a_unit(
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
+
+
+class _NamesTransform(_TransformInside):
+    """Calls it in the forward itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + vmap(grad(lambda row: self.energy(row).sum()))(x).sum()
+
+
+class _NamesPackage(_TransformInside):
+    """Calls it as an attribute of torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.func.jacrev(self.energy)(x[0]).sum()
+
+
+def _train_by_squares(model: nn.Module, number: int) -> None:
+    model(_inputs(number)).square().mean().backward()
+
+
+@pytest.mark.parametrize("kind", [_NamesTransform, _NamesPackage])
+@claims.strategies
+@distributed(2)
+def test_c15_transform_that_the_forward_names_is_right_at_once(
+    kind: type[_TransformInside], strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """C15: such a unit takes no hooks from the beginning."""
+    claims.assert_right(
+        lambda: nn.Sequential(kind(_grad), kind(_grad)),
+        _train_by_squares,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
