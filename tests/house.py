@@ -100,9 +100,9 @@ GOALS = {
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
     "modules": 82,
-    "warm step: files": 19,
-    "warm step: calls between files": 251,
-    "set-up and first step: files": 42,
+    "warm step: files": 18,
+    "warm step: calls between files": 243,
+    "set-up and first step: files": 41,
     "lines": 25_550,
 }
 

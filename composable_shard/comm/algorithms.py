@@ -368,15 +368,16 @@ class _ExchangedSum(SumAlgorithm):
             assert scratch is not None
             terms = scratch.view(self._size, own.numel())
             terms[self._rank].copy_(own)
-            receives = {rank: as_real(terms[rank]) for rank in slices}
+            receives = {rank: terms[rank] for rank in slices}
         else:
             # In place the output is one of the two terms already.
             terms, receiver = (own, output) if scratch is None else (scratch, scratch)
-            receives = dict.fromkeys(slices, as_real(receiver))
+            receives = dict.fromkeys(slices, receiver)
             if scratch is not None and output.data_ptr() != own.data_ptr():
                 output.copy_(own)
-        sends = {rank: as_real(part) for rank, part in slices.items()}
-        work = exchange(sends.items(), receives.items(), self._group, self._order)
+        for parts in (slices, receives) if input.is_complex() else ():
+            parts.update({rank: as_real(part) for rank, part in parts.items()})
+        work = exchange(slices.items(), receives.items(), self._group, self._order)
         return PendingReduction(work, output, input, terms, scale, self._group)
 
 

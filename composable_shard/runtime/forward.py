@@ -9,7 +9,7 @@ could hook: the values stay as those that a graph of gradients reads, [Note: Gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -307,7 +307,7 @@ def _arm(
     extents = [extent for handle in state.needed if (extent := handle.full.extent())]
     tensors = _tensors(output)
     if extents and any([_is_within(extents, tensor) for tensor in tensors]):
-        output = map_tensors(output, partial(_copy_alias, extents))
+        output = _map_output(partial(_copy_alias, extents), output)
         tensors = _tensors(output)
     if not torch.is_grad_enabled():
         return output, False
@@ -318,9 +318,7 @@ def _arm(
     if call is not None and call.output_sequence_nr > newest:
         newest = call.output_sequence_nr
     if any([_is_older(tensor, newest) for tensor in tensors]):
-        output = map_tensors(
-            output, lambda tensor: _renew(tensor) if _is_older(tensor, newest) else tensor
-        )
+        output = _map_output(partial(_renew_older, newest), output)
         tensors = _tensors(output)
     if call is not None:
         call.output_sequence_nr = state.output_sequence_nr = next_sequence_nr()
@@ -365,11 +363,11 @@ def _is_older(tensor: Tensor, sequence_nr: int) -> bool:
     return tensor.requires_grad if node is None else sequence_nr_of(node) < sequence_nr
 
 
-def _renew(tensor: Tensor) -> Tensor:
-    """Return a tensor with a new node, the same object if it may be: it may be detached in place.
-
-    Leaves, views and subclasses give a view: an op in place on them means more, or is refused.
-    """
+def _renew_older(newest: int, tensor: Tensor) -> Tensor:
+    """Give an older tensor a new node, in place where it may be detached in place afterwards."""
+    if not _is_older(tensor, newest):
+        return tensor
+    # An op in place on leaves, views and subclasses means more, or is refused.
     if type(tensor) is not Tensor or tensor.grad_fn is None or base_of(tensor) is not None:
         return tensor.view_as(tensor)
     version = version_of(tensor)
@@ -398,6 +396,10 @@ def _copy_alias(extents: list[tuple[int, int]], tensor: Tensor) -> Tensor:
 def _tensors(output: Any) -> Sequence[Tensor]:
     """Return the tensors in an output, which mostly is one."""
     return (output,) if isinstance(output, Tensor) else list(iter_tensors(output))
+
+
+def _map_output(change: Callable[[Tensor], Tensor], output: Any) -> Any:
+    return change(output) if isinstance(output, Tensor) else map_tensors(output, change)
 
 
 def _leave_pass(
