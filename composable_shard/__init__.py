@@ -39,7 +39,7 @@ from composable_shard.options import (
     ShardingStrategy,
     StateDictOptions,
 )
-from composable_shard.planning import shard_model
+from composable_shard.planning import describe, shard_model
 from composable_shard.runtime import get_handles, get_root_states, get_states, is_sharded, lazy_init
 from composable_shard.state_dict import (
     get_model_state_dict,
@@ -64,6 +64,7 @@ __all__ = [
     "StateDictOptions",
     "clip_grad_norm_",
     "count_collectives",
+    "describe",
     "drop_pending_gradients",
     "find_checkpoint",
     "fully_shard",

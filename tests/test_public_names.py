@@ -20,6 +20,7 @@ TOP = [
     "StateDictOptions",
     "clip_grad_norm_",
     "count_collectives",
+    "describe",
     "drop_pending_gradients",
     "find_checkpoint",
     "fully_shard",
@@ -69,7 +70,14 @@ BELOW = {
         "fp16_compress_hook",
     ],
     "module_api": ["UnshardWork"],
-    "planning": ["ShardingPlan", "by_class", "by_size", "transformer_blocks"],
+    "planning": [
+        "DescribedUnit",
+        "Description",
+        "ShardingPlan",
+        "by_class",
+        "by_size",
+        "transformer_blocks",
+    ],
 }
 # These packages export nothing but public names.
 FOR_USERS = ["huggingface", "module_api", "planning"]

@@ -149,6 +149,14 @@ class FlatParamHandle:
         self._on_gradient: GradientHook | None = None
         self.has_early_hooks = False
 
+    def __repr__(self) -> str:
+        """Say which unit's it is, what it holds, and where this rank is among the ranks."""
+        group, numel = self.shard_group, self.layout.unpadded_numel
+        return (
+            f"<FlatParamHandle '{self.name}': {len(self.entries)} parameters, {numel:,} elements, "
+            f"rank {group.rank} of {group.size}, {self.full.state.name}>"
+        )
+
     @property
     def local_shard(self) -> Tensor:
         """This rank's shard, shape `(layout.shard_numel,)`."""

@@ -126,6 +126,7 @@ class FlatParamCost:
         precision: The dtypes that differ from it.
         requires_grad: Whether its parameters are trainable.
         reshard_after_forward: True, False, or the size of a small group.
+        rank: Which of the ranks that share it; bytes held are this one's.
     """
 
     layout: FlatLayout
@@ -135,6 +136,7 @@ class FlatParamCost:
     precision: Precision
     requires_grad: bool = True
     reshard_after_forward: bool | int = True
+    rank: int = 0
 
     @property
     def param_nbytes(self) -> int:
@@ -151,7 +153,7 @@ class FlatParamCost:
         if not offload.is_active or offload.params:
             return shard
         held_dtype = self.main_dtype if wire_dtype in QUANTISED else wire_dtype
-        return shard + self.layout.cut(1) * held_dtype.itemsize
+        return shard + self._shard_numel * held_dtype.itemsize
 
     @property
     def grad_nbytes(self) -> int:
@@ -175,9 +177,10 @@ class FlatParamCost:
         """Two moments of what the rank owns, without padding."""
         if not self.requires_grad:
             return 0
-        owned = sum(self.layout.piece_numels(0)[1::2])
+        owned = sum(self.layout.piece_numels(self.rank)[1::2])
         if self._shows_flat:
-            owned = min(self.layout.cut(1), self.layout.end)
+            start, end = self.layout.shard_range(self.rank)
+            owned = max(min(end, self.layout.end) - start, 0)
         return _NUM_MOMENTS * owned * self.main_dtype.itemsize
 
     @property
@@ -222,7 +225,7 @@ class FlatParamCost:
         if shard > 1:
             yield ("reduce_scatter", shard), sum(each) * itemsize, num_reductions
         for size in self.ranks.replicate:
-            yield ("all_reduce", size), self.layout.cut(1) * itemsize, num_reductions
+            yield ("all_reduce", size), self._shard_numel * itemsize, num_reductions
 
     @property
     def num_collectives(self) -> int:
@@ -248,8 +251,13 @@ class FlatParamCost:
         )
 
     @property
+    def _shard_numel(self) -> int:
+        start, end = self.layout.shard_range(self.rank)
+        return end - start
+
+    @property
     def _shard_nbytes(self) -> int:
-        return self.layout.cut(1) * self.main_dtype.itemsize
+        return self._shard_numel * self.main_dtype.itemsize
 
     @property
     def _is_kept(self) -> bool:

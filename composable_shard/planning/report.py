@@ -21,6 +21,7 @@ _LEGEND = (
 )
 _NUMBERS = range(3, 13)  # columns that are aligned to the right
 _MAX_VALUE_LENGTH = 60
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,9 @@ class ShardingPlan:
     peak_gathered_nbytes: int = 0
 
     def __str__(self) -> str:
-        rows = [_HEADINGS, *(_row(unit) for unit in self.units), self._total()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-        lines = [_align(row, widths) for row in rows]
-        rule = "-" * max(len(line) for line in lines)
         title = f"{self.model_name}: {len(self.units)} units; {_LEGEND}"
-        return "\n".join([title, lines[0], rule, *lines[1:-1], rule, lines[-1]])
+        rows = [_HEADINGS, *(_row(unit) for unit in self.units), self._total()]
+        return f"{title}\n{format_table(rows, _NUMBERS)}"
 
     @property
     def cost(self) -> Cost:
@@ -180,14 +178,6 @@ def _cells(cost: Cost) -> tuple[str, ...]:
     return tuple(f"{number:,}" for number in (*held, *on_the_way))
 
 
-def _align(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [
-        cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
-    return "  ".join(cells).rstrip()
-
-
 def _short(value: Any) -> str:
     """Return a few words for an option's value, without addresses or the order of a set."""
     if isinstance(value, Enum):
@@ -198,3 +188,28 @@ def _short(value: Any) -> str:
         return f"<{len(value)}>"
     text = repr(value)
     return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 3]}..."
+
+
+def format_table(rows: Sequence[Sequence[str]], numbers: Container[int]) -> str:
+    """Return rows as aligned text, the first and the last one set off by rules.
+
+    Args:
+        rows: The headings, the rows, and the total.
+        numbers: The columns that are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    rule = "-" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def format_nbytes(nbytes: float) -> str:
+    """Return bytes in a unit that suits them: "512 B", "1.5 MiB"."""
+    power = min(max(int(nbytes).bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    return f"{nbytes:.0f} B" if power == 0 else f"{nbytes / 1024**power:.1f} {_UNITS[power]}"

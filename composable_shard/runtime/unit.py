@@ -186,6 +186,10 @@ class ShardState:
         self.load_call: tuple[list[str], frozenset[int]] | None = None
         self.ref: StateRef = weakref.ref(self)
 
+    def __repr__(self) -> str:
+        kind, number = self.options.strategy.name, len(self.handles)
+        return f"<ShardState '{self.name}': {kind}, {number} handles, {self.training_state.name}>"
+
     @property
     def reduces_fully(self) -> bool:
         """Whether a backward reduces gradients as far as they are ever reduced."""

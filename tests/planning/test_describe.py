@@ -1,0 +1,191 @@
+"""`describe`: the units of a sharded model, the bytes of each rank, and what looks wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_shard import (
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    describe,
+    fully_shard,
+    get_handles,
+    get_states,
+    set_forward_prefetch,
+)
+from composable_shard.options import Block
+from tests.helpers import distributed
+from tests.models import Net, loss_of, make_net, replica_mesh
+
+GRANULARITIES = ("element", "row", Block(16), "param")
+_NUM_RANKS = 2
+
+
+def _stored_nbytes(*tensors: torch.Tensor) -> int:
+    """Return the bytes of the tensors' storages, each once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _of_all_ranks(value: int) -> int:
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return int(total)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@distributed(_NUM_RANKS)
+def test_bytes_are_those_that_this_rank_holds(granularity: Any) -> None:
+    """At rest, of gradients and of the optimizer, on each rank; and of all ranks together."""
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        model = make_net(granularity=granularity, strategy=strategy)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss_of(model).backward()
+        grads = [param.grad.to_local() for param in model.parameters() if param.grad is not None]
+        grad_nbytes = _stored_nbytes(*grads)
+        optimizer.step()
+        optimizer.zero_grad()
+        found = describe(model, optimizer)
+        at_rest = [
+            tensor
+            for handle in get_handles(model)
+            for tensor in (handle.local_shard, handle.unsharded)
+        ]
+        assert found.param_nbytes == _stored_nbytes(*at_rest)
+        assert found.grad_nbytes == grad_nbytes
+        moments = [
+            state[name].to_local()
+            for state in optimizer.state.values()
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+        steps = [state["step"].nbytes for state in optimizer.state.values()]
+        numel_nbytes = sum(each.numel() * each.element_size() for each in moments)
+        assert found.optimizer_nbytes == numel_nbytes + sum(steps)
+        planned = describe(model)
+        assert planned.optimizer_nbytes == numel_nbytes
+        own = planned.param_nbytes + planned.grad_nbytes + planned.optimizer_nbytes
+        total = sum(unit.total_nbytes for unit in planned.units)
+        assert total == _of_all_ranks(own)
+
+
+@distributed(_NUM_RANKS)
+def test_a_unit_is_described_by_its_options() -> None:
+    """Names, strategy, dtypes, granularity, ranks, parameters, padding, and what it gathers."""
+    model = Net()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    first, *others = model.blocks
+    fully_shard(first, granularity="param", reshard_after_forward=False)
+    for block in others:
+        fully_shard(block, mp_policy=policy, strategy=ShardingStrategy.SHARD_OPTIM)
+    fully_shard(model)
+    set_forward_prefetch(first, [others[0]])
+    root, block, other = describe(model).units[:3]
+    assert (root.name, root.class_name, root.keeps) == ("(root)", "Net", "all")
+    assert (root.ahead, block.ahead) == (None, ("blocks.1",))
+    assert (block.name, block.class_name, block.keeps) == ("blocks.0", "Layer", "all")
+    assert block.granularities == ("param",)
+    assert other.strategy is ShardingStrategy.SHARD_OPTIM
+    assert other.dtypes == (torch.float32, torch.bfloat16)
+    assert (other.ranks.shard, str(other.ranks)) == (_NUM_RANKS, "2")
+    assert other.num_params == len(list(others[0].parameters()))
+    assert block.numel == sum(
+        handle.layout.unpadded_numel for handle in get_states(first)[0].handles
+    )
+    assert root.padding_numel == sum(
+        handle.layout.padded_numel - handle.layout.unpadded_numel
+        for handle in fully_shard.state(model).handles  # type: ignore[attr-defined]
+    )
+
+
+@distributed(4)
+def test_copies_are_told_from_shards() -> None:
+    """On a mesh of 2 x 2 two ranks share a unit and two hold copies."""
+    model = make_net(mesh=replica_mesh())
+    unit = describe(model).units[-1]
+    assert (unit.ranks.shard, unit.ranks.replicate, str(unit.ranks)) == (2, (2,), "2x2")
+
+
+@distributed(_NUM_RANKS)
+def test_modules_of_one_unit_are_listed_together() -> None:
+    """A list of modules is one unit with several names; a part of a model is described alone."""
+    model = Net()
+    fully_shard(list(model.blocks))
+    fully_shard(model)
+    names = [f"blocks.{index}" for index in range(len(model.blocks))]
+    assert describe(model).units[1].fqns == tuple(names)
+    assert [unit.fqns for unit in describe(model.blocks).units] == [
+        tuple(str(index) for index in range(len(model.blocks)))
+    ]
+
+
+@distributed(_NUM_RANKS)
+def test_it_warns_of_what_looks_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A giant unit, tiny ones, parameters without a unit, and an optimizer that misses some."""
+    model = make_net()
+    (warning,) = describe(model).warnings
+    assert warning.startswith("3 of 4 units have less than 64.0 KiB, for which a gather costs")
+    monkeypatch.setattr("composable_shard.planning.description._TINY_NBYTES", 0)
+    assert describe(model).warnings == ()
+    monkeypatch.setattr("composable_shard.planning.description._GIANT_NBYTES", 0)
+    giant = Net()
+    fully_shard(giant)
+    (warning,) = describe(giant).warnings
+    assert "unit '(root)' holds 100% of the parameters" in warning
+    assert "transformer_blocks" in warning
+
+    monkeypatch.undo()
+    monkeypatch.setattr("composable_shard.planning.description._TINY_NBYTES", 0)
+    partly = make_net()
+    partly.add_module("head", nn.Linear(2, 2))
+    (warning,) = describe(partly).warnings
+    assert warning.startswith("no unit manages the trainable parameters 'head.weight', 'head.bias'")
+
+    optimizer = torch.optim.SGD(list(model.parameters())[1:], lr=0.1)
+    names = [name for name, _ in model.named_parameters()]
+    (missed,) = describe(model, optimizer).warnings
+    assert f"the optimizer does not step the trainable parameters '{names[0]}'." in missed
+
+
+@distributed(_NUM_RANKS)
+def test_it_is_a_table_in_a_terminal_and_in_a_notebook() -> None:
+    """One row for each unit and a total, with the same cells, which HTML escapes."""
+
+    class Odd(Net):
+        pass
+
+    Odd.__name__ = "<Odd>"
+    model = Odd()
+    fully_shard(model)
+    found = describe(model)
+    lines = str(found).splitlines()
+    assert lines[1].split()[:3] == ["unit", "class", "strategy"]
+    assert lines[3].startswith("(root)")
+    assert lines[5].startswith("total")
+    page = found._repr_html_()
+    assert page.count("<tr>") == len(found.units) + 2
+    assert "&lt;Odd&gt;" in page
+    assert "<Odd>" not in page
+
+
+@distributed(_NUM_RANKS)
+def test_units_and_handles_say_what_they_are() -> None:
+    """`repr` names the unit, the strategy, the ranks and the state."""
+    model = make_net()
+    state, handle = get_states(model)[1], get_handles(model)[1]
+    assert repr(state) == "<ShardState 'blocks.0': FULL_SHARD, 1 handles, IDLE>"
+    numel = handle.layout.unpadded_numel
+    expected = f"<FlatParamHandle 'blocks.0': 4 parameters, {numel:,} elements, rank 0 of 2, FREED>"
+    assert repr(handle) == expected.replace("rank 0", f"rank {dist.get_rank()}")
+
+
+def test_what_is_not_sharded_is_refused() -> None:
+    """Local, and by name."""
+    with pytest.raises(ValueError, match=r"nothing in Net is sharded. Call fully_shard first"):
+        describe(Net())
+    with pytest.raises(ValueError, match=r"expected module to be an nn.Module, got str"):
+        describe("model")  # type: ignore[arg-type]
