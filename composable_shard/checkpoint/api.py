@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from composable_shard.checkpoint.assignment import SaveArguments, list_items
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.reader import (
     CheckpointReader,
@@ -33,12 +34,7 @@ from composable_shard.checkpoint.run_state import (
     read_optimizer,
     set_rng_state,
 )
-from composable_shard.checkpoint.writer import (
-    SaveArguments,
-    list_items,
-    plan_save,
-    write_checkpoint,
-)
+from composable_shard.checkpoint.writer import plan_save, write_checkpoint
 from composable_shard.comm import HostGroup, get_host_group
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import get_optimizer_state_dict, json_tree, prepare_load

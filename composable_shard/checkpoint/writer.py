@@ -24,22 +24,19 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import reduce
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from composable_shard.checkpoint import files
+from composable_shard.checkpoint.assignment import Item, SaveArguments, assign_pieces
 from composable_shard.checkpoint.file_format import (
     CHUNK_NBYTES,
     LATEST,
     LOCK,
     METADATA,
     data_file_name,
-    dtype_name,
     folder_name,
     make_header,
     parse_folder_name,
@@ -48,41 +45,13 @@ from composable_shard.checkpoint.file_format import (
 )
 from composable_shard.checkpoint.reader import byte_view, list_checkpoints, read_history
 from composable_shard.comm import HostGroup
-from composable_shard.layout import Region, whole_box
-from composable_shard.state_dict import json_tree
-from composable_shard.tensor import FlatShard, local_part, region_of
+from composable_shard.layout import whole_box
+from composable_shard.tensor import local_part
 
-_Piece = tuple[str, tuple[Any, ...], int, int]  # tensor, box, start, end
 LOCK_TIMEOUT_S = 300.0
 _LOCK_INTERVAL_S = 0.02
 _HOLDER_NBYTES = 200  # of the text about who has the lock
 _BUFFER_NBYTES = 16 * CHUNK_NBYTES  # bytes copied from a device at a time
-
-
-@dataclass
-class Item:
-    """A region of a tensor that this rank writes."""
-
-    name: str
-    region: Region
-    shape: torch.Size
-    values: Tensor  # the tensor itself; once assigned to this rank, shape (region.numel,)
-
-    @property
-    def line(self) -> list[Any]:
-        """Its description for rank 0."""
-        region, is_shard = self.region, isinstance(self.values, FlatShard | DTensor)
-        place = [region.box, region.order, region.start, region.end]
-        return [self.name, list(self.shape), dtype_name(self.values.dtype), *place, is_shard]
-
-
-@dataclass(frozen=True)
-class SaveArguments:
-    """Arguments of `save_checkpoint` that all ranks must agree on, beside the step."""
-
-    path: str
-    keep_last: int | None
-    async_op: bool
 
 
 @dataclass
@@ -109,15 +78,6 @@ class SavePlan:
             item.values = item.values.to("cpu", copy=True)
 
 
-def list_items(tensors: dict[str, Tensor]) -> list[Item]:
-    """Return this rank's region of each tensor.
-
-    Raises:
-        ValueError: For a DTensor of an unknown layout.
-    """
-    return [Item(name, region_of(tensor), tensor.shape, tensor) for name, tensor in tensors.items()]
-
-
 def plan_save(
     group: HostGroup, step: int, tree: dict[str, Any], items: list[Item], arguments: SaveArguments
 ) -> SavePlan:
@@ -141,7 +101,7 @@ def plan_save(
     content: dict[str, Any] = {}
 
     def assign() -> tuple[list[list[int]], str]:
-        described, chosen = _assign(gathered)
+        described, chosen = assign_pieces(gathered)
         content.update(described)
         return chosen, str(Path(arguments.path).absolute())
 
@@ -152,69 +112,6 @@ def plan_save(
     # Wide dtypes first: each piece is aligned in the file.
     own.sort(key=lambda item: -item.values.dtype.itemsize)
     return SavePlan(step, own, Path(path), group.run, content)
-
-
-def _assign(ranks: list[Any]) -> tuple[dict[str, Any], list[list[int]]]:
-    """Return the content of the metadata, and for each rank the indices of its lines to write."""
-    for name in ("step", *SaveArguments.__dataclass_fields__):
-        values = [rank[name] for rank in ranks]
-        if any(value != values[0] for value in values):
-            raise ValueError(f"the ranks passed different values of {name}: {values}")
-    tensors: dict[str, dict[str, Any]] = {}
-    holders: dict[_Piece, list[tuple[int, int]]] = {}
-    for number, rank in enumerate(ranks):
-        for index, line in enumerate(rank["lines"]):
-            name, shape, dtype, box, order, start, end, is_shard = line
-            entry = {"shape": shape, "dtype": dtype}
-            if order != sorted(order):
-                entry["order"] = order
-            if tensors.setdefault(name, entry) != entry:
-                raise ValueError(
-                    f"rank {number} has '{name}' as {entry}, another rank as {tensors[name]}: all "
-                    "ranks must save the same model, optimizer and extra values"
-                )
-            if end > start:
-                known = holders.setdefault((name, tuple(map(tuple, box)), start, end), [])
-                if is_shard or not known:
-                    known.append((number, index))
-    tree = reduce(json_tree.merge, [rank["tree"] for rank in ranks])
-    return {"tree": tree, "tensors": tensors}, _share(holders, len(ranks), tensors)
-
-
-def _share(
-    holders: dict[_Piece, list[tuple[int, int]]],
-    world_size: int,
-    tensors: dict[str, dict[str, Any]],
-) -> list[list[int]]:
-    """Choose one rank for each piece, the largest first: the holder with the least to write.
-
-    Raises:
-        ValueError: If the pieces of a tensor do not cover it exactly.
-    """
-    numels = dict.fromkeys(tensors, 0)
-    for name, _, start, end in holders:
-        numels[name] += end - start
-    for name, numel in numels.items():
-        expected = torch.Size(tensors[name]["shape"]).numel()
-        if numel != expected:
-            raise ValueError(
-                f"expected the ranks to hold the {expected} elements of '{name}' once, found "
-                f"{numel}: all ranks of its mesh, and all of the default process group, must save"
-            )
-    chosen: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
-
-    def nbytes(piece: _Piece) -> int:
-        name, _, start, end = piece
-        dtype: torch.dtype = getattr(torch, tensors[name]["dtype"])
-        return int((end - start) * dtype.itemsize)
-
-    # Those without a choice first.
-    for piece in sorted(holders, key=lambda piece: (len(holders[piece]) > 1, -nbytes(piece))):
-        rank, index = min(holders[piece], key=lambda holder: (loads[holder[0]], holder))
-        loads[rank] += nbytes(piece)
-        chosen[rank].append(index)
-    return [sorted(indices) for indices in chosen]
 
 
 def write_checkpoint(
