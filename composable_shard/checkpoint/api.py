@@ -26,11 +26,14 @@ from composable_shard.checkpoint.reader import (
     reading,
 )
 from composable_shard.checkpoint.run_state import (
+    ModelOwners,
     StagedModel,
     check_is_number,
     check_rng_state,
+    compare_names,
     describe_model,
     get_rng_state,
+    list_names,
     read_optimizer,
     set_rng_state,
 )
@@ -130,6 +133,8 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     """Save the state of a run as a new directory in `path`; call it on all ranks.
 
     Each rank writes its own shards, and replicated values are written once; nothing is gathered.
+    Ranks may own different parameters (pipeline stages, expert parallelism): the checkpoint has
+    what any rank has, and loads on another split.
     The states of random number generators (Python, torch, the accelerator, numpy if loaded) are
     saved for each rank. The directory appears, and `load_checkpoint` finds it, only when all of it
     is on disk, so an interrupted save leaves the previous checkpoint in place. While another job
@@ -157,7 +162,8 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         `destroy_process_group()`.
 
     Raises:
-        ValueError: For a value that can't be saved, or if ranks pass different arguments.
+        ValueError: For a value that can't be saved, if ranks pass different arguments, or if they
+            have different tensors under one name.
         RuntimeError: If this save, or an earlier one in the background, could not be written. On
             all ranks, and nothing is left behind.
     """
@@ -166,6 +172,8 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         _check_arguments(step, keep_last)
         objects = {"scheduler": _as_dict(scheduler), "scaler": _as_dict(scaler)}
         tree, tensors = _describe(model, objects, extra, group.rank)
+        model_owners = ModelOwners(model)
+        owners = model_owners.of_model(tree["model"], tensors)
     with group.agreed():
         # After the check above, because its collectives use training's groups.
         states = {
@@ -176,11 +184,14 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             for options in state["param_groups"]:
                 for name, value in options.items():
                     check_is_number(name, value)
-        tree["optimizer"] = {
-            name: json_tree.encode(state, _prefix("optimizer", name), tensors)
-            for name, state in states.items()
-        }
-        items = list_items(tensors)
+        tree["optimizer"] = {}
+        for name, state in states.items():
+            own: dict[str, Tensor] = {}
+            encoded = json_tree.encode(state, _prefix("optimizer", name), own)
+            tree["optimizer"][name] = encoded
+            tensors |= own
+            owners |= model_owners.of_optimizer(encoded, own)
+        items = list_items(tensors, owners)
     plan = plan_save(group, step, tree, items, SaveArguments(os.fspath(path), keep_last, async_op))
     error: Exception | None = None
     if not async_op:
@@ -221,8 +232,8 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         scheduler: Likewise.
         scaler: A `torch.amp.GradScaler`; a warning if only one of it and the checkpoint has one.
         step: Which checkpoint. Default: the one saved last.
-        strict: False keeps parameters and buffers that the checkpoint lacks, ignores those that the
-            model lacks, casts dtypes, and gives schedulers states of other kinds.
+        strict: False keeps parameters and buffers that the checkpoint lacks, ignores those that no
+            rank's model has, casts dtypes, and gives schedulers states of other kinds.
 
     Raises:
         ValueError: On all ranks, if there is no such checkpoint, if a file is damaged, naming it,
@@ -234,13 +245,18 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     with group.agreed():
         reader = CheckpointReader(Path(text[0]), text[1].encode())
     group.on_first(reader.check_files)
+    optimizers = _as_dict(optimizer)
+    with group.agreed(), _parsing(reader.folder / METADATA):
+        stored = _stored(reader, "optimizer", optimizers)
+        trees = [stored[name] for name in optimizers]
+        names = list_names(reader, model, optimizers.values(), trees)
+    if strict:
+        compare_names(group, reader.folder, names)
     with reader, group.agreed(), _parsing(reader.folder / METADATA):
         staged = StagedModel.read(reader, model, is_strict=strict)
-        optimizers = _as_dict(optimizer)
-        stored = _stored(reader, "optimizer", optimizers)
         states = [
-            read_optimizer(reader, model, each, stored[name], is_strict=strict)
-            for name, each in optimizers.items()
+            read_optimizer(reader, model, each, tree)
+            for each, tree in zip(optimizers.values(), trees, strict=True)
         ]
         objects = _stage_objects(reader, "scheduler", _as_dict(scheduler), is_strict=strict)
         objects += _stage_objects(reader, "scaler", _as_dict(scaler), is_strict=strict)

@@ -1,8 +1,19 @@
-"""Which rank writes which part of a checkpoint."""
+"""Which rank writes which part of a checkpoint.
+
+[Note: Owners]
+Ranks may own different parameters: pipeline stages, expert-parallel ranks. A checkpoint holds what
+any rank has. A name that several ranks have must stand for one tensor. It does where the ranks
+share the tensor: each names the process groups that it shares it with, and groups of one tensor
+join. Copies that no group joins (a tied weight of two stages, a parameter that no unit manages)
+must have equal values, of which samples are compared. Anything else would be lost without a word.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -11,11 +22,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.checkpoint.file_format import dtype_name
+from composable_shard.checkpoint.reader import byte_view
 from composable_shard.layout import Region
 from composable_shard.state_dict import json_tree
-from composable_shard.tensor import FlatShard, region_of
+from composable_shard.tensor import FlatShard, local_part, region_of
 
+Owners = tuple[str, ...]  # names of the process groups that share a tensor
 _Piece = tuple[str, tuple[Any, ...], int, int]  # tensor, box, start, end
+_SAMPLE_NUMEL = 1 << 16
+_MAX_NAMES = 8  # in a message
 
 
 @dataclass
@@ -26,13 +41,22 @@ class Item:
     region: Region
     shape: torch.Size
     values: Tensor  # the tensor itself; once assigned to this rank, shape (region.numel,)
+    owners: Owners | None  # None: rank 0's, or the lowest rank's, is saved
 
     @property
     def line(self) -> list[Any]:
         """Its description for rank 0."""
         region, is_shard = self.region, isinstance(self.values, FlatShard | DTensor)
         place = [region.box, region.order, region.start, region.end]
-        return [self.name, list(self.shape), dtype_name(self.values.dtype), *place, is_shard]
+        what = [self.name, list(self.shape), dtype_name(self.values.dtype)]
+        return [*what, *place, is_shard, self.owners]
+
+    @property
+    def sample(self) -> list[Any]:
+        """Its place, and a checksum of some of its values."""
+        part = local_part(self.values)
+        some = part[:: max(1, part.numel() // _SAMPLE_NUMEL)].cpu().contiguous()
+        return [self.region.box, self.region.start, self.region.end, zlib.crc32(byte_view(some))]
 
 
 @dataclass(frozen=True)
@@ -44,52 +68,170 @@ class SaveArguments:
     async_op: bool
 
 
-def list_items(tensors: dict[str, Tensor]) -> list[Item]:
+def list_items(tensors: dict[str, Tensor], owners: Mapping[str, Owners]) -> list[Item]:
     """Return this rank's region of each tensor.
 
     Raises:
         ValueError: For a DTensor of an unknown layout.
     """
-    return [Item(name, region_of(tensor), tensor.shape, tensor) for name, tensor in tensors.items()]
+    return [
+        Item(name, region_of(tensor), tensor.shape, tensor, owners.get(name))
+        for name, tensor in tensors.items()
+    ]
 
 
-def assign_pieces(ranks: list[Any]) -> tuple[dict[str, Any], list[list[int]]]:
-    """Return the content of the metadata, and for each rank the indices of its lines to write."""
+@dataclass
+class Draft:
+    """A checkpoint as all ranks describe it; on rank 0.
+
+    Attributes:
+        tree: All values, encoded.
+        tensors: By name, without their pieces.
+        world_size: Number of ranks.
+        holders: Ranks with each piece, and the numbers of their lines.
+        copies: Ranks with a tensor by name, those that share it together; only of tensors that not
+            all of their ranks share.
+    """
+
+    tree: dict[str, Any]
+    tensors: dict[str, dict[str, Any]]
+    world_size: int
+    holders: dict[_Piece, list[tuple[int, int]]] = field(default_factory=dict)
+    copies: dict[str, list[list[int]]] = field(default_factory=dict)
+
+
+def make_draft(ranks: list[Any]) -> Draft:
+    """Join what all ranks have described.
+
+    Raises:
+        ValueError: If they disagree about an argument, or about a tensor.
+    """
     for name in ("step", *SaveArguments.__dataclass_fields__):
         values = [rank[name] for rank in ranks]
         if any(value != values[0] for value in values):
             raise ValueError(f"the ranks passed different values of {name}: {values}")
-    tensors: dict[str, dict[str, Any]] = {}
-    holders: dict[_Piece, list[tuple[int, int]]] = {}
+    draft = Draft(merge_trees([rank["tree"] for rank in ranks]), {}, len(ranks))
+    parts = _Parts()
     for number, rank in enumerate(ranks):
         for index, line in enumerate(rank["lines"]):
-            name, shape, dtype, box, order, start, end, is_shard = line
+            name, shape, dtype, box, order, start, end, is_shard, owners = line
             entry = {"shape": shape, "dtype": dtype}
             if order != sorted(order):
                 entry["order"] = order
-            if tensors.setdefault(name, entry) != entry:
+            if draft.tensors.setdefault(name, entry) != entry:
                 raise ValueError(
-                    f"rank {number} has '{name}' as {entry}, another rank as {tensors[name]}: all "
-                    "ranks must save the same model, optimizer and extra values"
+                    f"rank {number} has '{name}' as {entry}, another rank as "
+                    f"{draft.tensors[name]}: all ranks must save the same model, optimizer and "
+                    "extra values"
                 )
             if end > start:
-                known = holders.setdefault((name, tuple(map(tuple, box)), start, end), [])
+                known = draft.holders.setdefault((name, tuple(map(tuple, box)), start, end), [])
                 if is_shard or not known:
                     known.append((number, index))
-    tree = reduce(json_tree.merge, [rank["tree"] for rank in ranks])
-    return {"tree": tree, "tensors": tensors}, _share(holders, len(ranks), tensors)
+            if owners is not None:
+                parts.add(name, number, owners)
+    draft.copies = parts.find_copies()
+    return draft
 
 
-def _share(
-    holders: dict[_Piece, list[tuple[int, int]]],
-    world_size: int,
-    tensors: dict[str, dict[str, Any]],
-) -> list[list[int]]:
+class _Parts:
+    """Joins process groups that share a tensor. [Note: Owners]"""
+
+    def __init__(self) -> None:
+        self._joined: dict[str, str] = {}  # a group to another one that it is joined to
+        self._ranks: dict[str, dict[str, list[int]]] = {}  # by name and group
+
+    def add(self, name: str, rank: int, owners: list[str]) -> None:
+        """Note that a rank has a tensor, and shares it with groups."""
+        groups = owners or [f"rank {rank}"]
+        for group in groups[1:]:
+            first, other = self._find(groups[0]), self._find(group)
+            if other != first:
+                self._joined[other] = first
+        self._ranks.setdefault(name, {}).setdefault(groups[0], []).append(rank)
+
+    def _find(self, group: str) -> str:
+        while (other := self._joined.get(group, group)) != group:
+            group = other
+        return group
+
+    def find_copies(self) -> dict[str, list[list[int]]]:
+        """Return the ranks with a tensor, those that share it together, where not all do."""
+        copies = {}
+        for name, by_group in self._ranks.items():
+            joined: dict[str, list[int]] = {}
+            for group, ranks in by_group.items():
+                joined.setdefault(self._find(group), []).extend(ranks)
+            if len(joined) > 1:
+                copies[name] = list(joined.values())
+        return copies
+
+
+def check_copies(draft: Draft, samples: list[dict[str, Any]]) -> None:
+    """Check that tensors of one name are equal where ranks do not share them. [Note: Owners]
+
+    Args:
+        draft: With the names in `copies`.
+        samples: Of each rank, by name.
+
+    Raises:
+        ValueError: Naming the tensors and the ranks.
+    """
+    different = []
+    for name, copies in draft.copies.items():
+        found = [sorted({json.dumps(samples[rank][name]) for rank in ranks}) for ranks in copies]
+        odd = next((ranks for ranks, one in zip(copies, found, strict=True) if one != found[0]), [])
+        if odd:
+            label = name.removeprefix("model/")
+            different.append(f"'{label}' of ranks {sorted(copies[0])} and of ranks {sorted(odd)}")
+    if different:
+        more = f" and {len(different) - _MAX_NAMES} more" if len(different) > _MAX_NAMES else ""
+        raise ValueError(
+            f"different tensors have one name: {', '.join(different[:_MAX_NAMES])}{more}. No unit "
+            "shares them between these ranks, and their values differ, so one of each would be "
+            "lost. Keep the whole model's names in pipeline stages, and number experts over all "
+            "ranks. nn.ModuleDict({name: module}) around what a rank owns gives its names a prefix."
+        )
+
+
+def merge_trees(trees: list[Any]) -> dict[str, Any]:
+    """Return the values of all ranks; of those that several have, the lowest rank's.
+
+    Parameter groups are joined, because ranks may own different parameters.
+    """
+    merged: dict[str, Any] = reduce(json_tree.merge, trees)
+    for name, state in merged["optimizer"].items():
+        found: list[dict[str, Any]] = []
+        for groups in [tree["optimizer"][name]["param_groups"] for tree in trees]:
+            if groups != found:
+                _join_groups(found, groups)
+        merged["optimizer"][name] = {**state, "param_groups": found}
+    return merged
+
+
+def _join_groups(found: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Add the parameters of one rank's groups to groups with the same options, or new ones."""
+    known = {fqn for group in found for fqn in group["params"]}
+    for number, group in enumerate(groups):
+        added = [fqn for fqn in group["params"] if fqn not in known]
+        same = [i for i, each in enumerate(found) if each == {**group, "params": each["params"]}]
+        if number >= len(found) or (added and not same):
+            found.append({**group, "params": added})
+        elif added:
+            home = found[number if number in same else same[0]]
+            home["params"] = [*home["params"], *added]
+
+
+def share_pieces(draft: Draft) -> list[list[int]]:
     """Choose one rank for each piece, the largest first: the holder with the least to write.
+
+    Returns:
+        For each rank the numbers of its lines to write.
 
     Raises:
         ValueError: If the pieces of a tensor do not cover it exactly.
     """
+    holders, tensors = draft.holders, draft.tensors
     numels = dict.fromkeys(tensors, 0)
     for name, _, start, end in holders:
         numels[name] += end - start
@@ -100,8 +242,8 @@ def _share(
                 f"expected the ranks to hold the {expected} elements of '{name}' once, found "
                 f"{numel}: all ranks of its mesh, and all of the default process group, must save"
             )
-    chosen: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
+    chosen: list[list[int]] = [[] for _ in range(draft.world_size)]
+    loads = [0] * draft.world_size
 
     def nbytes(piece: _Piece) -> int:
         name, _, start, end = piece

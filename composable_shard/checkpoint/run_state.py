@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_shard.checkpoint.assignment import Owners
 from composable_shard.checkpoint.reader import CheckpointReader
+from composable_shard.comm import HostGroup
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (
     ModelTensors,
+    canonical,
     get_model_state_dict,
     handles_of,
     is_extra_state,
     json_tree,
     materialize,
+    mesh_groups,
     params_by_fqn,
     set_model_state_dict,
     view_optimizers,
@@ -84,6 +91,47 @@ _MAX_NAMES = 8  # in a message
 # Saving
 
 
+class ModelOwners:
+    """Which process groups share the tensors of a model. [Note: Owners]"""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = {
+            fqn: _name_groups(mesh_groups([param.handle]))
+            for fqn, param in params_by_fqn(model).items()
+        }
+        groups = dict.fromkeys(name for names in self._params.values() for name in names)
+        # Not the names of the groups: that two groups share a model joins none of its parameters.
+        self._model = tuple(f"model {name}" for name in groups) or ("any model",)
+        self._unmanaged = {canonical(n) for n, _ in model.named_parameters()} - self._params.keys()
+
+    def of(self, fqn: str, value: Any) -> Owners:
+        """Return the owners of a parameter or buffer, or of what belongs to it."""
+        if fqn in self._params:
+            return self._params[fqn]
+        if isinstance(value, DTensor):
+            return _name_groups(value.device_mesh.get_all_groups())
+        return () if fqn in self._unmanaged else self._model
+
+    def of_model(self, tree: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Owners]:
+        """Return the owners of an encoded model's tensors, by their names in a checkpoint."""
+        named = ((fqn, json_tree.tensor_name(value)) for fqn, value in tree.items())
+        return {name: self.of(fqn, tensors[name]) for fqn, name in named if name is not None}
+
+    def of_optimizer(self, tree: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Owners]:
+        """Return the owners of an encoded optimizer's tensors, those of options included."""
+        found = dict.fromkeys(tensors, self._model)
+        for fqn, state in tree["state"].items():
+            for name in filter(None, map(json_tree.tensor_name, state.values())):
+                found[name] = self.of(fqn, tensors[name])
+        return found
+
+
+def _name_groups(groups: Iterable[dist.ProcessGroup]) -> Owners:
+    """Return a name for each group that all of its ranks, and no other group, have."""
+    ranks = [",".join(map(str, dist.get_process_group_ranks(group))) for group in groups]
+    return tuple(hashlib.sha256(each.encode()).hexdigest()[:16] for each in ranks if "," in each)
+
+
 def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the model's state, encoded, by FQN; a tied parameter is saved once. No communication.
 
@@ -138,11 +186,7 @@ class StagedModel:
             RuntimeError: If a model without units is on the meta device.
         """
         state = get_model_state_dict(model)
-        tree = reader.metadata.tree.get("model")
-        if not isinstance(tree, dict):
-            raise ValueError(f"{reader.folder} has no model")
-        if is_strict:
-            _compare_names(reader, "parameters and buffers", state, tree)
+        tree = reader.metadata.tree["model"]
         extra = {fqn for fqn in tree if is_extra_state(fqn) and fqn in state}
         common = {
             fqn: json_tree.tensor_name(tree[fqn])
@@ -220,7 +264,7 @@ def _find_meta(
 
 
 def read_optimizer(
-    reader: CheckpointReader, model: nn.Module, optimizer: Optimizer, tree: Any, *, is_strict: bool
+    reader: CheckpointReader, model: nn.Module, optimizer: Optimizer, tree: Any
 ) -> dict[str, Any]:
     """Read and verify this rank's part of an optimizer's state, by name; changes nothing.
 
@@ -232,7 +276,7 @@ def read_optimizer(
     groups = json_tree.decode(tree["param_groups"], reader.read_whole)
     view = view_optimizers(model, [optimizer])
     own = [group.fqns for group in view]
-    _compare_groups(reader, own, groups, is_strict=is_strict)
+    _compare_groups(reader, own, groups)
     known = {name: value for group in view for name, value in group.options.items()}
     for group in groups:
         for name, value in group.items():
@@ -338,25 +382,65 @@ def _mismatch(reader: CheckpointReader, name: str | None, target: Any, is_strict
     return ""
 
 
-def _compare_names(
-    reader: CheckpointReader, what: str, own: Iterable[str], stored: Iterable[str]
-) -> None:
-    lists = {"missing": set(own) - set(stored), "unexpected": set(stored) - set(own)}
-    parts = [f"{kind}: {_listing(sorted(names))}" for kind, names in lists.items() if names]
-    if parts:
-        raise ValueError(
-            f"{reader.folder} has other {what} than the model; {'; '.join(parts)}. Pass "
-            "strict=False to load the common ones."
-        )
+@dataclass
+class NameLists:
+    """Names of one kind, for a strict load.
+
+    Attributes:
+        what: Of what.
+        own: This rank's.
+        stored: Those in the checkpoint.
+    """
+
+    what: str
+    own: Iterable[str]
+    stored: Iterable[str]
 
 
-def _compare_groups(
-    reader: CheckpointReader, own: list[list[str]], stored: list[Any], *, is_strict: bool
-) -> None:
+def list_names(
+    reader: CheckpointReader,
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    trees: Iterable[Any],
+) -> list[NameLists]:
+    """Return the names of the model and of its optimizers, here and in a checkpoint.
+
+    Raises:
+        ValueError: If the checkpoint has no model.
+    """
+    stored = reader.metadata.tree.get("model")
+    if not isinstance(stored, dict):
+        raise ValueError(f"{reader.folder} has no model")
+    lists = [NameLists("parameters and buffers", get_model_state_dict(model), stored)]
+    for optimizer, tree in zip(optimizers, trees, strict=True):
+        own = [fqn for group in view_optimizers(model, [optimizer]) for fqn in group.fqns]
+        saved = [fqn for group in tree["param_groups"] for fqn in group["params"]]
+        lists.append(NameLists("parameters in an optimizer", own, saved))
+    return lists
+
+
+def compare_names(group: HostGroup, folder: Path, lists: list[NameLists]) -> None:
+    """Check that every rank finds its names, and that some rank has each name of the checkpoint.
+
+    Raises:
+        ValueError: On all ranks, naming them.
+    """
+    unknown = [sorted(set(each.stored) - set(each.own)) for each in lists]
+    told = group.all_messages(unknown if any(unknown) else None)
+    with group.agreed():
+        for number, each in enumerate(lists):
+            unexpected = set.intersection(*(set(ranks[number] if ranks else ()) for ranks in told))
+            found = {"missing": set(each.own) - set(each.stored), "unexpected": unexpected}
+            parts = [f"{kind}: {_listing(sorted(names))}" for kind, names in found.items() if names]
+            if parts:
+                raise ValueError(
+                    f"{folder} has other {each.what} than the model; {'; '.join(parts)}. Pass "
+                    "strict=False to load the common ones."
+                )
+
+
+def _compare_groups(reader: CheckpointReader, own: list[list[str]], stored: list[Any]) -> None:
     group_of = {fqn: number for number, group in enumerate(stored) for fqn in group["params"]}
-    if is_strict:
-        names = [fqn for fqns in own for fqn in fqns]
-        _compare_names(reader, "parameters in an optimizer", names, group_of)
     for number, fqns in enumerate(own):
         found = {group_of[fqn] for fqn in fqns if fqn in group_of}
         if len(found) > 1:

@@ -30,7 +30,14 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from composable_shard.checkpoint import files
-from composable_shard.checkpoint.assignment import Item, SaveArguments, assign_pieces
+from composable_shard.checkpoint.assignment import (
+    Draft,
+    Item,
+    SaveArguments,
+    check_copies,
+    make_draft,
+    share_pieces,
+)
 from composable_shard.checkpoint.file_format import (
     CHUNK_NBYTES,
     LATEST,
@@ -83,7 +90,8 @@ def plan_save(
 ) -> SavePlan:
     """Assign every region to one rank; writes nothing. [Note: One save]
 
-    One gather of all ranks' lists on rank 0, and one broadcast.
+    One gather of all ranks' lists on rank 0, and one broadcast; one more of each for names that
+    ranks have in common without sharing the tensor. [Note: Owners]
 
     Args:
         group: All ranks.
@@ -94,18 +102,28 @@ def plan_save(
 
     Raises:
         ValueError: On all ranks, if ranks disagree about the step, another argument or a tensor, or
-            if they do not hold all of its elements.
+            if they do not hold all of its elements, or hold different ones under one name.
     """
     lines = [item.line for item in items]
     gathered = group.gather({"step": step, "tree": tree, "lines": lines, **asdict(arguments)})
-    content: dict[str, Any] = {}
+    draft = Draft({}, {}, group.size)
 
-    def assign() -> tuple[list[list[int]], str]:
-        described, chosen = assign_pieces(gathered)
-        content.update(described)
-        return chosen, str(Path(arguments.path).absolute())
+    def assign(samples: list[dict[str, Any]]) -> list[list[int]]:
+        check_copies(draft, samples)
+        return share_pieces(draft)
 
-    chosen, path = group.on_first(assign)
+    def begin() -> tuple[list[str], list[list[int]], str]:
+        nonlocal draft
+        draft = make_draft(gathered)
+        path = str(Path(arguments.path).absolute())
+        return list(draft.copies), [] if draft.copies else assign([]), path
+
+    copies, chosen, path = group.on_first(begin)
+    if copies:
+        wanted = set(copies)
+        samples = group.gather({item.name: item.sample for item in items if item.name in wanted})
+        chosen = group.on_first(lambda: assign(samples))
+    content = {"tree": draft.tree, "tensors": draft.tensors}
     own = [items[index] for index in chosen[group.rank]]
     for item in own:
         item.values = local_part(item.values)
