@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +26,7 @@ from composable_shard.options import (
     ReshardAfterForward,
     ShardingStrategy,
     UnitOptions,
+    check_no_others,
 )
 from composable_shard.runtime import (
     ShardState,
@@ -61,6 +62,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     bucket_cap_mb: float | None = None,
     granularity: GranularityOption = "element",
     prefetch_nbytes: int = 4 << 20,
+    **others: NoReturn,
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -124,17 +126,21 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             small units after that, as long as all of them have at most this many bytes in their
             compute dtype. 0: one unit at a time. Overridden by `set_forward_prefetch` and
             `set_backward_prefetch`.
+        others: None. Arguments of other libraries are refused by name, with what to pass instead.
 
     Returns:
         `module`.
 
     Raises:
         ValueError: If the module or a parameter can't be sharded, naming it; if called twice.
+        TypeError: For an argument that it does not have.
         RuntimeError: If a parameter belongs to a live autograd graph, or torch.distributed is
             not initialised, in one of several processes that torchrun has not launched. A single
             process gets a process group of its own.
         NotImplementedError: For sparse or unknown tensor types.
     """
+    if others:
+        check_no_others(fully_shard, others)
     options = UnitOptions(
         mesh=mesh,
         strategy=strategy,

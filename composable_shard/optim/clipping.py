@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.flat_param import UnshardedParameter, handle_of
+from composable_shard.options import check_no_others
 from composable_shard.runtime import check_whole
 from composable_shard.tensor import (
     FlatShard,
@@ -37,6 +38,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    **others: NoReturn,
 ) -> Tensor:
     """Scale the gradients so that their norm over all parameters is at most `max_norm`.
 
@@ -52,6 +54,7 @@ def clip_grad_norm_(
         norm_type: Order of the norm; `float("inf")` for the largest absolute value. Gradients
             without elements don't count.
         error_if_nonfinite: Raise instead of clipping if the norm is not finite.
+        others: None. Arguments of torch's function are refused by name, with advice.
 
     Returns:
         The norm before clipping, a plain 0-d tensor.
@@ -60,7 +63,10 @@ def clip_grad_norm_(
         RuntimeError: On all ranks: if `error_if_nonfinite` and the norm is infinite or NaN; if no
             unit of the module manages one of its trainable parameters; if gradients of plain
             parameters differ between ranks.
+        TypeError: For an argument that it does not have.
     """
+    if others:
+        check_no_others(clip_grad_norm_, others)
     params = _params_of(model_or_params)
     plain = _plain_params(params)
     if plain and len(plain) < len(params):

@@ -3,6 +3,12 @@
 Read `unit_options` first, then `strategy` (what each strategy keeps, frees and sends).
 """
 
+from composable_shard.options.advice import (
+    VALUES,
+    advise,
+    check_no_others,
+    warn_of_partial_save,
+)
 from composable_shard.options.policies import (
     PRECISIONS,
     Block,
@@ -23,6 +29,7 @@ from composable_shard.options.unit_options import (
 __all__ = [
     "DEFAULT_STRATEGY",
     "PRECISIONS",
+    "VALUES",
     "Block",
     "Granularity",
     "GranularityOption",
@@ -33,6 +40,9 @@ __all__ = [
     "StateDictOptions",
     "StrategyFacts",
     "UnitOptions",
+    "advise",
+    "check_no_others",
     "check_reshard_after_forward",
     "granularity_of",
+    "warn_of_partial_save",
 ]

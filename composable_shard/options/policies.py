@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
+from typing_extensions import Self
+
+from composable_shard.options.advice import expected, unexpected
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,24 @@ _DTYPE_FIELDS = (
 )
 
 
+class _Options:
+    """A class of fields that says what to do about those that it does not have."""
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """Check the names.
+
+        Raises:
+            TypeError: For a name that is no field, with what to pass instead.
+        """
+        known = tuple(each.name for each in fields(cls))  # type: ignore[arg-type] # of dataclasses
+        for name in given:
+            if name not in known:
+                raise TypeError(unexpected(cls.__name__, name, known))
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class MixedPrecisionPolicy:
+class MixedPrecisionPolicy(_Options):
     """Dtypes for compute, communication and the optimizer. `None` leaves a dtype unchanged.
 
     Each dtype is float16, bfloat16, float32 or float64, `gather_dtype` also an 8-bit one.
@@ -162,7 +181,7 @@ class MixedPrecisionPolicy:
 
 
 @dataclass(frozen=True)
-class OffloadPolicy:
+class OffloadPolicy(_Options):
     """Which parts of a unit live in host memory between uses, in one flat buffer each.
 
     An optimizer needs a parameter, its gradient and its state on one device, so where the state is
@@ -229,7 +248,7 @@ class OffloadPolicy:
 
 
 @dataclass(frozen=True)
-class StateDictOptions:
+class StateDictOptions(_Options):
     """How state dicts are made and loaded, as in torch.distributed.checkpoint.state_dict.
 
     Attributes:
@@ -255,3 +274,14 @@ class StateDictOptions:
     keep_submodule_prefixes: bool = True
     init_optimizer_state: bool = False
     dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, given: StateDictOptions | None) -> StateDictOptions:
+        """Return the options that a user passed, or the default ones.
+
+        Raises:
+            ValueError: For an object of another class.
+        """
+        if not isinstance(given, cls | None):
+            raise ValueError(expected("options", cls, given))
+        return given or cls()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_shard.options.advice import expected, unexpected
 from composable_shard.options.policies import (
     GranularityOption,
     MixedPrecisionPolicy,
@@ -60,8 +60,7 @@ class UnitOptions:
         for name, kind in (("mp_policy", MixedPrecisionPolicy), ("offload_policy", OffloadPolicy)):
             value = getattr(self, name)
             if not isinstance(value, kind):
-                article = "an" if kind is OffloadPolicy else "a"
-                raise ValueError(f"expected {name} to be {article} {kind.__name__}, got {value!r}")
+                raise ValueError(expected(name, kind, value))
         for name in (
             *("use_orig_params", "sync_module_states", "broadcast_buffers"),
             "check_initial_values",
@@ -74,7 +73,7 @@ class UnitOptions:
     def _check_strategy(self) -> None:
         """Check the strategy, and the two options that only some strategies have."""
         if not isinstance(self.strategy, ShardingStrategy):
-            raise ValueError(f"expected strategy to be a ShardingStrategy, got {self.strategy!r}")
+            raise ValueError(expected("strategy", ShardingStrategy, self.strategy))
         if not isinstance(self.reshard_after_forward, (int, type(None))):
             raise ValueError(
                 "expected reshard_after_forward to be True, False, None or a number of ranks, "
@@ -135,9 +134,7 @@ class UnitOptions:
         known = [field.name for field in fields(self)]
         for name in given:
             if name not in known:
-                close = difflib.get_close_matches(str(name), known, 1)
-                hint = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(known)}."
-                raise ValueError(f"fully_shard has no option {name!r}. {hint}")
+                raise ValueError(unexpected("fully_shard", name, known))
         return replace(self, **given)
 
     def reshard_policy(self, shard_size: int) -> ReshardAfterForward:

@@ -73,7 +73,7 @@ def get_model_state_dict(
         RuntimeError: Inside forward or backward, or if no unit manages a trainable parameter of a
             sharded model that is not in any unit's `ignored_params`.
     """
-    options = options or StateDictOptions()
+    options = StateDictOptions.of(options)
     check_model_is_idle(model, "a state dict can't be made")
     check_whole(model)
     found = {canonical(name): value for name, value in model.state_dict().items()}
@@ -172,7 +172,7 @@ def set_model_state_dict(
         NotImplementedError: With `broadcast_from_rank0`, if the meshes of the units begin with
             different ranks.
     """
-    options = options or StateDictOptions()
+    options = StateDictOptions.of(options)
     check_model_is_idle(model, "a state dict can't be loaded")
     if options.broadcast_from_rank0:
         return _broadcast_model(model, model_state_dict, is_strict=options.strict)
@@ -334,7 +334,7 @@ def get_optimizer_state_dict(
         RuntimeError: If a rank lacks the state of a parameter of which it holds a shard, or if no
             unit manages a trainable parameter, as `get_model_state_dict`.
     """
-    options = options or StateDictOptions()
+    options = StateDictOptions.of(options)
     check_whole(model)
     with torch.no_grad():
         if options.init_optimizer_state:
@@ -377,7 +377,7 @@ def set_optimizer_state_dict(
         ValueError: On all ranks, if state is missing, unexpected or wrongly shaped on any rank,
             naming it; no optimizer has been changed then.
     """
-    options = options or StateDictOptions()
+    options = StateDictOptions.of(options)
     with torch.no_grad():
         prepare_load(model, _as_list(optimizers), optim_state_dict, options)()
 

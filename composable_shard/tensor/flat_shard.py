@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
+from composable_shard.options import warn_of_partial_save
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
 from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, user_attributes
 from composable_shard.torch_private import (
@@ -239,10 +240,10 @@ class FlatShard(Checkpointable):
         """Run the op by its rule."""
         try:
             return OP_RULES[func](func, args, kwargs or {})
-        except NeedsWhole:
+        except NeedsWhole as error:
             run = OP_RULES.on_whole(func, args, kwargs or {})
             if run is None:
-                raise
+                raise error.refusal() from None
         except RuntimeError as error:
             _explain_devices(func, args, error)
             raise
@@ -365,6 +366,8 @@ class FlatShard(Checkpointable):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle a copy of the slice, so that the unit's whole storage isn't written."""
+        if not self._shard_spec.is_whole:
+            warn_of_partial_save()
         is_of_dtensor = isinstance(self, FlatShardOfDTensor)
         state = (is_of_dtensor, self.requires_grad, user_attributes(self))
         return _rebuild_flat_shard, (self._local.clone(), self._shard_spec.to_plain(), state)

@@ -94,10 +94,8 @@ def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
     args = list(args)
     return owner_error(func, _specs(args)) or NeedsWhole(
         f"{func.overloadpacket} can't run on a sharded parameter, of which each rank holds only a "
-        f"flat range: got {describe_operands(args)}. Read and edit the module's full "
-        "parameters inside unshard_params(module), or use p.full_tensor() for one whole tensor. "
-        "For optimizers of whole matrices (Muon, Adafactor, Shampoo) pass "
-        'granularity="param" to fully_shard for this parameter: one rank then holds all of it.'
+        f"flat range: got {describe_operands(args)}.",
+        has_remedy=False,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from composable_shard.options import advise
 from composable_shard.torch_private import OpOverload
 
 Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -14,8 +15,17 @@ WholeRule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Callable[[],
 class NeedsWhole(RuntimeError):
     """Raised by a rule, before it changes anything, if it needs more than this rank's range.
 
-    Where this rank holds every operand whole, the op runs on whole tensors instead.
+    Where this rank holds every operand whole, the op runs on whole tensors instead. Users see
+    `refusal()` of it.
     """
+
+    def __init__(self, text: str, *, has_remedy: bool = True) -> None:
+        super().__init__(text)
+        self._has_remedy = has_remedy
+
+    def refusal(self) -> RuntimeError:
+        """Return the error for users; where the text has no remedy, what they have called tells."""
+        return RuntimeError(str(self) if self._has_remedy else f"{self} {advise()}")
 
 
 class RuleTable(dict[OpOverload, Rule]):

@@ -36,6 +36,7 @@ from composable_shard.layout import (
     memory_order,
     whole_box,
 )
+from composable_shard.options import VALUES, advise
 from composable_shard.torch_private import compute_local_shape_and_global_offset
 
 
@@ -239,14 +240,35 @@ def user_attributes(shard: Tensor) -> dict[str, Any]:
     return {name: value for name, value in shard.__dict__.items() if name not in _OWN_FIELDS}
 
 
+def _of_whole(name: str) -> Callable[..., Any]:
+    """Return `torch.Tensor.<name>`, which reads memory without an op, for shards that are whole."""
+
+    def run(self: Checkpointable, *args: Any, **kwargs: Any) -> Any:
+        spec = self._shard_spec
+        if not spec.is_whole or spec.tensor_parallel is not None:
+            raise RuntimeError(
+                f"{name}() can't read the sharded parameter '{spec.label.fqn}' "
+                f"{tuple(spec.shape)}. {advise(VALUES)}"
+            )
+        return getattr(spec.unflatten(self._local), name)(*args, **kwargs)
+
+    run.__name__ = name
+    run.__doc__ = f"Run `torch.Tensor.{name}` where this rank holds the whole tensor."
+    return run
+
+
 class Checkpointable(Tensor):
-    """The protocols by which torch's checkpoints, `deepcopy` and `torch.compile` use FlatShards."""
+    """The protocols by which others read FlatShards: checkpoints, `torch.compile`, numpy."""
 
     __slots__ = ()
 
     _local: Tensor
     _shard_spec: ShardSpec
     _guard: Any  # the WriteGuard, or None
+
+    numpy = _of_whole("numpy")
+    tolist = _of_whole("tolist")
+    storage = _of_whole("storage")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """Return a write item for each box of this rank's slice; no communication."""

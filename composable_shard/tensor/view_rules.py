@@ -98,10 +98,10 @@ class FlatRegion(Tensor):
         """Narrow further, or write; anything else raises, unless the shard is whole."""
         try:
             return _run_on_region(func, args, kwargs or {})
-        except NeedsWhole:
+        except NeedsWhole as error:
             run = OP_RULES.on_whole(func, args, kwargs or {})
             if run is None:
-                raise
+                raise error.refusal() from None
         return run()
 
     def _whole(self) -> Tensor:

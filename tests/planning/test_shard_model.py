@@ -498,7 +498,8 @@ def test_custom_policy_overrides_options() -> None:
         plan_of(Net(), wrong)
     assert str(caught.value) == (
         "rule 1 (CustomPolicy), 'blocks.0' (Layer): fully_shard has no option "
-        "'sharding_strategy'. Did you mean 'strategy'?"
+        "'sharding_strategy'. Pass strategy=, a composable_shard.ShardingStrategy. HYBRID_SHARD is "
+        "a 2-D mesh (replicate, shard)."
     )
 
 
@@ -635,7 +636,15 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ALL,
         {"cpu_offload": True},
         ValueError,
-        f"the defaults: fully_shard has no option 'cpu_offload'. It has {_OPTIONS}.",
+        "the defaults: fully_shard has no option 'cpu_offload'. Pass "
+        "offload_policy=OffloadPolicy(params=True).",
+    ),
+    "another unknown default": (
+        Net,
+        ALL,
+        {"zzz": True},
+        ValueError,
+        f"the defaults: fully_shard has no option 'zzz'. It has {_OPTIONS}.",
     ),
     "value in a rule": (
         Net,

@@ -212,9 +212,9 @@ def test_texts_of_the_errors() -> None:
         """\
 aten.mm can't run on a sharded parameter, of which each rank holds only a flat range: got
 'fc.weight' (7, 15), Tensor (15, 2). Read and edit the module's full parameters inside
-unshard_params(module), or use p.full_tensor() for one whole tensor. For optimizers of
-whole matrices (Muon, Adafactor, Shampoo) pass granularity="param" to fully_shard for this
-parameter: one rank then holds all of it.
+unshard_params(module), or use p.full_tensor() for one whole tensor, on all ranks. To
+train through it call unshard(model, recurse=True) before it, and reshard(model,
+recurse=True) after the backward.
 
 aten.add combines the sharded parameter 'fc.weight' (7, 15) with a Tensor of shape (7,
 15), of which each rank would need its own part. Optimizer state made before sharding:

@@ -1,0 +1,342 @@
+"""Calls that can't work on a sharded model: the error says what to do here, and so does the page.
+
+`python -m tests.test_advice` writes `docs/troubleshooting.md` anew.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp_state_dict
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import composable_shard
+from composable_shard import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictOptions,
+    fully_shard,
+    get_model_state_dict,
+    reshard,
+    unshard,
+)
+from composable_shard.options import advice
+from tests.helpers import assert_equal, distributed
+from tests.models import FULL, Net
+
+PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 8)
+        self.head = nn.Linear(8, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x))
+
+    def save_pretrained(self, path: Path) -> None:
+        safetensors.torch.save_file(self.state_dict(), path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+def _encoder(**options: Any) -> _Encoder:
+    model = _Encoder()
+    return fully_shard(model, **options)
+
+
+X = torch.zeros(2, 3, dtype=torch.int64)
+
+
+def _param() -> nn.Parameter:
+    return _encoder().head.weight
+
+
+def _step_with(kind: type[torch.optim.Optimizer]) -> None:
+    model = _encoder()
+    optimizer = kind(model.head.parameters() if kind is torch.optim.LBFGS else [model.head.weight])
+
+    def closure() -> Tensor:
+        loss = model(X).sum()
+        loss.backward()
+        return loss
+
+    closure()
+    optimizer.step(closure)
+
+
+def _layer_in_a_closure() -> None:
+    model = _encoder()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.step(lambda: model.head(torch.ones(2, 8)).sum())
+
+
+# By call: the program, the type of the error, and the row whose problem and remedy it has.
+CALLS: dict[str, tuple[Callable[[], object], type[Exception], advice.Advice, str]] = {
+    "layer": (
+        lambda: _encoder().head(torch.ones(2, 8)),
+        RuntimeError,
+        advice.LAYER,
+        "Linear.forward()",
+    ),
+    "embedding": (
+        lambda: _encoder().table(X),
+        RuntimeError,
+        advice.LAYER,
+        "Embedding.forward()",
+    ),
+    "layer in a closure": (_layer_in_a_closure, RuntimeError, advice.LAYER, "Linear.forward()"),
+    "method": (
+        lambda: _encoder().encode(X),
+        RuntimeError,
+        advice.METHOD,
+        "_Encoder.encode()",
+    ),
+    "weight": (lambda: torch.ones(2, 8) @ _param().t(), RuntimeError, advice.ANYTHING, ""),
+    "rows": (lambda: list(_param()), RuntimeError, advice.ANYTHING, ""),
+    "sum of rows": (lambda: _param().sum(0), RuntimeError, advice.ANYTHING, ""),
+    "DDP": (
+        lambda: DistributedDataParallel(_encoder()),
+        RuntimeError,
+        advice.WRAPPED,
+        "DistributedDataParallel",
+    ),
+    "LBFGS": (lambda: _step_with(torch.optim.LBFGS), RuntimeError, advice.LINE_SEARCH, "LBFGS"),
+    "Adafactor": (
+        lambda: _step_with(torch.optim.Adafactor),
+        RuntimeError,
+        advice.MATRICES,
+        "Adafactor",
+    ),
+    "Muon": (lambda: _step_with(torch.optim.Muon), RuntimeError, advice.MATRICES, "Muon"),
+    "numpy": (lambda: _param().detach().numpy(), RuntimeError, advice.VALUES, ""),
+    "asarray": (lambda: np.asarray(_param().detach()), RuntimeError, advice.VALUES, ""),
+    "tolist": (lambda: _param().tolist(), RuntimeError, advice.VALUES, ""),
+    "save_file": (
+        lambda: safetensors.torch.save_file(_encoder().state_dict(), "nowhere"),
+        RuntimeError,
+        advice.SAFETENSORS,
+        "",
+    ),
+    "save_pretrained": (
+        lambda: _encoder().save_pretrained(Path("nowhere")),
+        RuntimeError,
+        advice.SAFETENSORS,
+        "",
+    ),
+    "torch.save": (
+        lambda: torch.save(_encoder().state_dict(), io.BytesIO()),
+        UserWarning,
+        advice.SAVE,
+        "",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@distributed(2)
+def test_l_advice_fits_the_call() -> None:
+    """Advice: problem and remedy of the one row, in an error that users can name, on all ranks."""
+    texts = {}
+    for call, (program, kind, row, name) in CALLS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("warnings.warn", _as_error)
+            with pytest.raises(kind) as caught:
+                program()
+        assert type(caught.value) is kind, call
+        text = str(caught.value)
+        assert row.problem.format(name=name) in text, f"{call}: {text}"
+        assert row.remedy in text, f"{call}: {text}"
+        assert ("Muon" in text) == (call == "Muon"), f"{call}: {text}"
+        texts[call] = text
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, texts)
+    assert every[0] == every[1]
+
+
+def _as_error(text: str, *_: Any, **__: Any) -> None:
+    raise UserWarning(text)
+
+
+@distributed(2)
+def test_l_advice_about_saving_warns_at_the_callers_line() -> None:
+    """And saves: a file that each rank writes for itself is of use."""
+    file = io.BytesIO()
+    with pytest.warns(UserWarning, match="torch.save writes the shards of this rank") as caught:
+        torch.save(_encoder().state_dict(), file)
+    assert {warning.filename for warning in caught} == {__file__}
+    file.seek(0)
+    assert list(torch.load(file)) == list(_Encoder().state_dict())
+
+
+@distributed(2)
+def test_l_advice_works_for_what_is_computed_outside_a_forward() -> None:
+    """`unshard` before, `reshard` after the backward: the gradients of a call."""
+    torch.manual_seed(0)
+    model, other = _encoder(), _encoder(sync_module_states=True)
+    other.load_state_dict(model.state_dict())
+    x = X + dist.get_rank()
+    unshard(model, recurse=True)
+    model.encode(x).square().sum().backward()
+    reshard(model, recurse=True)
+    other(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert_equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
+
+
+@distributed(2)
+def test_l_advice_lets_whole_parameters_be_read_and_stepped() -> None:
+    """Under NO_SHARD LBFGS and numpy work; what `get_model_state_dict` returns can be saved."""
+    model = _encoder(strategy=ShardingStrategy.NO_SHARD)
+    assert model.head.weight.detach().numpy().shape == (4, 8)
+    assert np.asarray(model.head.weight.detach()).tolist() == model.head.weight.tolist()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(X).square().sum()
+        loss.backward()
+        return loss
+
+    before = closure().item()
+    optimizer.step(closure)
+    assert closure().item() < before
+    values = get_model_state_dict(_encoder(), options=FULL)
+    assert bool(safetensors.torch.save(values)) == (dist.get_rank() == 0) or not values
+
+
+def _make(name: str) -> Callable[..., object]:
+    if name == "fully_shard":
+        return lambda **given: fully_shard(Net(), **given)
+    if name == "clip_grad_norm_":
+        return lambda **given: composable_shard.clip_grad_norm_(Net(), 1.0, **given)
+    kind: Callable[..., object] = getattr(composable_shard, name)
+    return kind
+
+
+@pytest.mark.parametrize("name", list(advice.KEYWORDS))
+def test_l_advice_about_arguments_of_other_libraries(name: str) -> None:
+    """Each of the table, a wrong spelling, and one that nothing is like."""
+    make = _make(name)
+    for argument, remedy in advice.KEYWORDS[name].items():
+        with pytest.raises(TypeError, match=re.escape(f"{name} has no option {argument!r}.")) as e:
+            make(**{argument: None})
+        assert str(e.value).endswith(remedy)
+    with pytest.raises(TypeError, match=f"{name} has no option 'zzz'. It has "):
+        make(zzz=1)
+
+
+def test_l_advice_about_a_misspelt_argument() -> None:
+    """The closest one."""
+    with pytest.raises(TypeError, match=r"no option 'straategy'. Did you mean 'strategy'\?"):
+        fully_shard(Net(), straategy=None)
+    with pytest.raises(TypeError, match=r"no option 'parm_dtype'. Did you mean 'param_dtype'\?"):
+        MixedPrecisionPolicy(parm_dtype=None)  # type: ignore[call-arg] # the point of the test
+
+
+CLASSES: list[tuple[str, object]] = [
+    ("mp_policy", torch_fsdp.MixedPrecisionPolicy()),
+    ("mp_policy", torch_fsdp.MixedPrecision()),
+    ("mp_policy", torch.bfloat16),
+    ("offload_policy", torch_fsdp.CPUOffloadPolicy()),
+    ("offload_policy", torch_fsdp.OffloadPolicy()),
+    ("offload_policy", torch_fsdp.CPUOffload(True)),
+    ("offload_policy", torch.device("cpu")),
+    ("strategy", torch_fsdp.ShardingStrategy.FULL_SHARD),
+    ("options", dcp_state_dict.StateDictOptions()),
+]
+
+
+@pytest.mark.parametrize(("argument", "value"), CLASSES, ids=lambda each: type(each).__name__)
+def test_l_advice_about_classes_of_torch(argument: str, value: object) -> None:
+    """Each of the table: where it is from, and what to write."""
+    call: Any = get_model_state_dict if argument == "options" else fully_shard
+    with pytest.raises(ValueError, match=f"expected {argument} to be a composable_shard") as caught:
+        call(Net(), **{argument: value})
+    by_kind = {type(value) for _, value in CLASSES}
+    assert len(by_kind) == len(advice.CLASSES)
+    package = type(value).__module__.removesuffix(".api")
+    title = f"{package}.{type(value).__qualname__}"
+    assert f"got {package}'s" in str(caught.value)
+    assert str(caught.value).endswith(advice.CLASSES[title])
+
+
+def test_l_advice_about_methods_of_fsdp() -> None:
+    """A module has none; functions of these names are here."""
+    for name in re.findall(r"`(\w+)\(model", advice.FUNCTIONS.remedy):
+        assert callable(getattr(composable_shard, name))
+        assert not hasattr(nn.Linear, name)
+
+
+def test_fields_that_are_said_to_mean_the_same_exist() -> None:
+    """In the advice about classes."""
+    MixedPrecisionPolicy(param_dtype=None, reduce_dtype=None, output_dtype=None, buffer_dtype=None)
+    MixedPrecisionPolicy(cast_forward_inputs=True, keep_fp32_classes=())
+    OffloadPolicy(params=True, pin_memory=True)
+    StateDictOptions(True, cpu_offload=True, broadcast_from_rank0=True, strict=True)
+
+
+def _sentence(row: advice.Advice) -> str:
+    # The page knows no names of what was called.
+    problem = re.sub(r"^\{name\} ", "It ", row.problem)
+    return f"{problem} {row.remedy}".strip()
+
+
+def rendered() -> str:
+    """Return the page."""
+    lines = [
+        "# Troubleshooting",
+        "",
+        "Errors name the parameter or unit, and what to do. This page lists them by what was "
+        "called; [Things to know](things_to_know.md) says how things work where nothing is wrong.",
+        "",
+        "## Calls on a sharded model",
+        "",
+        "| call | what to do |",
+        "|---|---|",
+        *(f"| {row.called} | {_sentence(row)} |" for row in advice.CALLS),
+        "",
+        "## Arguments of other libraries",
+        "",
+        "| function or class | argument | what to do |",
+        "|---|---|---|",
+        *(
+            f"| `{name}` | `{argument}` | {remedy} |"
+            for name, remedies in advice.KEYWORDS.items()
+            for argument, remedy in remedies.items()
+        ),
+        "",
+        "## Classes of torch",
+        "",
+        "| passed | what to do |",
+        "|---|---|",
+        *(f"| `{name}` | {remedy} |" for name, remedy in advice.CLASSES.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def test_the_page_is_made_of_the_table() -> None:
+    """`python -m tests.test_advice` writes it."""
+    assert PAGE.read_text() == rendered()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rendered())
+    logging.getLogger(__name__).warning("wrote %s", PAGE)
