@@ -4,10 +4,10 @@
 When autograd has accumulated the whole gradient of a parameter, every node that used the
 parameter has run, so the gradient may take the place of the value: the unsharded buffer has
 just the right layout, and the backward of a unit then needs no second buffer. Where a later use
-is possible (create_graph, a backward nested in a backward, a forward that still runs, a
-detached alias, a graph recorded while the parameter was frozen), the gradients are packed into
-a buffer of their own. The write changes the parameter's version counter, so what the last
-resort misses raises in autograd; the next gather restores the counters.
+is possible (create_graph, a backward nested in a backward, a forward that still runs or that no
+hooks have seen, a detached alias, a graph recorded while the parameter was frozen), the gradients
+are packed into a buffer of their own. The write changes the parameter's version counter, so what
+the last resort misses raises in autograd; the next gather restores the counters.
 
 [Note: Persistent gradients]
 Under `SHARD_OPTIM`, and where each rank holds the whole parameter, the buffer stays from the

@@ -235,7 +235,7 @@ class FlatGradients:
                 and not full.is_kept
                 and (full.state is CURRENT or full.state is STALE)
                 and full.num_claims == 0
-                and not full.params.were_frozen
+                and not full.params.has_late_reads
                 and True not in [getattr(e.unsharded, "has_hidden_alias", False) for e in entries]
             )
         view = self.views[index]  # type: ignore[index]
@@ -439,7 +439,7 @@ class FlatGradients:
         assert full is not None
         if self._layout.owners:
             full.expire()  # [Note: Writes by owners]
-        if full.params.were_frozen:
+        if full.params.has_late_reads:
             full.params.note_graphs_end()
         is_partial = self.reduction.partial is not None
         pieces = self._ready_pieces(full, is_partial=is_partial)

@@ -99,8 +99,8 @@ class UnshardedParams:
         versions: Theirs, while the values are there.
         locked: Theirs, while they are not, see [Note: Locked versions].
         flags: Which of them are trainable, as it was last adopted.
-        were_frozen: Some are trainable since the last backward: a graph from before then may read
-            a value though its gradient is complete, see [Note: Packing in place].
+        has_late_reads: A graph from before the next backward may read a value though its gradient
+            is complete, see [Note: Packing in place]: some were frozen, or nobody knows it.
     """
 
     def __init__(self, buffer: Tensor, layout: FlatLayout) -> None:
@@ -110,7 +110,7 @@ class UnshardedParams:
         self.watched: tuple[Tensor, ...] = ()
         self.versions: list[int] = []
         self.flags: list[bool] = []
-        self.were_frozen = False
+        self.has_late_reads = False
         self.built: list[nn.Parameter] = []
         self.locked: tuple[int, ...] = ()
 
@@ -130,7 +130,7 @@ class UnshardedParams:
         )
         self.locked = (LOCKED,) * len(self.built)
         self.versions = [version_of(param) for param in self.built]
-        self.flags, self.were_frozen = [True] * len(self.built), False
+        self.flags, self.has_late_reads = [True] * len(self.built), False
 
     def views(self) -> list[Tensor]:
         """Return the dense data of the parameters, under their version counters."""
@@ -138,14 +138,18 @@ class UnshardedParams:
 
     def set_flags(self, flags: Sequence[bool]) -> None:
         """Set `requires_grad`; autograd asks for it before it accumulates a gradient."""
-        self.were_frozen |= any(map(gt, flags, self.flags))
+        self.has_late_reads |= any(map(gt, flags, self.flags))
         self.flags = list(flags)
         for param, flag in zip(self.built, flags, strict=True):
             param.requires_grad_(flag)
 
+    def note_late_reads(self) -> None:
+        """Note that nobody knows which values a graph reads."""
+        self.has_late_reads = True
+
     def note_graphs_end(self) -> None:
         """Note that a backward has used up the graphs of earlier forwards."""
-        self.were_frozen = False
+        self.has_late_reads = False
 
     def changed_flags(self) -> dict[int, bool]:
         """Return `requires_grad` of the parameters that users froze or unfroze, by position."""
@@ -166,6 +170,11 @@ class UnshardedParams:
     def has_hidden_alias(self) -> bool:
         """Whether the value of any parameter may be used where autograd can't see it."""
         return any([getattr(param, "has_hidden_alias", False) for param in self.built])
+
+    def note_hidden_alias(self) -> None:
+        """Note that a graph has saved an alias which it does not connect with its parameter."""
+        for param in self.built[:1]:
+            param.has_hidden_alias = True  # type: ignore[attr-defined]
 
     def are_saved(self) -> bool:
         """Return whether a graph may still read the values, see [Note: Graphs of gradients]."""

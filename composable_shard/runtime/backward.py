@@ -145,8 +145,8 @@ def begin_hooks(state: ShardState, top: Hooks | None) -> None:
     state.is_checkpointed = others is not None
     own = None
     if needs_own:
-        starts = [(handle.full.output.data_ptr(), handle.full.nbytes) for handle in state.needed]
-        extents = [(start, start + nbytes) for start, nbytes in starts]
+        starts = [(handle.full.output.data_ptr(), handle) for handle in state.needed]
+        extents = [(start, start + handle.full.nbytes, handle) for start, handle in starts]
         announcement = CallReached(state, reads=CallReads(state.learnt))
         own = ReadHooks(announcement, extents, outer, others)
     if own is not None or outer is not None:

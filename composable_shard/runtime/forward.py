@@ -325,6 +325,8 @@ def _arm(
     if announcement is None and num_nodes not in state.learnt.num_nodes:
         # [Note: Reads]: too late for hooks in this call. Most losses are kept on modules.
         state.learnt.begin_anew(is_changed=True)
+        for handle in state.needed:
+            handle.full.params.note_late_reads()
         newest = state.call_sequence_nr
         tensors = [*tensors, *(t for t in kept_tensors(module) if not _is_older(t, newest))]
     return output, _register(context, state, tensors, announcement)

@@ -10,6 +10,9 @@ view. Autograd runs nodes in descending order of their numbers, so [Note: End of
 a read as for an output. Other tensors that the unit saved announce it too: they may be the inputs
 of a checkpoint inside it, which then runs a part of the forward again.
 
+A saved view that autograd does not connect with its parameter is read when it will, so gradients
+then leave the values alone, [Note: Packing in place].
+
 These hooks are Python, called for each saved tensor: a third of all host time of a unit. They are
 in force until two backwards in a row have read all that the forward saved, and have run no node
 that the outputs do not lead to. They stay for good in a unit with such a node: a later loss may be
@@ -32,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from composable_shard.flat_param import LOCKED
+from composable_shard.flat_param import LOCKED, FlatParamHandle
 from composable_shard.torch_private import (
     current_backward_id,
     is_traceable_wrapper_subclass,
@@ -287,7 +290,7 @@ class ReadHooks:
 
     Args:
         announcement: Of the call.
-        extents: Addresses `[start, end)` of the unit's full values.
+        extents: Addresses `[start, end)` of the unit's full values, and of which handle they are.
         outer: The hooks of a call around this one, which may read its own values in here.
         others: Hooks of somebody else that are in force, as for activation checkpointing. They
             still get every tensor, in the same order.
@@ -298,12 +301,12 @@ class ReadHooks:
     def __init__(
         self,
         announcement: Announcement,
-        extents: Sequence[tuple[int, int]],
+        extents: Sequence[tuple[int, int, FlatParamHandle]],
         outer: ReadHooks | None,
         others: Hooks | None,
     ) -> None:
         self.announcement = announcement
-        self._extents = [(start, end, announcement) for start, end in extents]
+        self._extents = [(*extent, announcement) for extent in extents]
         self._extents += [] if outer is None else outer._extents
         self.others = others
         self.calls: list[CallReads] = [] if outer is None else outer.calls
@@ -335,8 +338,11 @@ class ReadHooks:
 
     def _find(self, tensor: Tensor) -> Announcement | None:
         for address in _addresses(tensor):
-            for start, end, announcement in self._extents:
+            for start, end, handle, announcement in self._extents:
                 if start <= address < end:
+                    is_known = tensor.grad_fn is not None or isinstance(tensor, nn.Parameter)
+                    if not is_known and handle.requires_grad:
+                        handle.full.params.note_hidden_alias()
                     return announcement
         return None
 
