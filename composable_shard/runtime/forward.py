@@ -34,9 +34,11 @@ from composable_shard.runtime.initialization import (
     share_context,
 )
 from composable_shard.runtime.prefetch import (
+    begin_sequence,
     choose_ahead,
     drop_prefetched,
     gather_ahead,
+    is_first_call,
     release_handle,
 )
 from composable_shard.runtime.reads import learn_anew
@@ -130,7 +132,7 @@ def _begin_call(
     records_graph = torch.is_grad_enabled()
     if records_graph and len(tree_refs) > 1:
         context = join_connected(context, args)
-    is_first = not context.is_joined or _is_first_call(context, state)
+    is_first = not context.is_joined or is_first_call(context, state)
     if records_graph and is_first:
         context.call_start = context.num_forwards
         context.open_calls += 1
@@ -140,27 +142,12 @@ def _begin_call(
             learn_anew({other.name: other.learnt for other in context.live_states()})
     if context.is_joined:
         if is_first:
-            _begin_sequence(context, state)
+            begin_sequence(context, state)
         context.call = call = ForwardCall(state.ref, context.forward_order, context.prefetched)
     else:
         context.call = call = ForwardCall(state.ref, state.forward_order, {})
         state.forward_order.begin()
     return call
-
-
-def _is_first_call(context: TreeContext, state: ShardState) -> bool:
-    """Return whether a call of joined trees is the first of a sequence, such as one model makes."""
-    if torch.is_grad_enabled():
-        return not context.armed or context.first_leader is state.ref
-    return context.first_leader is None or state.ref in context.forward_order
-
-
-def _begin_sequence(context: TreeContext, state: ShardState) -> None:
-    """Begin a sequence of calls of joined trees, [Note: Trees without a root]."""
-    drop_prefetched(context.prefetched)
-    context.first_leader = state.ref
-    context.forward_order.end()
-    context.forward_order.begin()
 
 
 def _number_call(context: TreeContext, state: ShardState) -> None:
