@@ -43,7 +43,7 @@ class ReadsDetached(nn.Module):
         return F.linear(x, self.weight)
 
 
-def _train(model: nn.Module, number: int) -> None:
+def _run_and_square(model: nn.Module, number: int) -> None:
     model(rank_input(4, 6, step=number, dtype=torch.float64)).square().mean().backward()
 
 
@@ -62,7 +62,7 @@ def test_c17_detached_view_of_a_weight(
     """C17: read after the weight's gradient is complete, and could have taken its place."""
     claims.assert_right(
         lambda: nn.Sequential(nn.Linear(6, 6), ReadsDetached(form, first), nn.Linear(6, 6)),
-        _train,
+        _run_and_square,
         use_orig_params=use_orig_params,
         accumulates=accumulates,
         steps=6 if first else 3,
