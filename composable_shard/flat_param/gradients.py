@@ -267,7 +267,8 @@ class FlatGradients:
 
     def pack_rest(self, *, may_overwrite: bool) -> None:
         """Pack what is not packed yet: gradients of earlier microbatches."""
-        if not all(self.arrived):
+        is_held = self._full is not None and self._full.num_claims > 0  # users set gradients then
+        if is_held or not all(self.arrived):
             with torch.no_grad():  # those of create_graph have a graph, the buffer has none
                 for index in range(len(self.arrived)):
                     self.pack(index, may_overwrite=may_overwrite)

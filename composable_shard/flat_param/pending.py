@@ -42,10 +42,13 @@ def mark_pending(handle: FlatParamHandle, notice: PendingNotice) -> None:
 def keep_left_gradients(handle: FlatParamHandle) -> None:
     """Let gradients that somebody has set on the full parameters wait for a reduction."""
     grads = handle.grads
-    left = [e for e in handle.entries if e.unsharded is not None and e.unsharded.grad is not None]
+    params = enumerate(entry.unsharded for entry in handle.entries)
+    left = [index for index, param in params if param is not None and param.grad is not None]
     if grads.is_bound and (left or (True in grads.arrived and not grads.is_unsynced)):
         settle_pending(handle)
-        grads.pack_rest(may_overwrite=False)
+        with torch.no_grad():
+            for index in left:
+                grads.pack(index, may_overwrite=False)
         grads.postpone()
         mark_pending(handle, PendingNotice())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,13 +13,14 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from composable_shard import (
     ShardingStrategy,
     is_sharded,
+    no_sync,
     reduce_pending_gradients,
     reshard,
     unshard,
 )
 from tests import claims
 from tests.helpers import distributed
-from tests.models import Layer, rank_input, shard_children, square_mean
+from tests.models import Layer, rank_input, shard_children, shard_root, square_mean
 
 
 class _HandsOn(nn.Module):
@@ -150,4 +153,55 @@ def test_c5_backward_of_inputs_and_then_of_weights(
 
     claims.assert_right(
         _make_rows_to_one, program, strategy=strategy, use_orig_params=use_orig_params
+    )
+
+
+class _MayLeaveOut(nn.Module):
+    """Of two layers, the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, x: Tensor, uses_both: bool = True) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if uses_both else x
+
+
+@pytest.mark.parametrize("ends_with_whole", [True, False])
+@claims.strategies
+@distributed(2)
+def test_c5_whole_and_split_backwards_add_up(
+    strategy: ShardingStrategy, use_orig_params: bool, ends_with_whole: bool
+) -> None:
+    """Case 5: what a split backward sets is added to what whole ones have left, and reduced.
+
+    Also where the backward that reduces does not reach the parameter.
+    """
+
+    def program(model: nn.Module, number: int) -> None:
+        is_ours = is_sharded(model)
+        x = rank_input(4, 15, step=number, dtype=torch.float64)
+        with no_sync(model) if is_ours else nullcontext():
+            square_mean(model(x)).backward()
+            split = x.flip(0).requires_grad_()
+            loss = square_mean(model(split))
+            if is_ours:
+                unshard(model, recurse=True)
+            part = stage_backward_input([loss], None, [split], model.parameters())[1]
+            stage_backward_weight(model.parameters(), part)
+        if ends_with_whole:
+            square_mean(model(2 * x, uses_both=False)).backward()
+        if is_ours:
+            reshard(model, recurse=True)
+            if not ends_with_whole:
+                reduce_pending_gradients(model)
+
+    claims.assert_right(
+        _MayLeaveOut,
+        program,
+        shard=shard_root,
+        steps=2,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
     )
