@@ -77,6 +77,7 @@ PACKAGES = (
     "planning",
     "checkpoint",
     "huggingface",
+    "pipelining",
 )
 
 # The most that each figure should be.
@@ -99,11 +100,11 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "modules": 85,
+    "modules": 86,
     "warm step: files": 18,
     "warm step: calls between files": 243,
     "set-up and first step: files": 41,
-    "lines": 26_750,
+    "lines": 26_850,
 }
 
 _MAX_METHODS = GOALS["methods of a class, most"]
