@@ -4,13 +4,21 @@ All ranks of the shard group must call them, and get the same plain 0-dim tensor
 a tensor-parallel mesh that a parameter is sharded on, the parts are reduced too; where it is
 replicated it counts once. Half-precision values accumulate in float32 and are rounded once.
 
-They compute the dense tensor, in its own memory layout and with the given generator, and keep this
-rank's slice, so that the values are those of the unsharded tensor for any world size.
+Random fills compute the dense tensor, in its own memory layout and with the given generator, and
+keep this rank's slice, so that the values are those of the unsharded tensor for any world size.
+
+[Note: Scope of a reduction]
+A reduction to one value is over all ranks whatever the granularity, or it raises. Of a parameter
+that one rank holds whole all ranks have a shard, mostly empty: it is a collective like any other.
+Its gradient is on that rank alone, which would get a value that the others don't have: it raises,
+outside of an optimizer's step, which runs on that rank alone as a whole.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +37,7 @@ from composable_shard.tensor.operands import (
 )
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
-from composable_shard.torch_private import OpOverload, schema_of
+from composable_shard.torch_private import STEP_CODE, OpOverload, schema_of
 
 aten = torch.ops.aten
 _SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
@@ -86,18 +94,48 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def shard_of(func: OpOverload, args: tuple[Any, ...], dims: Any = None) -> FlatShard:
     """Return the operand of a reduction over all dims; raise if `dims` leaves some out."""
     shard = args[0]
-    if not isinstance(shard, FlatShard) or _is_local(shard._shard_spec):
+    if not isinstance(shard, FlatShard) or _is_alone(shard._shard_spec):
         raise unsupported(func, args)
     if dims is not None and shard.dim():
         listed = [dims] if isinstance(dims, int) else list(dims)
         if listed and {dim % shard.dim() for dim in listed} != set(range(shard.dim())):
             raise unsupported(func, args)
+    if shard._shard_spec.owner is not None:
+        _check_scope(func, shard, args)
     return shard
 
 
-def _is_local(spec: ShardSpec) -> bool:
-    """Whether nothing but the whole tensor on one rank will do, [Note: Whole shards]."""
-    return spec.owner is not None or (spec.world_size == 1 and spec.tensor_parallel is None)
+def _is_alone(spec: ShardSpec) -> bool:
+    """Whether no other rank has elements of the tensor."""
+    return spec.world_size == 1 and spec.tensor_parallel is None
+
+
+def _check_scope(func: OpOverload, shard: FlatShard, args: tuple[Any, ...]) -> None:
+    """Check that all ranks run a reduction of what one rank holds, [Note: Scope of a reduction].
+
+    Raises:
+        NeedsWhole: In an optimizer's step, which runs on the whole tensor.
+        RuntimeError: For anything but a parameter otherwise.
+    """
+    if _is_in_step(sys._getframe(1)):
+        raise unsupported(func, args)
+    spec = shard._shard_spec
+    if shard._guard is None:
+        raise RuntimeError(
+            f"{func.overloadpacket} of '{spec.label.fqn}' {tuple(spec.shape)} "
+            f'(granularity="param"), of its gradient or of another tensor made of it: rank '
+            f"{spec.owner} of its shard group holds it whole, and the value would be on that rank "
+            "alone. Take x.to_local() there, clip_grad_norm_(model, ...) for the norm of all "
+            "gradients, or p.full_tensor() on all ranks."
+        )
+
+
+def _is_in_step(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is STEP_CODE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def option(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from composable_shard import FlatShard, ShardingStrategy, fully_shard, get_handles, unshard_params
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.layout.flat_layout import FlatLayout
+from composable_shard.options import Granularity
 from composable_shard.tensor.flat_shard import whole_of
 from tests.helpers import assert_equal, distributed, run_ranks
 from tests.tensor.test_flat_shard import make_spec
@@ -100,26 +101,71 @@ def _as_plain(value: Any) -> Any:
     return value
 
 
+class _Stepping(torch.optim.Optimizer):
+    """Runs functions as its steps."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1)], {})
+
+    def step(self, run: Callable[[], Any]) -> Any:  # type: ignore[override] # no closure
+        return run()
+
+
 @pytest.mark.parametrize("name", OPS)
 @distributed(3)
 def test_op_on_the_owner_is_that_of_the_whole_tensor(name: str) -> None:
-    """Exactly, without communication; on other ranks it raises, or gives an empty shard."""
+    """In a step: exactly, without communication; elsewhere it raises, or gives an empty shard."""
     expected = OPS[name](matrix())
     shard = whole(matrix())
     with count_collectives() as log:
         if is_owner():
             torch.testing.assert_close(
-                _as_plain(OPS[name](shard)), _as_plain(expected), rtol=0, atol=0
+                _as_plain(_Stepping().step(lambda: OPS[name](shard))),
+                _as_plain(expected),
+                rtol=0,
+                atol=0,
             )
         else:
             try:
-                result = OPS[name](shard)
+                result = _Stepping().step(lambda: OPS[name](shard))
             except RuntimeError as error:
                 assert f"which rank {OWNER} of its shard group holds whole" in str(error)  # noqa: PT017
             else:
                 assert name == "new_zeros" or result.to_local().numel() == 0
     assert not log.events
     assert_equal(shard.full_tensor(), matrix())
+
+
+SCALARS = ["norm", "matrix_norm", "inf_norm", "sum", "max", "var", "equal", "allclose"]
+
+
+@pytest.mark.parametrize("granularity", ["element", "row", "param"])
+@distributed(2)
+def test_l_scope_of_a_reduction_is_all_ranks_or_it_raises(granularity: Granularity) -> None:
+    """Scope: of parameters the same on all ranks, and of gradients that all ranks have."""
+    model = nn.Linear(4, 6, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(matrix())
+    fully_shard(model, granularity=granularity)
+    model(torch.ones(1, 4)).sum().backward()
+    param, grad = model.weight, model.weight.grad
+    for name in SCALARS:
+        if name in ("equal", "allclose"):
+            other = param.detach().clone()
+            expected = True
+            found = getattr(torch, name)(param.detach(), other)
+        else:
+            expected, found = OPS[name](matrix()), OPS[name](param.detach())
+        torch.testing.assert_close(found, expected, msg=name)
+    if grad is None:
+        return
+    for name in SCALARS:
+        if granularity == "param":
+            with pytest.raises(RuntimeError, match="would be on that rank alone"):
+                OPS[name](grad)
+            _Stepping().step(lambda name=name: OPS[name](grad))
+        elif name not in ("equal", "allclose"):
+            torch.testing.assert_close(OPS[name](grad), OPS[name](torch.ones(6, 4)), msg=name)
 
 
 READS = ["matmul", "column", "norm", "sum", "mean_of_columns", "max", "add_plain", "into_plain"]
@@ -129,7 +175,7 @@ def _errors(names: list[str]) -> list[str]:
     shard, errors = whole(matrix()), []
     for name in names:
         try:
-            OPS[name](shard)
+            _Stepping().step(lambda name=name: OPS[name](shard))
         except RuntimeError as error:
             errors.append(str(error))
     return errors
@@ -154,7 +200,7 @@ def test_local_tensor_is_the_matrix_on_the_owner() -> None:
         assert_equal(local, full)
         assert local.stride() == full.stride()
         local.zero_()
-        assert shard.sum() == 0
+        assert shard.to_local().sum() == 0
     else:
         assert local.shape == (0,)
     with count_collectives() as log:
