@@ -141,6 +141,11 @@ post_accumulate_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter
 )
 
 
+def set_buffers(module: nn.Module, buffers: dict[str, Any]) -> None:
+    """Give a module another dictionary of buffers, for a copy that shares it with the original."""
+    module._buffers = buffers
+
+
 def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any] | None) -> None:
     """Give a tensor hooks from before and after a gradient is accumulated; None leaves its own."""
     if early:

@@ -69,6 +69,7 @@ BELOW = {
         "error_feedback_hook",
         "fp16_compress_hook",
     ],
+    "huggingface": ["Joined", "save_pretrained"],
     "module_api": ["UnshardWork"],
     "pipelining": ["PipelineStage"],
     "planning": [

@@ -10,11 +10,12 @@ from composable_shard.checkpoint.api import (
     save_checkpoint,
 )
 from composable_shard.checkpoint.files import sync_path
-from composable_shard.checkpoint.reader import find_checkpoint
+from composable_shard.checkpoint.reader import byte_view, find_checkpoint
 
 __all__ = [
     "CheckpointSave",
     "LoadedCheckpoint",
+    "byte_view",
     "find_checkpoint",
     "load_checkpoint",
     "save_checkpoint",

@@ -233,8 +233,9 @@ class StagedModel:
             for index, part in given.items():  # those that `materialize` did not take
                 handle.entries[index].slice_of(handle.local_shard).copy_(part)
         device = tensors.handles[0].shard_group.device
+        tensors.fill_computed(device)
         for other in tensors.others:
-            if other.is_meta:
+            if other.is_meta and any(name in self.state for name in other.names):
                 other.materialize(device).copy_(self._take(other.names))
 
     def _take(self, names: list[str]) -> Tensor:

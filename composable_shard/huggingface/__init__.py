@@ -1,8 +1,9 @@
 """Directories of safetensors files, as Hugging Face's libraries write them.
 
-Read `api`; `files` knows the format.
+Read `api`; `files` knows the format, `conversion` other names.
 """
 
-from composable_shard.huggingface.api import load_safetensors, save_safetensors
+from composable_shard.huggingface.api import load_safetensors, save_pretrained, save_safetensors
+from composable_shard.huggingface.conversion import Joined
 
-__all__ = ["load_safetensors", "save_safetensors"]
+__all__ = ["Joined", "load_safetensors", "save_pretrained", "save_safetensors"]

@@ -10,22 +10,28 @@ and cast at the same time.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable_shard.checkpoint import byte_view
 from composable_shard.comm import HOST, Ranks
 from composable_shard.flat_param import FlatParamHandle
+from composable_shard.huggingface.conversion import Source, find_sources
 from composable_shard.huggingface.files import (
     TensorFiles,
     TensorWriter,
     parse_nbytes,
     require_safetensors,
 )
+from composable_shard.options import StateDictOptions
 from composable_shard.runtime import check_whole
 from composable_shard.state_dict import (
     ManagedParam,
@@ -34,15 +40,21 @@ from composable_shard.state_dict import (
     OtherTensor,
     Shares,
     gather_full,
+    get_model_state_dict,
     materialize,
     mesh_groups,
 )
 from composable_shard.tensor import region_of
-from composable_shard.torch_private import IncompatibleKeys
+from composable_shard.torch_private import IncompatibleKeys, side_store
 
 
 def load_safetensors(
-    model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    names: Mapping[str, Source] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> IncompatibleKeys:
     """Load parameters and buffers from a Hugging Face `safetensors` directory.
 
@@ -51,14 +63,21 @@ def load_safetensors(
     on the meta device get memory on the mesh's device, so that a model built on meta and sharded
     loads with a peak of its shards and one unit. One name of a tied parameter is enough.
 
-    One all-gather of 31 bytes for each process group; call it on all ranks of the units' meshes.
-    Needs the extra `safetensors`.
+    Buffers that are in no checkpoint are computed by their module's own initialisation.
+
+    Three all-gathers of 31 bytes for each process group; call it on all ranks of the units' meshes,
+    or of `group`. Needs the extra `safetensors`.
 
     Args:
         model: A model with sharded units, outside of forward, backward and `unshard_params`.
         directory: Holds `model.safetensors`, or an index and its files, or a single file or index
             of another name; or the path of such a file.
         strict: Raise if the model has a tensor that the checkpoint lacks, or the reverse.
+        names: Where tensors of the model are in the directory, by their names in the model: a name
+            there, or a `Joined` of several. Default: for a model of `transformers` what that
+            library's own loader does, for any other the model's names.
+        group: All ranks that load parts of one model, as pipeline stages do. Default: each stage
+            alone, for which the others' tensors are unexpected.
 
     Returns:
         The names that don't match, where `strict` is False.
@@ -66,21 +85,53 @@ def load_safetensors(
     Raises:
         ImportError: Without the package `safetensors`.
         ValueError: If the model has no unit. On all ranks, with the model unchanged: if a file is
-            missing, damaged or of another kind, naming it; if tensors are missing, unexpected or
-            wrongly shaped, naming them; if the checkpoint lacks tensors on the meta device.
+            missing, damaged, of another kind or not the same on all ranks, naming it; if tensors
+            are missing, unexpected or wrongly shaped, naming them; if the checkpoint lacks tensors
+            on the meta device.
+        NotImplementedError: If `transformers` computes a tensor in a way other than joining parts.
         RuntimeError: Inside a forward, a backward or `unshard_params`, or after `unshard`.
     """
     require_safetensors()
     tensors = ModelTensors(model, "load_safetensors can't run")
-    ranks = Ranks(mesh_groups(tensors.handles), tensors.handles[0].shard_group.device)
+    ranks = _ranks_of(tensors, group)
     with ExitStack() as stack:
         with ranks.agreed():
             files = stack.enter_context(TensorFiles(Path(directory)))
+            stored = list(files.tensors)
+            files.rename(find_sources(model, tensors.by_name(), stored) if names is None else names)
+        _check_same_files(ranks, files, Path(directory))
+        with ranks.agreed():
             keys = _compare(tensors, files)
+        told: list[list[str]] = ranks.all_messages(keys.unexpected_keys)
+        nobodys = set.intersection(*map(set, told))
+        unexpected = [name for name in keys.unexpected_keys if name in nobodys]
+        keys = IncompatibleKeys(keys.missing_keys, unexpected)
+        with ranks.agreed():
             _check_complete(tensors, files, keys, strict)
         with torch.inference_mode(False), torch.no_grad():
             _read_all(tensors, files)
     return keys
+
+
+def _ranks_of(tensors: ModelTensors, group: dist.ProcessGroup | None) -> Ranks:
+    groups = mesh_groups(tensors.handles) if group is None else [group]
+    return Ranks(groups, tensors.handles[0].shard_group.device)
+
+
+def _check_same_files(ranks: Ranks, files: TensorFiles, directory: Path) -> None:
+    """Check that all ranks have opened the same files, by size and header.
+
+    Raises:
+        ValueError: On all ranks, naming them.
+    """
+    told: list[dict[str, str]] = ranks.all_messages(files.digests)
+    names = sorted({name for digests in told for name in digests})
+    odd = [name for name in names if len({digests.get(name) for digests in told}) > 1]
+    if odd:
+        raise ValueError(
+            f"the ranks have different files in '{directory}': {odd[:8]} differ in size or header, "
+            "or are not there on every rank. Give all ranks the same directory, or equal copies."
+        )
 
 
 def _name_in(files: TensorFiles, tensor: ManagedParam | OtherTensor) -> str | None:
@@ -120,7 +171,8 @@ def _check_complete(
         text = "; ".join(f"{kind}: {names}" for kind, names in lists.items() if names)
         raise ValueError(
             f"the checkpoint does not have the model's tensors; {text}. Pass strict=False to load "
-            "those that both have."
+            "those that both have, names={...} if they have other names there, and group= if other "
+            "ranks load the rest."
         )
     tensors.check_none_stays_meta(files.tensors)
     for each in tensors.sharded:
@@ -139,9 +191,11 @@ def _read_all(tensors: ModelTensors, files: TensorFiles) -> None:
                 materialize(each.handle)
             each.handle.guard.note_write(each.names[0])
         _read_shard(files, name, each)
+    device = tensors.handles[0].shard_group.device
     for other in tensors.others:
         if other.is_persistent and (name := _name_in(files, other)) is not None:
-            _read_other(files, name, other, tensors.handles[0].shard_group.device)
+            _read_other(files, name, other, device)
+    tensors.fill_computed(device)
 
 
 def _read_shard(files: TensorFiles, name: str, tensor: ManagedParam) -> None:
@@ -173,6 +227,7 @@ def save_safetensors(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save parameters and buffers as a Hugging Face `safetensors` directory.
 
@@ -185,8 +240,9 @@ def save_safetensors(
     saved.
 
     One gather for each handle, and two all-gathers of 31 bytes for each process group, three if
-    units have different groups; for DTensors one all-gather over their mesh on the first
-    data-parallel ranks. Call it on all ranks of the units' meshes. Needs the extra `safetensors`.
+    units have different groups, five in `group`; for DTensors one all-gather over their mesh on the
+    first data-parallel ranks. Call it on all ranks of the units' meshes, or of `group`. Needs the
+    extra `safetensors`.
 
     Args:
         model: A model with sharded units, outside of forward, backward and `unshard_params`.
@@ -194,10 +250,13 @@ def save_safetensors(
         max_shard_size: Limit of a file in bytes, or a text such as "5GB" (10**9) or "500MiB".
         dtype: Cast floating-point tensors to it. Default: keep their dtypes.
         metadata: Text for the header of each file, beside `{"format": "pt"}`.
+        group: All ranks that save parts of one model, as pipeline stages do. The first rank of each
+            part writes files of its own, and one index names them all. Default: one part alone.
 
     Raises:
         ImportError: Without the package `safetensors`.
-        ValueError: For an invalid size, or a model without units. Nothing has been written then.
+        ValueError: For an invalid size, a model without units, or different tensors under one name
+            in two parts. Nothing has been written then.
         NotImplementedError: If the meshes of the units begin with different ranks, so that no rank
             is the first of all. Nothing has been written then.
         RuntimeError: Inside a forward, a backward or `unshard_params`, after `unshard`, if
@@ -211,24 +270,149 @@ def save_safetensors(
     check_whole(model)
     for handle in tensors.handles:
         handle.check_materialized()
-    ranks = ModelRanks(model)
-    ranks.check_one_is_first()
+    model_ranks = ModelRanks(model)
+    model_ranks.check_one_is_first()
+    ranks = _ranks_of(tensors, group)
+    path = Path(directory)
     writer: TensorWriter | None = None
     with ranks.agreed():
-        if ranks.is_first:
-            writer = TensorWriter(Path(directory), max_nbytes, dtype=dtype, metadata=metadata)
+        if model_ranks.is_first:
+            if group is None:
+                _claim(path)
+            writer = TensorWriter(
+                path, max_nbytes, dtype=dtype, metadata=metadata, tag=dist.get_rank()
+            )
+    names = [each.names[0] for each in tensors.all if each.is_persistent]
+    part = _Part(None if group is None else ranks, writer, names)
     problem: Exception | None = None
     try:
         with torch.inference_mode(False), torch.no_grad():
-            problem = _write_all(tensors, writer)
+            problem = _write_all(tensors, part)
         ranks.agree(problem)
+        part.join()
     finally:
         problem = None  # its traceback has this frame
-        if writer is not None:
-            writer.discard()
+        part.discard()
 
 
-def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> Exception | None:
+def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **options: Any) -> None:
+    """Run the `save_pretrained` of a `transformers` model on whole values; call it on all ranks.
+
+    Writes what that method writes: its names of tensors, the configuration, and so on. The first
+    rank holds the whole model in host memory; `save_safetensors` does not. One gather for each
+    handle.
+
+    Args:
+        model: A sharded model with a method `save_pretrained`.
+        directory: For the files.
+        options: Of the method, without `state_dict`.
+
+    Raises:
+        RuntimeError: On all ranks, if the method fails on the first.
+    """
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=whole)
+    ranks = ModelRanks(model)
+    with ranks.agreed():
+        if ranks.is_first:
+            # Any: the method is transformers', whose types are not known here.
+            cast(Any, model).save_pretrained(directory, state_dict=state, **options)
+
+
+def _claim(path: Path) -> None:
+    """Note in the job's store which rank writes a directory.
+
+    Raises:
+        ValueError: If another rank of the job has written it: parts of one model, each of which
+            would replace the others.
+    """
+    store = side_store()
+    if store is None:
+        return
+    mine = str(dist.get_rank())
+    with suppress(RuntimeError, NotImplementedError):  # a store that can't compare
+        key = f"composable_shard/safetensors/{path.absolute()}"
+        found = store.compare_set(key, "", mine).decode()
+        if found != mine:
+            raise ValueError(
+                f"rank {found} of this job has saved into '{path}', and rank {mine} would replace "
+                "that. Pass group=torch.distributed.group.WORLD on all ranks to save the parts "
+                "that ranks own as one model, or give each its own directory."
+            )
+
+
+class _Part:
+    """What one writer adds to a directory, alone or with those of other ranks.
+
+    A tensor that several have must be equal, as in [Note: Owners]; the lowest rank writes it.
+    """
+
+    def __init__(self, ranks: Ranks | None, writer: TensorWriter | None, names: list[str]) -> None:
+        self._ranks = ranks
+        self._writer = writer
+        told: list[Any] = []
+        if ranks is not None:
+            told = ranks.all_messages([dist.get_rank(), names] if writer else None)
+        self._others = {rank: set(each) for rank, each in filter(None, told)}
+        own = self._others.pop(dist.get_rank(), set())
+        self._copies = {n for n in own for each in self._others.values() if n in each}
+        self._sums: dict[str, int] = {}
+        self._is_first = writer is not None and all(dist.get_rank() < each for each in self._others)
+
+    @property
+    def has_writer(self) -> bool:
+        """Whether this rank writes."""
+        return self._writer is not None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, unless a lower rank does."""
+        assert self._writer is not None
+        if name in self._copies:
+            self._sums[name] = zlib.crc32(byte_view(tensor.contiguous()))
+            if any(r < dist.get_rank() and name in each for r, each in self._others.items()):
+                return
+        self._writer.add(name, tensor)
+
+    def finish(self) -> None:
+        """Write the last file, and, if this is the only part, give all files their names."""
+        if self._writer is not None:
+            self._writer.finish()
+            if self._ranks is None:
+                self._writer.publish()
+
+    def discard(self) -> None:
+        """Remove files that still have temporary names."""
+        if self._writer is not None:
+            self._writer.discard()
+
+    def join(self) -> None:
+        """Compare what several parts have, and give the files of all parts their names.
+
+        Raises:
+            ValueError: On all ranks, if different tensors have one name. Nothing has changed then.
+        """
+        if self._ranks is None:
+            return
+        mine = [dist.get_rank(), self._sums, self._writer.finish()] if self._writer else None
+        told: list[Any] = [each for each in self._ranks.all_messages(mine) if each]
+        seen: dict[str, set[int]] = {}
+        for _, sums, _ in told:
+            for name, number in sums.items():
+                seen.setdefault(name, set()).add(number)
+        different = sorted(name for name, numbers in seen.items() if len(numbers) > 1)
+        with self._ranks.agreed():
+            if different:
+                self.discard()
+                raise ValueError(
+                    f"different tensors have one name on ranks {[rank for rank, *_ in told]}: "
+                    f"{different[:8]}. Keep the whole model's names in pipeline stages, and number "
+                    "experts over all ranks."
+                )
+            if self._writer is not None and self._is_first:
+                self._writer.publish([each for rank, _, each in told if rank != dist.get_rank()])
+
+
+def _write_all(tensors: ModelTensors, part: _Part) -> Exception | None:
     """Gather everything, and write it on the rank with a writer.
 
     Returns:
@@ -236,16 +420,16 @@ def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> Exception 
     """
     problem: Exception | None = None
     for name, tensor in _full_tensors(tensors):
-        if writer is not None and problem is None:
+        if part.has_writer and problem is None:
             try:
-                writer.add(name, tensor)
+                part.add(name, tensor)
             except Exception as error:
                 problem = error
-                writer.discard()
+                part.discard()
         del tensor  # before the next unit is gathered
-    if writer is not None and problem is None:
+    if problem is None:
         try:
-            writer.publish()
+            part.finish()
         except Exception as error:
             problem = error
     return problem

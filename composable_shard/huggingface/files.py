@@ -8,11 +8,12 @@ read.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from composable_shard.checkpoint import sync_path
+from composable_shard.huggingface.conversion import Source, names_in
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -75,6 +77,7 @@ class TensorFiles:
 
     Attributes:
         tensors: All tensors by name.
+        digests: Of each file's size and header, by its name, to compare ranks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +90,9 @@ class TensorFiles:
         self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
         self._slices: dict[str, Any] = {}
+        self._sources: dict[str, Source] = {}
         self.tensors: dict[str, TensorInfo] = {}
+        self.digests: dict[str, str] = {}
         try:
             for file, names in _find_files(path).items():
                 self._read_header(file, names)
@@ -101,6 +106,7 @@ class TensorFiles:
             file = self._stack.enter_context(self._open_file(str(path), framework="pt"))
             self._files[path] = file
             present = set(file.keys())
+            self.digests[path.name] = _digest(path)
             for name in sorted(present) if names is None else names:
                 if name not in present:
                     raise ValueError(f"the index says that '{name}' is in it, and it is not")
@@ -111,16 +117,60 @@ class TensorFiles:
         except Exception as error:  # the package has its own exceptions
             raise ValueError(f"'{path}' can't be read as a safetensors file: {error}") from error
 
+    def rename(self, sources: Mapping[str, Source]) -> None:
+        """Give tensors other names, or join them under new ones, if all parts are there.
+
+        Raises:
+            ValueError: If the shapes of parts don't fit each other, naming the tensor.
+        """
+        infos = dict(self.tensors)
+        for source in sources.values():
+            for name in names_in(source):
+                self.tensors.pop(name, None)
+        for name, source in sources.items():
+            parts = names_in(source)
+            if all(part in infos for part in parts):
+                self._sources[name] = source
+                self.tensors[name] = TensorInfo(_shape(name, source, infos), infos[parts[0]].file)
+
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Return part of a tensor as a view of the mapped file, which the caller must not keep.
+        """Return part of a tensor, which the caller must not keep: a view of the mapped file.
 
         Args:
             name: One of `tensors`.
             index: A slice for each of the leading dims.
         """
-        piece = self._slices[name]
-        part: Tensor = piece[index] if index else piece[...]
-        return part
+        return self._read(self._sources.get(name, name), index)
+
+    def _read(self, source: Source, index: tuple[slice, ...]) -> Tensor:
+        if isinstance(source, str):
+            piece = self._slices[source]
+            values: Tensor = piece[index] if index else piece[...]
+            return values
+        dim = source.dim
+        wanted = index[dim] if dim < len(index) else slice(None)
+        if source.is_new:
+            rest = (*index[:dim], *index[dim + 1 :])
+            return torch.stack([self._read(part, rest) for part in source.parts[wanted]], dim)
+        index = (*index, *[slice(None)] * (dim + 1 - len(index)))
+        sizes = [self._size(part, dim) for part in source.parts]
+        start, end, _ = wanted.indices(sum(sizes))
+        found, first = [], 0
+        for part, size in zip(source.parts, sizes, strict=True):
+            low, high = max(start - first, 0), min(end - first, size)
+            if low < high:
+                found.append(self._read(part, (*index[:dim], slice(low, high), *index[dim + 1 :])))
+            first += size
+        return torch.cat(found, dim)
+
+    def _size(self, source: Source, dim: int) -> int:
+        if isinstance(source, str):
+            return int(self._slices[source].get_shape()[dim])
+        if source.is_new and dim >= source.dim:
+            is_own = dim == source.dim
+            return len(source.parts) if is_own else self._size(source.parts[0], dim - 1)
+        sizes = [self._size(part, dim) for part in source.parts]
+        return sum(sizes) if dim == source.dim else sizes[0]
 
     def close(self) -> None:
         """Close all files."""
@@ -133,6 +183,31 @@ class TensorFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _digest(path: Path) -> str:
+    """Return a digest of a file's size and header."""
+    with open(path, "rb") as file:
+        start = file.read(8)
+        header = file.read(int.from_bytes(start, "little"))
+    text = f"{path.stat().st_size} ".encode() + start + header
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _shape(name: str, source: Source, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+    if isinstance(source, str):
+        return infos[source].shape
+    shapes = [_shape(name, part, infos) for part in source.parts]
+    dim = source.dim
+    if source.is_new:
+        rest, sizes = set(shapes), (len(shapes),)
+    else:
+        rest = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+        sizes = (sum(shape[dim] for shape in shapes if dim < len(shape)),)
+    if len(rest) > 1:
+        raise ValueError(f"the parts of '{name}' have shapes that do not fit: {shapes}")
+    (other,) = rest
+    return (*other[:dim], *sizes, *other[dim:])
 
 
 def _find_files(path: Path) -> dict[Path, list[str] | None]:
@@ -186,6 +261,7 @@ class TensorWriter:
         *,
         dtype: torch.dtype | None = None,
         metadata: Mapping[str, str] | None = None,
+        tag: int = 0,
     ) -> None:
         """Make the directory if it does not exist.
 
@@ -194,6 +270,7 @@ class TensorWriter:
             max_nbytes: Limit of a file's tensors, except for a file of one larger tensor.
             dtype: Cast floating-point tensors to it.
             metadata: Text for the header of each file.
+            tag: Of the temporary names: another one for each rank that writes.
         """
         self._dtype = dtype
         self._directory = directory
@@ -201,6 +278,7 @@ class TensorWriter:
         self._metadata = {"format": "pt", **(metadata or {})}
         self._pending: dict[str, Tensor] = {}
         self._pending_nbytes = 0
+        self._tag = f"{tag}-{os.getpid()}"
         self._written: list[tuple[Path, list[str]]] = []
         self._total_nbytes = 0
         directory.mkdir(parents=True, exist_ok=True)
@@ -215,19 +293,31 @@ class TensorWriter:
         self._pending_nbytes += nbytes
 
     def _flush(self) -> None:
-        path = self._directory / f".model-{len(self._written) + 1:05}-{os.getpid()}.tmp"
+        path = self._directory / f".model-{len(self._written) + 1:05}-{self._tag}.tmp"
         self._written.append((path, list(self._pending)))
         require_safetensors().save_file(self._pending, path, self._metadata)
         sync_path(path)
         self._total_nbytes += self._pending_nbytes
         self._pending, self._pending_nbytes = {}, 0
 
-    def publish(self) -> None:
+    def finish(self) -> list[Any]:
+        """Write the last file; return, as JSON, what `publish` has to know of other writers."""
+        if self._pending:
+            self._flush()
+        return [[[path.name, names] for path, names in self._written], self._total_nbytes]
+
+    def publish(self, others: Sequence[list[Any]] = ()) -> None:
         """Write the last file and rename all files, the index last; remove those of earlier saves.
 
         A single file replaces an earlier save atomically. An earlier index is removed first, so
         that until the new one is written a reader finds no checkpoint instead of two mixed ones.
+
+        Args:
+            others: What other ranks' writers have written, from `finish`; their files follow.
         """
+        for written, nbytes in others:
+            self._written += [(self._directory / name, names) for name, names in written]
+            self._total_nbytes += nbytes
         if self._pending or not self._written:
             self._flush()
         old = {file for file in self._directory.iterdir() if _NUMBERED.fullmatch(file.name)}
@@ -239,7 +329,7 @@ class TensorWriter:
             index.unlink(missing_ok=True)
             weight_map = self._rename_numbered()
             content = {"metadata": {"total_size": self._total_nbytes}, "weight_map": weight_map}
-            temporary = self._directory / f".{_INDEX}-{os.getpid()}.tmp"
+            temporary = self._directory / f".{_INDEX}-{self._tag}.tmp"
             self._written.append((temporary, []))
             temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
             sync_path(temporary)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from operator import methodcaller
+from typing import ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,13 @@ from composable_shard.runtime import (
     select_states,
     tensor_groups,
 )
-from composable_shard.torch_private import buffers_of, non_persistent_buffers_of, parameters_of
+from composable_shard.torch_private import (
+    buffers_of,
+    non_persistent_buffers_of,
+    parameters_of,
+    set_buffers,
+    version_of,
+)
 
 T = TypeVar("T")
 
@@ -266,24 +274,34 @@ class ModelTensors:
             id(handle.shown.flat.sharded) for handle in handles if handle.shown.flat is not None
         }
         self.others = _find_others(model, managed)
+        self._model = model
+        self._computed: dict[str, Tensor] = {}
 
     def check_none_stays_meta(self, given: Container[str]) -> None:
-        """Check that everything on the meta device will get values.
+        """Check that everything on the meta device will get values, given or computed.
 
         Raises:
             ValueError: Naming the tensors of which `given` has no name.
         """
         lost = [
-            each.names[0]
+            each
             for each in self.all
             if each.is_meta and not (each.is_persistent and any(n in given for n in each.names))
         ]
-        if lost:
+        self._computed = _compute_buffers(self._model, lost)
+        names = [each.names[0] for each in lost if each.names[0] not in self._computed]
+        if names:
             raise ValueError(
-                f"{lost} are on the meta device, and the checkpoint does not have them (buffers "
+                f"{names} are on the meta device, and the checkpoint does not have them (buffers "
                 "that are not persistent are in none). Call model.to_empty(device=...) and "
                 "initialise them, for example by reset_parameters(), before loading the rest."
             )
+
+    def fill_computed(self, device: torch.device) -> None:
+        """Give buffers on the meta device the values that `check_none_stays_meta` has computed."""
+        for other in self.others:
+            if other.is_meta and other.names[0] in self._computed:
+                other.materialize(device).copy_(self._computed[other.names[0]])
 
     @property
     def all(self) -> Sequence[ManagedParam | OtherTensor]:
@@ -293,6 +311,54 @@ class ModelTensors:
     def by_name(self) -> dict[str, ManagedParam | OtherTensor]:
         """Return everything that belongs in a state dict, under each of its names."""
         return {name: each for each in self.all if each.is_persistent for name in each.names}
+
+
+def _compute_buffers(
+    model: nn.Module, lost: Iterable[ManagedParam | OtherTensor]
+) -> dict[str, Tensor]:
+    """Return values of buffers on the meta device by name, as far as their modules can tell.
+
+    A module without parameters computes its buffers by its own `reset_parameters`, or by the
+    `_init_weights` of a model of transformers around it. It runs on a copy on the CPU; a buffer
+    counts only if it was written.
+    """
+    found: dict[str, Tensor] = {}
+    modules = {
+        id(module): module
+        for each in lost
+        if isinstance(each, OtherTensor)
+        for module, _ in each.places
+        if next(module.parameters(), None) is None
+    }
+    paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
+    for number, module in modules.items():
+        initialise = _find_initialisation(model, paths[number], module)
+        if initialise is None:
+            continue
+        copied = copy.copy(module)
+        shapes = {key: each for key, each in buffers_of(module).items() if each is not None}
+        empty = {k: torch.empty(v.shape, dtype=v.dtype, device=HOST) for k, v in shapes.items()}
+        set_buffers(copied, dict(empty))
+        with torch.no_grad():
+            initialise(copied)
+        for key, value in copied.named_buffers(recurse=False):
+            if value is not empty.get(key) or version_of(value) > 0:
+                found[canonical(f"{paths[number]}.{key}").lstrip(".")] = value
+    return found
+
+
+def _find_initialisation(
+    model: nn.Module, path: str, module: nn.Module
+) -> Callable[[nn.Module], object] | None:
+    """Return what computes a module's buffers, given a copy of it."""
+    if callable(getattr(module, "reset_parameters", None)):
+        return methodcaller("reset_parameters")
+    parts = path.split(".")
+    for length in range(len(parts) - 1, -1, -1):
+        around = model.get_submodule(".".join(parts[:length]))
+        if callable(method := getattr(around, "_init_weights", None)):
+            return cast(Callable[[nn.Module], object], method)
+    return None
 
 
 def check_model_is_idle(model: nn.Module, what: str) -> None:

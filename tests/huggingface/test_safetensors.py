@@ -606,7 +606,7 @@ def test_missing_unexpected_and_misshaped_tensors_are_named(tmp_path: Path) -> N
     assert _fails_alike(model, tmp_path) == (
         "the checkpoint does not have the model's tensors; missing: ['inp.bias', "
         "'blocks.1.up.weight']; unexpected: ['more']. Pass strict=False to load those that both "
-        "have."
+        "have, names={...} if they have other names there, and group= if other ranks load the rest."
     )
     message = _fails_alike(model, tmp_path / "misshaped.safetensors", strict=False)
     assert message == (
