@@ -85,7 +85,7 @@ GOALS = {
     "warm step: files": 16,
     "warm step: calls between files": 200,
     "set-up and first step: files": 30,
-    "modules": 85,
+    "modules": 87,
     "lines": 18_600,
     "levels between packages, longest chain": 13,
     "levels between packages, contract": 13,
@@ -104,7 +104,7 @@ REACHED = {
     "warm step: files": 18,
     "warm step: calls between files": 243,
     "set-up and first step: files": 41,
-    "lines": 27_280,
+    "lines": 27_400,
 }
 
 _MAX_METHODS = GOALS["methods of a class, most"]

@@ -43,6 +43,7 @@ class UnitOptions:
     use_orig_params: bool = True
     sync_module_states: bool = False
     check_initial_values: bool = True
+    check_for_nan_in_grad: bool = False
     broadcast_buffers: bool = False
     bucket_cap_mb: float | None = None
     granularity: GranularityOption = "element"
@@ -63,7 +64,7 @@ class UnitOptions:
                 raise ValueError(expected(name, kind, value))
         for name in (
             *("use_orig_params", "sync_module_states", "broadcast_buffers"),
-            "check_initial_values",
+            *("check_initial_values", "check_for_nan_in_grad"),
         ):
             _check_bool(name, getattr(self, name))
         self._check_ignored()

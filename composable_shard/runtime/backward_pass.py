@@ -36,7 +36,7 @@ from composable_shard.runtime.early_gradients import EarlyGradients
 from composable_shard.runtime.late_buckets import catch_up, find_late
 from composable_shard.runtime.prefetch import drop_prefetched, release_after_backward
 from composable_shard.runtime.reads import CallReads, learn_anew
-from composable_shard.runtime.tree import step_facts
+from composable_shard.runtime.tree import check_finite, step_facts
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 from composable_shard.tensor import PendingNotice
 from composable_shard.torch_private import current_backward_id, keeps_graph, queue_callback
@@ -383,6 +383,8 @@ class BackwardPass:
         for other in self.context.flag_reductions:
             other.finish()
         flags.check_step()
+        if checked := [each for each in handles if each.grads.reduction.checks_finite]:
+            check_finite(checked)
         if not self.accumulates:
             return []
         for handle, used in zip(handles, flags.finish(), strict=True):
