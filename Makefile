@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 # Two at a time, each with ranks of its own: most of a test on ranks is waiting.
 PARALLEL := -n 2 --dist loadfile
 ARGS ?=
+# Bytecode is kept even where the environment asks for none: every process of the tests would compile
+# the package and the test files again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-fast check house coverage clean
 
