@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ import torch.distributed as dist
 
 from tests import helpers
 from tests.conftest import NEEDS_GPU
-from tests.helpers import RankError, assert_equal, distributed, peak_bytes, run_ranks
+from tests.helpers import RankError, assert_equal, distributed, peak_bytes, run_processes, run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -108,22 +110,24 @@ def _wait_for_end(pids: list[int]) -> None:
 
 def _run_pytest(
     tmp_path: Path, source: str, *, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run pytest with the project's conftest and settings on one more test file."""
+) -> tuple[int, str]:
+    """Run pytest with the project's conftest and settings on one more test file.
+
+    Returns the exit status and what it prints. It runs in a fork, which has imported torch.
+    """
     (tmp_path / "test_inner.py").write_text(textwrap.dedent(source))
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", f"--rootdir={ROOT}"]
-    command += [f"-c{ROOT / 'pyproject.toml'}", "-pno:cacheprovider", str(tmp_path)]
-    environment = {key: value for key, value in os.environ.items() if key != "CI"}
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment | (env or {}),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    args = ["-p", "tests.conftest", f"--rootdir={ROOT}", f"-c{ROOT / 'pyproject.toml'}"]
+    args += ["-pno:cacheprovider", str(tmp_path)]
+    return run_processes([{"CI": "", **(env or {})}], _run_pytest_here, args, timeout=100)[0]
+
+
+def _run_pytest_here(args: list[str]) -> tuple[int, str]:
+    os.chdir(ROOT)
+    helpers._PRELOADED = ()
+    helpers._pools = helpers._Pools()  # the servers of the test's own process are not this one's
+    with redirect_stdout(io.StringIO()) as output:
+        status = pytest.main(args)
+    return int(status), output.getvalue()
 
 
 # --- results and reuse ---
@@ -246,7 +250,7 @@ def test_rank_that_is_a_collective_ahead_is_found(monkeypatch: pytest.MonkeyPatc
     """Collectives left over from a call do not pair with those of the next."""
     monkeypatch.setattr(helpers, "GRACE_S", 0)
     with pytest.raises(RankError, match=r"the barrier after .*_skip_a_barrier failed"):
-        run_ranks(2, _skip_a_barrier, timeout=3.0)
+        run_ranks(2, _skip_a_barrier, timeout=1.0)
 
 
 @pytest.mark.fast
@@ -268,7 +272,7 @@ def test_shut_down_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     pools.pytest_args = helpers._pools.pytest_args
     monkeypatch.setattr(helpers, "_pools", pools)
     monkeypatch.setattr(helpers, "_PRELOADED", ())
-    killed, server = run_ranks(2, _rank_and_pid)[0][1], run_ranks(2, os.getppid)[0]
+    killed, server = run_ranks(1, _rank_and_pid)[0][1], run_ranks(1, os.getppid)[0]
     os.kill(server, signal.SIGKILL)
     _wait_for_end([killed, server])
     pids = [pid for size in (1, 2) for _, pid in run_ranks(size, _rank_and_pid)]
@@ -276,9 +280,8 @@ def test_shut_down_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers.shut_down_workers()
     assert len(set(pids)) == 7
     assert not any(_is_running(pid) for pid in pids)
-    assert helpers.worker_pids(2) == []
-    assert len(run_ranks(1, _rank_and_pid)) == 1
-    helpers.shut_down_workers()
+    assert helpers.worker_pids(1) == helpers.worker_pids(2) == []
+    assert pools._servers == []  # as before the first call
 
 
 def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
@@ -286,10 +289,10 @@ def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     code = """
         import os
         from tests import helpers, test_harness
-        helpers.run_ranks(2, test_harness._rank_and_pid)
-        servers = helpers.run_ranks(2, os.getppid)
-        print(*helpers.worker_pids(2), *servers, flush=True)
-        helpers.run_ranks(2, test_harness._hang_on, 0)
+        helpers._PRELOADED = ()
+        servers = helpers.run_ranks(1, os.getppid)
+        print(*helpers.worker_pids(1), *servers, flush=True)
+        helpers.run_ranks(1, test_harness._hang_on, 0)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     env = os.environ | {"TMPDIR": str(tmp_path)}  # nobody removes the logs of its workers
@@ -297,7 +300,7 @@ def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
-    assert len(pids) == 4
+    assert len(pids) == 2
     _wait_for_end(pids)
 
 
@@ -354,7 +357,7 @@ FAILURES = """
 @pytest.fixture(scope="module")
 def failing_session(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return what pytest prints, outside CI, about skips and two failing tests."""
-    return _run_pytest(tmp_path_factory.mktemp("failing"), SKIPS + FAILURES).stdout
+    return _run_pytest(tmp_path_factory.mktemp("failing"), SKIPS + FAILURES)[1]
 
 
 def test_distributed_test_fails_with_its_ranks(failing_session: str) -> None:
@@ -376,11 +379,11 @@ def test_developer_may_skip(failing_session: str) -> None:
 
 def test_unknown_skip_fails_in_ci(tmp_path: Path) -> None:
     """CI names the skip that nobody allowed, and no other."""
-    result = _run_pytest(tmp_path, SKIPS, env={"CI": "true"})
-    assert result.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "SKIP NOT ALLOWED IN CI" in result.stdout
-    assert "test_unknown: not today" in result.stdout
-    assert "test_known: " not in result.stdout
+    status, output = _run_pytest(tmp_path, SKIPS, env={"CI": "true"})
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "SKIP NOT ALLOWED IN CI" in output
+    assert "test_unknown: not today" in output
+    assert "test_known: " not in output
 
 
 @pytest.mark.gpu
