@@ -61,9 +61,18 @@ bump_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
 use_count_of: Callable[[Tensor], int] = methodcaller("_use_count")
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that stands for a tensor's storage while that is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# How many tensors, and storage objects of Python, share a storage, given its number.
+count_uses: Callable[[int], int] = torch._C._storage_Use_Count
+
+
 def storage_uses_of(tensor: Tensor) -> int:
     """Return how many tensors, and storage objects of Python, share a tensor's storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+    return count_uses(storage_of(tensor)) - 1
 
 
 is_forward_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
@@ -116,6 +125,8 @@ unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 # Of the frame in which every optimizer runs its step.
 STEP_CODE = Optimizer.profile_hook_step(lambda: None).__code__
+
+PARAMETER_CODE = nn.Parameter.__new__.__code__
 
 # Modules. Their dictionaries are written where `setattr` would check, or register twice.
 IncompatibleKeys = _IncompatibleKeys  # what `Module.load_state_dict` returns

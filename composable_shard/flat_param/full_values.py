@@ -68,7 +68,7 @@ from composable_shard.comm import (
 from composable_shard.flat_param.entries import FlatEntry, zero_padding
 from composable_shard.flat_param.shard import LocalShard
 from composable_shard.flat_param.unsharded import UnshardedParams
-from composable_shard.torch_private import set_versions, storage_uses_of
+from composable_shard.torch_private import set_versions, storage_of, storage_uses_of
 
 
 class Poison:
@@ -170,6 +170,9 @@ class FullValues:
         small_group: The ranks that hold all values once between forward and backward, if any.
         num_claims: Units in forward, and `unshard` calls, that need the full values.
         params: The parameters that are views of the buffer.
+        storage: Number of the buffer's storage, see `count_uses`.
+        num_aliases: Of the buffer, where no graph has saved any; -1 before the first `wait`.
+        saved: Aliases of it that graphs have saved, as far as saved-tensor hooks have seen them.
         is_locked: Their versions are not those of the values, see [Note: Locked versions].
         serves_graphs: A graph may read the values later, see [Note: Graphs of gradients].
     """
@@ -203,9 +206,11 @@ class FullValues:
         self.small_group: SmallGroup | None = None
         self.params = UnshardedParams(buffer, shard.layout)
         self.is_locked = True
+        self.storage = storage_of(buffer)
         self.serves_graphs = False
+        self.saved: list[weakref.ref[Tensor]] = []
         self._has_unseen_reads = False  # by a graph that `params.are_saved` can't see
-        self._num_aliases = -1  # of the buffer, where no graph has saved any
+        self.num_aliases = -1
         self.version_writes = -1
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
@@ -379,8 +384,8 @@ class FullValues:
                 params.versions = [version + 1 for version in params.versions]
             self.version_writes = writes
         set_versions(params.watched, tuple(params.versions))
-        if self._num_aliases == -1:
-            self._num_aliases = storage_uses_of(self.buffer)
+        if self.num_aliases == -1:
+            self.num_aliases = storage_uses_of(self.buffer)
         if self.is_kept and not self.has_separate_shard:
             _watch_writes(self)
 
@@ -399,7 +404,7 @@ class FullValues:
             keeps_part: Keep this rank's part in the small group, if there is one.
         """
         if self.serves_graphs:
-            is_aliased = self._has_unseen_reads and storage_uses_of(self.buffer) > self._num_aliases
+            is_aliased = self._has_unseen_reads and storage_uses_of(self.buffer) > self.num_aliases
             self.serves_graphs = is_aliased or self.params.are_saved()
         part = None
         if keeps_part and self.small_group is not None and self.is_current:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from operator import gt
@@ -15,7 +16,12 @@ from torch.distributed.tensor import DTensor
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import user_attributes
-from composable_shard.torch_private import set_versions, use_count_of, version_of
+from composable_shard.torch_private import (
+    PARAMETER_CODE,
+    set_versions,
+    use_count_of,
+    version_of,
+)
 
 # The version of a parameter whose value is not there: no graph has saved one of this version. It is
 # so large that a reader of autograd's error can tell what it means.
@@ -30,12 +36,23 @@ class UnshardedParameter(nn.Parameter):
     version counter would tell. See [Note: Packing in place].
     """
 
+    shard_label: object = "?"
     has_hidden_alias: bool = False
     is_repointed: bool = False  # `param.data = x`: it is no view of the buffer any more
     data_alias: Tensor | None = None  # whose version counts the edits through `.data`
 
     def detach(self) -> Tensor:
-        """Return a detached alias, as any tensor's does."""
+        """Return a detached alias, as any tensor's does.
+
+        Raises:
+            RuntimeError: In the constructor of a parameter, whose values would be freed.
+        """
+        if sys._getframe(1).f_code is PARAMETER_CODE:
+            raise RuntimeError(
+                f"a parameter can't be made of the full values of '{self.shard_label}', which are "
+                "freed after the forward. Compute with the parameter itself, or make one of a "
+                "copy: nn.Parameter(weight.detach().clone())."
+            )
         self.has_hidden_alias = True
         return super().detach()
 
@@ -119,6 +136,7 @@ class UnshardedParams:
         self._entries = entries
         for index, entry in enumerate(entries):
             entry.unsharded = _make_unsharded(self._view(index, entry))
+            entry.unsharded.shard_label = entry.label  # type: ignore[attr-defined]
             # What a forward asks of a parameter: how tensor parallelism split it, for example.
             for name, value in user_attributes(entry.sharded).items():
                 entry.unsharded.__dict__.setdefault(name, value)

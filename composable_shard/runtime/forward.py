@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm import trace
+from composable_shard.flat_param import guard_kept_views
 from composable_shard.runtime.backward import (
     CallReached,
     begin_hooks,
@@ -59,6 +60,7 @@ from composable_shard.runtime.unit import (
 from composable_shard.torch_private import (
     are_transforms_active,
     base_of,
+    count_uses,
     current_backward_id,
     current_dual_level,
     is_forward_grad_enabled,
@@ -291,6 +293,11 @@ def _arm(
     announcement: CallReached | None,
 ) -> tuple[Any, bool]:
     num_nodes = next_sequence_nr() - state.call_sequence_nr
+    num_uses = sum([count_uses(handle.full.storage) for handle in state.needed])
+    if (num_nodes, num_uses) not in state.learnt.num_uses:
+        kept, is_exact = partial(kept_tensors, module), state.learnt.is_new
+        num_uses -= guard_kept_views(state.needed, kept, is_exact=is_exact)
+        state.learnt.num_uses.add((num_nodes, num_uses))
     extents = [extent for handle in state.needed if (extent := handle.full.extent())]
     tensors = _tensors(output)
     if extents and any([_is_within(extents, tensor) for tensor in tensors]):

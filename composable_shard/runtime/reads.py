@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from composable_shard.flat_param import LOCKED, FlatParamHandle
+from composable_shard.flat_param import LOCKED, FlatParamHandle, note_saved
 from composable_shard.torch_private import (
     current_backward_id,
     is_traceable_wrapper_subclass,
@@ -61,17 +61,21 @@ class LearntReads:
     Attributes:
         is_trusted: The unit's outputs announce every read.
         num_nodes: How many nodes its forward may record so that this holds.
+        num_uses: How many tensors may share the storage of its full values when a forward that
+            recorded a number of nodes has ended, with none that is kept, [Note: Kept views].
         refuses_hooks: Its forward uses what saved-tensor hooks may not be in force for.
         is_changed: The last forward of a trusted unit recorded another number, and no backward
             has shown since whether this holds.
     """
 
     __slots__ = (
+        "_is_hidden",
         "_num_clean",
         "_was_read_early",
         "is_changed",
         "is_trusted",
         "num_nodes",
+        "num_uses",
         "refuses_hooks",
     )
 
@@ -80,14 +84,24 @@ class LearntReads:
         self.is_trusted = self.is_changed = False
         self.refuses_hooks = any(map(_names_transforms, modules))
         self.num_nodes: set[int] = set()
+        self.num_uses: set[tuple[int, int]] = set()
         self._num_clean = 0
-        self._was_read_early = False
+        self._was_read_early = self._is_hidden = False
 
     def fresh(self) -> LearntReads:
         """Return one that has learnt nothing, for a copy of the unit."""
         other = LearntReads()
         other.refuses_hooks = self.refuses_hooks
         return other
+
+    @property
+    def is_new(self) -> bool:
+        """Whether all that graphs have saved so far has gone through our hooks."""
+        return not (self.num_nodes or self.is_changed or self.refuses_hooks or self._is_hidden)
+
+    def note_others(self) -> None:
+        """Note that hooks of somebody else, beneath ours or above, may save anything."""
+        self._is_hidden = True
 
     @property
     def needs_nodes(self) -> bool:
@@ -319,7 +333,7 @@ class ReadHooks:
         return self._pack, _unpack
 
     def _pack(self, tensor: Tensor) -> Any:
-        announcement = self._find(tensor)
+        handle, announcement = self._find(tensor)
         number = next_sequence_nr() - 1  # of the node that saves: none is made before it has
         for call in self.calls:
             if call.saved is not None:
@@ -329,22 +343,25 @@ class ReadHooks:
             pack, unpack = self.others
             packed = pack(tensor)
         else:
-            if tensor.grad_fn is not None:
+            is_view = handle is not None and not isinstance(tensor, nn.Parameter)
+            if is_view or tensor.grad_fn is not None:
                 # A node that saves its own output would keep itself alive.
                 packed = tensor.detach()
+            if handle is not None and is_view:
+                note_saved(handle.full, packed)
             version = version_of(packed)
         read = None if announcement is None else Read(announcement)
         return packed, version, unpack, read, number, self
 
-    def _find(self, tensor: Tensor) -> Announcement | None:
+    def _find(self, tensor: Tensor) -> tuple[FlatParamHandle | None, Announcement | None]:
         for address in _addresses(tensor):
             for start, end, handle, announcement in self._extents:
                 if start <= address < end:
                     is_known = tensor.grad_fn is not None or isinstance(tensor, nn.Parameter)
                     if not is_known and handle.requires_grad:
                         handle.full.params.note_hidden_alias()
-                    return announcement
-        return None
+                    return handle, announcement
+        return None, None
 
 
 def _unpack(saved: tuple[Any, int, Any, Read | None, int, ReadHooks]) -> Tensor:
@@ -426,6 +443,8 @@ class CallHooks:
             if is_lowest:
                 break
             above.append(top)
+        if above and self.own is not None and self.own.announcement.reads is not None:
+            self.own.announcement.reads.learnt.note_others()
         if self._outer is not None:
             push_saved_tensors_hooks(*self._outer.pair)
         for pair in reversed(above):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from composable_shard import ShardingStrategy, fully_shard, get_handles, reshard, unshard
 from tests import claims
 from tests.helpers import distributed
 from tests.models import rank_input
@@ -67,3 +71,170 @@ def test_c17_detached_view_of_a_weight(
         accumulates=accumulates,
         steps=6 if first else 3,
     )
+
+
+# --- Views that a forward keeps ---
+
+
+class Keeps(nn.Module):
+    """Keeps something of its weight: `kept` is what `take` returns for the weight."""
+
+    def __init__(self, take: Callable[[Keeps, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6) / 6)
+        self.take = take
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the weight."""
+        self.kept = self.take(self, self.weight)
+        return F.linear(x, self.weight)
+
+
+def _in_buffer(module: nn.Module, weight: Tensor) -> Tensor:
+    module.register_buffer("cache", weight.detach().t())
+    return module.get_buffer("cache")
+
+
+KEEPING: dict[str, Callable[[Keeps, Tensor], Any]] = {
+    "view": lambda _, weight: weight.t(),
+    "list": lambda _, weight: [weight[1:]],
+    "buffer": _in_buffer,
+    "parameter": lambda _, weight: nn.Parameter(weight.detach()),
+}
+
+
+def _view_of(module: Keeps) -> Tensor:
+    kept = module.kept
+    view: Tensor = kept[0] if isinstance(kept, list) else kept
+    return view
+
+
+def _sharded_with(take: Callable[[Keeps, Tensor], Any], **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Keeps(take)).double()
+    for layer in model:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+@pytest.mark.parametrize("form", KEEPING)
+@pytest.mark.parametrize("first", [0, 4])
+@distributed(2)
+def test_c16_kept_view_is_refused_by_name(form: str, first: int) -> None:
+    """C16: elementwise reads of freed memory, in the loss or later, in any step."""
+    model = _sharded_with(lambda module, weight: None)
+    x = rank_input(4, 6, dtype=torch.float64)
+    for _ in range(first):
+        model(x).square().mean().backward()
+    model[1].take = KEEPING[form]
+    y = model(x)
+    text = "a view of parameter '1.weight' of unit '1' that its forward kept is read"
+    for read in (lambda view: view * 2, torch.sum, lambda view: view.numpy(), torch.t):
+        with pytest.raises(RuntimeError, match=text):
+            read(_view_of(model[1]))
+    assert _view_of(model[1]).shape[1] == 6
+    assert "'1.weight'" in repr(_view_of(model[1]))
+    y.square().mean().backward()
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(RuntimeError, match=text):
+        _ = _view_of(model[1]) + 1
+
+
+def _uses_kept_view(model: nn.Module, number: int) -> None:
+    if get_handles(model):
+        unshard(model[1])
+    y = model(rank_input(4, 6, step=number, dtype=torch.float64))
+    ((model[1].kept * torch.arange(6)).sum() + y.square().mean()).backward()
+    if get_handles(model):
+        reshard(model[1])
+
+
+@claims.variants
+@distributed(2)
+def test_c16_kept_view_is_right_after_unshard(
+    strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """C16: the remedy that the error names."""
+    claims.assert_right(
+        lambda: nn.Sequential(nn.Linear(6, 6), Keeps(KEEPING["view"])),
+        _uses_kept_view,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        accumulates=accumulates,
+    )
+
+
+@distributed(2)
+def test_c16_kept_view_of_kept_values_is_right_until_they_are_written() -> None:
+    """C16: where full values are never freed."""
+    model = _sharded_with(KEEPING["view"], strategy=ShardingStrategy.SHARD_GRAD_OP)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    y = model(rank_input(4, 6, dtype=torch.float64))
+    ((model[1].kept * 2).sum() + y.square().mean()).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"a view of parameter '1.weight' of unit '1'"):
+        _ = model[1].kept * 2
+
+
+_HELD: list[Any] = []
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+@distributed(2)
+def test_c16_memory_that_is_held_elsewhere_is_never_freed(is_array: bool) -> None:
+    """C16: by a view in a list, or an array made through dlpack: readable, and warned of."""
+
+    def hold(module: Keeps, weight: Tensor) -> None:
+        _HELD[:] = [np.from_dlpack(weight.detach()) if is_array else weight[:]]
+
+    model = _sharded_with(hold)
+    x = rank_input(4, 6, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="memory of the full values of unit '1' is held beyond"):
+        model(x).square().mean().backward()
+    weight = claims.unsharded_values(model)["1.weight"]
+    with torch.no_grad():
+        assert (np.asarray(_HELD[0]) == weight.numpy()).all()
+    _HELD.clear()
+
+
+class _HoldsView(torch.autograd.Function):
+    """Holds a view without `save_for_backward`, as functions for quantised weights do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight, ctx.x = weight, x.detach()
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad @ ctx.weight.t(), ctx.x.t() @ grad
+
+
+class _WithFunction(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _HoldsView.apply(x, self.weight.t())
+        return y
+
+
+@distributed(2)
+def test_c16_view_in_the_context_of_a_function_keeps_nothing() -> None:
+    """C16: it is read in the backward, when the values are there again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        claims.assert_right(
+            lambda: nn.Sequential(nn.Linear(6, 6), _WithFunction(6, 6, bias=False)),
+            _run_and_square,
+        )
+
+
+@distributed(2)
+def test_c16_parameter_made_of_full_values_is_refused() -> None:
+    """C16: torch's own text names neither the parameter nor a remedy."""
+    model = _sharded_with(lambda _, weight: nn.Parameter(weight))
+    with pytest.raises(RuntimeError, match=r"can't be made of the full values of '1.weight'"):
+        model(rank_input(4, 6, dtype=torch.float64))
+    model[1].take = lambda _, weight: nn.Parameter(weight.detach().clone())
+    model(rank_input(4, 6, dtype=torch.float64)).sum().backward()
