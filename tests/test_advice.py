@@ -17,7 +17,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as dcp_state_dict
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -259,16 +258,15 @@ CLASSES: list[tuple[str, object]] = [
     ("offload_policy", torch_fsdp.CPUOffload(True)),
     ("offload_policy", torch.device("cpu")),
     ("strategy", torch_fsdp.ShardingStrategy.FULL_SHARD),
-    ("options", dcp_state_dict.StateDictOptions()),
 ]
 
 
 @pytest.mark.parametrize(("argument", "value"), CLASSES, ids=lambda each: type(each).__name__)
 def test_l_advice_about_classes_of_torch(argument: str, value: object) -> None:
     """Each of the table: where it is from, and what to write."""
-    call: Any = get_model_state_dict if argument == "options" else fully_shard
+    options: Any = {argument: value}
     with pytest.raises(ValueError, match=f"expected {argument} to be a composable_shard") as caught:
-        call(Net(), **{argument: value})
+        fully_shard(Net(), **options)
     by_kind = {type(value) for _, value in CLASSES}
     assert len(by_kind) == len(advice.CLASSES)
     package = type(value).__module__.removesuffix(".api")

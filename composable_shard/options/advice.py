@@ -271,9 +271,6 @@ KEYWORDS: Mapping[str, Mapping[str, str]] = {
         "offload_params": "Pass params=True.",
     },
     "StateDictOptions": {
-        "ignore_frozen_params": "Leave frozen names out of the dict that is returned.",
-        "flatten_optimizer_state_dict": "Leave it out: torch.distributed.checkpoint takes nested "
-        "dicts.",
         "dsd_fqn_modifiers": "Rename the keys of the dict that is returned.",
     },
     "clip_grad_norm_": {
@@ -294,9 +291,6 @@ CLASSES: Mapping[str, str] = {
     "torch.distributed.fsdp.ShardingStrategy": "Write composable_shard.ShardingStrategy: "
     "FULL_SHARD and NO_SHARD mean the same, SHARD_GRAD_OP is FULL_SHARD with "
     "reshard_after_forward=False, HYBRID_SHARD is FULL_SHARD over a 2-D mesh (replicate, shard).",
-    "torch.distributed.checkpoint.state_dict.StateDictOptions": "Write "
-    "composable_shard.StateDictOptions: full_state_dict, cpu_offload, broadcast_from_rank0 and "
-    "strict mean the same.",
     "torch.device": "Write OffloadPolicy(params=True) to keep parameters on the host.",
     "torch.dtype": "Write composable_shard.MixedPrecisionPolicy(param_dtype=...).",
 }

@@ -247,6 +247,9 @@ class OffloadPolicy(_Options):
         return bool(self.optim_state)
 
 
+_TORCH_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+
+
 @dataclass(frozen=True)
 class StateDictOptions(_Options):
     """How state dicts are made and loaded, as in torch.distributed.checkpoint.state_dict.
@@ -260,6 +263,9 @@ class StateDictOptions(_Options):
             others pass an empty one. Each rank is sent its own part, one unit at a time.
         strict: Raise for names that are missing or unexpected; False ignores them.
         keep_submodule_prefixes: With `submodules`: names begin at the model, not at the submodule.
+        flatten_optimizer_state_dict: Return optimizer state in torch's flat form, one key for each
+            value and for each option of each parameter. Loading takes both forms.
+        ignore_frozen_params: Leave parameters without `requires_grad` out of a model's state dict.
         init_optimizer_state: For reading: give an optimizer that has not stepped its state, as
             torch's function always does, so that `torch.distributed.checkpoint.load` has something
             to load into. The values mean nothing until something is loaded.
@@ -272,16 +278,29 @@ class StateDictOptions(_Options):
     broadcast_from_rank0: bool = False
     strict: bool = True
     keep_submodule_prefixes: bool = True
+    flatten_optimizer_state_dict: bool = False
+    ignore_frozen_params: bool = False
     init_optimizer_state: bool = False
     dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, given: StateDictOptions | None) -> StateDictOptions:
+    def of(cls, given: Any) -> StateDictOptions:
         """Return the options that a user passed, or the default ones.
+
+        Those of `torch.distributed.checkpoint.state_dict` mean what they mean there: a whole dict
+        is the first rank's with `cpu_offload`, every rank's without, and optimizers get state.
 
         Raises:
             ValueError: For an object of another class.
         """
+        kind = type(given)
+        if (kind.__module__, kind.__name__) == (_TORCH_STATE_DICT, cls.__name__):
+            modifiers = given.dsd_fqn_modifiers
+            if modifiers != "_fqn_modifiers":
+                raise ValueError(unexpected(cls.__name__, "dsd_fqn_modifiers", ()))
+            names = cls.__dataclass_fields__.keys() & kind.__dataclass_fields__.keys()
+            same = {name: getattr(given, name) for name in names}
+            return cls(**same, rank0_only=given.cpu_offload, init_optimizer_state=True)
         if not isinstance(given, cls | None):
             raise ValueError(expected("options", cls, given))
         return given or cls()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from composable_shard.optim import init_state
 from composable_shard.options import StateDictOptions
 from composable_shard.runtime import check_whole
 from composable_shard.state_dict import json_tree
+from composable_shard.state_dict.flat_form import flatten
 from composable_shard.state_dict.full_values import (
     Shares,
     copied,
@@ -92,8 +94,13 @@ _Naming = Callable[[str], str | None]  # the name to return, None for a value to
 def _names_in(
     model: nn.Module, submodules: set[nn.Module] | None, options: StateDictOptions
 ) -> _Naming:
+    frozen: set[str] = set()
+    if options.ignore_frozen_params:
+        shown: dict[str, Tensor] = {canonical(n): param for n, param in model.named_parameters()}
+        shown |= {fqn: param.entry.sharded for fqn, param in params_by_fqn(model).items()}
+        frozen = {fqn for fqn, param in shown.items() if not param.requires_grad}
     if not submodules:
-        return lambda key: key
+        return lambda key: None if key in frozen else key
     paths = {module: canonical(f"{name}.") for name, module in model.named_modules() if name}
     unknown = [type(module).__name__ for module in submodules if module not in paths]
     if unknown:
@@ -102,8 +109,8 @@ def _names_in(
 
     def rename(key: str) -> str | None:
         prefix = next((each for each in prefixes if key.startswith(each)), None)
-        if prefix is None or options.keep_submodule_prefixes:
-            return None if prefix is None else key
+        if prefix is None or key in frozen or options.keep_submodule_prefixes:
+            return None if prefix is None or key in frozen else key
         return key.removeprefix(prefix)
 
     return rename
@@ -341,9 +348,15 @@ def get_optimizer_state_dict(
             for optimizer in _as_list(optimizers):
                 init_state(optimizer)
         found = read_optimizers(model, _as_list(optimizers), options)
-    if not found or not submodules:
-        return found
-    names = _names_in(model, submodules, options)
+    if found and submodules:
+        found = _only_in(model, found, submodules, options)
+    return flatten(found) if found and options.flatten_optimizer_state_dict else found
+
+
+def _only_in(
+    model: nn.Module, found: dict[str, Any], submodules: set[nn.Module], options: StateDictOptions
+) -> dict[str, Any]:
+    names = _names_in(model, submodules, replace(options, ignore_frozen_params=False))
     kept = {names(fqn): state for fqn, state in found["state"].items()}
     found["state"] = {fqn: state for fqn, state in kept.items() if fqn is not None}
     for group in found["param_groups"]:

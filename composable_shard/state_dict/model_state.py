@@ -96,6 +96,8 @@ def find_problems(
     names = dict.fromkeys((*expected, *given))
     checked = {name for name in names if not (translated and name.startswith(translated))}
     problems = _find_name_problems(expected, given, checked) if is_strict else []
+    if is_strict and expected and not given:
+        problems.append(f"the state dict is empty. {FROM_FIRST}")
     for name, shape in expected.items():
         if name in checked and name in given and shape is not None and not is_extra_state(name):
             problems += _find_value_problem(name, given[name], shape, by_name.get(name))
@@ -260,7 +262,8 @@ def _local_of_caller(function: str, module: str, name: str) -> Any:
     """Return a local variable of a running function of torch, None if it is not running.
 
     The only walk over the stack. Users call these functions of torch directly, and torch passes the
-    argument in question neither to hooks nor to anything that a hook can reach.
+    argument in question neither to hooks nor to anything that a hook can reach: of a tensor that is
+    neither a DTensor nor a ShardedTensor, `full_state_dict` asks nothing.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -375,6 +378,7 @@ def agree_on_values(
 ) -> None:
     """Check that no rank has found a problem, and that all ranks give values sharded the same way.
 
+    Nor may ranks give values of different parameters: each would keep other values than the rest.
     Two all-gathers of 31 bytes for each process group.
 
     Raises:
@@ -391,13 +395,38 @@ def agree_on_values(
         if isinstance(value := state_dict[key], Tensor) and needs_gather(value, param.entry.spec)
     ]
     gathered += _to_make_whole(module, state_dict, prefix)
-    told = ranks.all_messages(gathered)
-    if len(told) > 1:
-        odd = sorted({name for names in told for name in names})
+    keys = keys_by_name(state_dict, prefix)
+    lacking = [name for name in params if unwrapped(prefix + name) not in keys]
+    told = ranks.all_messages([gathered, lacking])
+    unequal = _unequal([names for _, names in told])
+    if unequal:
+        raise RuntimeError(
+            f"the ranks gave values of different parameters: some have {_quoted(unequal[:8])}"
+            f"{f' and {len(unequal) - 8} more' if len(unequal) > 8 else ''}, others do not. Load "
+            f"the same names on every rank. {FROM_FIRST}"
+        )
+    odd = _unequal([names for names, _ in told])
+    if odd:
         raise RuntimeError(
             f"the ranks gave values that are sharded in different ways for {_quoted(odd)}. Load "
             "the same kind of state dict on every rank."
         )
+
+
+# What to call where only rank 0 has values.
+FROM_FIRST = (
+    "To load what only the first rank has, call set_model_state_dict(model, state_dict, "
+    "options=StateDictOptions(broadcast_from_rank0=True)) on all ranks, with {} on the others."
+)
+
+
+def _unequal(lists: list[list[str]]) -> list[str]:
+    """Return the names that are in some lists and not in others, in order."""
+    return [
+        name
+        for name in dict.fromkeys(name for names in lists for name in names)
+        if not all(name in names for names in lists)
+    ]
 
 
 def make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str = "") -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from composable_shard.optim import find_scalar_keys
 from composable_shard.options import StateDictOptions
+from composable_shard.state_dict.flat_form import is_flat, unflatten
 from composable_shard.state_dict.full_values import decode, describe_shard, encode, scatter_full
 from composable_shard.state_dict.model_tensors import ModelRanks
 from composable_shard.state_dict.optimizer_state import (
@@ -117,12 +118,15 @@ class _Given:
         Raises:
             ValueError: If it is no optimizer state dict, or if names or shapes do not fit.
         """
+        if is_flat(state_dict):
+            state_dict = unflatten(state_dict)
         keys = list(state_dict) if isinstance(state_dict, Mapping) else []
         if not {"state", "param_groups"}.issubset(keys):
             raise ValueError(
                 "expected an optimizer state dict by parameter name, with 'state' and "
                 f"'param_groups', got a {type(state_dict).__name__} with the keys {keys[:5]}. "
-                "get_optimizer_state_dict makes one."
+                "get_optimizer_state_dict makes one. If only the first rank has it, pass "
+                "options=StateDictOptions(broadcast_from_rank0=True) on all ranks."
             )
         saved = state_dict["param_groups"]
         homes = {fqn: number for number, group in enumerate(saved) for fqn in group["params"]}

@@ -1,0 +1,201 @@
+"""torch's functions on sharded models, and torch's options in ours."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as torch_state_dict
+from torch import Tensor, nn
+
+from composable_shard import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    register_orig_params,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from tests.helpers import distributed
+from tests.models import (
+    EVERYWHERE,
+    Net,
+    assert_holds,
+    make_net,
+    seeded,
+    shard_blocks,
+)
+
+
+def _train_in_two_groups(model: nn.Module, seed: int) -> torch.optim.AdamW:
+    """Return an optimizer of two groups after a step on values that are the same on all ranks."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == kind], "weight_decay": 0.1 * kind}
+        for kind in (1, 2)
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.01 * (1 + seed))
+    model(torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _assert_same_form(found: Any, expected: Any, where: str = "") -> None:
+    """Compare nested values, of which FlatShards are made whole."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            _assert_same_form(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, Tensor):
+        whole = found.full_tensor() if hasattr(found, "full_tensor") else found
+        torch.testing.assert_close(whole, expected, rtol=0, atol=1e-6, msg=where)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for number, value in enumerate(expected):
+            _assert_same_form(found[number], value, f"{where}.{number}")
+    else:
+        assert found == expected, where
+
+
+_FLAGS: dict[str, dict[str, bool]] = {
+    "sharded": {},
+    "on the host": {"cpu_offload": True},
+    "whole": {"full_state_dict": True},
+    "whole on the host": {"full_state_dict": True, "cpu_offload": True},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "flat and whole": {"flatten_optimizer_state_dict": True, "full_state_dict": True},
+    "without frozen": {"ignore_frozen_params": True},
+    "without frozen, whole": {"ignore_frozen_params": True, "full_state_dict": True},
+}
+
+
+@pytest.mark.parametrize("flags", _FLAGS)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_torchs_options_mean_in_our_functions_what_they_mean_in_torchs(
+    flags: str, use_orig_params: bool
+) -> None:
+    """The dicts are those that torch's functions make of a plain model, on the same ranks."""
+    options = torch_state_dict.StateDictOptions(**_FLAGS[flags])
+    torch.manual_seed(0)
+    plain = Net(num_blocks=1)
+    plain.out.weight.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    shard_blocks(model, use_orig_params=use_orig_params)
+    if use_orig_params:
+        optimizers = [_train_in_two_groups(each, 0) for each in (plain, model)]
+    else:  # one group: a flat parameter has one dimension
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.02) for each in (plain, model)]
+    expected = (
+        torch_state_dict.get_model_state_dict(plain, options=options),
+        torch_state_dict.get_optimizer_state_dict(plain, optimizers[0], options=options),
+    )
+    found = (
+        get_model_state_dict(model, options=options),
+        get_optimizer_state_dict(model, optimizers[1], options=options),
+    )
+    if use_orig_params or not _FLAGS[flags].get("ignore_frozen_params"):
+        _assert_same_form(found[0], expected[0])
+    if use_orig_params:
+        _assert_same_form(found[1], expected[1])
+    if "whole" in flags and found[0]:
+        assert {type(value) for value in found[0].values()} == {Tensor}
+
+
+@pytest.mark.parametrize("from_first", [False, True])
+@pytest.mark.parametrize("is_flat", [False, True])
+@distributed(2)
+def test_optimizer_state_in_flat_form_is_loaded(is_flat: bool, from_first: bool) -> None:
+    """Ours and torch's, with or without the flag; groups come back by their options."""
+    plain = seeded(Net, seed=1)
+    optimizer = _train_in_two_groups(plain, 1)
+    made = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    state = torch_state_dict.get_optimizer_state_dict(plain, optimizer, options=made)
+    model = make_net()
+    loaded = _train_in_two_groups(model, 0)
+    given = state if dist.get_rank() == 0 or not from_first else {}
+    options: Any = torch_state_dict.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=from_first, flatten_optimizer_state_dict=is_flat
+    )
+    set_optimizer_state_dict(model, loaded, given, options=options)
+    expected = torch_state_dict.get_optimizer_state_dict(plain, optimizer)
+    _assert_same_form(get_optimizer_state_dict(model, loaded, options=EVERYWHERE), expected)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    again = get_optimizer_state_dict(model, loaded, options=flat)
+    other = make_net()
+    fresh = _train_in_two_groups(other, 0)
+    set_optimizer_state_dict(other, fresh, again)
+    _assert_same_form(get_optimizer_state_dict(other, fresh, options=EVERYWHERE), expected)
+
+
+_TORCHS = {
+    "get_model": lambda model, _: torch_state_dict.get_model_state_dict(model),
+    "set_model": lambda model, _: torch_state_dict.set_model_state_dict(
+        model,
+        seeded(Net).state_dict() if dist.get_rank() == 0 else {},
+        options=torch_state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    ),
+    "get_optimizer": torch_state_dict.get_optimizer_state_dict,
+    "set_optimizer": lambda model, optimizer: torch_state_dict.set_optimizer_state_dict(
+        model,
+        optimizer,
+        {},
+        options=torch_state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _TORCHS)
+@distributed(2)
+def test_torchs_functions_refuse_flat_parameters_on_all_ranks(name: str) -> None:
+    """They would use the flat parameters' names, or wait for ever; with originals they work."""
+    model = make_net(use_orig_params=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(NotImplementedError, match="function of the same name in composable_sh"):
+            _TORCHS[name](each, optimizer)
+    register_orig_params(model)
+    assert torch_state_dict.get_model_state_dict(model).keys() == seeded(Net).state_dict().keys()
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize("way", ["of the model", "ours"])
+@pytest.mark.parametrize("layout", ["blocks", "flat"])
+@distributed(2)
+def test_values_that_only_the_first_rank_has_are_refused(
+    layout: str, way: str, is_strict: bool
+) -> None:
+    """On all ranks, with the right call to make; each would keep other values of a parameter."""
+    model = make_net(use_orig_params=layout != "flat")
+    values = seeded(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
+    options = StateDictOptions(strict=is_strict)
+    load = {
+        "of the model": functools.partial(model.load_state_dict, strict=is_strict),
+        "ours": functools.partial(set_model_state_dict, model, options=options),
+    }[way]
+    with pytest.raises(RuntimeError, match=r"broadcast_from_rank0=True\)\) on all ranks"):
+        load(values)
+    assert_holds(model.state_dict(), seeded(Net))
+    set_model_state_dict(model, values, options=StateDictOptions(broadcast_from_rank0=True))
+    assert_holds(model.state_dict(), seeded(Net, seed=1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = get_optimizer_state_dict(model, optimizer)
+    state = state if dist.get_rank() == 0 else {}
+    with pytest.raises(ValueError, match=r"broadcast_from_rank0=True\) on all ranks"):
+        set_optimizer_state_dict(model, optimizer, state)
+
+
+@distributed(2)
+def test_ranks_that_give_values_of_different_parameters_are_refused() -> None:
+    """By name, without `strict` too."""
+    model = make_net()
+    values = seeded(Net, seed=1).state_dict()
+    if dist.get_rank() == 1:
+        del values["out.bias"]
+    with pytest.raises(RuntimeError, match=r'different parameters: some have "out\.bias", others'):
+        model.load_state_dict(values, strict=False)
+    assert_holds(model.state_dict(), seeded(Net))
