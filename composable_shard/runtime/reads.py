@@ -443,8 +443,8 @@ class CallHooks:
             if is_lowest:
                 break
             above.append(top)
-        if above and self.own is not None and self.own.announcement.reads is not None:
-            self.own.announcement.reads.learnt.note_others()
+        for call in self.own.calls if above and self.own is not None else ():
+            call.learnt.note_others()
         if self._outer is not None:
             push_saved_tensors_hooks(*self._outer.pair)
         for pair in reversed(above):
