@@ -127,6 +127,8 @@ unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 STEP_CODE = Optimizer.profile_hook_step(lambda: None).__code__
 
 PARAMETER_CODE = nn.Parameter.__new__.__code__
+# The mesh that a mesh is part of, or itself.
+root_mesh_of: Callable[[Any], Any] = methodcaller("_get_root_mesh")
 
 # Modules. Their dictionaries are written where `setattr` would check, or register twice.
 IncompatibleKeys = _IncompatibleKeys  # what `Module.load_state_dict` returns

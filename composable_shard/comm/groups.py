@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.collectives import resolve_group
 from composable_shard.comm.lockstep import begin_watch
-from composable_shard.torch_private import backend_of, num_known_groups
+from composable_shard.torch_private import backend_of, num_known_groups, root_mesh_of
 
 _Groups = tuple[dist.ProcessGroup, ...]
 
@@ -39,6 +39,8 @@ class ShardGroup:
             data-parallel ranks. Each has more than one rank.
         near_group: Consecutive ranks of the shard group, one of an axis of the mesh, if there is
             such a group already.
+        pipeline_group: That of the axis "pp" of the mesh that the mesh is part of, if it has one:
+            its ranks own other parameters.
     """
 
     group: dist.ProcessGroup
@@ -48,6 +50,7 @@ class ShardGroup:
     replicate_groups: _Groups = ()
     joint_groups: _Groups = ()
     near_group: dist.ProcessGroup | None = None
+    pipeline_group: dist.ProcessGroup | None = None
 
     @classmethod
     def from_mesh(
@@ -94,14 +97,17 @@ class ShardGroup:
         device = _device_of(mesh.device_type)
         *outer, inner = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         joint = _joint_groups([inner, *outer], mesh, device)
+        stages = _pipeline_group(mesh)
         if is_replicated:
-            return cls(inner, 0, 1, device, joint, joint)
+            return cls(inner, 0, 1, device, joint, joint, pipeline_group=stages)
         if spans_replicas:
-            group = _group_of_all(mesh, joint, inner)
-            return cls(group, group.rank(), group.size(), device, (), joint and (group,), inner)
+            whole = _group_of_all(mesh, joint, inner)
+            rank, size = whole.rank(), whole.size()
+            return cls(whole, rank, size, device, (), joint and (whole,), inner, stages)
         replicate = tuple(group for group in outer if group.size() > 1)
         # Not the mesh's coordinate: torch sorts a group's ranks, whatever order the mesh has.
-        return cls(inner, inner.rank(), inner.size(), device, replicate, joint)
+        rank, size = inner.rank(), inner.size()
+        return cls(inner, rank, size, device, replicate, joint, pipeline_group=stages)
 
     def check_host_collectives(self) -> None:
         """Check that the ranks can also communicate what is on the host.
@@ -170,12 +176,15 @@ class ShardGroup:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        others = [
+        several = [
             tuple(group.group_name for group in groups)
             for groups in (self.replicate_groups, self.joint_groups)
         ]
-        near = None if self.near_group is None else self.near_group.group_name
-        return _restore, (self.name, self.size, self.device, *others, near)
+        single = [
+            None if group is None else group.group_name
+            for group in (self.near_group, self.pipeline_group)
+        ]
+        return _restore, (self.name, self.size, self.device, several, single)
 
 
 @dataclass(frozen=True)
@@ -232,16 +241,24 @@ def _restore(
     name: str,
     size: int,
     device: torch.device,
-    replicate_names: tuple[str, ...],
-    joint_names: tuple[str, ...],
-    near_name: str | None,
+    several: list[tuple[str, ...]],
+    single: list[str | None],
 ) -> ShardGroup:
-    replicate, joint = (
-        tuple(resolve_group(each) for each in names) for names in (replicate_names, joint_names)
-    )
     group = resolve_group(name)
-    near = None if near_name is None else resolve_group(near_name)
-    return ShardGroup(group, group.rank() if size > 1 else 0, size, device, replicate, joint, near)
+    rank = group.rank() if size > 1 else 0
+    replicate, joint = (tuple(resolve_group(each) for each in names) for names in several)
+    near, pipeline = (None if each is None else resolve_group(each) for each in single)
+    return ShardGroup(group, rank, size, device, replicate, joint, near, pipeline)
+
+
+def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the group of the axis "pp" beside the mesh, if it is part of one with such an axis."""
+    root = root_mesh_of(mesh)
+    names = root.mesh_dim_names or ()
+    if _PIPELINE_AXIS not in names or _PIPELINE_AXIS in (mesh.mesh_dim_names or ()):
+        return None
+    group = root.get_group(_PIPELINE_AXIS)
+    return group if group.size() > 1 else None
 
 
 def _is_ascending(mesh: DeviceMesh) -> bool:
@@ -365,6 +382,7 @@ def _init_one_process() -> None:
     )
 
 
+_PIPELINE_AXIS = "pp"  # as torchtitan and torch's documentation call it
 _logger = logging.getLogger("composable_shard")
 # What launchers tell each process: torchrun and its like, Slurm, Open MPI, MPICH.
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.flat_param import UnshardedParameter, handle_of
+from composable_shard.optim.other_owners import OtherOwners, combine, handles_of, split_by_owners
 from composable_shard.options import check_no_others
 from composable_shard.runtime import check_whole
 from composable_shard.tensor import (
@@ -38,6 +39,8 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    groups: Sequence[OtherOwners] = (),
     **others: NoReturn,
 ) -> Tensor:
     """Scale the gradients so that their norm over all parameters is at most `max_norm`.
@@ -48,12 +51,19 @@ def clip_grad_norm_(
     rank would scale its shards by another factor. Call it on every rank, with the same parameters;
     a rank may have no gradients at all.
 
+    Other ranks may own other parameters: stages of a pipeline, experts. They count too, with one
+    all-reduce of one element for each group of such ranks: the axis "pp" of the mesh that the
+    units' mesh is part of, and `groups`.
+
     Args:
         model_or_params: A module, a parameter, or parameters.
         max_norm: The largest norm allowed.
         norm_type: Order of the norm; `float("inf")` for the largest absolute value. Gradients
             without elements don't count.
         error_if_nonfinite: Raise instead of clipping if the norm is not finite.
+        groups: Process groups, or meshes of one axis, of ranks that own other parameters. All
+            parameters are others there (as of stages), or those in a pair `(modules or parameters,
+            group)` alone (as of experts). The same on all ranks.
         others: None. Arguments of torch's function are refused by name, with advice.
 
     Returns:
@@ -62,24 +72,36 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: On all ranks: if `error_if_nonfinite` and the norm is infinite or NaN; if no
             unit of the module manages one of its trainable parameters; if gradients of plain
-            parameters differ between ranks.
+            parameters differ between ranks; if ranks share units differently and `groups` doesn't
+            say who owns others.
+        ValueError: If `groups` holds something else, or `norm_type` is not positive with groups.
         TypeError: For an argument that it does not have.
     """
     if others:
         check_no_others(clip_grad_norm_, others)
     params = _params_of(model_or_params)
-    plain = _plain_params(params)
+    owned = split_by_owners(params, groups, float(norm_type))
+    plain = _plain_params(owned.shared)
     if plain and len(plain) < len(params):
         if isinstance(model_or_params, nn.Module):
             check_whole(model_or_params)
         _check_equal_gradients(plain, params)
-    grads, shards = _gradients(params)
     order = float(norm_type)
+    grads, shards = _gradients(owned.shared)
     slices = group_slices(shards)
-    # An order of 0 counts the parameters that have other values than 0, not their elements.
-    norms = total_norms(slices, order) if order > 0 else norms_of(_filled(shards), order)
+    norm = _total_norm(grads, shards, slices, order)
+    for part, group in owned.parts:
+        more_grads, more_shards = _gradients(part)
+        more_slices = group_slices(more_shards)
+        own = _total_norm(more_grads, more_shards, more_slices, order)
+        norm = _norm_of([norm, combine(own.to(owned.device), order, (group,))], [], order)
+        grads, shards = grads + more_grads, shards + more_shards
+        for key, locals_ in more_slices.items():
+            slices[key] += locals_
     common = _dtype_of(params, grads, shards)
-    norm = _norm_of(norms, _filled(grads), order).to(common.to_real())
+    if owned.overall:
+        norm = combine(norm.to(owned.device), order, owned.overall)
+    norm = norm.to(common.to_real())
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is non-finite ({norm.item()}), "
@@ -90,6 +112,15 @@ def clip_grad_norm_(
         note_write(shard)
     _scale(slices, grads, max_norm, norm)
     return norm
+
+
+def _total_norm(
+    grads: list[Tensor], shards: list[FlatShard], slices: Slices, order: float
+) -> Tensor:
+    """Return the norm of gradients, over all ranks that share them."""
+    # An order of 0 counts the parameters that have other values than 0, not their elements.
+    norms = total_norms(slices, order) if order > 0 else norms_of(_filled(shards), order)
+    return _norm_of(norms, _filled(grads), order)
 
 
 def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -185,6 +216,7 @@ def _dtype_of(params: list[Tensor], grads: list[Tensor], shards: list[FlatShard]
         owned = [param for param in params if _is_owned(param)]
         dtypes.update(param.dtype for param in owned if param.requires_grad)
         dtypes = dtypes or {param.dtype for param in owned}
+    dtypes = dtypes or {param.dtype for param in params}
     return functools.reduce(torch.promote_types, dtypes or {torch.float32})
 
 
@@ -220,9 +252,10 @@ def _scale(slices: Slices, grads: list[Tensor], max_norm: float, norm: Tensor) -
 class ShardedGradScaler(GradScaler):
     """A `torch.amp.GradScaler` for sharded parameters of any granularity.
 
-    All ranks skip a step if any rank finds an inf or NaN, also ranks without gradients: one
-    all-reduce of one element for each device and process group of the optimizer's sharded
-    parameters. Torch's own scaler does so only for parameters that all ranks share.
+    All ranks skip a step if any rank finds an inf or NaN, also ranks without gradients, and those
+    of other pipeline stages (the axis "pp" of the mesh): one all-reduce of one element for each
+    device and process group of the optimizer's sharded parameters. Torch's own scaler does so only
+    for parameters that all ranks share.
     """
 
     def _unscale_grads_(
@@ -238,8 +271,9 @@ class ShardedGradScaler(GradScaler):
             found = {device: found_inf.to(device, copy=True) for device in devices}
             for (device, _), locals_ in grads.items():
                 unscale_(locals_, found[device], inv_scale.to(device))
-            for device, name in _groups(params):
-                all_reduce(found[device], resolve_group(name), dist.ReduceOp.MAX).wait()
+            for device, found_there in found.items():
+                for name in _groups(params, device):
+                    all_reduce(found_there, resolve_group(name), dist.ReduceOp.MAX).wait()
         return found
 
 
@@ -261,11 +295,16 @@ def _local_gradients(params: list[Tensor], allow_fp16: bool) -> Iterator[Tensor]
             yield grad
 
 
-def _groups(params: list[Tensor]) -> dict[tuple[torch.device, str], None]:
-    """Return the devices and groups of sharded parameters, in the same order on all ranks."""
-    return {
-        (param.device, name): None
-        for param in params
-        if isinstance(param, FlatShard)
-        for name in reduction_groups(param._shard_spec)
-    }
+def _groups(params: list[Tensor], device: torch.device) -> list[str]:
+    """Return the groups of sharded parameters on a device, in the same order on all ranks.
+
+    Last those whose ranks own other parameters, [Note: Other parameters].
+    """
+    shards = [p for p in params if isinstance(p, FlatShard) and p.device == device]
+    names = dict.fromkeys(name for p in shards for name in reduction_groups(p._shard_spec))
+    stages = dict.fromkeys(
+        handle.shard_group.pipeline_group.group_name
+        for handle in handles_of(shards)
+        if handle.shard_group.pipeline_group is not None
+    )
+    return [*names, *stages]

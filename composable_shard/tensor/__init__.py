@@ -40,7 +40,7 @@ from composable_shard.tensor.pending import (
     refuse_graphs,
     show_pending,
 )
-from composable_shard.tensor.reduction_rules import reduction_groups
+from composable_shard.tensor.reduction_rules import max_over, reduction_groups, sum_over
 from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec, user_attributes
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "is_owned_by_other_rank",
     "join_tree",
     "local_part",
+    "max_over",
     "needs_gather",
     "norms_of",
     "note_steps",
@@ -72,6 +73,7 @@ __all__ = [
     "register_op_rules",
     "show_pending",
     "slice_given",
+    "sum_over",
     "total_norms",
     "user_attributes",
     "wrap",
