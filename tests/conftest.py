@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from collections import Counter
 from collections.abc import Generator, Iterator
 from types import FrameType
 from typing import TextIO
@@ -18,6 +19,19 @@ from tests.fake_group import fake_group
 NEEDS_GPU = "needs a CUDA GPU"
 ALLOWED_SKIPS = frozenset({NEEDS_GPU})
 DEADLINE_S = 120.0
+# Files of which a test takes seconds. The others are about as long as they have tests.
+SLOW_FILES = (
+    "test_tutorials",
+    "test_harness",
+    "test_checkpoint_kills",
+    "test_checkpoint_resume",
+    "test_fuzz_claims",
+    "test_lockstep",
+    "test_checkpoint_damage",
+    "test_strategy_costs",
+    "test_interchange",
+    "test_parity",
+)
 BACKSTOP_S = 30.0  # after the deadline: for a test that is stuck where no signal handler runs
 
 _stderr = pytest.StashKey[TextIO]()
@@ -45,6 +59,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.stem not in SLOW_FILES, -num_tests[item.path]))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
