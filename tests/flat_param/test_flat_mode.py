@@ -381,7 +381,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], ShardFn, Callable[[nn.Module, i
 
 
 @pytest.mark.parametrize("name", MODELS)
-@distributed(1, 2, 3)
+@distributed(1, 3)
 def test_models_train_alike(name: str) -> None:
     """Bitwise like the same units with original parameters."""
     make, shard, run_step = MODELS[name]

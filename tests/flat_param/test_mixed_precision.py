@@ -235,15 +235,15 @@ def test_accumulation_equals_the_replicated_reference(
     _train_beside_reference(strategy, POLICIES[policy], 3, uses_no_sync)
 
 
-@pytest.mark.parametrize(("microbatches", "uses_no_sync"), [(1, False), (3, False), (3, True)])
-@pytest.mark.parametrize("policy", LOW)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    *pairwise(strategy=STRATEGIES, policy=LOW, accumulation=[(1, False), (3, False), (3, True)])
+)
 @distributed(1)
 def test_one_rank_alone_equals_the_reference(
-    strategy: ShardingStrategy, policy: str, microbatches: int, uses_no_sync: bool
+    strategy: ShardingStrategy, policy: str, accumulation: tuple[int, bool]
 ) -> None:
     """S3.7 for N = 1: nothing is gathered or reduced, and still the shard is another tensor."""
-    model = _train_beside_reference(strategy, POLICIES[policy], microbatches, uses_no_sync)
+    model = _train_beside_reference(strategy, POLICIES[policy], *accumulation)
     with count_collectives() as log:
         loss_of(model).backward()
     assert log.events == []
@@ -494,23 +494,23 @@ def _shard_numels(model: nn.Module) -> int:
     return sum(handle.layout.padded_numel for handle in get_handles(model))
 
 
-@pytest.mark.parametrize(
-    ("policy", "gathered", "reduced"),
-    [
-        (MixedPrecisionPolicy(), 4, 4),
-        (MixedPrecisionPolicy(param_dtype=BF16), 2, 2),
-        (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32), 2, 4),
-        (MixedPrecisionPolicy(reduce_dtype=BF16), 4, 2),
-        (MixedPrecisionPolicy(gather_dtype=F16), 2, 4),
-        (MixedPrecisionPolicy(param_dtype=BF16, gather_dtype=F32), 4, 2),
-    ],
-)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2, 3)
+ITEMSIZES = [  # of what is gathered, and of what is reduced
+    (MixedPrecisionPolicy(), 4, 4),
+    (MixedPrecisionPolicy(param_dtype=BF16), 2, 2),
+    (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32), 2, 4),
+    (MixedPrecisionPolicy(reduce_dtype=BF16), 4, 2),
+    (MixedPrecisionPolicy(gather_dtype=F16), 2, 4),
+    (MixedPrecisionPolicy(param_dtype=BF16, gather_dtype=F32), 4, 2),
+]
+
+
+@pytest.mark.parametrize(*pairwise(itemsizes=ITEMSIZES, strategy=STRATEGIES, world_size=(2, 3)))
+@distributed()
 def test_wire_bytes(
-    strategy: ShardingStrategy, policy: MixedPrecisionPolicy, gathered: int, reduced: int
+    strategy: ShardingStrategy, itemsizes: tuple[MixedPrecisionPolicy, int, int]
 ) -> None:
     """S2.6, S2.13: each payload has the size of its dtype."""
+    policy, gathered, reduced = itemsizes
     model = Net()
     shard_blocks(model, strategy=strategy, mp_policy=policy, reshard_after_forward=False)
     loss_of(model).backward()

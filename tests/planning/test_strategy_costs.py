@@ -145,11 +145,11 @@ def _by_shape(param: nn.Parameter) -> Granularity:
 
 
 @pytest.mark.parametrize(
-    "granularity",
-    ["row", Block(16), "param", _by_shape],
+    ("granularity", "world_size"),
+    [("row", 3), (Block(16), 4), ("param", 4), (_by_shape, 3)],
     ids=lambda g: getattr(g, "__name__", str(g)),
 )
-@distributed(3, 4)
+@distributed()
 def test_uneven_shards_cost_what_the_dry_run_says(granularity: Any) -> None:
     """Owners are those of the run, over all units; bytes held are those of the first rank."""
     shape = SHAPES[dist.get_world_size()][-1]
@@ -172,8 +172,8 @@ def test_uneven_shards_cost_what_the_dry_run_says(granularity: Any) -> None:
                 _backward(model, dtype)  # which the check does, too
 
 
-@pytest.mark.parametrize("num_reductions", [1, 3])
-@distributed(3, 4)
+@pytest.mark.parametrize(("num_reductions", "world_size"), [(1, 4), (3, 3)])
+@distributed()
 def test_an_accumulated_step_sends_what_the_formula_says(num_reductions: int) -> None:
     """Three microbatches: FULL_SHARD gathers for each; `no_sync` reduces once."""
     for case, dtype, options in _each_case():

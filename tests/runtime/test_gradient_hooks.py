@@ -76,8 +76,10 @@ OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2, 3)
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), list(zip(STRATEGIES, (3, 2, 3, 2), strict=True))
+)
+@distributed()
 def test_training_is_that_of_the_ordinary_loop(strategy: ShardingStrategy) -> None:
     """Bitwise, with hooks on all parameters, on some of each unit, and on some units."""
     for make, hooked in zip(OPTIMIZERS, ["all", "some", "some units", "all"], strict=True):

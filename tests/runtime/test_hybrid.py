@@ -52,8 +52,11 @@ def _shard_on_meshes(model: nn.Module) -> None:
     fully_shard(model)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "shape"),
+    [(strategy, (2, 2)) for strategy in STRATEGIES]
+    + list(zip(STRATEGIES, [(1, 4), (4, 1)] * 2, strict=True)),
+)
 @distributed(4)
 def test_training_equals_the_unsharded_model(
     strategy: ShardingStrategy, shape: tuple[int, int]
