@@ -16,6 +16,7 @@ from composable_shard.comm.agreement import (
 )
 from composable_shard.comm.collectives import (
     AllGather,
+    ExchangedAllReduce,
     PendingReduction,
     ReduceScatter,
     Waitable,
@@ -25,6 +26,7 @@ from composable_shard.comm.collectives import (
     count_collectives,
     is_exchange,
     resolve_group,
+    scratch_parts,
 )
 from composable_shard.comm.devices import (
     HOST,
@@ -35,7 +37,7 @@ from composable_shard.comm.devices import (
     copies_for,
     make_streams,
 )
-from composable_shard.comm.flags import FlagReduction
+from composable_shard.comm.flags import FlagReduction, Proposal
 from composable_shard.comm.groups import ShardGroup, SmallGroup
 from composable_shard.comm.hooks import (
     CommHook,
@@ -58,11 +60,13 @@ __all__ = [
     "AllGather",
     "CommHook",
     "ErrorFeedback",
+    "ExchangedAllReduce",
     "FlagReduction",
     "HookedReduction",
     "HostCopies",
     "HostGroup",
     "PendingReduction",
+    "Proposal",
     "Ranks",
     "ReduceScatter",
     "ReductionStage",
@@ -93,6 +97,7 @@ __all__ = [
     "make_streams",
     "raise_difference",
     "resolve_group",
+    "scratch_parts",
     "trace",
     "wire_nbytes",
 ]

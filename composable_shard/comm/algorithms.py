@@ -4,8 +4,8 @@
 A backend sums 16-bit terms in 16 bits and rounds at each rank. An exchange sends the terms
 unchanged, and each rank sums those of its shard in fp32, or in the output's dtype. Without an
 exchange, an all-to-all does the same. It moves the bytes of a reduce-scatter, but needs memory for
-the terms and a message to each rank, so the group must not be too large. An all-reduce of shards
-that have copies sums as the backend does.
+the terms and a message to each rank, so the group must not be too large. So does an all-reduce by
+messages; one of the backend sums as the backend does.
 
 [Note: Uneven shards]
 NCCL has collectives for lists of any sizes. Gloo exchanges uneven shards as it does equal ones.
@@ -45,11 +45,12 @@ _ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 
 class Works:
-    """Several collectives or messages that are waited for together."""
+    """Several collectives or messages, those with one tag, that are waited for together."""
 
-    def __init__(self, works: list[dist.Work], group: dist.ProcessGroup) -> None:
+    def __init__(self, works: list[dist.Work], group: dist.ProcessGroup, tag: int = 0) -> None:
         self._works = works
         self._group = group
+        self.tag = tag
 
     def wait(self) -> None:
         """Wait for each of them, once.
@@ -77,6 +78,7 @@ def exchange(
     receives: Iterable[tuple[int, Tensor]],
     group: dist.ProcessGroup,
     order: GroupOrder,
+    tag: int | None = None,
 ) -> Works:
     """Start sending and receiving tensors, in order, by rank in the group; no empty ones.
 
@@ -88,19 +90,21 @@ def exchange(
         receives: Likewise.
         group: The ranks.
         order: The group's; the messages belong to the collective that was entered last.
+        tag: That of an earlier exchange, to which they belong instead.
 
     Raises:
         RuntimeError: If a connection is closed; it says what each rank of the group does.
     """
     works: list[dist.Work] = []
-    issued = order.issued
-    tag = LOWEST_TAG + hash((order.num_folded, len(issued), issued[-1])) % NUM_TAGS
+    if tag is None:
+        issued = order.issued
+        tag = LOWEST_TAG + hash((order.num_folded, len(issued), issued[-1])) % NUM_TAGS
     try:
         works += [group.send([tensor], rank, tag) for rank, tensor in sends if tensor.numel()]
         works += [group.recv([tensor], rank, tag) for rank, tensor in receives if tensor.numel()]
     except RuntimeError as error:
         fail(error, group)
-    return Works(works, group)
+    return Works(works, group, tag)
 
 
 def cut_in_parts(
@@ -404,7 +408,7 @@ class _AllToAllSum(SumAlgorithm):
 
 
 _MAX_ALL_TO_ALL_SIZE = 64
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def _choose_sum(
@@ -414,7 +418,7 @@ def _choose_sum(
     numels: Sequence[int] | None,
 ) -> type[SumAlgorithm]:
     """Choose how a sum is taken, see [Note: Low-precision sums] and [Note: Uneven shards]."""
-    is_low = dtype in _LOW_PRECISION
+    is_low = dtype in LOW_PRECISION
     by_backend = SumAlgorithm if numels is None else UnevenSum
     # Then all terms of the largest shard would take more than twice the memory of all shards.
     is_extreme = numels is not None and max(numels) * len(numels) > 2 * sum(numels)

@@ -3,6 +3,16 @@
 `AllGather` and `ReduceScatter` are prepared once and started in each step. All call the process
 group's own methods, which are the same in every supported torch version (2.13 renames the Python
 functions above them) and cost less host time.
+
+[Note: All-reduces by messages]
+Gloo's own all-reduce aborts the process where ranks bring tensors of different sizes, and sums up
+wrong ones of the same size. Messages carry the identity of their collective, so ranks that differ
+wait, and find out. [Note: Identity of a collective]
+
+Between two ranks, and for a few bytes, each rank sends all of its tensor to each other one and all
+of them sum up in the order of ranks. Otherwise each rank sums up one part of the tensor and sends
+it to the others: that takes as many bytes as a ring, but a second round of messages. `advance`
+starts it, so it runs beside what comes next.
 """
 
 from __future__ import annotations
@@ -15,6 +25,7 @@ from torch import Tensor
 
 from composable_shard.comm import trace
 from composable_shard.comm.algorithms import (
+    LOW_PRECISION,
     AllGather,
     PendingReduction,
     ReduceScatter,
@@ -202,6 +213,8 @@ def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waita
     return exchange(sends.items(), receives.items(), group, order)
 
 
+_MAX_SMALL_NBYTES = 4096
+
 _COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], object]] = {
     dist.ReduceOp.SUM: lambda one, other: one.add_(other),
     dist.ReduceOp.PRODUCT: lambda one, other: one.mul_(other),
@@ -210,34 +223,83 @@ _COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-class _ReducedHere:
-    """An all-reduce by messages: each rank combines the terms of all, in the order of ranks."""
+class ExchangedAllReduce:
+    """One that has been started, see [Note: All-reduces by messages]."""
 
     def __init__(
-        self, works: Works, tensor: Tensor, terms: Tensor, op: dist.ReduceOp.RedOpType
+        self,
+        tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        order: GroupOrder,
+        scratch: Tensor | None = None,
     ) -> None:
-        self._works, self._tensor, self._terms, self._op = works, tensor, terms, op
+        """Start reducing a tensor.
+
+        Args:
+            tensor: What is reduced, contiguous.
+            group: The ranks that take part.
+            op: How.
+            order: The group's, which the collective has been entered in.
+            scratch: Memory of as many elements as the tensor, free again after `advance`.
+        """
+        self._group, self._op, self._order = group, op, order
+        real = as_real(tensor).view(-1)
+        size, self._rank = group.size(), group.rank()
+        others = [rank for rank in range(size) if rank != self._rank]
+        self._parts: dict[int, Tensor] | None = None
+        if size > 2 and tensor.nbytes > _MAX_SMALL_NBYTES:
+            # So many elements for each, fewer for the last ones, or none.
+            step = -(-real.numel() // size)
+            self._parts = {rank: real[rank * step : (rank + 1) * step] for rank in range(size)}
+        self._own = real if self._parts is None else self._parts[self._rank]
+        numel = self._own.numel()
+        if scratch is None or scratch.numel() < numel * len(others):
+            scratch = real.new_empty(numel * len(others))
+        terms = scratch[: numel * len(others)].view(len(others), numel)
+        self._terms: list[Tensor] | None = list(terms)
+        sends = [(rank, real if self._parts is None else self._parts[rank]) for rank in others]
+        receives = zip(others, terms, strict=True)
+        self._works = exchange(sends, receives, group, order)
+
+    def advance(self) -> None:
+        """Wait for the other ranks' terms and sum up; give the scratch memory back."""
+        terms, self._terms = self._terms, None
+        if terms is None:
+            return
+        self._works.wait()
+        self._combine(terms)
+        if self._parts is not None:
+            others = {rank: part for rank, part in self._parts.items() if rank != self._rank}
+            sends = [(rank, self._own) for rank in others]
+            tag = self._works.tag
+            self._works = exchange(sends, others.items(), self._group, self._order, tag)
+
+    def _combine(self, terms: list[Tensor]) -> None:
+        """Write the result of the terms, in the order of ranks: the same bits on all ranks."""
+        combine, own = _COMBINE[self._op], self._own
+        if len(terms) == 1:
+            combine(own, terms[0])
+            return
+        others = [*terms[: self._rank], own, *terms[self._rank :]]
+        first = others.pop(0)
+        if self._op is dist.ReduceOp.SUM and own.dtype in LOW_PRECISION:
+            first = first.float()  # [Note: Low-precision sums]
+        for term in others:
+            combine(first, term)
+        if first is not own:
+            own.copy_(first)
 
     def wait(self) -> None:
-        """Wait for the terms, and write the result."""
-        self._works.wait()
-        first, *others = self._terms.unbind()
-        for term in others:
-            _COMBINE[self._op](first, term)
-        self._tensor.copy_(first)
+        """Wait until the result is there."""
+        self.advance()
+        if self._parts is not None:
+            self._works.wait()
 
 
-def _reduce_here(
-    tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, order: GroupOrder
-) -> _ReducedHere:
-    """Start an all-reduce of a few elements, in place, by messages from each rank to each."""
-    real, own = as_real(tensor), group.rank()
-    terms = real.new_empty((group.size(), *real.shape))
-    terms[own].copy_(real)
-    others = [rank for rank in range(group.size()) if rank != own]
-    sends = [(rank, terms[own]) for rank in others]
-    receives = [(rank, terms[rank]) for rank in others]
-    return _ReducedHere(exchange(sends, receives, group, order), real, terms, op)
+def scratch_parts(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return how many times a tensor's memory its all-reduce needs beside it."""
+    return int(is_exchange(group, device))
 
 
 def all_reduce(
@@ -247,6 +309,7 @@ def all_reduce(
     *,
     what: str | None = None,
     digest_nbytes: int = 0,
+    scratch: Tensor | None = None,
 ) -> Waitable:
     """Start reducing `tensor` in place over all ranks; any shape, the same on every rank.
 
@@ -256,19 +319,14 @@ def all_reduce(
         op: How.
         what: What it is for, for messages; None to name the function that was called.
         digest_nbytes: How many bytes are no payload, for the log: [Note: Digest of a step].
+        scratch: Memory of as many elements, for an `ExchangedAllReduce`.
     """
     order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what)
-    # A sum of gradients is added up as the backend does it, and as other libraries do.
-    is_here = what is None or op is not dist.ReduceOp.SUM
-    if is_here and tensor.nbytes <= _MAX_SMALL_NBYTES and is_exchange(group, tensor.device):
-        return _reduce_here(tensor, group, op, order)
+    if is_exchange(group, tensor.device):
+        return ExchangedAllReduce(tensor, group, op, order, scratch)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     return Works([group.allreduce([as_real(tensor)], options)], group)
-
-
-# Where the backend's own all-reduce costs more than messages.
-_MAX_SMALL_NBYTES = 4096
 
 
 def broadcast(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,6 +31,19 @@ class _HasGroups(Protocol):
     def device(self) -> torch.device: ...
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """What a rank would do from the next step on, if all ranks would do the same.
+
+    Attributes:
+        digest: Of it, 32 bits.
+        accept: Called on all ranks, if they have sent the same.
+    """
+
+    digest: int
+    accept: Callable[[], None]
+
+
 class _StepRecord:
     """What the ranks of a mesh compare when a backward ends.
 
@@ -39,26 +53,39 @@ class _StepRecord:
     publishes gradients otherwise. The digest is that of the collectives that all data-parallel
     ranks issue in a step, and of facts that only a program can make different: whether parameters
     were written since the last backward, and whether they have gradients. An accelerator's host
-    does not wait for it: it looks when the next backward ends.
+    does not wait for it: it looks when the next backward ends. A proposal has a digest of its own,
+    in which ranks may differ.
     """
 
     NBYTES = 8
 
-    def __init__(self, groups: Iterable[dist.ProcessGroup], facts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        groups: Iterable[dist.ProcessGroup],
+        facts: Sequence[str],
+        proposal: Proposal | None,
+    ) -> None:
         """Begin a new step of the groups, and sum up the last one."""
         orders = [order_of(group) for group in dict.fromkeys(groups)]
         digest = zlib.crc32("".join(facts).encode())
         for order in orders:
             digest = zlib.crc32(order.fold().to_bytes(4, "little"), digest)
         self._orders, self._facts = orders, facts
-        own = digest.to_bytes(4, "little")
-        self.sent = [*own, *(255 - byte for byte in own)]
+        self.proposal = proposal
+        self.sent = _with_complement(digest)
+        if proposal is not None:
+            self.sent += _with_complement(proposal.digest)
 
     def lines(self) -> list[str]:
         """Return all of it as text, for the error."""
         steps = [each for order in self._orders for each in order.last_step]
         issued = [describe(each).rpartition(" (")[0] for each in steps]
         return [*self._facts, *issued]
+
+
+def _with_complement(digest: int) -> list[int]:
+    own = digest.to_bytes(4, "little")
+    return [*own, *(255 - byte for byte in own)]
 
 
 def _is_same_everywhere(received: Sequence[int]) -> bool:
@@ -95,6 +122,7 @@ class FlagReduction:
         *,
         highest: int,
         facts: Sequence[str] | None = None,
+        proposal: Proposal | None = None,
     ) -> None:
         """Start the all-reduces.
 
@@ -102,14 +130,20 @@ class FlagReduction:
             values: For each flat parameter the ranks that share it or have copies, and numbers.
             highest: The highest number that any rank may have.
             facts: What the ranks compare at the end of a step, None where none ends.
+            proposal: Accepted by `check_step` if all ranks have the same. Ranks that share more
+                than one mesh might not all hear of it, so there it is not sent.
         """
         self._sizes = [len(numbers) for _, numbers in values]
         self._meshes: dict[_GroupTuple, _MeshReduction] = {}
         self._keys = [group.joint_groups for group, _ in values]
+        if len(set(self._keys)) > 1:
+            proposal = None
         for key, (group, _) in zip(self._keys, values, strict=True):
             if key not in self._meshes:
                 sent = [n for g, numbers in values if g.joint_groups == key for n in numbers]
-                step = None if facts is None else _StepRecord(_groups_of(values, key), facts)
+                step = None
+                if facts is not None:
+                    step = _StepRecord(_groups_of(values, key), facts, proposal)
                 self._meshes[key] = _MeshReduction(key, sent, highest, group.device, step)
 
     def finish(self) -> list[list[int]]:
@@ -203,11 +237,14 @@ class _MeshReduction:
         if before is None:
             return
         step, received = before
-        if not _is_same_everywhere(received.tolist()):
+        numbers, size = received.tolist(), _StepRecord.NBYTES
+        if not _is_same_everywhere(numbers[:size]):
             ranks = Ranks(self._groups, self._device)
             lines = ranks.all_messages([ranks.rank, step.lines()])
             text = _describe_difference([own for _, own in lines], [rank for rank, _ in lines])
             raise RuntimeError(text)
+        if step.proposal is not None and _is_same_everywhere(numbers[size:]):
+            step.proposal.accept()
 
     def abandon(self) -> None:
         while self._works:

@@ -124,7 +124,7 @@ _CASTS = (torch.float16, torch.bfloat16)
 
 
 def bf16_compress_hook(state: object, stage: ReductionStage) -> Waitable:
-    """Send gradients in bfloat16; all-reduces add up in it too, as the backend does it.
+    """Send gradients in bfloat16; all-reduces of backends add up in it too.
 
     Args:
         state: Not used.
@@ -136,7 +136,7 @@ def bf16_compress_hook(state: object, stage: ReductionStage) -> Waitable:
 def fp16_compress_hook(state: object, stage: ReductionStage) -> Waitable:
     """Send gradients in float16, divided before: no sum overflows where the mean does not.
 
-    All-reduces add up in float16 too, as the backend does it.
+    All-reduces of backends add up in float16 too.
 
     Args:
         state: Not used.

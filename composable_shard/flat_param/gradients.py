@@ -88,8 +88,7 @@ class FlatGradients:
         self._layout = layout
         self._shard_group = shard_group
         self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
-        self.arrived = [False] * len(layout.numels)
-        self.was_used = [False] * len(layout.numels)
+        self.arrived, self.was_used = ([False] * len(layout.numels) for _ in range(2))
         self.reduced: Tensor | None = None
         self.is_unsynced = self.is_direct = self.has_graph = self.is_bound = False
         self.marks: list[tuple[FlatShard, PendingState, list[int]]] = []
@@ -389,11 +388,12 @@ class FlatGradients:
             return
         if not self._shard_group.replicate_groups:
             self.finish()
-        elif self._shard_group.size > 1:
+        else:
             try:
                 self.reduction.advance()
             finally:
-                self.free_buffers()
+                if self._shard_group.size > 1:
+                    self.free_buffers()
 
     def free_buffers(self) -> None:
         """Free the buffers; persistent ones stay."""

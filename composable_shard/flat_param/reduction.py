@@ -19,6 +19,7 @@ from torch import Tensor
 
 from composable_shard.comm import (
     CommHook,
+    ExchangedAllReduce,
     HookedReduction,
     PendingReduction,
     ReduceScatter,
@@ -30,6 +31,7 @@ from composable_shard.comm import (
     Waitable,
     call_hook,
     collectives,
+    scratch_parts,
 )
 from composable_shard.layout import FlatLayout
 from composable_shard.torch_private import foreach_norm
@@ -82,6 +84,7 @@ class FlatReduction:
         self._scatter: PendingReduction | HookedReduction | None = None  # that, in flight
         self._all_reduce: Waitable | None = None  # the second
         self.output: Tensor | None = None
+        self._num_terms = 0  # shards' memory for the second, where it is the only one
         self._scale = 1.0  # of the output, where there is no first stage
         self._is_deferred = False
         # On a side stream: where the buffer is free again, where the result is there, and what the
@@ -108,6 +111,8 @@ class FlatReduction:
             self._reduce_scatter = ReduceScatter(
                 group.group, reduce_dtype, device, self._layout.uneven_numels
             )
+        elif group.replicate_groups:
+            self._num_terms = scratch_parts(group.replicate_groups[0], device)
 
     def scratch_parts(self, *, in_place: bool) -> int:
         """Return how many shards' memory the collectives need beside a buffer, as `ReduceScatter`.
@@ -116,7 +121,7 @@ class FlatReduction:
             in_place: Whether the output is this rank's part of the buffer.
         """
         if self._reduce_scatter is None:
-            return 0
+            return self._num_terms
         is_cast = self.output_dtype != self._reduce_scatter.dtype
         return self._reduce_scatter.scratch_parts(in_place=in_place or is_cast)
 
@@ -214,7 +219,7 @@ class FlatReduction:
             self._scatter = self._issue_scatter(output, buffer, scratch, scale)
         else:
             self._scale = scale
-            self._issue_all_reduce(output)
+            self._issue_all_reduce(output, scratch)
         return output
 
     def _issue_scatter(
@@ -228,32 +233,34 @@ class FlatReduction:
         stage = ReductionStage("reduce_scatter", buffer, output, group, scale, key, numels)
         return HookedReduction(call_hook(*self._hook, stage), stage)
 
-    def _issue_all_reduce(self, output: Tensor) -> None:
+    def _issue_all_reduce(self, output: Tensor, scratch: Tensor | None = None) -> None:
         groups = list(zip(self._shard_group.replicate_groups, self._keys[1:], strict=True))
         *earlier, last = groups
         for each in earlier:
-            self._start_all_reduce(output, *each).wait()
-        self._all_reduce = self._start_all_reduce(output, *last)
+            self._start_all_reduce(output, *each, scratch).wait()
+        self._all_reduce = self._start_all_reduce(output, *last, scratch)
 
     def _start_all_reduce(
-        self, output: Tensor, group: dist.ProcessGroup, key: StageKey
+        self, output: Tensor, group: dist.ProcessGroup, key: StageKey, scratch: Tensor | None
     ) -> Waitable:
         if self._hook is None:
             what = f"the reduction of unit '{self.name}'"
-            return collectives.all_reduce(output, group, what=what)
+            return collectives.all_reduce(output, group, what=what, scratch=scratch)
         stage = ReductionStage("all_reduce", output, output, group, self._scale, key)
         return call_hook(*self._hook, stage)
 
     def advance(self) -> None:
         """Wait until the buffer is not needed any more; start the second stage, if any.
 
-        Without a first stage the buffer is needed until `finish`. On a side stream the second stage
-        has been started.
+        Without a first stage the buffer is needed until `finish`, but scratch memory is not. On a
+        side stream the second stage has been started.
         """
         if self._buffer_read is not None:
             self._buffer_read.wait()
             self._buffer_read = None
             return
+        if isinstance(self._all_reduce, ExchangedAllReduce):
+            self._all_reduce.advance()
         output = self._end_first_stage()
         if output is not None and self._shard_group.replicate_groups:
             self._begin_second_stage(output)

@@ -18,24 +18,27 @@ from __future__ import annotations
 
 import weakref
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
-from composable_shard.comm import FlagReduction, ShardGroup, trace
+from composable_shard.comm import FlagReduction, Proposal, ShardGroup, trace
 from composable_shard.flat_param import (
     FlatParamHandle,
-    FullState,
-    Shown,
     mark_pending,
     needs_reduction,
     settle_pending,
 )
+from composable_shard.runtime.aborts import drop_aborted, find_late
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.early_gradients import EarlyGradients
-from composable_shard.runtime.late_buckets import catch_up, find_late
-from composable_shard.runtime.prefetch import drop_prefetched, release_after_backward
-from composable_shard.runtime.reads import CallReads, learn_anew
+from composable_shard.runtime.prefetch import (
+    drop_prefetched,
+    release_after_backward,
+    return_to_idle,
+)
+from composable_shard.runtime.reads import CallReads
+from composable_shard.runtime.reduction_order import NO_TURNS
 from composable_shard.runtime.tree import check_finite, step_facts
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 from composable_shard.tensor import PendingNotice
@@ -61,6 +64,7 @@ class BackwardPass:
         early: Handles that are published before its end; None where none has hooks.
         makes_graph: Its own nodes are recorded, [Note: Graphs of gradients].
         waiting: Handles with gradients that wait for a later reduction.
+        turns: Which reductions come in an agreed order, [Note: Agreed order].
     """
 
     def __init__(self, context: TreeContext) -> None:
@@ -79,6 +83,7 @@ class BackwardPass:
         self.early: EarlyGradients | None = None
         self.makes_graph = False
         self.waiting: dict[FlatParamHandle, None] = {}
+        self.turns = NO_TURNS
         self._engine_callback: weakref.ref[_EngineCallback] | None = None
         self._reaches_earlier_call = False  # than the last one that led the tree
         self._is_ending = False  # autograd has run all of it
@@ -113,6 +118,8 @@ class BackwardPass:
                     self.reducing.add(handle)
                 if handle.has_early_hooks and self.early is None:
                     self.early = EarlyGradients(context.flag_reductions)
+        if context.reduction_order is not None:
+            self.turns = context.reduction_order.begin(states, self.reducing)
         self.accumulates = any(h.will_get_gradient() for state in states for h in state.handles)
         self._agree_to_reduce()
         for state in order:
@@ -141,8 +148,9 @@ class BackwardPass:
         *,
         highest: int,
         facts: Sequence[str] | None = None,
+        proposal: Proposal | None = None,
     ) -> FlagReduction:
-        flags = FlagReduction(values, highest=highest, facts=facts)
+        flags = FlagReduction(values, highest=highest, facts=facts, proposal=proposal)
         self.context.flag_reductions.append(flags)
         return flags
 
@@ -213,7 +221,11 @@ class BackwardPass:
         elif handle in self.reducing and (handle.requires_grad or needs_reduction(handle)):
             if self.early is not None:
                 self._go_early(self.early, state, handle)
-            if self.accumulates and not (self.early and self.early.is_final(handle)):
+            if not self.accumulates or (self.early and self.early.is_final(handle)):
+                pass
+            elif handle in self.turns:
+                self._issue_turns(self.turns.take(handle))
+            else:
                 self.issue(state, handle, keeps=self._keeps_values(handle))
         elif handle.requires_grad and self.accumulates:
             handle.grads.postpone()
@@ -241,6 +253,11 @@ class BackwardPass:
             early.start(handle, accumulates=self.accumulates, may_change=may_change)
         if not self.accumulates:
             self.accumulates = early.has_accumulating_rank(handle)
+
+    def _issue_turns(self, handles: Iterable[FlatParamHandle]) -> None:
+        """Start reductions in the order that the ranks agree on, [Note: Agreed order]."""
+        for handle in handles:
+            self.issue(self.turns[handle], handle, keeps=self._keeps_values(handle))
 
     def issue(self, state: ShardState, handle: FlatParamHandle, *, keeps: bool) -> None:
         """Start the reduction of a handle.
@@ -288,6 +305,7 @@ class BackwardPass:
             self.early.collect(is_ending=True)
         unsynced = self._find_unsynced()
         handles = self._pack_rest([handle for _, handle in unsynced])
+        self._issue_turns(self.turns.rest() if self.turns else ())
         if self.is_sure_to_reduce:
             # Other ranks may have done so already, and wait for it.
             self._issue_rest(unsynced)
@@ -296,10 +314,13 @@ class BackwardPass:
             [(h.shard_group, _use_flags(h, h in buckets)) for h in handles],
             highest=LATE if buckets else 1,
             facts=step_facts(self.context),
+            proposal=self.turns.propose() if self.turns else None,
         )
         if not self.accumulates:
             # Another rank may, where this one skips a unit for example.
             self.accumulates = any(any(used) for used in flags.finish())
+        if self.accumulates and self.turns:
+            self._issue_turns(self.turns.last(handles, flags.finish()))
         if not self.is_sure_to_reduce:
             self._issue_rest(unsynced)
         if buckets:
@@ -314,7 +335,7 @@ class BackwardPass:
         self._mark_waiting()
         for reads in self.reads:
             reads.learnt.learn(reads)
-        _return_to_idle(self.context)
+        return_to_idle(self.context)
         # Last of all: a user's hook may raise, or step an optimizer.
         self._run_last_hooks(published)
 
@@ -335,9 +356,13 @@ class BackwardPass:
         ]
         for handle in unsynced:
             handle.adopt_changes()  # no forward has: this backward does not run the unit
-        for handle in still_open + unsynced:
+        turns = list(self.turns)
+        for handle in turns:
+            if handle not in self.positions and handle not in self._reduced:
+                handle.adopt_changes()
+        for handle in turns + still_open + unsynced:
             handle.grads.pack_rest(may_overwrite=not self._keeps_values(handle))
-        handles = list(dict.fromkeys([*self._reduced, *still_open, *unsynced]))
+        handles = list(dict.fromkeys([*turns, *self._reduced, *still_open, *unsynced]))
         if self.early is None:
             return handles
         ready = {handle for handle, _ in self.early.ready}
@@ -356,6 +381,7 @@ class BackwardPass:
             for handle in state.handles
             if handle not in self.positions
             and handle not in self._reduced
+            and handle not in self.turns
             and handle in self.reducing
             and (
                 handle.grads.is_unsynced
@@ -382,17 +408,23 @@ class BackwardPass:
         # Last, for it costs no time then; but before anything is published, for it may fail.
         for other in self.context.flag_reductions:
             other.finish()
+        self.context.flag_reductions.clear()
         flags.check_step()
         if checked := [each for each in handles if each.grads.reduction.checks_finite]:
             check_finite(checked)
-        if not self.accumulates:
+        if not self.accumulates and not self.turns:
             return []
+        published = []
         for handle, used in zip(handles, flags.finish(), strict=True):
+            if handle in self.turns and not self.turns.has_reduced(handle):
+                continue  # no rank has used it
             handle.grads.publish(list(map(bool, used)))
+            published.append(handle)
             if handle.grads.reduction.partial is not None:
                 self.waiting[handle] = None
-        self.context.forget_graphs()
-        return handles
+        if self.accumulates:
+            self.context.forget_graphs()
+        return published
 
     def _run_hooks(self, handle: FlatParamHandle) -> None:
         """Run the hooks of a handle's parameters, unless one has failed in this backward."""
@@ -466,42 +498,6 @@ def _note_abort(
             handle.grads.take_directly(False)
             if state.depth == 0 and not state.is_held:
                 handle.shown.show_sharded()
-
-
-def drop_aborted(context: TreeContext) -> None:
-    """Drop what an aborted backward left in handles; already published gradients stay.
-
-    Gradients that `no_sync` kept unsharded are dropped too: the aborted pass may have added to
-    some of them. Warns of reads that nobody announced, which `_note_abort` could tell nobody.
-    """
-    context.has_aborted = False
-    for state in context.live_states():
-        if state.buckets is not None and state.buckets.is_under_way:
-            catch_up(context, state)
-    context.forget_graphs()
-    for state in context.live_states():
-        for handle in state.handles:
-            handle.grads.drop()
-    _return_to_idle(context)
-    learn_anew({s.name: s.learnt for s in context.live_states() if s.needed}, has_failed=True)
-
-
-def _return_to_idle(context: TreeContext) -> None:
-    """Bring units and handles to rest after a backward, successful or not."""
-    for flags in context.flag_reductions:
-        flags.abandon()
-    context.flag_reductions.clear()
-    context.may_recompute.clear()
-    for state in context.live_states():
-        if state.buckets is not None:
-            state.buckets.reset()
-        if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
-            state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
-        for handle in state.handles:
-            handle.guard.set_in_backward(False)
-            is_freed = handle.full.state is FullState.FREED
-            if handle.shown.state is not Shown.SHARDED or not is_freed:
-                release_after_backward(context, handle)
 
 
 def _use_flags(handle: FlatParamHandle, is_bucket: bool) -> list[int]:

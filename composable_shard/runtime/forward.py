@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from composable_shard.comm import trace
 from composable_shard.flat_param import guard_kept_views
+from composable_shard.runtime.aborts import drop_aborted
 from composable_shard.runtime.backward import (
     CallReached,
     begin_hooks,
@@ -26,7 +27,6 @@ from composable_shard.runtime.backward import (
     recompute,
     runs_alone,
 )
-from composable_shard.runtime.backward_pass import drop_aborted
 from composable_shard.runtime.casts import iter_tensors, kept_tensors, map_tensors
 from composable_shard.runtime.initialization import (
     attach_or_refresh,
@@ -39,6 +39,7 @@ from composable_shard.runtime.prefetch import (
     choose_ahead,
     drop_prefetched,
     gather_ahead,
+    gather_kept,
     is_first_call,
     release_handle,
 )
@@ -149,6 +150,8 @@ def _begin_call(
     else:
         context.call = call = ForwardCall(state.ref, state.forward_order, {})
         state.forward_order.begin()
+    if context.reduction_order is not None and is_first:
+        gather_kept(context)
     return call
 
 

@@ -32,6 +32,7 @@ from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.buffers import is_never_written, place_buffers
 from composable_shard.runtime.casts import iter_tensors
 from composable_shard.runtime.prefetch import release_handle
+from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.tree import find_unmanaged, get_states, raise_unmanaged
 from composable_shard.runtime.unit import (
     ShardState,
@@ -247,6 +248,8 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
                 handle.shard.copy_to_replicas()
     for context in contexts:
         context.has_agreed = True
+        if any(handle.grads.is_persistent for handle in context.live_handles()):
+            context.reduction_order = ReductionOrder()
 
 
 def _check_buffers(modules: list[nn.Module]) -> None:

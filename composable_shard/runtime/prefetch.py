@@ -6,6 +6,11 @@ So small units are gathered several at a time: if the next unit's gather has not
 of the units after it are issued along with it, while all of them together have at most
 `prefetch_nbytes` of the running unit. Each has a gather of its own, straight into its buffer. So
 either the next unit is ahead, or at most that many bytes.
+
+[Note: Gathers of kept values]
+Under `SHARD_OPTIM` full parameters stay, and only a write to the shards calls for a gather. So the
+first forward after it, of whichever unit of the tree, starts the gathers of all of them, in one
+order: ranks may run the units in different orders, and some of them more often.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from contextlib import suppress
 import torch
 
 from composable_shard.comm import ShardGroup, SmallGroup
-from composable_shard.flat_param import FlatParamHandle, Shown
+from composable_shard.flat_param import FlatParamHandle, FullState, Shown
 from composable_shard.options import ReshardAfterForward
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 
@@ -95,6 +100,16 @@ def gather_ahead(
         for handle in target.needed:
             if handle.is_attached and handle.shown.state is Shown.SHARDED:
                 handle.unshard(context.streams, when)
+
+
+def gather_kept(context: TreeContext) -> None:
+    """Gather what stays and was written since, of all units, [Note: Gathers of kept values]."""
+    for state in context.live_states():
+        for handle in state.handles:
+            full = handle.full
+            if handle.grads.is_persistent and full.is_sharded and not full.is_current:
+                handle.adopt_changes()
+                handle.unshard(context.streams, "forward")
 
 
 def gather_ahead_in_backward(
@@ -199,3 +214,21 @@ def begin_sequence(context: TreeContext, state: ShardState) -> None:
     context.first_leader = state.ref
     context.forward_order.end()
     context.forward_order.begin()
+
+
+def return_to_idle(context: TreeContext) -> None:
+    """Bring units and handles to rest after a backward, successful or not."""
+    for flags in context.flag_reductions:
+        flags.abandon()
+    context.flag_reductions.clear()
+    context.may_recompute.clear()
+    for state in context.live_states():
+        if state.buckets is not None:
+            state.buckets.reset()
+        if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
+            state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
+        for handle in state.handles:
+            handle.guard.set_in_backward(False)
+            is_freed = handle.full.state is FullState.FREED
+            if handle.shown.state is not Shown.SHARDED or not is_freed:
+                release_after_backward(context, handle)

@@ -22,6 +22,7 @@ from composable_shard.options import UnitOptions
 from composable_shard.runtime.buckets import Buckets
 from composable_shard.runtime.buffers import BufferBroadcast
 from composable_shard.runtime.reads import CallHooks, LearntReads
+from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.tensor import PendingNotice
 from composable_shard.torch_private import backward_hooks_of
 
@@ -375,8 +376,8 @@ class TreeContext:
         serves_graphs: On some rank there may be graphs that read full values unannounced.
         has_agreed: The ranks shard the same model in the same way.
         is_checked: And its buffers have been initialised, so calls need no check any more.
-        streams: The side streams of an accelerator.
-        scratch: Memory that the reductions share.
+        streams, scratch: Side streams of an accelerator; memory that the reductions share.
+        reduction_order: Of gradients that have none of their own; None where all have.
         is_joined: It was several trees, [Note: Trees without a root].
         first_leader: The unit whose call began the running sequence of calls of joined trees.
         forward_order: The units that ran in such a sequence.
@@ -393,8 +394,7 @@ class TreeContext:
         self.number = next(_numbers)
         self.call: ForwardCall | None = None
         self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
-        self.num_calls = 0
-        self.num_forwards = 0
+        self.num_calls = self.num_forwards = 0
         self.call_start = self.open_calls = self.most_open_calls = 0
         self.first_calls: dict[StateRef, int] = {}
         self.armed: dict[StateRef, None] = {}
@@ -403,17 +403,16 @@ class TreeContext:
         self.last_backward_id = -1
         self.has_aborted = self.spans_calls = self.leaves_graphs = False
         self.flag_reductions: list[FlagReduction] = []
-        self.serves_graphs = False
-        self._num_writes = -1  # to parameters, when graphs were made
+        self.serves_graphs = self.is_joined = self._has_warned_of_host_memory = False
+        self._graph_writes = -1  # to parameters, when graphs were made
         self.has_agreed = self.is_checked = False
         self.streams = make_streams(device)
         self.scratch = ScratchPool()
-        self.is_joined = False
+        self.reduction_order: ReductionOrder | None = None
         self.first_leader: StateRef | None = None
         self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.prefetched: dict[ShardState, bool] = {}
         self.notice: PendingNotice | None = None
-        self._has_warned_of_host_memory = False
         self._num_writes = -1  # of all parameters, when the last backward ended
         self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
         trees.add(self)
@@ -445,6 +444,7 @@ class TreeContext:
         self.is_joined = True
         self.has_agreed = self.has_agreed and other.has_agreed
         self.is_checked = self.is_checked and other.is_checked
+        self.reduction_order = self.reduction_order or other.reduction_order
         self._owners = None
 
     def give_up(self, states: Sequence[ShardState]) -> None:
@@ -480,14 +480,14 @@ class TreeContext:
     def serve_graphs(self, handles: Sequence[FlatParamHandle]) -> None:
         """Keep the full values as long as graphs that nobody announces may read them."""
         self.serves_graphs = True
-        self._num_writes = sum(handle.guard.num_writes for handle in self.live_handles())
+        self._graph_writes = sum(handle.guard.num_writes for handle in self.live_handles())
         for handle in handles:
             handle.full.serve_graphs()
 
     def release_graphs(self) -> None:
         """Note whether there still may be graphs, on any rank: until parameters are written."""
         num_writes = sum(handle.guard.num_writes for handle in self.live_handles())
-        self.serves_graphs = num_writes == self._num_writes
+        self.serves_graphs = num_writes == self._graph_writes
 
     def count_writes(self, num_writes: int) -> int:
         """Note how often parameters have been written; return how often since the last backward."""

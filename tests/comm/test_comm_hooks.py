@@ -69,8 +69,10 @@ class _PlainHook:
             state.append(stage.kind)
         if stage.kind == "all_reduce":
             assert stage.output is stage.gradient
-            work = dist.all_reduce(stage.gradient, group=stage.group, async_op=self.is_async)
-            return work if self.is_async else None
+            if self.is_async:
+                return dist.all_reduce(stage.gradient, group=stage.group, async_op=True)
+            stage.output.copy_(_sum_of(stage.gradient, stage.group))
+            return None
         assert stage.gradient.numel() == stage.output.numel() * stage.group.size()
         # In rank order, as the library does it, in the output's precision.
         parts = [torch.empty_like(stage.gradient) for _ in range(stage.group.size())]
@@ -327,10 +329,10 @@ def _local_gradients(step: int = 0) -> list[Tensor]:
     return [param.grad for param in model.parameters()]
 
 
-def _sum_of(term: Tensor) -> Tensor:
+def _sum_of(term: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Add up terms in rank order in fp32."""
-    terms = [torch.empty_like(term) for _ in range(dist.get_world_size())]
-    dist.all_gather(terms, term.contiguous())
+    terms = [torch.empty_like(term) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(terms, term.contiguous(), group=group)
     total = terms[0].float()
     for other in terms[1:]:
         total += other
@@ -362,8 +364,7 @@ def test_compressed_gradients_equal_the_simulation(
     for handle in get_handles(model):
         term = (_flat_gradient(handle, local) * factor).to(F16 if is_fp16 else BF16)
         if strategy is NO_SHARD:
-            dist.all_reduce(term)
-            total = term.float()
+            total = _sum_of(term).to(term.dtype).float()
         else:
             total = _sum_of(term) / (factor * world_size)
         _assert_gradients(handle, total)

@@ -59,7 +59,6 @@ def test_l_alone_says_where_the_other_rank_is(
     [
         ("one_microbatch_more", "FULL_SHARD", ["without earlier gradients", "with earlier"]),
         ("no_step", "NO_SHARD", ["a backward with writes", "a backward without writes"]),
-        ("swap_equal_units", "NO_SHARD", ["of unit 'blocks.0'", "of unit 'blocks.1'"]),
     ],
 )
 def test_l_order_publishes_no_gradient_of_ranks_out_of_step(

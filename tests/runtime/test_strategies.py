@@ -393,7 +393,10 @@ def test_bytes_at_rest(
     nbytes = {"full": full, "shard": full / world_size}
     expected = nbytes[params] + nbytes[grads] + 2 * nbytes[states]
     # Scratch memory of a reduction that is done in place: of one unit, for a whole tree.
-    scratch = 0 if strategy is not SHARD_OPTIM else full / 6 / (1 if world_size > 2 else 2)
+    scratch = {
+        SHARD_OPTIM: full / 6 / (1 if world_size > 2 else 2),
+        NO_SHARD: full / 6,
+    }.get(strategy, 0)
     assert memory.current - scratch == pytest.approx(expected, rel=0.02)
     moments = sum(
         state[key].to_local().nbytes

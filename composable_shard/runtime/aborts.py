@@ -1,4 +1,4 @@
-"""Buckets that all ranks reduce once more, or after an error, see [Note: Buckets]."""
+"""What a backward leaves that has failed, and buckets that all ranks reduce once more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,27 @@ from contextlib import suppress
 
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.buckets import LATE
+from composable_shard.runtime.prefetch import return_to_idle
+from composable_shard.runtime.reads import learn_anew
 from composable_shard.runtime.unit import ShardState, TreeContext
+
+
+def drop_aborted(context: TreeContext) -> None:
+    """Drop what an aborted backward left in handles; already published gradients stay.
+
+    Gradients that `no_sync` kept unsharded are dropped too: the aborted pass may have added to
+    some of them. Warns of reads that nobody announced, which `_note_abort` could tell nobody.
+    """
+    context.has_aborted = False
+    for state in context.live_states():
+        if state.buckets is not None and state.buckets.is_under_way:
+            catch_up(context, state)
+    context.forget_graphs()
+    for state in context.live_states():
+        for handle in state.handles:
+            handle.grads.drop()
+    return_to_idle(context)
+    learn_anew({s.name: s.learnt for s in context.live_states() if s.needed}, has_failed=True)
 
 
 def catch_up(context: TreeContext, state: ShardState) -> None:
