@@ -38,6 +38,7 @@ TOP = [
     "reduce_pending_gradients",
     "register_comm_hook",
     "register_flat_param",
+    "register_forward_method",
     "register_orig_params",
     "reshard",
     "save_checkpoint",

@@ -159,6 +159,7 @@ def _run_started(script: Path, num_ranks: int, folder: Path) -> str:
     ("name", "num_ranks", "run"),
     [
         ("average_weights", 2, _run_forked),
+        ("chunked_loss", 2, _run_forked),
         ("compare_strategies", 2, _run_forked),
         ("edit_weights", 1, _run_forked),
         ("edit_weights", 2, _run_started),  # as the others do, too

@@ -24,6 +24,7 @@ from composable_shard.module_api.full_params import (
     unshard_params,
     writeback,
 )
+from composable_shard.module_api.methods import register_forward_method
 from composable_shard.module_api.pending import (
     drop_pending_gradients,
     get_pending_gradients,
@@ -38,6 +39,7 @@ __all__ = [
     "reduce_pending_gradients",
     "register_comm_hook",
     "register_flat_param",
+    "register_forward_method",
     "register_orig_params",
     "reshard",
     "set_backward_prefetch",

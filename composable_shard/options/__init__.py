@@ -4,6 +4,8 @@ Read `unit_options` first, then `strategy` (what each strategy keeps, frees and 
 """
 
 from composable_shard.options.advice import (
+    FULL_SIZE,
+    METHOD,
     VALUES,
     advise,
     check_no_others,
@@ -28,6 +30,8 @@ from composable_shard.options.unit_options import (
 
 __all__ = [
     "DEFAULT_STRATEGY",
+    "FULL_SIZE",
+    "METHOD",
     "PRECISIONS",
     "VALUES",
     "Block",

@@ -119,7 +119,8 @@ LAYER = Advice(
 METHOD = Advice(
     "a method other than forward: `model.encode(x)`",
     "{name} ran outside of a forward, and only the forward of a sharded module gathers parameters.",
-    f"Let forward call it. {_IN_TRAINING}; without gradients, call it inside "
+    "Call register_forward_method(module, name) once, on the sharded module whose method it is, or "
+    f"let forward call it. {_IN_TRAINING}; without gradients, call it inside "
     "unshard_params(model).",
     _method,
 )
@@ -128,6 +129,14 @@ ANYTHING = Advice(
     "",
     "Read and edit the module's full parameters inside unshard_params(module), or use "
     f"p.full_tensor() for one whole tensor, on all ranks. {_IN_TRAINING}.",
+    _never,
+)
+FULL_SIZE = Advice(
+    "a sharded parameter with a tensor of its whole size, such as optimizer state made before: "
+    "`p + full`",
+    "",
+    "Optimizer state made before sharding: call shard_optimizer_state(optimizer). Otherwise use "
+    "p.full_tensor().",
     _never,
 )
 VALUES = Advice(
@@ -193,7 +202,7 @@ FUNCTIONS = Advice(
 
 # What the page lists, and, of these, what frames tell; the first one that fits.
 CALLS = (
-    *(LAYER, METHOD, ANYTHING, VALUES, SAVE, SAFETENSORS),
+    *(LAYER, METHOD, ANYTHING, FULL_SIZE, VALUES, SAVE, SAFETENSORS),
     *(WRAPPED, LINE_SEARCH, MATRICES, FUNCTIONS, NOTEBOOK),
 )
 _FOUND = (SAFETENSORS, WRAPPED, LINE_SEARCH, MATRICES, METHOD)
@@ -206,11 +215,16 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def advise(default: Advice = ANYTHING) -> str:
-    """Return what to do about an op that the running call has reached, see [Note: Who called]."""
+def advise(default: Advice = ANYTHING, *, among: Sequence[Advice] = _FOUND) -> str:
+    """Return what to do about an op that the running call has reached, see [Note: Who called].
+
+    Args:
+        default: What to say of other calls.
+        among: Calls to look for, beside layers.
+    """
     layer: str | None = None
     for frame in _callers(sys._getframe(1)):
-        for row in _FOUND:
+        for row in among:
             name = row.find(frame)
             # A layer in an optimizer's closure, or in a loop around it, is the layer's matter.
             if name is not None and (layer is None or row is METHOD):

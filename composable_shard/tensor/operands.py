@@ -163,8 +163,8 @@ def plain_scalar(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int) 
     raise owner_error(func, (spec,)) or NeedsWhole(
         f"{func.overloadpacket} combines the sharded parameter '{spec.label.fqn}' "
         f"{tuple(spec.shape)} with a {type(tensor).__name__} of shape {tuple(tensor.shape)}, of "
-        "which each rank would need its own part. Optimizer state made before sharding: call "
-        "shard_optimizer_state(optimizer). Otherwise use p.full_tensor()."
+        "which each rank would need its own part.",
+        is_full_size=True,
     )
 
 

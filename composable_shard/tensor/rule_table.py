@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from composable_shard.options import advise
+from composable_shard.options import FULL_SIZE, METHOD, advise
 from composable_shard.torch_private import OpOverload
 
 Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -19,13 +19,18 @@ class NeedsWhole(RuntimeError):
     `refusal()` of it.
     """
 
-    def __init__(self, text: str, *, has_remedy: bool = True) -> None:
+    def __init__(self, text: str, *, has_remedy: bool = True, is_full_size: bool = False) -> None:
         super().__init__(text)
-        self._has_remedy = has_remedy
+        self._has_remedy = has_remedy and not is_full_size
+        self._is_full_size = is_full_size
 
     def refusal(self) -> RuntimeError:
         """Return the error for users; where the text has no remedy, what they have called tells."""
-        return RuntimeError(str(self) if self._has_remedy else f"{self} {advise()}")
+        if self._has_remedy:
+            return RuntimeError(str(self))
+        # An optimizer that steps full-size state is told of the state.
+        advice = advise(FULL_SIZE, among=(METHOD,)) if self._is_full_size else advise()
+        return RuntimeError(f"{self} {advice}")
 
 
 class RuleTable(dict[OpOverload, Rule]):
