@@ -40,7 +40,7 @@ from composable_shard.options import (
     ShardingStrategy,
     StateDictOptions,
 )
-from composable_shard.planning import describe, shard_model
+from composable_shard.planning import describe, estimate, shard_model
 from composable_shard.runtime import get_handles, get_root_states, get_states, is_sharded, lazy_init
 from composable_shard.state_dict import (
     get_model_state_dict,
@@ -67,6 +67,7 @@ __all__ = [
     "count_collectives",
     "describe",
     "drop_pending_gradients",
+    "estimate",
     "find_checkpoint",
     "fully_shard",
     "get_handles",

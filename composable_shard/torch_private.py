@@ -25,6 +25,7 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
 from torch.distributed._composable.contract import RegistryItem as RegistryItem
@@ -44,9 +45,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 # Autograd. `current_backward_id()` is -1 outside of a backward pass, on the thread that asks.
 current_backward_id: Callable[[], int] = torch._C._current_graph_task_id

@@ -151,7 +151,8 @@ def _missing_of(words: list[str]) -> str | None:
     if words[0] == "pip":
         return None if words[1] == "install" else f"pip {words[1]}"
     if "-m" in words and words[0] == "python":
-        path = words[words.index("-m") + 1].replace(".", "/") + ".py"
+        path = words[words.index("-m") + 1].replace(".", "/")
+        path += "/__main__.py" if (ROOT / path).is_dir() else ".py"
     else:
         path = next(word for word in words if word.endswith(".py"))
     is_printed = path in [block.program for block in PROGRAMS]

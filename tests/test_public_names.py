@@ -22,6 +22,7 @@ TOP = [
     "count_collectives",
     "describe",
     "drop_pending_gradients",
+    "estimate",
     "find_checkpoint",
     "fully_shard",
     "get_handles",
@@ -76,9 +77,11 @@ BELOW = {
     "planning": [
         "DescribedUnit",
         "Description",
+        "Estimate",
         "ShardingPlan",
         "by_class",
         "by_size",
+        "tabulate",
         "transformer_blocks",
     ],
 }

@@ -1,20 +1,24 @@
-"""`shard_model`: rules that choose units, the dry run that counts their cost, and `describe`.
+"""`shard_model`: rules that choose units; `estimate` and `describe`: what units cost.
 
 Read `api`, `rules` and `costs` first.
 """
 
 from composable_shard.planning.api import shard_model
 from composable_shard.planning.description import DescribedUnit, Description, describe
+from composable_shard.planning.estimation import Estimate, estimate, tabulate
 from composable_shard.planning.report import ShardingPlan
 from composable_shard.planning.rules import by_class, by_size, transformer_blocks
 
 __all__ = [
     "DescribedUnit",
     "Description",
+    "Estimate",
     "ShardingPlan",
     "by_class",
     "by_size",
     "describe",
+    "estimate",
     "shard_model",
+    "tabulate",
     "transformer_blocks",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from composable_shard.construct import Plan, find_shard_group, form_unit, plan_u
 from composable_shard.layout import balance
 from composable_shard.options import UnitOptions
 from composable_shard.planning.costs import RankCounts, unit_cost
-from composable_shard.planning.report import Call, PlannedUnit, ShardingPlan, most_held
+from composable_shard.planning.peaks import StepMemory, find_peaks, moments_of
+from composable_shard.planning.report import PlannedUnit, ShardingPlan
 from composable_shard.planning.rules import Rule, Rules, Scope, parse_rules
 from composable_shard.runtime import ModuleTree, has_forward, is_sharded
 
@@ -233,38 +235,88 @@ def shard_model(
         RuntimeError, NotImplementedError: As `fully_shard`.
     """
     _check_call(model, dry_run, world_size)
-    parsed = parse_rules(rules)
-    tree = ModuleTree(model)
-    _check_unsharded(tree)
-    units = choose_units(tree, parsed, defaults)
-    checked = _check_units(tree, units, _ShardGroups(dry_run, world_size))
-    owners = _plan_owners(checked)
+    shape = None if world_size is None else (world_size,)
+    planned = plan_model(model, rules, defaults, shape, has_ranks=not dry_run)
     if dry_run:
-        plan = _summarise(tree, checked)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            sys.stdout.write(f"{plan}\n")
-        return plan
+            sys.stdout.write(f"{planned.report}\n")
+        return planned.report
+    units, owners = [each.unit for each in planned.checked], planned.owners
     # They hold the parameters as they are now.
-    del checked
+    del planned
     for unit in units:
         form_unit([unit.module], unit.options, owners)
     return model
 
 
 @dataclass(frozen=True)
-class _CheckedUnit:
+class CheckedUnit:
+    """A unit that can be formed; the shard group is None where the ranks don't exist."""
+
     unit: Unit
     plan: Plan
     shard_group: ShardGroup | None
     ranks: RankCounts
 
 
-class _ShardGroups:
+@dataclass(frozen=True)
+class ModelPlan:
+    """All that one `shard_model` call is going to do; nothing has been changed yet.
+
+    Attributes:
+        tree: The model's modules.
+        checked: The units, inner ones first.
+        owners: The ranks of the parameters that are owned whole.
+    """
+
+    tree: ModuleTree
+    checked: list[CheckedUnit]
+    owners: dict[nn.Parameter, int]
+
+    @cached_property
+    def report(self) -> ShardingPlan:
+        """The plan as plain data."""
+        units = _planned_units(self)
+        memory = step_memory(self, units, is_cpu=False)
+        peak, _ = find_peaks(memory, moments_of(self.tree.root, memory))
+        return ShardingPlan(type(self.tree.root).__name__, units, peak)
+
+
+def plan_model(
+    model: nn.Module,
+    rules: Rules,
+    defaults: Mapping[str, Any],
+    shape: Sequence[int] | None,
+    *,
+    has_ranks: bool = False,
+) -> ModelPlan:
+    """Choose and check the units of a model; changes nothing.
+
+    Args:
+        model: The model, of which nothing is sharded.
+        rules: As in `shard_model`.
+        defaults: Likewise.
+        shape: The ranks, `(shard,)` or `(replicate, shard)`; None for those of the mesh or of the
+            process group, one without either.
+        has_ranks: The ranks must exist, for they are going to form the units.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: As `shard_model`.
+    """
+    parsed = parse_rules(rules)
+    tree = ModuleTree(model)
+    _check_unsharded(tree)
+    units = choose_units(tree, parsed, defaults)
+    checked = _check_units(tree, units, _Ranks(shape, must_exist=has_ranks))
+    return ModelPlan(tree, checked, _plan_owners(checked))
+
+
+class _Ranks:
     """The ranks that will share a unit, found once for each mesh and way to use it."""
 
-    def __init__(self, dry_run: bool, world_size: int | None) -> None:
-        self.is_dry_run = dry_run
-        self._world_size = world_size
+    def __init__(self, shape: Sequence[int] | None, *, must_exist: bool) -> None:
+        self.must_exist = must_exist
+        self._shape = shape
         self._groups: dict[tuple[int, bool, bool], ShardGroup | None] = {}
 
     def get(self, options: UnitOptions) -> tuple[ShardGroup | None, RankCounts]:
@@ -272,12 +324,12 @@ class _ShardGroups:
         mesh, facts = options.mesh, options.strategy.facts
         key = id(mesh), facts.is_replicated, options.shard_over_replicas
         if key not in self._groups:
-            is_known = self._world_size is None and (mesh is not None or dist.is_initialized())
-            has_none = self.is_dry_run and not is_known
+            is_known = self._shape is None and (mesh is not None or dist.is_initialized())
+            has_none = not (self.must_exist or is_known)
             self._groups[key] = None if has_none else find_shard_group(options)
         group = self._groups[key]
         if group is None:
-            return None, RankCounts.of_all(self._world_size or 1, facts)
+            return None, RankCounts.of_shape(self._shape or (1,), facts)
         return group, RankCounts.of(group)
 
 
@@ -304,21 +356,19 @@ def _check_unsharded(tree: ModuleTree) -> None:
             )
 
 
-def _check_units(
-    tree: ModuleTree, units: Sequence[Unit], groups: _ShardGroups
-) -> list[_CheckedUnit]:
+def _check_units(tree: ModuleTree, units: Sequence[Unit], groups: _Ranks) -> list[CheckedUnit]:
     """Run all checks of `fully_shard` on every unit, as if those before it were formed already.
 
     Raises:
         ValueError, RuntimeError, NotImplementedError: As `fully_shard`, naming the unit.
     """
-    checked: list[_CheckedUnit] = []
+    checked: list[CheckedUnit] = []
     managed: set[nn.Parameter] = set()
     inner: set[nn.Module] = set()
     for unit in units:
         options = unit.options
         shard_group, ranks = groups.get(options)
-        if groups.is_dry_run:
+        if not groups.must_exist:
             # A dry run on the meta device is about a model that will be real.
             options = replace(options, sync_module_states=False)
         try:
@@ -328,13 +378,13 @@ def _check_units(
             raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error
         managed.update(original.param for original in plan.originals)
         inner.add(unit.module)
-        checked.append(_CheckedUnit(unit, plan, shard_group, ranks))
+        checked.append(CheckedUnit(unit, plan, shard_group, ranks))
     return checked
 
 
-def _plan_owners(checked: Sequence[_CheckedUnit]) -> dict[nn.Parameter, int]:
+def _plan_owners(checked: Sequence[CheckedUnit]) -> dict[nn.Parameter, int]:
     """Balance all parameters that will be owned whole, as one tree, before any unit is formed."""
-    pools: dict[object, list[_CheckedUnit]] = {}
+    pools: dict[object, list[CheckedUnit]] = {}
     for each in checked:
         group = each.shard_group
         key = each.ranks if group is None else group.sharing_ranks
@@ -350,43 +400,44 @@ def _plan_owners(checked: Sequence[_CheckedUnit]) -> dict[nn.Parameter, int]:
     return owners
 
 
-def _summarise(tree: ModuleTree, checked: Sequence[_CheckedUnit]) -> ShardingPlan:
+def _planned_units(planned: ModelPlan) -> tuple[PlannedUnit, ...]:
+    tree = planned.tree
     units = []
-    for each in checked:
+    for each in planned.checked:
         params = [original.param for original in each.plan.originals]
         unit = each.unit
-        planned = PlannedUnit(
-            fqns=tuple(tree.fqns[unit.module]),
-            class_name=type(unit.module).__name__,
-            rule=unit.rule,
-            num_params=len(params),
-            numel=sum(param.numel() for param in params),
-            ranks=each.ranks,
-            cost=unit_cost(each.plan, each.ranks, reshard_after_forward=_frees(tree, each)),
-            options=unit.given,
+        units.append(
+            PlannedUnit(
+                fqns=tuple(tree.fqns[unit.module]),
+                class_name=type(unit.module).__name__,
+                rule=unit.rule,
+                num_params=len(params),
+                numel=sum(param.numel() for param in params),
+                ranks=each.ranks,
+                cost=unit_cost(each.plan, each.ranks, reshard_after_forward=_frees(tree, each)),
+                options=unit.given,
+            )
         )
-        units.append(planned)
-    peak = _peak_gathered_nbytes(tree, checked, units)
-    return ShardingPlan(type(tree.root).__name__, tuple(units), peak)
+    return tuple(units)
 
 
-def _frees(tree: ModuleTree, each: _CheckedUnit) -> bool | int:
+def _frees(tree: ModuleTree, each: CheckedUnit) -> bool | int:
     """Return `reshard_after_forward`; None keeps the unit that leads the call: the model."""
     policy = each.plan.reshard_after_forward
     return each.unit.module is not tree.root if policy is None else policy
 
 
-def _peak_gathered_nbytes(
-    tree: ModuleTree, checked: Sequence[_CheckedUnit], planned: Sequence[PlannedUnit]
-) -> int:
-    """Return the most full parameters at once in a forward, see `ShardingPlan`."""
-    calls = {
-        each.unit.module: Call(
-            unit.fqn,
-            unit.cost.gathered_nbytes,
-            is_freed=_frees(tree, each) is not False,
+def step_memory(
+    planned: ModelPlan, units: Sequence[PlannedUnit], *, is_cpu: bool
+) -> dict[nn.Module, StepMemory]:
+    """Return what each unit takes while a step runs, by its module."""
+    return {
+        each.unit.module: StepMemory.of(
+            unit.cost,
+            unit.ranks,
+            is_freed=_frees(planned.tree, each) is not False,
             prefetch_nbytes=each.unit.options.prefetch_nbytes,
+            is_cpu=is_cpu,
         )
-        for each, unit in zip(checked, planned, strict=True)
+        for each, unit in zip(planned.checked, units, strict=True)
     }
-    return most_held([calls[module] for module in tree.root.modules() if module in calls])

@@ -17,7 +17,7 @@ passes of a step need one more gradient shard.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from math import ceil, prod
@@ -60,10 +60,18 @@ class RankCounts:
         return cls(group.size, replicate, joint)
 
     @classmethod
-    def of_all(cls, world_size: int, facts: StrategyFacts) -> RankCounts:
-        """Return the counts for this many ranks without a mesh."""
-        everyone = (world_size,) if world_size > 1 else ()
-        return cls(1, everyone, everyone) if facts.is_replicated else cls(world_size, (), everyone)
+    def of_shape(cls, shape: Sequence[int], facts: StrategyFacts) -> RankCounts:
+        """Return the counts for ranks that don't exist: all those of a world.
+
+        Args:
+            shape: `(shard,)` or `(replicate, shard)`.
+            facts: Of the strategy.
+        """
+        *outer, inner = shape
+        everyone = (prod(shape),) if prod(shape) > 1 else ()
+        if facts.is_replicated:
+            return cls(1, everyone, everyone)
+        return cls(inner, tuple(size for size in outer if size > 1), everyone)
 
     def __str__(self) -> str:
         """Return the ranks that share, after those that hold copies: "4" or "2x4"."""
@@ -82,6 +90,8 @@ class Cost:
         payloads: Full-size bytes of the collectives of a step, by kind and number of ranks.
         num_collectives: Gathers and reductions of a step.
         gathered_nbytes: Full parameters beyond those at rest, while they are gathered.
+        packed_nbytes: Full gradients, from the first of a unit's until they are reduced; 0 where
+            they have a buffer for good.
     """
 
     param_nbytes: int = 0
@@ -91,6 +101,7 @@ class Cost:
     payloads: Payloads = field(default_factory=Counter)
     num_collectives: int = 0
     gathered_nbytes: int = 0
+    packed_nbytes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         names = [each.name for each in fields(self)]
@@ -166,8 +177,7 @@ class FlatParamCost:
             return 0
         if not (self.ranks.joint or self._shows_flat or is_offloaded):
             return self.layout.unpadded_numel * self.main_dtype.itemsize
-        facts = self.options.strategy.facts
-        if not facts.keeps_gradients(self.ranks.shard, prod(self.ranks.joint)):
+        if not self._keeps_gradients:
             return shard
         full = self.layout.padded_numel * self._reduce_dtype.itemsize
         return full + shard * ((self._reduce_dtype != self.main_dtype) + is_offloaded)
@@ -238,6 +248,13 @@ class FlatParamCost:
         return 0 if self._is_kept else self.layout.padded_numel * self._param_dtype.itemsize
 
     @property
+    def packed_nbytes(self) -> int:
+        """The full gradients before their reduction, where they don't stay."""
+        if not (self.requires_grad and self.ranks.joint) or self._keeps_gradients:
+            return 0
+        return self.layout.padded_numel * self._reduce_dtype.itemsize
+
+    @property
     def cost(self) -> Cost:
         """All of it, with one forward and backward in a step."""
         return Cost(
@@ -248,6 +265,7 @@ class FlatParamCost:
             self.payloads(),
             self.num_collectives,
             self.gathered_nbytes,
+            self.packed_nbytes,
         )
 
     @property
@@ -262,6 +280,11 @@ class FlatParamCost:
     @property
     def _is_kept(self) -> bool:
         return self.options.strategy.facts.keeps_params(self.ranks.shard)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        facts = self.options.strategy.facts
+        return facts.keeps_gradients(self.ranks.shard, prod(self.ranks.joint))
 
     @property
     def _shows_flat(self) -> bool:

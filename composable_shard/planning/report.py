@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -95,69 +95,6 @@ class ShardingPlan:
         return ("total", "", "", f"{num_params}", f"{numel:,}", "", *cells, "")
 
 
-class Call(NamedTuple):
-    """A unit's module as a forward calls it.
-
-    Attributes:
-        fqn: Its name.
-        nbytes: The bytes that the unit holds while it is gathered.
-        is_freed: Whether that is freed when the module has returned.
-        prefetch_nbytes: The unit's option.
-    """
-
-    fqn: str
-    nbytes: int
-    is_freed: bool
-    prefetch_nbytes: int
-
-
-def most_held(calls: Sequence[Call]) -> int:
-    """Return the most bytes held at once of units that are gathered for their modules.
-
-    Each is gathered when its module is called, or while one before that runs.
-
-    Args:
-        calls: In their order, outer modules before what is inside them.
-    """
-    running: list[int] = []
-    held: set[int] = set()
-    ahead: set[int] = set()
-    total = most = 0
-    for place, call in enumerate(calls):
-        while running and not _is_inside(call, calls[running[-1]]):
-            returned = running.pop()
-            if calls[returned].is_freed:
-                held.remove(returned)
-                total -= calls[returned].nbytes
-        running.append(place)
-        ahead.discard(place)
-        batch = _gathered_along(calls, place, ahead)
-        ahead.update(batch)
-        new = {place, *batch} - held
-        held |= new
-        total += sum(calls[each].nbytes for each in new)
-        most = max(most, total)
-    return most
-
-
-def _gathered_along(calls: Sequence[Call], place: int, ahead: Container[int]) -> list[int]:
-    """Return the units whose gathers start with a call, see [Note: Gathers of small units]."""
-    batch: list[int] = []
-    nbytes = 0
-    for following in range(place + 1, len(calls)):
-        if not batch and following in ahead:
-            break
-        nbytes += calls[following].nbytes
-        if batch and nbytes > calls[place].prefetch_nbytes:
-            break
-        batch.append(following)
-    return batch
-
-
-def _is_inside(call: Call, outer: Call) -> bool:
-    return not outer.fqn or call.fqn.startswith(f"{outer.fqn}.")
-
-
 def _row(unit: PlannedUnit) -> tuple[str, ...]:
     options = [f"{name}={_short(value)}" for name, value in unit.options.items()]
     return (
@@ -190,12 +127,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 3]}..."
 
 
-def format_table(rows: Sequence[Sequence[str]], numbers: Container[int]) -> str:
-    """Return rows as aligned text, the first and the last one set off by rules.
+def format_table(
+    rows: Sequence[Sequence[str]], numbers: Container[int], *, has_total: bool = True
+) -> str:
+    """Return rows as aligned text, the first and a total set off by rules.
 
     Args:
-        rows: The headings, the rows, and the total.
+        rows: The headings and the rows.
         numbers: The columns that are aligned to the right.
+        has_total: Whether the last row is a total.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -206,6 +146,8 @@ def format_table(rows: Sequence[Sequence[str]], numbers: Container[int]) -> str:
         for row in rows
     ]
     rule = "-" * max(map(len, lines))
+    if not has_total:
+        return "\n".join([lines[0], rule, *lines[1:]])
     return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 

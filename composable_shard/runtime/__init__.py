@@ -10,7 +10,13 @@ from composable_shard.runtime.buffers import (
     place_buffers,
     watch_meta_buffers,
 )
-from composable_shard.runtime.casts import Boundary, cast_arguments, cast_buffers, cast_output
+from composable_shard.runtime.casts import (
+    Boundary,
+    cast_arguments,
+    cast_buffers,
+    cast_output,
+    iter_tensors,
+)
 from composable_shard.runtime.forward import check_is_idle, post_forward, pre_forward
 from composable_shard.runtime.initialization import (
     join_owners,
@@ -69,6 +75,7 @@ __all__ = [
     "get_states",
     "has_forward",
     "is_sharded",
+    "iter_tensors",
     "iter_unmanaged_modules",
     "join_owners",
     "lazy_init",
