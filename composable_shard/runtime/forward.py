@@ -252,6 +252,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     are views of a parameter are replaced by copies: the parameter's storage is about to be freed.
     """
     if are_transforms_active():
+        state.learnt.note_others()
         if output is not None and state.context is not None:
             state.context.serve_graphs(state.needed)
         with outside_transforms():

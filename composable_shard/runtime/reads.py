@@ -28,7 +28,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from inspect import unwrap
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -100,7 +100,7 @@ class LearntReads:
         return not (self.num_nodes or self.is_changed or self.refuses_hooks or self._is_hidden)
 
     def note_others(self) -> None:
-        """Note that hooks of somebody else, beneath ours or above, may save anything."""
+        """Note that hooks of somebody else, or a transform, may save anything unseen."""
         self._is_hidden = True
 
     @property
@@ -142,25 +142,44 @@ class LearntReads:
 
 
 def _names_transforms(module: nn.Module) -> bool:
-    """Return whether the code of a module's forward names a transform of `torch.func`.
+    """Return whether a module's forward, or what it calls by name, names one of `torch.func`.
 
-    One that it calls through another function shows at the first call, see `learn_refusal`.
+    Functions and methods are followed by their code, but for those of torch. What is called in
+    another way shows at the first call, see `learn_refusal`.
     """
-    function = unwrap(getattr(module.forward, "__func__", module.forward))
-    pending = [getattr(function, "__code__", None)]
-    names: set[str] = set()
+    pending: list[Any] = [module.forward]
+    seen: set[CodeType] = set()
     while pending:
-        code = pending.pop()
-        if isinstance(code, CodeType):
-            names.update(code.co_names)
-            pending += code.co_consts
-    known = getattr(function, "__globals__", {})
-    found = [known[name] for name in names if name in known]
-    if any(value is torch for value in found) and "func" in names:
-        return True
-    return any(
-        value is torch.func or getattr(value, "__module__", None) == "torch.func" for value in found
-    )
+        function = pending.pop()
+        function = unwrap(getattr(function, "__func__", function))
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        names, known = _names_in(code), function.__globals__
+        found = [known[name] for name in names if name in known]
+        if any(value is torch for value in found) and "func" in names:
+            return True
+        if any(map(_is_of_transforms, found)):
+            return True
+        found += [getattr(type(module), name, None) for name in names]
+        pending += [
+            value for value in found if isinstance(value, FunctionType) and _is_users(value)
+        ]
+    return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names, *(name for each in inner for name in _names_in(each))}
+
+
+def _is_of_transforms(value: object) -> bool:
+    return value is torch.func or getattr(value, "__module__", None) == "torch.func"
+
+
+def _is_users(function: FunctionType) -> bool:
+    return not (function.__module__ or "").startswith("torch.")
 
 
 _REFUSAL = (

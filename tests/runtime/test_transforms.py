@@ -185,11 +185,22 @@ class _NamesPackage(_TransformInside):
         return self.layer(x) + torch.func.jacrev(self.energy)(x[0]).sum()
 
 
+class _NamesHelper(_TransformInside):
+    """Calls a method that calls a function that does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.by_row(x).sum()
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """Return the gradient of the energy, row by row."""
+        return _grad_by_row(self.energy, x)
+
+
 def _train_by_squares(model: nn.Module, number: int) -> None:
     model(_inputs(number)).square().mean().backward()
 
 
-@pytest.mark.parametrize("kind", [_NamesTransform, _NamesPackage])
+@pytest.mark.parametrize("kind", [_NamesTransform, _NamesPackage, _NamesHelper])
 @claims.strategies
 @distributed(2)
 def test_c15_transform_that_the_forward_names_is_right_at_once(
