@@ -17,6 +17,12 @@ def test_random_programs_are_right(first: int) -> None:
     run_ranks(2, run_seeds, first, NUM_SEEDS, LANDED, timeout=120)
 
 
+@pytest.mark.parametrize("seed", [9113])
+def test_random_program_that_was_wrong_stays_right(seed: int) -> None:
+    """9113: two forwards, during the first of which a tree without a root was joined."""
+    run_ranks(2, run_seeds, seed, 1, LANDED, timeout=120)
+
+
 @pytest.mark.fast
 def test_a_seed_draws_the_same_case_each_time() -> None:
     """So a seed that failed can be run alone, and all ranks do the same."""

@@ -163,6 +163,8 @@ def _number_call(context: TreeContext, state: ShardState) -> None:
         earliest = 0 if context.spans_calls else context.call_start
         if context.first_calls.get(state.ref, -1) < earliest:
             context.first_calls[state.ref] = context.num_forwards
+        if state.ref in context.armed:
+            context.leaves_graphs = True  # a backward of one of the two calls leaves the other's
         state.call_number = context.num_forwards
         state.call_sequence_nr = next_sequence_nr()
         context.num_forwards += 1
