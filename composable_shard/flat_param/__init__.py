@@ -30,7 +30,7 @@ from composable_shard.flat_param.flat_mode import (
 )
 from composable_shard.flat_param.full_values import FullState
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
-from composable_shard.flat_param.kept_views import guard_kept_views, note_saved
+from composable_shard.flat_param.kept_views import guard_kept_views, kept_tensors
 from composable_shard.flat_param.memory import Precision, plan_layout
 from composable_shard.flat_param.owners import settle_owners
 from composable_shard.flat_param.pending import (
@@ -72,10 +72,10 @@ __all__ = [
     "is_shown_by_scope",
     "keep_left_gradients",
     "keep_requires_grad",
+    "kept_tensors",
     "make_flat_entry",
     "mark_pending",
     "needs_reduction",
-    "note_saved",
     "pending_values",
     "plan_layout",
     "set_gradients",

@@ -171,8 +171,6 @@ class FullValues:
         num_claims: Units in forward, and `unshard` calls, that need the full values.
         params: The parameters that are views of the buffer.
         storage: Number of the buffer's storage, see `count_uses`.
-        num_aliases: Of the buffer, where no graph has saved any; -1 before the first `wait`.
-        saved: Aliases of it that graphs have saved, as far as saved-tensor hooks have seen them.
         is_locked: Their versions are not those of the values, see [Note: Locked versions].
         serves_graphs: A graph may read the values later, see [Note: Graphs of gradients].
     """
@@ -208,9 +206,8 @@ class FullValues:
         self.is_locked = True
         self.storage = storage_of(buffer)
         self.serves_graphs = False
-        self.saved: list[weakref.ref[Tensor]] = []
         self._has_unseen_reads = False  # by a graph that `params.are_saved` can't see
-        self.num_aliases = -1
+        self._num_aliases = -1  # of the buffer, where no graph has saved any
         self.version_writes = -1
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
@@ -384,8 +381,8 @@ class FullValues:
                 params.versions = [version + 1 for version in params.versions]
             self.version_writes = writes
         set_versions(params.watched, tuple(params.versions))
-        if self.num_aliases == -1:
-            self.num_aliases = storage_uses_of(self.buffer)
+        if self._num_aliases == -1:
+            self._num_aliases = storage_uses_of(self.buffer)
         if self.is_kept and not self.has_separate_shard:
             _watch_writes(self)
 
@@ -404,7 +401,7 @@ class FullValues:
             keeps_part: Keep this rank's part in the small group, if there is one.
         """
         if self.serves_graphs:
-            is_aliased = self._has_unseen_reads and storage_uses_of(self.buffer) > self.num_aliases
+            is_aliased = self._has_unseen_reads and storage_uses_of(self.buffer) > self._num_aliases
             self.serves_graphs = is_aliased or self.params.are_saved()
         part = None
         if keeps_part and self.small_group is not None and self.is_current:

@@ -6,28 +6,23 @@ are freed, and torch reads the null pointer. So when the forward ends, views tha
 modules get the class `KeptView`, which raises an error by name while the values are not there. To
 look for them costs more than all else at the end of a forward. To count the tensors that share the
 buffer's storage, those that autograd has saved among them, is one call: the search is done where
-the number is a new one, or has led to a view before. Before the first backward it is known which
-of them autograd has saved. If there are others, and neither on modules nor in nodes of custom
-functions, nobody can find them: the memory is never freed from then on.
+the number is a new one, or has led to a view before. Views that are held elsewhere, in a closure or
+by an array made through dlpack, are not found: they can't be told from those that nodes hold.
 """
 
 from __future__ import annotations
 
-import gc
-import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from composable_shard.flat_param.full_values import FullValues
 from composable_shard.flat_param.handle import FlatParamHandle
-from composable_shard.torch_private import DisableTorchFunctionSubclass, storage_uses_of
+from composable_shard.torch_private import DisableTorchFunctionSubclass
 
 
 class KeptView(Tensor):
@@ -82,35 +77,28 @@ _WITHOUT_VALUES = {
 }
 
 
-def note_saved(full: FullValues, alias: Tensor) -> None:
-    """Note an alias of full values that a graph has saved."""
-    full.saved.append(weakref.ref(alias))
+def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that modules have as attributes, or in containers there."""
+    for each in module.modules():
+        for item in list(vars(each).values()):
+            found = item if isinstance(item, (list, tuple)) else (item,)
+            if isinstance(item, Mapping):
+                found = list(item.values())
+            yield from (value for value in found if isinstance(value, Tensor))
 
 
-def guard_kept_views(
-    handles: Sequence[FlatParamHandle], kept: Callable[[], Iterable[Tensor]], *, is_exact: bool
-) -> int:
+def guard_kept_views(handles: Sequence[FlatParamHandle], module: nn.Module) -> int:
     """Let views of full values that a forward has kept raise where they can't be read.
 
     Args:
         handles: Those that were computed with, before their values are freed.
-        kept: Returns what the modules keep.
-        is_exact: Whether all that graphs have saved was noted.
+        module: Whose forward it was.
 
     Returns:
         How many there are.
     """
-    if is_exact:
-        handles = [handle for handle in handles if _num_unexplained(handle.full) > 0]
-    total, tensors = 0, list(kept()) if handles else []
-    for handle in handles:
-        num_views = _guard(handle, tensors)
-        num_others = _num_unexplained(handle.full) - num_views if is_exact else 0
-        is_lent = not handle.full.buffer.untyped_storage().resizable()
-        if num_others > 0 and not is_lent and num_others > _num_in_contexts(handle.full):
-            _lend(handle.full)
-        total += num_views
-    return total
+    tensors = list(kept_tensors(module))
+    return sum(_guard(handle, tensors) for handle in handles)
 
 
 def _guard(handle: FlatParamHandle, tensors: Iterable[Tensor]) -> int:
@@ -143,34 +131,3 @@ def _is_readable(full_ref: weakref.ref[FullValues]) -> bool:
     """Return whether the values are there, and nobody has written shards since."""
     full = full_ref()
     return full is not None and (full.is_whole or not full.is_locked)
-
-
-def _num_unexplained(full: FullValues) -> int:
-    """Return how many tensors share the buffer's storage beyond our own and what was noted."""
-    full.saved[:] = [alias for alias in full.saved if alias() is not None]
-    aliases = [getattr(param, "data_alias", None) for param in full.params.built]
-    num_own = max(full.num_aliases, 0) + sum(alias is not None for alias in aliases)
-    return storage_uses_of(full.buffer) - num_own - len(full.saved)
-
-
-def _num_in_contexts(full: FullValues) -> int:
-    """Return how many views the nodes of custom functions hold, which read them in a backward."""
-    contexts = [each for each in gc.get_objects() if isinstance(each, FunctionCtx)]
-    items = [item for each in contexts for item in vars(each).values()]
-    items += [part for item in items if isinstance(item, (list, tuple)) for part in item]
-    views = [item for item in items if torch.is_tensor(item) and _offset(full, item) != -1]
-    return len({id(view) for view in views})
-
-
-def _lend(full: FullValues) -> None:
-    """Never free the memory again, nor let gradients take the place of values."""
-    full.params.note_hidden_alias()
-    if full.buffer.device.type == "cpu":
-        storage = full.buffer.untyped_storage()
-        torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    warnings.warn(
-        f"memory of the full values of unit '{full.name}' is held beyond the forward, by a view "
-        "in a list or a closure, or by an array made through dlpack. It is never freed on the CPU "
-        "from now on, and has the values of the last gather. Keep a copy: weight.detach().clone().",
-        stacklevel=2,
-    )

@@ -143,9 +143,6 @@ def begin_hooks(state: ShardState, top: Hooks | None) -> None:
     """Let autograd tell of the reads of the call's full values, see [Note: Reads]."""
     needs_own, outer, others = choose_hooks(state.learnt, top)
     state.is_checkpointed = others is not None
-    if others is not None and state.context is not None:
-        for running in state.context.entered_states():
-            running.learnt.note_others()
     own = None
     if needs_own:
         starts = [(handle.full.output.data_ptr(), handle) for handle in state.needed]

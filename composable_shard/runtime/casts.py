@@ -31,16 +31,6 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
             yield from iter_tensors(getattr(value, name))
 
 
-def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that modules have as attributes, or in containers there."""
-    for each in module.modules():
-        for item in list(vars(each).values()):
-            found = item if isinstance(item, (list, tuple)) else (item,)
-            if isinstance(item, Mapping):
-                found = list(item.values())
-            yield from (value for value in found if isinstance(value, Tensor))
-
-
 def _attributes(value: Any) -> list[str]:
     """Return the attributes of a dataclass or plain result object that may hold tensors."""
     if isinstance(value, type):

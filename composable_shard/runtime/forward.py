@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import guard_kept_views
+from composable_shard.flat_param import guard_kept_views, kept_tensors
 from composable_shard.runtime.aborts import drop_aborted
 from composable_shard.runtime.backward import (
     CallReached,
@@ -27,7 +27,7 @@ from composable_shard.runtime.backward import (
     recompute,
     runs_alone,
 )
-from composable_shard.runtime.casts import iter_tensors, kept_tensors, map_tensors
+from composable_shard.runtime.casts import iter_tensors, map_tensors
 from composable_shard.runtime.initialization import (
     attach_or_refresh,
     initialize,
@@ -254,7 +254,6 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     are views of a parameter are replaced by copies: the parameter's storage is about to be freed.
     """
     if are_transforms_active():
-        state.learnt.note_others()
         if output is not None and state.context is not None:
             state.context.serve_graphs(state.needed)
         with outside_transforms():
@@ -301,8 +300,7 @@ def _arm(
     num_nodes = next_sequence_nr() - state.call_sequence_nr
     num_uses = sum([count_uses(handle.full.storage) for handle in state.needed])
     if (num_nodes, num_uses) not in state.learnt.num_uses:
-        kept, is_exact = partial(kept_tensors, module), state.learnt.is_new
-        num_uses -= guard_kept_views(state.needed, kept, is_exact=is_exact)
+        num_uses -= guard_kept_views(state.needed, module)
         state.learnt.num_uses.add((num_nodes, num_uses))
     extents = [extent for handle in state.needed if (extent := handle.full.extent())]
     tensors = _tensors(output)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from composable_shard.flat_param import LOCKED, FlatParamHandle, note_saved
+from composable_shard.flat_param import LOCKED, FlatParamHandle
 from composable_shard.torch_private import (
     current_backward_id,
     is_traceable_wrapper_subclass,
@@ -69,7 +69,6 @@ class LearntReads:
     """
 
     __slots__ = (
-        "_is_hidden",
         "_num_clean",
         "_was_read_early",
         "is_changed",
@@ -86,22 +85,13 @@ class LearntReads:
         self.num_nodes: set[int] = set()
         self.num_uses: set[tuple[int, int]] = set()
         self._num_clean = 0
-        self._was_read_early = self._is_hidden = False
+        self._was_read_early = False
 
     def fresh(self) -> LearntReads:
         """Return one that has learnt nothing, for a copy of the unit."""
         other = LearntReads()
         other.refuses_hooks = self.refuses_hooks
         return other
-
-    @property
-    def is_new(self) -> bool:
-        """Whether all that graphs have saved so far has gone through our hooks."""
-        return not (self.num_nodes or self.is_changed or self.refuses_hooks or self._is_hidden)
-
-    def note_others(self) -> None:
-        """Note that hooks of somebody else, or a transform, may save anything unseen."""
-        self._is_hidden = True
 
     @property
     def needs_nodes(self) -> bool:
@@ -352,7 +342,7 @@ class ReadHooks:
         return self._pack, _unpack
 
     def _pack(self, tensor: Tensor) -> Any:
-        handle, announcement = self._find(tensor)
+        announcement = self._find(tensor)
         number = next_sequence_nr() - 1  # of the node that saves: none is made before it has
         for call in self.calls:
             if call.saved is not None:
@@ -362,25 +352,22 @@ class ReadHooks:
             pack, unpack = self.others
             packed = pack(tensor)
         else:
-            is_view = handle is not None and not isinstance(tensor, nn.Parameter)
-            if is_view or tensor.grad_fn is not None:
+            if tensor.grad_fn is not None:
                 # A node that saves its own output would keep itself alive.
                 packed = tensor.detach()
-            if handle is not None and is_view:
-                note_saved(handle.full, packed)
             version = version_of(packed)
         read = None if announcement is None else Read(announcement)
         return packed, version, unpack, read, number, self
 
-    def _find(self, tensor: Tensor) -> tuple[FlatParamHandle | None, Announcement | None]:
+    def _find(self, tensor: Tensor) -> Announcement | None:
         for address in _addresses(tensor):
             for start, end, handle, announcement in self._extents:
                 if start <= address < end:
                     is_known = tensor.grad_fn is not None or isinstance(tensor, nn.Parameter)
                     if not is_known and handle.requires_grad:
                         handle.full.params.note_hidden_alias()
-                    return handle, announcement
-        return None, None
+                    return announcement
+        return None
 
 
 def _unpack(saved: tuple[Any, int, Any, Read | None, int, ReadHooks]) -> Tensor:
@@ -462,8 +449,6 @@ class CallHooks:
             if is_lowest:
                 break
             above.append(top)
-        for call in self.own.calls if above and self.own is not None else ():
-            call.learnt.note_others()
         if self._outer is not None:
             push_saved_tensors_hooks(*self._outer.pair)
         for pair in reversed(above):
