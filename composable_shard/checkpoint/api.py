@@ -40,7 +40,12 @@ from composable_shard.checkpoint.run_state import (
 from composable_shard.checkpoint.writer import plan_save, write_checkpoint
 from composable_shard.comm import HostGroup, get_host_group
 from composable_shard.options import StateDictOptions
-from composable_shard.state_dict import get_optimizer_state_dict, json_tree, prepare_load
+from composable_shard.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    json_tree,
+    prepare_load,
+)
 
 
 class CheckpointSave:
@@ -249,13 +254,14 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     with group.agreed(), _parsing(reader.folder / METADATA):
         stored = _stored(reader, "optimizer", optimizers)
         trees = [stored[name] for name in optimizers]
-        names = list_names(reader, model, optimizers.values(), trees)
+        own = get_model_state_dict(model)
+        names = list_names(reader, model, own, optimizers.values(), trees)
     if strict:
         compare_names(group, reader.folder, names)
     with reader, group.agreed(), _parsing(reader.folder / METADATA):
-        staged = StagedModel.read(reader, model, is_strict=strict)
+        staged = StagedModel.read(reader, model, own, is_strict=strict)
         states = [
-            read_optimizer(reader, model, each, tree)
+            read_optimizer(reader, model, own, each, tree)
             for each, tree in zip(optimizers.values(), trees, strict=True)
         ]
         objects = _stage_objects(reader, "scheduler", _as_dict(scheduler), is_strict=strict)

@@ -115,7 +115,7 @@ class CheckpointReader:
         """
         self.folder = folder
         self.nbytes_read = 0
-        self._descriptors: dict[str, int] = {}
+        self._files: dict[str, tuple[Path, int]] = {}
         path = folder / METADATA
         if metadata_text is None:
             with reading(path):
@@ -126,8 +126,8 @@ class CheckpointReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        while self._files:
+            os.close(self._files.popitem()[1][1])
 
     def check_files(self) -> None:
         """Check that all data files exist and have the right length.
@@ -223,15 +223,21 @@ class CheckpointReader:
                 self._read_chunk(piece, number, low, chunk)
                 part[:] = chunk[from_ - low : to - low]
 
+    def _open(self, name: str) -> tuple[Path, int]:
+        """Return a data file's path and descriptor."""
+        found = self._files.get(name)
+        if found is None:
+            path = self.folder / name
+            with reading(path):
+                found = self._files[name] = path, os.open(path, os.O_RDONLY)
+        return found
+
     def _read_chunk(self, piece: Piece, number: int, start: int, output: memoryview) -> None:
         """Read a whole chunk and verify it."""
-        path = self.folder / piece.file
+        path, descriptor = self._open(piece.file)
         position = piece.offset + start
         filled = 0
         with reading(path):
-            if piece.file not in self._descriptors:
-                self._descriptors[piece.file] = os.open(path, os.O_RDONLY)
-            descriptor = self._descriptors[piece.file]
             while filled < len(output):
                 count = os.preadv(descriptor, [output[filled:]], position + filled)
                 if not count:

@@ -178,14 +178,21 @@ class StagedModel:
     meta: ModelTensors | None
 
     @classmethod
-    def read(cls, reader: CheckpointReader, model: nn.Module, *, is_strict: bool) -> StagedModel:
+    def read(
+        cls, reader: CheckpointReader, model: nn.Module, state: dict[str, Any], *, is_strict: bool
+    ) -> StagedModel:
         """Read and verify this rank's part; changes nothing.
+
+        Args:
+            reader: The checkpoint.
+            model: The model to load.
+            state: Its present state, by name.
+            is_strict: Whether dtypes must fit.
 
         Raises:
             ValueError: If the checkpoint does not fit or is damaged.
             RuntimeError: If a model without units is on the meta device.
         """
-        state = get_model_state_dict(model)
         tree = reader.metadata.tree["model"]
         extra = {fqn for fqn in tree if is_extra_state(fqn) and fqn in state}
         common = {
@@ -265,7 +272,11 @@ def _find_meta(
 
 
 def read_optimizer(
-    reader: CheckpointReader, model: nn.Module, optimizer: Optimizer, tree: Any
+    reader: CheckpointReader,
+    model: nn.Module,
+    params: dict[str, Any],
+    optimizer: Optimizer,
+    tree: Any,
 ) -> dict[str, Any]:
     """Read and verify this rank's part of an optimizer's state, by name; changes nothing.
 
@@ -283,7 +294,6 @@ def read_optimizer(
         for name, value in group.items():
             _check_option(name, value, known.get(name))
     wanted = {fqn for fqns in own for fqn in fqns}
-    params = get_model_state_dict(model)
     state: dict[str, dict[str, Any]] = {}
     for fqn, entries in tree["state"].items():
         if fqn in wanted:
@@ -401,6 +411,7 @@ class NameLists:
 def list_names(
     reader: CheckpointReader,
     model: nn.Module,
+    state: dict[str, Any],
     optimizers: Iterable[Optimizer],
     trees: Iterable[Any],
 ) -> list[NameLists]:
@@ -412,7 +423,7 @@ def list_names(
     stored = reader.metadata.tree.get("model")
     if not isinstance(stored, dict):
         raise ValueError(f"{reader.folder} has no model")
-    lists = [NameLists("parameters and buffers", get_model_state_dict(model), stored)]
+    lists = [NameLists("parameters and buffers", state, stored)]
     for optimizer, tree in zip(optimizers, trees, strict=True):
         own = [fqn for group in view_optimizers(model, [optimizer]) for fqn in group.fqns]
         saved = [fqn for group in tree["param_groups"] for fqn in group["params"]]

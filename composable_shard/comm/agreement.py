@@ -10,6 +10,7 @@ one all-gather of 31 bytes for each process group. Otherwise the messages follow
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import uuid
@@ -342,4 +343,5 @@ def _to_tensor(value: Any) -> Tensor:
 
 
 def _from_tensor(data: Tensor) -> Any:
-    return json.loads(bytes(data.untyped_storage())[data.storage_offset() :][: data.numel()])
+    # Not `bytes(storage)`, which asks for one byte at a time.
+    return json.loads(ctypes.string_at(data.data_ptr(), data.numel()))
