@@ -25,6 +25,7 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
@@ -221,6 +222,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     except (RuntimeError, AttributeError):
         return None
     return timeout
+
+
+# What an operation on fake tensors raises whose result depends on values.
+DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def num_known_groups() -> int:

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from composable_shard.options import MixedPrecisionPolicy
 from composable_shard.runtime import cast_arguments, cast_output, iter_tensors
 from composable_shard.torch_private import (
+    DEPENDS_ON_VALUES,
     FakeTensorMode,
     TorchDispatchMode,
     buffers_of,
@@ -116,8 +117,27 @@ def run_fake_step(
         model: On any device.
         policies: The modules that become units, each with its dtypes.
         batch: A tensor, a tuple of arguments, or a dict of keyword arguments.
+
+    Raises:
+        ValueError: If nothing in the output depends on parameters, or what the model does depends
+            on values, which fake tensors don't have.
     """
-    args, kwargs = _as_arguments(batch)
+    try:
+        return _run(model, policies, *_as_arguments(batch))
+    except DEPENDS_ON_VALUES as error:
+        raise ValueError(
+            f"what {type(model).__name__} does depends on the values of tensors (`.item()`, an "
+            f"`if`, an index by a mask): {error}. Fake tensors have none. Leave out the batch, and "
+            "add activations by hand."
+        ) from error
+
+
+def _run(
+    model: nn.Module,
+    policies: Mapping[nn.Module, MixedPrecisionPolicy],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> FakeRun:
     run = _Run(model)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as hooks:
         values = hooks.enter_context(_fake_values(model, policies))
@@ -246,7 +266,7 @@ def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _loss_of(output: Any) -> Tensor:
-    loss = getattr(output, "loss", None)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     tensors = [t for t in iter_tensors(output) if t.is_floating_point() and t.requires_grad]

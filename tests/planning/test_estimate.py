@@ -242,6 +242,39 @@ def test_what_makes_no_sense_is_refused() -> None:
         assert param is value
 
 
+def test_a_loss_in_the_output_is_what_is_differentiated() -> None:
+    """By key or attribute, as Hugging Face returns it; what is beside it has no gradient."""
+
+    class WithLoss(Stack):
+        def forward(self, x: Tensor, *, has_loss: bool = True) -> Any:
+            x = super().forward(x)
+            logits = x @ x.T
+            return {"loss": x.mean(), "logits": logits} if has_loss else {"logits": logits}
+
+    batch = torch.zeros(_BATCH, _WIDTH)
+    by_loss = _estimate(WithLoss(), batch=(batch,))
+    by_sum = _estimate(WithLoss(), batch={"x": batch, "has_loss": False})
+    backward_of_logits = 2 * 2 * _BATCH * _BATCH * _WIDTH
+    assert by_sum.num_flops - by_loss.num_flops == backward_of_logits
+
+
+def test_models_that_look_at_values_are_refused_by_name() -> None:
+    """Fake tensors have none; without a batch the plan is there."""
+
+    class Looks(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + 1 if x.sum().item() > 0 else x)
+
+    class Picks(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[x.sum(1) > 0])
+
+    for kind in (Looks, Picks):
+        assert _estimate(kind()).total_nbytes > 0
+        with pytest.raises(ValueError, match=rf"what {kind.__name__} does depends on the values"):
+            _estimate(kind(), batch=torch.zeros(_BATCH, _WIDTH))
+
+
 def test_the_command_prints_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
