@@ -27,14 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import trace
-from composable_shard.comm.devices import as_real, backend_name, is_exchange
+from composable_shard.comm.devices import Waitable, abandon, as_real, backend_name, is_exchange
 from composable_shard.comm.lockstep import (
     LOWEST_TAG,
     MAX_ISSUED,
     NUM_TAGS,
     GroupOrder,
-    Waitable,
-    abandon,
     fail,
     identify,
     order_of,

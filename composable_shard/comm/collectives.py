@@ -34,11 +34,9 @@ from composable_shard.comm.algorithms import (
     exchange,
     payload,
 )
-from composable_shard.comm.devices import as_real, is_exchange
+from composable_shard.comm.devices import Waitable, abandon, as_real, is_exchange
 from composable_shard.comm.lockstep import (
     GroupOrder,
-    Waitable,
-    abandon,
     function_called,
     identify,
     order_of,

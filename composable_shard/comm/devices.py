@@ -24,8 +24,9 @@ nothing relies on it is tested with copies that run only when they are waited fo
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -171,3 +172,16 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         return str(backend_of(group, device).name()).lower()
     except RuntimeError:
         return ""
+
+
+class Waitable(Protocol):
+    """A collective that was started."""
+
+    def wait(self) -> object:
+        """Block, on CPU, or make the current stream wait until the collective is done."""
+
+
+def abandon(work: Waitable) -> None:
+    """Wait until the work's buffers are free for other use; the collective's errors are ignored."""
+    with suppress(Exception):  # of any kind: the work may be a user's
+        work.wait()

@@ -38,8 +38,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,6 +57,7 @@ _NUM_RECENT = 64
 _TICK_S = 0.5
 _QUIET_S = 1.0
 _ANSWER_S = 4.0
+_STORE_S = 3.0  # for requests of the store meanwhile
 _LONGEST_PAUSE_S = 30.0
 _KEY = "composable_shard"
 ADVICE = "All ranks must run the same units and call the same functions, in the same order."
@@ -266,7 +268,7 @@ class _Watch:
 
     def _state(self, num_asked: int, **more: Any) -> None:
         """Write this rank's statement into the store."""
-        function, is_ours, where = _position(self._thread.ident)
+        function, is_ours, where = _position()
         statement: _Statement = {
             "answers": num_asked,
             "function": function,
@@ -301,9 +303,21 @@ class _Watch:
         return self._store.compare_set(key, "", text).decode()
 
     def explain(self, group: dist.ProcessGroup, error: str) -> str:
-        """Ask what the ranks of a group do; return a text for the error of a collective."""
+        """Return a text for the error of a group's collective; in time, whatever the store does."""
+        found: list[str] = []
+        # Where the network is cut the store does not answer, nor does a request of it fail.
+        run = partial(self._ask, group, error, found)
+        asking = threading.Thread(target=run, daemon=True, name=f"{_KEY} question")
+        asking.start()
+        asking.join(_ANSWER_S + _STORE_S)
+        lost = "the rank that hosts it (mostly rank 0) is gone, or the network"
+        what = f"failed, and the store of the job can't be reached: {lost}. {error}"
+        return found[0] if found else f"{_own_position(group)} {what}"
+
+    def _ask(self, group: dist.ProcessGroup, error: str, found: list[str]) -> None:
+        """Ask what the ranks of a group do, and enter a text for an error."""
         ranks = dist.get_process_group_ranks(group)
-        try:
+        with suppress(RuntimeError):  # of the store
             num_asked = self._store.add(f"{self._key}/asked", 1)
             self._state(num_asked, failed=True)
             deadline = time.monotonic() + _ANSWER_S
@@ -313,15 +327,10 @@ class _Watch:
                 if not silent or time.monotonic() > deadline:
                     break
                 time.sleep(_TICK_S / 5)
-        except RuntimeError:
-            return (
-                f"{_own_position(group)} failed, and the store of the job can't be reached: the "
-                f"rank that hosts it (mostly rank 0) is gone. {error}"
+            text = _find_difference(group.group_name, statements) or _describe_missing(
+                group.group_name, ranks, statements, silent, error
             )
-        text = _find_difference(group.group_name, statements) or _describe_missing(
-            group.group_name, ranks, statements, silent, error
-        )
-        return self._agree(group, text)
+            found.append(self._agree(group, text))
 
 
 def _has_answered(statements: dict[int, _Statement], rank: int, num_asked: int) -> bool:
@@ -331,13 +340,14 @@ def _has_answered(statements: dict[int, _Statement], rank: int, num_asked: int) 
     return statement["answers"] >= num_asked or "failed" in statement or "ended" in statement
 
 
-def _position(own_thread: int | None) -> tuple[str, bool, str]:
+def _position() -> tuple[str, bool, str]:
     """Return which function the program is in, whether it is ours, and its line."""
     frames = frames_of_threads()
+    own = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_KEY)}
     main = threading.main_thread().ident
     best: tuple[str, bool, str] = ("", False, "?")
     for thread in sorted(frames, key=lambda ident: ident != main):
-        if thread == own_thread:
+        if thread in own:
             continue
         function, is_ours, caller = find_call(frames[thread])
         where = "?" if caller is None else f"{caller.f_code.co_filename}:{caller.f_lineno}"
@@ -349,7 +359,7 @@ def _position(own_thread: int | None) -> tuple[str, bool, str]:
 
 
 def _own_position(group: dist.ProcessGroup) -> str:
-    function, _, where = _position(None)
+    function, _, where = _position()
     recent = order_of(group).recent()
     what = recent[-1][2] if recent else f"{function}()"
     return f"{what}, called at {where},"
@@ -493,16 +503,3 @@ def _end() -> None:
     watch = _watches.pop(0, None)
     if watch is not None:
         watch.stop(how)
-
-
-class Waitable(Protocol):
-    """A collective that was started."""
-
-    def wait(self) -> object:
-        """Block, on CPU, or make the current stream wait until the collective is done."""
-
-
-def abandon(work: Waitable) -> None:
-    """Wait until the work's buffers are free for other use; the collective's errors are ignored."""
-    with suppress(Exception):  # of any kind: the work may be a user's
-        work.wait()

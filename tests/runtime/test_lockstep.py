@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch.distributed as dist
 
+from composable_shard.comm import lockstep
 from composable_shard.comm.lockstep import NUM_TAGS, GroupOrder, identify
 from composable_shard.torch_private import side_store
 from tests import differences, helpers
@@ -69,6 +72,36 @@ def test_l_order_publishes_no_gradient_of_ranks_out_of_step(
     assert cell.kind == "error", cell
     for side in ["rank 0 is in", "rank 1 is in", "No gradient was published", *sides]:
         assert side in cell.texts[0]
+
+
+class _SilentStore:
+    """A store behind a network that is cut: requests neither succeed nor fail."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def add(self, key: str, number: int) -> int:
+        self.is_over.wait(30)
+        raise RuntimeError("planned")
+
+
+@pytest.mark.fast
+@pytest.mark.usefixtures("four_ranks")
+def test_l_dies_a_store_that_does_not_answer_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dies: two hosts whose link is cut, on the side without the store."""
+    monkeypatch.setattr(lockstep, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(lockstep, "_STORE_S", 0.05)
+    watch = object.__new__(lockstep._Watch)
+    watch._store, watch._key = _SilentStore(), "key"
+    group = dist.group.WORLD
+    lockstep.order_of(group).note(identify("the reduction of unit 'head'", "all_reduce", 8))
+    text = watch.explain(group, "Timed out.")
+    assert text.startswith("the reduction of unit 'head' (all_reduce of 8 bytes), called at ")
+    assert "test_lockstep.py:" in text
+    assert "the store of the job can't be reached: the rank that hosts it" in text
+    watch._store.is_over.set()
 
 
 @pytest.mark.fast
