@@ -12,7 +12,7 @@ ARGS ?=
 # the package and the test files again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-fast check house coverage clean
+.PHONY: train test test-fast check docs house coverage clean
 
 train: $(STAMP)
 	@procs=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
@@ -34,6 +34,10 @@ check: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
+# A warning is an error. The pages are in build/docs, index.html the first.
+docs: $(VENV)/.docs
+	@$(BIN)/python -m sphinx -q -W --keep-going -E -b html -d build/doctrees docs build/docs
+
 house: $(STAMP)
 	@$(BIN)/python -m tests.house $(ARGS)
 
@@ -44,8 +48,8 @@ coverage: $(STAMP)
 	@$(BIN)/coverage report
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache \
-		.hypothesis .coverage .coverage.*
+	rm -rf $(VENV) build docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+		.import_linter_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -53,4 +57,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[test,check,tutorial]'
+	@touch $@
+
+# Not the package itself: `make test` may be importing it.
+$(VENV)/.docs: $(STAMP)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt \
+		$$($(BIN)/python -c "from importlib.metadata import requires; \
+		print(*(r.split(';')[0] for r in requires('composable_shard') if '\"docs\"' in r))")
 	@touch $@

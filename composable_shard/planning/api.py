@@ -197,8 +197,8 @@ def shard_model(
     its own". A selector is
 
     - a module class or a tuple of classes, subclasses included;
-    - an FQN glob: `*`, `?` and `[ab]` stay within one component, `**` goes across, so "layers.*"
-      selects the layers, "layers.**" also everything in them, "**.mlp" every mlp;
+    - an FQN glob: `*`, `?` and `[ab]` stay within one component, `**` goes across, so `"layers.*"`
+      selects the layers, `"layers.**"` also everything in them, `"**.mlp"` every mlp;
     - a predicate, called with an FQN and a module;
     - an auto-wrap policy of FSDP1 (`functools.partial(transformer_auto_wrap_policy, ...)`,
       `ModuleWrapPolicy`, `CustomPolicy`, ...), which forms the units that FSDP1 would, containers

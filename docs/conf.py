@@ -1,0 +1,152 @@
+"""The documentation site: `make docs` writes it to `build/docs`.
+
+The pages are those of this folder, in the order of `index.md`. Two kinds of page are made anew by
+each build, in `docs/generated`: the README, and one page of docstrings for each of `GROUPS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+GENERATED = DOCS / "generated"
+sys.path.insert(0, str(ROOT))
+
+import composable_shard  # noqa: E402 -- of this checkout
+from tests.test_public_names import BELOW  # noqa: E402
+
+project = "composable_shard"
+author = copyright = "composable_shard contributors"
+version = release = composable_shard.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"composable_shard {version}"
+html_show_sphinx = False
+myst_heading_anchors = 4
+default_role = "literal"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+autodoc_class_signature = "separated"
+python_maximum_signature_line_length = 80
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+SOURCE = "https://github.com/composable-shard/composable_shard/blob/main/"
+
+# Title of a page: the packages whose public names it shows, in this order.
+GROUPS = {
+    "Shard a model": ("construct", "planning", "options"),
+    "Settings and full parameters": ("module_api",),
+    "Optimizers": ("optim",),
+    "Save and load": ("checkpoint", "state_dict", "huggingface"),
+    "Pipelines": ("pipelining",),
+    "Communication": ("comm",),
+    "Look inside": ("runtime", "flat_param", "layout", "tensor"),
+}
+MEMBERS = ("FlatLayout", "FlatParamHandle", "FlatShard", "ShardingStrategy")
+
+
+def _public_names() -> dict[str, list[str]]:
+    """Return the full public names by the package that defines them."""
+    top = composable_shard.__all__
+    found = [(f"composable_shard.{name}", getattr(composable_shard, name)) for name in top]
+    for package, names in BELOW.items():
+        module = importlib.import_module(f"composable_shard.{package}")
+        found += [(f"{module.__name__}.{name}", getattr(module, name)) for name in names]
+    by_package: dict[str, list[str]] = {}
+    for name, item in found:
+        owner = getattr(item, "__module__", "").split(".")
+        package = owner[1] if owner[0] == "composable_shard" else name.split(".")[1]
+        by_package.setdefault(package, []).append(name)
+    without_page = by_package.keys() - {each for group in GROUPS.values() for each in group}
+    if without_page:
+        raise ValueError(f"docs/conf.py: GROUPS lacks the packages {sorted(without_page)}")
+    return by_package
+
+
+def _page_of(group: str) -> str:
+    return f"generated/{group.lower().replace(' ', '_')}"
+
+
+def _documented(name: str) -> str:
+    """Return the directive that shows one name."""
+    package, _, last = name.rpartition(".")
+    found = getattr(importlib.import_module(package), last)
+    kind = "class" if inspect.isclass(found) else "function" if callable(found) else "data"
+    option = "   :members:\n" if last in MEMBERS else ""
+    return f".. auto{kind}:: {name}\n{option}\n"
+
+
+def _relink(text: str, folder: Path) -> str:
+    """Let links to files outside of this folder lead to the repository."""
+
+    def moved(match: re.Match[str]) -> str:
+        path, _, anchor = match[1].partition("#")
+        target = (folder / path).resolve()
+        if target == ROOT / "README.md":
+            return "](generated/readme.md)"
+        if target.parent == DOCS and target.suffix == ".md":
+            return f"](/{target.name}{'#' + anchor if anchor else ''})"
+        return f"]({SOURCE}{target.relative_to(ROOT)})"
+
+    return re.sub(r"\]\(((?!\w+:|#)[^)\s]+)\)", moved, text)
+
+
+def _generate(app: Sphinx) -> None:
+    shutil.rmtree(GENERATED, ignore_errors=True)
+    GENERATED.mkdir()
+    readme = _relink((ROOT / "README.md").read_text(), ROOT)
+    (GENERATED / "readme.md").write_text(readme.replace("# composable_shard", "# Quick start", 1))
+    names = _public_names()
+    for group, packages in GROUPS.items():
+        items = [name for package in packages for name in names.get(package, ())]
+        text = f"{group}\n{'=' * len(group)}\n\n" + "".join(map(_documented, items))
+        (DOCS / f"{_page_of(group)}.rst").write_text(text)
+
+
+def _toctree(caption: str, pages: list[str]) -> str:
+    return "\n".join(
+        ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""]
+    )
+
+
+def _read(app: Sphinx, page: str, content: list[str]) -> None:
+    """Relink a page, and add to the index the tables of contents that its lists are."""
+    if page.startswith("generated/"):
+        return
+    text = _relink(content[0], DOCS)
+    if page == "index":
+        sections = re.findall(r"(?ms)^\*\*(.*?)\*\*$(.*?)(?=^\*\*|\Z)", text)
+        text += _toctree("Start", ["generated/readme"])
+        for caption, items in sections:
+            text += _toctree(caption, re.findall(r"(?m)^- .*?\]\(/?([\w/]+)\.md", items))
+        text += _toctree("Reference", [_page_of(group) for group in GROUPS])
+    content[0] = text
+
+
+def _quote_code(
+    app: Sphinx, what: str, name: str, found: object, options: object, lines: list[str]
+) -> None:
+    """Mark what a docstring indents after a colon as code."""
+    for index, line in enumerate(lines[:-2]):
+        indented = " " * (len(line) - len(line.lstrip()) + 4)
+        if line.endswith(":") and not lines[index + 1] and lines[index + 2].startswith(indented):
+            lines[index] = f"{line}:"
+    lines[:] = [re.sub(r"\[Note: (.*?)\]", r"(note: \1)", line) for line in lines]
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what makes pages."""
+    app.connect("builder-inited", _generate)
+    app.connect("source-read", _read)
+    app.connect("autodoc-process-docstring", _quote_code, priority=100)
