@@ -136,7 +136,10 @@ def _cut(
     reduce_dtype = precision.reduces_in(precision.main_dtype or dense[0].dtype)
     alignment = plan_layout(dense, shard_size, precision).alignment
     numels = [tensor.numel() for tensor in dense]
-    return cut_buckets(numels, cap_nbytes // reduce_dtype.itemsize, shard_size, alignment)
+    # Parameters that are owned whole need no padding.
+    blocks = () if members[0].is_owned else [original.block_numel for original in members]
+    cap_numel = cap_nbytes // reduce_dtype.itemsize
+    return cut_buckets(numels, cap_numel, shard_size, alignment, blocks=blocks)
 
 
 def sync_states(plan: Plan, shard_group: ShardGroup) -> None:

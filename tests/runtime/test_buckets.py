@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,11 +63,23 @@ def _bucketed(model: nn.Module, cap: float | None = CAP, **options: Any) -> nn.M
     cap=st.integers(1, 1000),
     world_size=st.integers(1, 9),
     alignment=st.sampled_from([1, 2, 4, 8]),
+    block=st.sampled_from([1, 3, 16, 50, 300]),
 )
-def test_buckets_stay_below_the_cap(
-    numels: list[int], cap: int, world_size: int, alignment: int
+@example(numels=[30, 100, 1, 64, 30, 64, 1, 30], cap=297, world_size=4, alignment=1, block=3)
+def test_s2_12_buckets_stay_below_the_cap(
+    numels: list[int], cap: int, world_size: int, alignment: int, block: int
 ) -> None:
-    """But for a single larger parameter; all parameters are there once, from the last on."""
+    """S2.12: but for a single larger parameter, with blocks and whole parameters too.
+
+    All parameters are there once, from the last on.
+    """
+    buckets = cut_buckets(numels, cap, world_size, alignment, blocks=[block] * len(numels))
+    for bucket in buckets:
+        members = [numels[index] for index in bucket]
+        owners = sorted(index % world_size for index in range(len(members)))
+        for how in ({"blocks": [block] * len(members)}, {"owners": owners}):
+            padded = FlatLayout.plan(members, world_size, alignment, **how).padded_numel
+            assert padded <= cap or sum(numel > 0 for numel in members) == 1
     buckets = cut_buckets(numels, cap, world_size, alignment)
     assert [index for bucket in reversed(buckets) for index in bucket] == list(range(len(numels)))
     for bucket in buckets:
