@@ -131,6 +131,9 @@ unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 STEP_CODE = Optimizer.profile_hook_step(lambda: None).__code__
 
 PARAMETER_CODE = nn.Parameter.__new__.__code__
+# Whether a profiler runs on this thread.
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
 # The mesh that a mesh is part of, or itself.
 root_mesh_of: Callable[[Any], Any] = methodcaller("_get_root_mesh")
 

@@ -70,6 +70,7 @@ BELOW = {
         "bf16_compress_hook",
         "error_feedback_hook",
         "fp16_compress_hook",
+        "log_events",
     ],
     "huggingface": ["Joined", "save_pretrained"],
     "module_api": ["UnshardWork"],

@@ -51,6 +51,7 @@ from composable_shard.comm.hooks import (
     fp16_compress_hook,
 )
 from composable_shard.comm.lockstep import fail
+from composable_shard.comm.trace import log_events
 from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_nbytes
 
 __all__ = [
@@ -94,6 +95,7 @@ __all__ = [
     "gather_in",
     "get_host_group",
     "is_exchange",
+    "log_events",
     "make_streams",
     "raise_difference",
     "resolve_group",

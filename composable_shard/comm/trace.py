@@ -1,11 +1,17 @@
-"""A log of events for tests and benchmarks; costs one list check when nobody observes."""
+"""A log of events for tests, benchmarks and `logging`; costs one check when nobody observes.
+
+Each call of a tree looks for a profiler, see `flat_param.ranges`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from composable_shard.torch_private import is_profiling
 
 
 class Event(NamedTuple):
@@ -22,6 +28,59 @@ class Event(NamedTuple):
 
 
 logs: list[list[Event]] = []  # of the `trace_events` blocks that are open; mostly none is
+
+
+class _LoggedEvents(list[Event]):
+    """Writes events to a logger in place of keeping them."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self._logger = logger
+
+    def append(self, event: Event) -> None:
+        kind, name, nbytes = event
+        self._logger.debug("%s %s%s", kind, name, f" ({nbytes} bytes)" if nbytes else "")
+
+
+class Profiling:
+    """Whether a profiler has been found to run.
+
+    Attributes:
+        asks: Whether one runs now; a function of C.
+        is_found: Whether one has been found.
+        switches: Called with that when it changes.
+    """
+
+    def __init__(self) -> None:
+        self.asks = is_profiling
+        self.is_found = False
+        self.switches: list[Callable[[bool], Any]] = []
+
+    def change(self) -> None:
+        """Note that a profiler runs, or runs no more."""
+        self.is_found = not self.is_found
+        for switch in self.switches:
+            switch(self.is_found)
+
+
+profiling = Profiling()
+
+
+@contextmanager
+def log_events(logger: logging.Logger | None = None) -> Iterator[None]:
+    """Write what happens in the enclosed block to a logger, at level DEBUG, one line each.
+
+    Gathers, reductions, waits and frees by the unit's name, and each collective with its bytes.
+
+    Args:
+        logger: Default: `composable_shard.events`.
+    """
+    log = _LoggedEvents(logger or logging.getLogger("composable_shard.events"))
+    logs.append(log)
+    try:
+        yield
+    finally:
+        logs[:] = [other for other in logs if other is not log]
 
 
 def record(kind: str, name: str, nbytes: int = 0) -> None:

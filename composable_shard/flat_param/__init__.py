@@ -42,6 +42,7 @@ from composable_shard.flat_param.pending import (
     settle_pending,
     settled,
 )
+from composable_shard.flat_param.ranges import show_ranges
 from composable_shard.flat_param.reduction import ScratchPool
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown
@@ -84,6 +85,7 @@ __all__ = [
     "settled",
     "show_flat",
     "show_originals",
+    "show_ranges",
     "slot_key",
     "take_place",
     "write_unsharded_gradients",

@@ -1,10 +1,8 @@
 """A forward: gather a unit, show its parameters, free them; and what an interrupted call leaves.
 
 [Note: Transforms]
-Inside `torch.func.grad`, `vmap` and the like, ops on our buffers would become part of what is
-transformed. So the hooks step out of all transforms, and modules see plain full parameters, which
-are constants there. What a transform records, or a tangent of forward mode, has no output that we
-could hook: the values stay as those that a graph of gradients reads, [Note: Graphs of gradients].
+Inside `torch.func.grad`, `vmap` and the like the hooks step out of all transforms, and modules see
+full parameters. What a transform records has no output to hook: see [Note: Graphs of gradients].
 """
 
 from __future__ import annotations
@@ -452,6 +450,8 @@ def _end_call(context: TreeContext, call: ForwardCall) -> None:
 
 def _recover_interrupted_call(context: TreeContext) -> None:
     """End what an exception has left half done; no call of the tree is running."""
+    if trace.profiling.asks() is not trace.profiling.is_found:
+        trace.profiling.change()
     if context.has_aborted:
         drop_aborted(context)
     for other in reversed(context.entered_states()):

@@ -1,0 +1,78 @@
+"""Ranges of what a flat parameter sends and waits for, in the traces of `torch.profiler`.
+
+[Note: Ranges]
+A range costs host time even where nobody looks. So the methods that send and wait are replaced by
+ones with ranges when a call of a tree finds that a profiler runs, and come back when one finds that
+none does. In between, and in processes that are never profiled, nothing is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch.profiler import record_function
+
+from composable_shard.comm import trace
+from composable_shard.flat_param.full_values import FullValues
+from composable_shard.flat_param.gradients import FlatGradients
+
+
+def _gather(full: FullValues) -> str | None:
+    return f"all_gather {full.name}" if full.is_sharded else None
+
+
+def _wait_gather(full: FullValues) -> str | None:
+    return None if full._gather is None else f"wait all_gather {full.name}"
+
+
+def _reduction(grads: FlatGradients) -> str:
+    return "reduce_scatter" if grads._shard_group.size > 1 else "all_reduce"
+
+
+def _reduce(grads: FlatGradients) -> str | None:
+    return None if grads.is_alone else f"{_reduction(grads)} {grads.name}"
+
+
+def _wait_reduce(grads: FlatGradients) -> str | None:
+    if grads.reduction.output is None:
+        return None
+    return f"wait {_reduction(grads)} {grads.name}"
+
+
+_NAMES: tuple[tuple[type, str, Callable[[Any], str | None]], ...] = (
+    (FullValues, "gather", _gather),
+    (FullValues, "wait", _wait_gather),
+    (FlatGradients, "issue", _reduce),
+    (FlatGradients, "finish", _wait_reduce),
+)
+
+
+def _with_range(
+    method: Callable[..., Any], name_of: Callable[[Any], str | None]
+) -> Callable[..., Any]:
+    @wraps(method)
+    def ranged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = name_of(self)
+        if name is None:
+            return method(self, *args, **kwargs)
+        with record_function(name):
+            return method(self, *args, **kwargs)
+
+    return ranged
+
+
+_PLAIN = [getattr(kind, name) for kind, name, _ in _NAMES]
+_RANGED = [
+    _with_range(method, name_of) for method, (*_, name_of) in zip(_PLAIN, _NAMES, strict=True)
+]
+
+
+def show_ranges(flag: bool) -> None:
+    """Let the methods make ranges, or no more, [Note: Ranges]."""
+    for method, (kind, name, _) in zip(_RANGED if flag else _PLAIN, _NAMES, strict=True):
+        setattr(kind, name, method)
+
+
+trace.profiling.switches.append(show_ranges)

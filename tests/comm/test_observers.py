@@ -1,0 +1,62 @@
+"""What profilers and loggers see of a step, and that nobody pays for it otherwise."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from composable_shard import ShardingStrategy
+from composable_shard.comm import log_events, trace
+from composable_shard.flat_param.full_values import FullValues
+from tests.helpers import distributed
+from tests.models import loss_of, make_net
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@distributed(2)
+def test_profiles_have_ranges_with_names(strategy: str) -> None:
+    """Of each gather and reduction, by the unit's FQN; the methods are the plain ones after it."""
+    model = make_net(2, strategy=ShardingStrategy[strategy])
+    loss_of(model, 0).backward()
+    plain = FullValues.gather
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss_of(model, 1).backward()
+        assert FullValues.gather is not plain
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    units = ["blocks.0", "blocks.1", "Net"]
+    if strategy == "FULL_SHARD":
+        assert [counts[f"all_gather {name}"] for name in units] == [2, 2, 1]
+        assert [counts[f"reduce_scatter {name}"] for name in units] == [1, 1, 1]
+        assert {f"wait all_gather {name}" for name in units} <= counts.keys()
+        assert {f"wait reduce_scatter {name}" for name in units} <= counts.keys()
+    else:
+        assert [counts[f"all_reduce {name}"] for name in units] == [1, 1, 1]
+        assert not any("gather" in key for key in counts)
+    with torch.no_grad():
+        loss_of(model, 2)
+    assert FullValues.gather is plain
+
+
+@distributed(2)
+def test_a_logger_sees_events() -> None:
+    """At level DEBUG, one line each; none is kept."""
+    model = make_net(1)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("composable_shard.events")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    with log_events():
+        loss_of(model, 0).backward()
+        assert [len(log) for log in trace.logs] == [0]
+    assert {"issue_gather blocks.0", "compute blocks.0", "issue_reduce blocks.0"} <= set(lines)
+    assert any(line.startswith("reduce_scatter ") and line.endswith(" bytes)") for line in lines)
+    lines.clear()
+    loss_of(model, 1).backward()
+    assert (lines, trace.logs) == ([], [])
+    logger.setLevel(logging.NOTSET)
+    logger.removeHandler(handler)
