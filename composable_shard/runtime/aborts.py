@@ -7,7 +7,7 @@ from contextlib import suppress
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.prefetch import return_to_idle
-from composable_shard.runtime.reads import learn_anew
+from composable_shard.runtime.reads import learn_anew, warn_of_reads
 from composable_shard.runtime.unit import ShardState, TreeContext
 
 
@@ -15,7 +15,7 @@ def drop_aborted(context: TreeContext) -> None:
     """Drop what an aborted backward left in handles; already published gradients stay.
 
     Gradients that `no_sync` kept unsharded are dropped too: the aborted pass may have added to
-    some of them. Warns of reads that nobody announced, which `_note_abort` could tell nobody.
+    some of them.
     """
     context.has_aborted = False
     for state in context.live_states():
@@ -26,7 +26,9 @@ def drop_aborted(context: TreeContext) -> None:
         for handle in state.handles:
             handle.grads.drop()
     return_to_idle(context)
-    learn_anew({s.name: s.learnt for s in context.live_states() if s.needed}, has_failed=True)
+    learnt = {s.name: s.learnt for s in context.live_states() if s.needed}
+    warn_of_reads(learnt)  # unless the abort has
+    learn_anew(learnt)
 
 
 def catch_up(context: TreeContext, state: ShardState) -> None:

@@ -37,7 +37,7 @@ from composable_shard.runtime.prefetch import (
     release_after_backward,
     return_to_idle,
 )
-from composable_shard.runtime.reads import CallReads
+from composable_shard.runtime.reads import CallReads, warn_at_once
 from composable_shard.runtime.reduction_order import NO_TURNS
 from composable_shard.runtime.tree import check_finite, step_facts
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
@@ -486,13 +486,15 @@ def _note_abort(
 ) -> None:
     """Forget an aborted backward, which the engine has dropped; show the sharded parameters.
 
-    Nothing here can block or fail. The next call deals with buffers and collectives in flight.
+    Nothing here can block or fail. The next call deals with buffers and collectives in flight, and
+    with warnings that are errors; others come before the traceback of autograd's own error.
     """
     context = context_ref()
     backward: BackwardPass | None = None if context is None else context.backward
     if context is None or backward is None or not backward.is_called_by(callback):
         return
     context.backward, context.has_aborted, context.open_calls = None, True, 0
+    warn_at_once({state.name: state.learnt for state in context.live_states() if state.needed})
     for state in context.live_states():
         for handle in state.handles:
             handle.grads.take_directly(False)

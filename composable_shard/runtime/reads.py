@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any, Protocol
@@ -179,17 +180,19 @@ _REFUSAL = (
 _REFUSING_CODE = unwrap(disable_saved_tensors_hooks).__code__  # as torch.func does
 
 
-def learn_anew(learnt: Mapping[str, LearntReads], *, has_failed: bool = False) -> None:
-    """Let units learn anew which reads their outputs announce.
-
-    Args:
-        learnt: What each has learnt, by name.
-        has_failed: Whether a backward failed: perhaps at a read that nobody announced.
-    """
-    changed = [name for name, each in learnt.items() if each.is_changed]
+def learn_anew(learnt: Mapping[str, LearntReads]) -> None:
+    """Let units learn anew which reads their outputs announce, each by its name."""
     for each in learnt.values():
         each.begin_anew()
-    if has_failed and changed:
+
+
+def warn_of_reads(learnt: Mapping[str, LearntReads]) -> None:
+    """Warn after a failed backward if it may have failed at a read that nobody announced.
+
+    Autograd's own error names neither the unit nor what to do.
+    """
+    changed = [name for name, each in learnt.items() if each.is_changed]
+    if changed:
         warnings.warn(
             f"a backward failed, and the last forwards of units {changed} did not record what they "
             f"had recorded before. If the error speaks of a tensor at version {LOCKED}, a loss was "
@@ -197,6 +200,13 @@ def learn_anew(learnt: Mapping[str, LearntReads], *, has_failed: bool = False) -
             "for it; to be right in the first one, return it from the forward.",
             stacklevel=2,
         )
+
+
+def warn_at_once(learnt: Mapping[str, LearntReads]) -> None:
+    """Do what a failed backward asks for, where nothing can be raised: a warning as an error."""
+    with suppress(Warning):
+        warn_of_reads(learnt)
+        learn_anew(learnt)
 
 
 class CallReads:

@@ -444,6 +444,25 @@ def test_c1_read_that_nobody_announces_is_an_error(program: claims.Program) -> N
 
 
 @distributed(2)
+def test_c1_read_that_nobody_announces_is_told_at_once() -> None:
+    """C1: a warning names the units before autograd's error leaves the backward, and once."""
+    model = nn.Sequential(
+        *[_SideLoss("closure", is_before=False, first=3) for _ in range(2)]
+    ).double()
+    shard_children(model)
+    for step in range(3):
+        _train_on_both(model, step)
+    with (
+        pytest.warns(UserWarning, match=r"the last forwards of units \['0', '1'\]"),
+        pytest.raises(RuntimeError, match=f"is at version {LOCKED}"),
+    ):
+        _train_on_both(model, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _train_on_both(model, 4)
+
+
+@distributed(2)
 @claims.poisoned()
 def test_graph_of_weights_that_a_step_changed_is_refused() -> None:
     """C1: as in a plain model; also where full values are never freed, and nobody is told."""
