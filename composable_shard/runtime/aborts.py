@@ -1,14 +1,18 @@
-"""What a backward leaves that has failed, and buckets that all ranks reduce once more."""
+"""What a backward leaves that failed or reached nothing; buckets that ranks reduce once more."""
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
+
+import torch
 
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.prefetch import return_to_idle
 from composable_shard.runtime.reads import learn_anew, warn_of_reads
-from composable_shard.runtime.unit import ShardState, TreeContext
+from composable_shard.runtime.unit import ShardState, TreeContext, all_trees
+from composable_shard.torch_private import current_backward_id
 
 
 def drop_aborted(context: TreeContext) -> None:
@@ -29,6 +33,39 @@ def drop_aborted(context: TreeContext) -> None:
     learnt = {s.name: s.learnt for s in context.live_states() if s.needed}
     warn_of_reads(learnt)  # unless the abort has
     learn_anew(learnt)
+
+
+def note_unreached_call(context: TreeContext) -> None:
+    """Note that more calls than ever wait for a backward; warn if one ran and reached none.
+
+    Autograd finds sharded parameters in no graph, so `loss.backward(inputs=params)` runs no node
+    at all, and nothing tells of it. But it takes a number, as every backward does.
+    """
+    context.most_open_calls = context.open_calls
+    # Perhaps a read that nobody announced has stopped a backward at its beginning.
+    learn_anew({state.name: state.learnt for state in context.live_states()})
+    number, last = _next_backward_id(), context.probed_backward_id
+    context.probed_backward_id = number
+    known = max(other.last_backward_id for other in all_trees())
+    if context.open_calls > 1 and known < last < number - 1:
+        names = [state.name for ref in context.armed if (state := ref()) is not None]
+        warnings.warn(
+            f"a backward has run since the last forward of units {names}, and reached none of "
+            "them: they have no gradients from it. If it was backward(inputs=...) with sharded "
+            "parameters, leave inputs out, or call unshard(module) before the forward and pass the "
+            "parameters that the module shows then.",
+            stacklevel=2,
+        )
+
+
+def _next_backward_id() -> int:
+    """Return the number that the next backward would have had; the one after it has the next."""
+    found: list[int] = []
+    with torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        leaf.register_hook(lambda _: found.append(current_backward_id()))
+        leaf.backward()
+    return found[0]
 
 
 def catch_up(context: TreeContext, state: ShardState) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from composable_shard.comm import trace
 from composable_shard.flat_param import guard_kept_views, kept_tensors
-from composable_shard.runtime.aborts import drop_aborted
+from composable_shard.runtime.aborts import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import (
     CallReached,
     begin_hooks,
@@ -41,7 +41,6 @@ from composable_shard.runtime.prefetch import (
     is_first_call,
     release_handle,
 )
-from composable_shard.runtime.reads import learn_anew
 from composable_shard.runtime.tree import (
     CHILDREN_KEY,
     called_modules,
@@ -138,9 +137,7 @@ def _begin_call(
         context.call_start = context.num_forwards
         context.open_calls += 1
         if context.open_calls > context.most_open_calls:
-            # Perhaps a read that nobody announced has stopped a backward at its beginning.
-            context.most_open_calls = context.open_calls
-            learn_anew({other.name: other.learnt for other in context.live_states()})
+            note_unreached_call(context)
     if context.is_joined:
         if is_first:
             begin_sequence(context, state)

@@ -370,7 +370,7 @@ class TreeContext:
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         may_recompute: Units whose forward a backward nested in the next one may run again.
         backward: The running `BackwardPass`; its module is above this one.
-        last_backward_id: Autograd's number of the last backward.
+        last_backward_id: Autograd's number of the last backward; `probed_backward_id` of one ahead.
         has_aborted: What an aborted backward left in handles has not been dropped yet.
         flag_reductions: Those that a backward has issued and perhaps not waited for.
         serves_graphs: On some rank there may be graphs that read full values unannounced.
@@ -395,12 +395,12 @@ class TreeContext:
         self.call: ForwardCall | None = None
         self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
         self.num_calls = self.num_forwards = 0
-        self.call_start = self.open_calls = self.most_open_calls = 0
+        self.call_start, self.open_calls, self.most_open_calls = 0, 0, 1
         self.first_calls: dict[StateRef, int] = {}
         self.armed: dict[StateRef, None] = {}
         self.may_recompute: set[StateRef] = set()
         self.backward: Any = None
-        self.last_backward_id = -1
+        self.last_backward_id = self.probed_backward_id = -1
         self.has_aborted = self.spans_calls = self.leaves_graphs = False
         self.flag_reductions: list[FlagReduction] = []
         self.serves_graphs = self.is_joined = self._has_warned_of_host_memory = False

@@ -127,6 +127,24 @@ def test_c4_sharded_parameters_are_in_no_graph(
     loss.backward()
 
 
+@claims.strategies
+@distributed(2)
+def test_c4_backward_to_sharded_parameters_is_warned_of(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Case 4: torch tells nobody of it, so the next forward does; not where no backward ran."""
+    model = _make_sharded_rows_to_one(strategy=strategy, use_orig_params=use_orig_params)
+    _loss_of_rows(model, 0)
+    _loss_of_rows(model, 1).backward()  # two forwards before a backward, as often
+    _loss_of_rows(model, 2).backward()
+    for number in range(4):
+        loss = _loss_of_rows(model, number)
+    loss.backward(inputs=list(model.parameters()))
+    with pytest.warns(UserWarning, match=r"reached none of them.*unshard\(module\) before"):
+        loss = _loss_of_rows(model, 3)
+    loss.backward()
+
+
 @pytest.mark.parametrize("ends_with_whole", [True, False])
 @claims.strategies
 @distributed(2)
