@@ -137,12 +137,18 @@ def _read(app: Sphinx, page: str, content: list[str]) -> None:
 def _quote_code(
     app: Sphinx, what: str, name: str, found: object, options: object, lines: list[str]
 ) -> None:
-    """Mark what a docstring indents after a colon as code."""
-    for index, line in enumerate(lines[:-2]):
-        indented = " " * (len(line) - len(line.lstrip()) + 4)
-        if line.endswith(":") and not lines[index + 1] and lines[index + 2].startswith(indented):
-            lines[index] = f"{line}:"
-    lines[:] = [re.sub(r"\[Note: (.*?)\]", r"(note: \1)", line) for line in lines]
+    """Mark what a docstring indents after an empty line, before its sections, as code."""
+    text = "\n".join(lines)
+    head = re.split(r"(?m)^(?:Args|Attributes|Returns|Yields|Raises):$", text, maxsplit=1)[0]
+    quoted, is_code = [], False
+    for index, line in enumerate(head.split("\n")):
+        starts = line.startswith("    ") and (index == 0 or not lines[index - 1])
+        if starts and not is_code:
+            quoted += [".. code-block:: python", ""]
+        is_code = (is_code or starts) and (line.startswith("    ") or not line)
+        quoted.append(line)
+    text = "\n".join(quoted) + text[len(head) :]
+    lines[:] = re.sub(r"\[Note: (.*?)\]", r"(note: \1)", text).split("\n")
 
 
 def setup(app: Sphinx) -> None:
