@@ -25,8 +25,10 @@ from composable_shard.options import (
     OffloadPolicy,
     ReshardAfterForward,
     ShardingStrategy,
+    StrategyName,
     UnitOptions,
     check_no_others,
+    strategy_of,
 )
 from composable_shard.runtime import (
     ShardState,
@@ -49,7 +51,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     module: _M,
     *,
     mesh: DeviceMesh | None = None,
-    strategy: ShardingStrategy = DEFAULT_STRATEGY,
+    strategy: ShardingStrategy | StrategyName = DEFAULT_STRATEGY,
     reshard_after_forward: ReshardAfterForward = None,
     shard_over_replicas: bool = False,
     mp_policy: MixedPrecisionPolicy = _NO_POLICY,
@@ -83,7 +85,8 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         module: A module, or a list of modules that form one unit.
         mesh: 1-D mesh of the ranks that share the unit, or a 2-D mesh `(replicate, shard)`: copies
             along the first axis of what is sharded along the second. Default: all ranks share it.
-        strategy: The parts that each rank keeps. Units of one tree may have different ones.
+        strategy: The parts that each rank keeps, as a member or its name: `"shard_optim"`. Units of
+            one tree may have different ones.
         reshard_after_forward: For `FULL_SHARD`. True frees the full parameters between forward
             and backward. False keeps them, which saves the backward's all-gather. None keeps them
             only for the outermost unit of a call, whose backward begins at once. An integer n that
@@ -149,7 +152,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         check_no_others(fully_shard, others)
     options = UnitOptions(
         mesh=mesh,
-        strategy=strategy,
+        strategy=strategy_of(strategy),
         reshard_after_forward=reshard_after_forward,
         shard_over_replicas=shard_over_replicas,
         mp_policy=mp_policy,

@@ -21,8 +21,15 @@ from composable_shard.options.policies import (
     StateDictOptions,
     granularity_of,
 )
-from composable_shard.options.strategy import DEFAULT_STRATEGY, ShardingStrategy, StrategyFacts
+from composable_shard.options.strategy import (
+    DEFAULT_STRATEGY,
+    ShardingStrategy,
+    StrategyFacts,
+    StrategyName,
+    strategy_of,
+)
 from composable_shard.options.unit_options import (
+    OptionsDict,
     ReshardAfterForward,
     UnitOptions,
     check_reshard_after_forward,
@@ -39,14 +46,17 @@ __all__ = [
     "GranularityOption",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptionsDict",
     "ReshardAfterForward",
     "ShardingStrategy",
     "StateDictOptions",
     "StrategyFacts",
+    "StrategyName",
     "UnitOptions",
     "advise",
     "check_no_others",
     "check_reshard_after_forward",
     "granularity_of",
+    "strategy_of",
     "warn_of_partial_save",
 ]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal, TypeAlias
+
+from composable_shard.options.advice import expected
 
 
 @dataclass(frozen=True)
@@ -70,5 +73,31 @@ class ShardingStrategy(Enum):
         StrategyFacts("DDP", accumulates_unsharded=True, is_replicated=True),
     )
 
+
+# The values of the members, as an editor completes them.
+StrategyName: TypeAlias = Literal["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
+
+
+def strategy_of(value: object) -> ShardingStrategy:
+    """Return the strategy that a user passed, as a member or as its name in either case.
+
+    Raises:
+        ValueError: For anything else, with the names.
+    """
+    if isinstance(value, ShardingStrategy):
+        return value
+    if isinstance(value, str):
+        members = {member.value: member for member in ShardingStrategy}
+        if value.lower() in members:
+            return members[value.lower()]
+        advice = _HYBRID if value.lower().removeprefix("_").startswith("hybrid") else ""
+        names = ", ".join(map(repr, members))
+        raise ValueError(
+            f"expected strategy to be a ShardingStrategy or one of {names}, got {value!r}.{advice}"
+        )
+    raise ValueError(expected("strategy", ShardingStrategy, value))
+
+
+_HYBRID = ' It is "full_shard" over a 2-D mesh (replicate, shard).'
 
 DEFAULT_STRATEGY = ShardingStrategy.FULL_SHARD

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import TypedDict
 
 from composable_shard.options.advice import expected, unexpected
 from composable_shard.options.policies import (
@@ -17,12 +18,37 @@ from composable_shard.options.policies import (
     OffloadPolicy,
     check_granularity,
 )
-from composable_shard.options.strategy import DEFAULT_STRATEGY, ShardingStrategy
+from composable_shard.options.strategy import (
+    DEFAULT_STRATEGY,
+    ShardingStrategy,
+    StrategyName,
+    strategy_of,
+)
 
 ReshardAfterForward: TypeAlias = bool | int | None
 
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
+
+
+class OptionsDict(TypedDict, total=False):
+    """The options of `fully_shard` by name, for functions that pass them on: editors know them."""
+
+    mesh: DeviceMesh | None
+    strategy: ShardingStrategy | StrategyName
+    reshard_after_forward: ReshardAfterForward
+    shard_over_replicas: bool
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    use_orig_params: bool
+    sync_module_states: bool
+    check_initial_values: bool
+    check_for_nan_in_grad: bool
+    broadcast_buffers: bool
+    bucket_cap_mb: float | None
+    granularity: GranularityOption
+    prefetch_nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +99,7 @@ class UnitOptions:
 
     def _check_strategy(self) -> None:
         """Check the strategy, and the two options that only some strategies have."""
-        if not isinstance(self.strategy, ShardingStrategy):
-            raise ValueError(expected("strategy", ShardingStrategy, self.strategy))
+        object.__setattr__(self, "strategy", strategy_of(self.strategy))
         if not isinstance(self.reshard_after_forward, (int, type(None))):
             raise ValueError(
                 "expected reshard_after_forward to be True, False, None or a number of ranks, "

@@ -10,11 +10,12 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import Unpack
 
 from composable_shard.comm import ShardGroup
 from composable_shard.construct import Plan, find_shard_group, form_unit, plan_unit
 from composable_shard.layout import balance
-from composable_shard.options import UnitOptions
+from composable_shard.options import OptionsDict, UnitOptions
 from composable_shard.planning.costs import RankCounts, unit_cost
 from composable_shard.planning.peaks import StepMemory, find_peaks, moments_of
 from composable_shard.planning.report import PlannedUnit, ShardingPlan
@@ -168,7 +169,7 @@ def shard_model(
     *,
     dry_run: Literal[True],
     world_size: int | None = None,
-    **defaults: Any,
+    **defaults: Unpack[OptionsDict],
 ) -> ShardingPlan: ...
 
 
@@ -179,7 +180,7 @@ def shard_model(
     *,
     dry_run: Literal[False] = False,
     world_size: None = None,
-    **defaults: Any,
+    **defaults: Unpack[OptionsDict],
 ) -> _M: ...
 
 
@@ -189,7 +190,7 @@ def shard_model(
     *,
     dry_run: bool = False,
     world_size: int | None = None,
-    **defaults: Any,
+    **defaults: Unpack[OptionsDict],
 ) -> _M | ShardingPlan:
     """Apply `fully_shard` to the modules that `rules` select, inner ones first, and to `model`.
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from typing_extensions import Unpack
 
-from composable_shard.options import ShardingStrategy
+from composable_shard.options import OptionsDict, ShardingStrategy
 from composable_shard.planning.api import plan_model, step_memory
 from composable_shard.planning.fake_run import run_fake_step
 from composable_shard.planning.peaks import find_peaks, moments_of
@@ -139,7 +140,7 @@ def estimate(  # noqa: PLR0913 -- what a plan depends on, each by name
     optimizer: str = "adamw",
     batch: Any = None,
     device_type: str = "cuda",
-    **options: Any,
+    **options: Unpack[OptionsDict],
 ) -> Estimate:
     """Estimate what training a model takes: bytes per rank, at rest and at the peaks, and sent.
 

@@ -11,7 +11,9 @@ from typing import Any, Protocol, TypeAlias, cast
 
 from torch import nn
 from torch.distributed.fsdp.wrap import always_wrap_policy
+from typing_extensions import Unpack
 
+from composable_shard.options import OptionsDict
 from composable_shard.runtime import ModuleTree, has_forward
 from composable_shard.torch_private import WrapPolicy, parameters_of, run_wrap_policy
 
@@ -323,7 +325,9 @@ class _PolicyFunction:
 _MIN_BLOCK_SHARE = 0.01
 
 
-def by_class(*classes: type[nn.Module], **options: Any) -> list[tuple[Any, dict[str, Any]]]:
+def by_class(
+    *classes: type[nn.Module], **options: Unpack[OptionsDict]
+) -> list[tuple[Any, OptionsDict]]:
     """Return rules for `shard_model`: every instance of `classes` is a unit.
 
     Args:
@@ -345,7 +349,7 @@ def by_class(*classes: type[nn.Module], **options: Any) -> list[tuple[Any, dict[
     return [(classes if len(classes) > 1 else classes[0], options)]
 
 
-def by_size(min_numel: int, **options: Any) -> list[tuple[Any, dict[str, Any]]]:
+def by_size(min_numel: int, **options: Unpack[OptionsDict]) -> list[tuple[Any, OptionsDict]]:
     """Return rules for `shard_model`: modules become units from the inside out, by size.
 
     A module becomes a unit when the parameters in it that no unit has yet have `min_numel`
@@ -370,7 +374,9 @@ def by_size(min_numel: int, **options: Any) -> list[tuple[Any, dict[str, Any]]]:
     return [(SizeSelector(min_numel), options)]
 
 
-def transformer_blocks(model: nn.Module, **options: Any) -> list[tuple[Any, dict[str, Any]]]:
+def transformer_blocks(
+    model: nn.Module, **options: Unpack[OptionsDict]
+) -> list[tuple[Any, OptionsDict]]:
     """Return rules for `shard_model`: the blocks of the model's repeated lists are units.
 
     Such a list is a `ModuleList` or `Sequential` of two or more modules, all of one class. Lists
@@ -403,7 +409,7 @@ def transformer_blocks(model: nn.Module, **options: Any) -> list[tuple[Any, dict
         )
     largest = _block_numel(max(outermost.values(), key=_numel))
     return [
-        (f"{escape_glob(name)}.*".lstrip("."), dict(options))
+        (f"{escape_glob(name)}.*".lstrip("."), options.copy())
         for name, size in sizes.items()
         if size >= _MIN_BLOCK_SHARE * largest
     ]

@@ -347,9 +347,11 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
     ),
     "strategy": (
         Layer,
-        {"strategy": "full_shard"},
+        {"strategy": "HYBRID_SHARD"},
         ValueError,
-        "expected strategy to be a ShardingStrategy, got 'full_shard'",
+        "expected strategy to be a ShardingStrategy or one of 'full_shard', 'shard_grad_op', "
+        "'shard_optim', 'no_shard', got 'HYBRID_SHARD'. It is \"full_shard\" over a 2-D mesh "
+        "(replicate, shard).",
     ),
     "freeing what is kept": (
         Layer,

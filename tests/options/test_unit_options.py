@@ -7,15 +7,26 @@ import copy
 import dataclasses
 import inspect
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 import torch
 from torch import nn
+from typing_extensions import Unpack, get_type_hints
 
 import composable_shard
-from composable_shard import Block, MixedPrecisionPolicy, ShardingStrategy, fully_shard
-from composable_shard.options import UnitOptions
+from composable_shard import (
+    Block,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    estimate,
+    fully_shard,
+    shard_model,
+)
+from composable_shard.options import OptionsDict, StrategyName, UnitOptions
+from composable_shard.planning import by_class, by_size, transformer_blocks
 
 PACKAGE = Path(composable_shard.__file__).parent
 STRATEGIES = PACKAGE / "options" / "strategy.py"
@@ -27,6 +38,28 @@ def test_fully_shard_takes_exactly_these_options() -> None:
     parameters = inspect.signature(fully_shard).parameters.values()
     taken = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
     assert list(taken.items()) == [(field.name, field.default) for field in FIELDS]
+
+
+@pytest.mark.parametrize("function", [shard_model, estimate, by_class, by_size, transformer_blocks])
+def test_editors_know_options_that_are_passed_on(function: Callable[..., object]) -> None:
+    """`**options` have the names and types of `fully_shard`."""
+    passed = [each for each in get_type_hints(function).values() if get_origin(each) is Unpack]
+    assert passed == [Unpack[OptionsDict]]
+    taken = get_type_hints(fully_shard)
+    known = get_type_hints(OptionsDict)
+    assert known == {field.name: taken[field.name] for field in FIELDS}
+
+
+def test_a_strategy_may_be_a_name() -> None:
+    """As a member's value or name; anything else is refused with the names."""
+    assert get_args(StrategyName) == tuple(each.value for each in ShardingStrategy)
+    for each in ShardingStrategy:
+        assert UnitOptions(strategy=each.value).strategy is each  # type: ignore[arg-type]
+        assert UnitOptions().override({"strategy": each.name}).strategy is each
+    with pytest.raises(ValueError, match=r"one of 'full_shard', .* 'no_shard', got 'zero3'"):
+        fully_shard(nn.Linear(2, 2), strategy="zero3")  # type: ignore[type-var]
+    with pytest.raises(ValueError, match=r"'_HYBRID_SHARD_ZERO2'\. It is .* 2-D mesh"):
+        UnitOptions().override({"strategy": "_HYBRID_SHARD_ZERO2"})
 
 
 def test_the_defaults_are_overridden_by_name() -> None:

@@ -652,7 +652,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         {Layer: {"strategy": "full"}},
         {},
         ValueError,
-        "rule 1 (Layer): expected strategy to be a ShardingStrategy, got 'full'",
+        "rule 1 (Layer): expected strategy to be a ShardingStrategy or one of 'full_shard', "
+        "'shard_grad_op', 'shard_optim', 'no_shard', got 'full'.",
     ),
     "value of a default": (
         Net,
