@@ -41,7 +41,7 @@ from composable_shard import (
 # Growth of resident memory that is put down to the allocator, which returns nothing early.
 MAX_GROWTH_NBYTES = 4 << 20
 # Of all objects, where caches of the interpreter come and go.
-MAX_NEW_OBJECTS = 20
+MAX_NEW_OBJECTS = 200
 _NUM_TURNS = 8
 COUNTED = ("tensors", "objects", "descriptors", "threads")
 

@@ -199,6 +199,37 @@ def test_l_advice_works_for_what_is_computed_outside_a_forward() -> None:
         assert_equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
 
 
+@pytest.mark.parametrize("granularity", ["element", "param"])
+@distributed(2)
+def test_l_advice_where_a_gradient_would_be_of_one_rank(granularity: str) -> None:
+    """Whole parameters outside a forward: an error, or no gradient is recorded."""
+    strategy = (
+        ShardingStrategy.NO_SHARD if granularity == "element" else ShardingStrategy.FULL_SHARD
+    )
+    model = _encoder(strategy=strategy, granularity=granularity)
+    x = torch.ones(2, 8)
+    for call, name in (
+        (lambda: model.encode(X), "_Encoder.encode"),
+        (lambda: model.head(x), "head"),
+    ):
+        with pytest.raises(RuntimeError, match=r"which rank|of this rank alone, and nothing") as e:
+            call()
+        assert (
+            "which rank" in str(e.value) or name in str(e.value) or "Linear.forward" in str(e.value)
+        )
+    if granularity == "param":
+        return
+    with torch.no_grad():
+        assert_equal(model.head(x), model(X).new_tensor(model.head(x).tolist()))
+    weight = model.head.weight
+    (weight @ weight.t()).square().sum().backward()  # a penalty: the same on all ranks
+    grads = [torch.empty(4, 8) for _ in range(2)]
+    dist.all_gather(
+        grads, weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
+    )
+    assert_equal(grads[0], grads[1])
+
+
 @distributed(2)
 def test_l_advice_lets_whole_parameters_be_read_and_stepped() -> None:
     """Under NO_SHARD LBFGS and numpy work; what `get_model_state_dict` returns can be saved."""

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable_shard.options import advise
 from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
 from composable_shard.tensor.operands import note_write, owner_error, schema_arguments, unsupported
 from composable_shard.tensor.pointwise_rules import fill_mask
@@ -356,11 +357,46 @@ RULES: dict[OpOverload, Rule] = {
 def on_whole(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any] | None:
-    """Return what runs an op on whole tensors, None where this rank does not hold all of them."""
-    shards = _shards((args, tuple(kwargs.values())))
-    if not all(shard._shard_spec.is_whole for shard in shards):
+    """Return what runs an op on whole tensors, None where this rank does not hold all of them.
+
+    Raises:
+        RuntimeError: If a parameter would get the gradient of this rank's data, see `_check_alone`.
+    """
+    operands = (args, tuple(kwargs.values()))
+    if not all(shard._shard_spec.is_whole for shard in _shards(operands)):
         return None
+    if torch.is_grad_enabled() and torch.Tag.pointwise not in func.tags:
+        _check_alone(func, operands)
     return partial(_run, func, args, kwargs)
+
+
+def _check_alone(func: OpOverload, operands: tuple[Any, ...]) -> None:
+    """Check that no parameter is multiplied with this rank's data outside the forward of its unit.
+
+    Nothing would reduce its gradient. A function of parameters alone has the same on all ranks.
+
+    Raises:
+        RuntimeError: For a trainable parameter that several data-parallel ranks have.
+    """
+    if not any(type(each) in (Tensor, nn.Parameter) and each.dim() for each in _leaves(operands)):
+        return
+    for shard in _shards(operands):
+        handle = (
+            None if shard._guard is None or shard._guard.owner is None else shard._guard.owner()
+        )
+        if handle is not None and handle.requires_grad and handle.shard_group.num_ranks > 1:
+            raise RuntimeError(
+                f"{func.overloadpacket} would give parameter '{shard._shard_spec.label.fqn}' the "
+                f"gradient of this rank alone, and nothing would average it. {advise()}"
+            )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, Tensor):
+        yield value
 
 
 def _shards(value: Any) -> Iterator[FlatShard]:
