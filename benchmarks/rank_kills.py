@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,6 +201,12 @@ class Kill:
                     elif time.monotonic() > deadline:
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
+        try:
+            return self._judge(statuses)
+        finally:
+            shutil.rmtree(self.folder)
+
+    def _judge(self, statuses: dict[int, int]) -> Cell:
         began = float((self.folder / "began").read_text())
         found = [
             json.loads((self.folder / f"error {rank}").read_text())

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
-from composable_shard.torch_private import all_gather_base_of
+from composable_shard.torch_private import all_gather_base_of, timeout_of
 
 # A NotImplementedError is a RuntimeError too, so it stands first.
 _KINDS = (ValueError, NotImplementedError, RuntimeError)
@@ -325,7 +325,9 @@ def get_host_group() -> HostGroup:
     world = dist.group.WORLD if dist.is_initialized() else None
     known = _groups.get(0)
     if known is None or known[0] is not world:
-        group = None if world is None else dist.new_group(backend="gloo")
+        # The job's timeout, for making the group too: torch's own is half an hour.
+        timeout = None if world is None else timeout_of(world)
+        group = None if world is None else dist.new_group(backend="gloo", timeout=timeout)
         before = None if known is None else known[1]
         _groups[0] = known = world, HostGroup(group)
         if before is not None:

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from composable_shard.comm import lockstep
+from composable_shard.comm.agreement import get_host_group
 from composable_shard.comm.lockstep import NUM_TAGS, GroupOrder, identify
-from composable_shard.torch_private import side_store
+from composable_shard.torch_private import side_store, timeout_of
 from tests import differences, helpers
 from tests.helpers import distributed
 
@@ -127,3 +129,13 @@ def test_the_store_has_a_connection_for_statements() -> None:
     store.set(f"lockstep/{dist.get_rank()}", "here")
     dist.barrier()
     assert store.get(f"lockstep/{1 - dist.get_rank()}") == b"here"
+
+
+@distributed(2)
+def test_l_alone_groups_made_inside_have_the_timeout_of_the_job() -> None:
+    """Alone and A rank dies: torch's own would let a checkpoint wait for half an hour."""
+    world = dist.group.WORLD
+    group = get_host_group()._group
+    assert group is not None
+    assert group is not world
+    assert timeout_of(group) == timeout_of(world) == timedelta(seconds=helpers.GROUP_TIMEOUT_S)
