@@ -381,9 +381,8 @@ def _check_alone(func: OpOverload, operands: tuple[Any, ...]) -> None:
     if not any(type(each) in (Tensor, nn.Parameter) and each.dim() for each in _leaves(operands)):
         return
     for shard in _shards(operands):
-        handle = (
-            None if shard._guard is None or shard._guard.owner is None else shard._guard.owner()
-        )
+        owner = None if shard._guard is None else shard._guard.owner
+        handle: Any = None if owner is None else owner()  # a FlatParamHandle
         if handle is not None and handle.requires_grad and handle.shard_group.num_ranks > 1:
             raise RuntimeError(
                 f"{func.overloadpacket} would give parameter '{shard._shard_spec.label.fqn}' the "
