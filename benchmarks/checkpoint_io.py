@@ -9,12 +9,14 @@ Files go to a directory of `--folder`, by default in memory, so that a disk's mo
 - dcp load: state dicts, `torch.distributed.checkpoint.load`, and setting them
 - full: `get_model_state_dict` with `full_state_dict` and `cpu_offload`, to rank 0
 - checkpoint: `save_checkpoint` and `load_checkpoint`, ours alone; model and optimizer, with
-  checksums
+  checksums; their ratio is to FSDP2 with DCP
 - safetensors: `save_safetensors` and `load_safetensors`, ours alone; the model
 
-Read: bytes that one rank's `read` calls returned (/proc/self/io), the highest; what is mapped, as
-safetensors files are, does not count there. Peak: bytes held from malloc on rank 0 beyond those
-before the call, each way in processes of its own that have done the same before (gcc).
+Read and written: bytes of one rank's `read` and `write` calls (/proc/self/io), the highest; what is
+mapped, as safetensors files are, does not count there. CPU: seconds of the slower rank's process,
+the least of all rounds, which other programs on the machine disturb less than the time. Peak: bytes
+held from malloc on rank 0 beyond those before the call, each way in processes of its own that have
+done the same before (gcc).
 """
 
 from __future__ import annotations
@@ -98,41 +100,44 @@ class Trainer:
         return function
 
 
-def bytes_read() -> int:
-    """Return what this process has read so far."""
+def counts() -> torch.Tensor:
+    """Return seconds, seconds of CPU, bytes read and bytes written of this process so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["rchar"])
+    io = {name: int(number) for name, number in (line.split(": ") for line in lines)}
+    times = [time.perf_counter(), time.process_time()]
+    return torch.tensor([*times, io["rchar"], io["wchar"]], dtype=torch.float64)
 
 
-def run_once(way: Way) -> tuple[float, int]:
-    """Return seconds and bytes read, of the slower rank and of the one that read more."""
+def run_once(way: Way) -> list[float]:
+    """Return what `counts` has counted meanwhile, of the rank with the most of each."""
     gc.collect()
     dist.barrier()
-    read, start = bytes_read(), time.perf_counter()
+    start = counts()
     result = way()
-    seconds = torch.tensor([time.perf_counter() - start, bytes_read() - read], dtype=torch.float64)
+    used = counts() - start
     del result
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds[0].item(), int(seconds[1])
+    dist.all_reduce(used, dist.ReduceOp.MAX)
+    return used.tolist()
 
 
 def measure_times(rank: int, model_name: str, folder: str, rounds: int) -> Any:
-    """Return the seconds of each way by round, and the bytes that it read in the last."""
+    """Return the seconds of each way by round, the least CPU time, and bytes of the last round."""
     trainers = {peer: Trainer(peer, model_name, Path(folder)) for peer in LIBRARIES}
     ways = {(name, peer): trainers[peer].way(name) for name in PAIRS for peer in LIBRARIES}
     ways |= {(name, "ours"): trainers["ours"].way(name) for name in OWN}
     times: dict[str, list[float]] = {" / ".join(key): [] for key in ways}
-    reads: dict[str, int] = {}
+    rest: dict[str, list[float]] = {}
     for number in range(-1, rounds):
         for name in (*PAIRS, *OWN):
             # Saves come before loads; the two peers' order changes.
             rivals = [key for key in ways if key[0] == name]
             for key in rivals if number % 2 else reversed(rivals):
-                seconds, read = run_once(ways[key])
+                label = " / ".join(key)
+                seconds, cpu, *nbytes = run_once(ways[key])
                 if number >= 0:
-                    times[" / ".join(key)].append(seconds)
-                reads[" / ".join(key)] = read
-    return {"seconds": times, "read": reads}
+                    times[label].append(seconds)
+                    rest[label] = [min(cpu, rest.get(label, [cpu])[0]), *nbytes]
+    return {"seconds": times, "rest": rest}
 
 
 def measure_peak(rank: int, model_name: str, folder: str, peer: str, name: str) -> int:
@@ -156,6 +161,7 @@ def main() -> None:
     parser.add_argument("--model", default="110m", help="out of 110m, 50m, std, tiny, micro")
     parser.add_argument("--world-size", type=int, default=2, help="gloo ranks")
     parser.add_argument("--rounds", type=int, default=10, help="rounds after one to warm up")
+    parser.add_argument("--no-peaks", action="store_true", help="leave the last column out")
     parser.add_argument("--folder", default="/dev/shm", help="where files go")
     args = parser.parse_args()
     size = param_nbytes(make_llama(args.model))
@@ -165,7 +171,7 @@ def main() -> None:
         shutil.rmtree(folder)
         peaks: dict[str, int] = {}
         with malloc_counter.preloaded():
-            for key in result["seconds"]:
+            for key in () if args.no_peaks else result["seconds"]:
                 name, peer = key.split(" / ")
                 peaks[key] = run(measure_peak, args.model, folder, peer, name)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -173,7 +179,8 @@ def main() -> None:
     rows = []
     for key, seconds in result["seconds"].items():
         name, peer = key.split(" / ")
-        theirs = result["seconds"].get(f"{name} / fsdp2")
+        theirs = result["seconds"].get(f"{name.replace('checkpoint', 'dcp')} / fsdp2")
+        cpu, read, written = result["rest"][key]
         ratios = [a / b for a, b in zip(seconds, theirs, strict=True)] if theirs else None
         rows.append(
             [
@@ -181,8 +188,10 @@ def main() -> None:
                 peer,
                 report.spread([each * 1e3 for each in seconds], 0),
                 report.spread(ratios) if ratios else "",
-                f"{result['read'][key] / 1e6:.1f}",
-                f"{peaks[key] / size:.2f}",
+                f"{cpu * 1e3:.0f}",
+                f"{read / 1e6:.1f}",
+                f"{written / 1e6:.1f}",
+                f"{peaks[key] / size:.2f}" if key in peaks else "",
             ]
         )
     markdown = report.header(
@@ -191,7 +200,8 @@ def main() -> None:
         f"{size // 4 / 1e6:.1f} M parameters; files in {args.folder}",
         f"{args.rounds} rounds, the slower rank, median (lower-upper quartile)",
     )
-    columns = ["what", "peer", "ms", "ratio to fsdp2", "read by a rank, MB", "peak on rank 0 / P"]
+    columns = ["what", "peer", "ms", "ratio to fsdp2", "CPU ms", "read, MB", "written, MB"]
+    columns += ["peak on rank 0 / P"]
     report.emit(markdown + "\n" + report.table(columns, rows), args.output)
 
 
