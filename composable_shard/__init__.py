@@ -12,6 +12,7 @@ from composable_shard.huggingface import load_safetensors, save_safetensors
 from composable_shard.layout import FlatLayout
 from composable_shard.module_api import (
     drop_pending_gradients,
+    get_param_ranges,
     get_pending_gradients,
     no_sync,
     reduce_pending_gradients,
@@ -32,7 +33,12 @@ from composable_shard.module_api import (
     unshard_params,
     writeback,
 )
-from composable_shard.optim import ShardedGradScaler, clip_grad_norm_, shard_optimizer_state
+from composable_shard.optim import (
+    ShardedGradScaler,
+    clip_grad_norm_,
+    count_zero_gradients,
+    shard_optimizer_state,
+)
 from composable_shard.options import (
     Block,
     MixedPrecisionPolicy,
@@ -65,6 +71,7 @@ __all__ = [
     "StateDictOptions",
     "clip_grad_norm_",
     "count_collectives",
+    "count_zero_gradients",
     "describe",
     "drop_pending_gradients",
     "estimate",
@@ -73,6 +80,7 @@ __all__ = [
     "get_handles",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "get_param_ranges",
     "get_pending_gradients",
     "get_root_states",
     "get_states",

@@ -25,6 +25,7 @@ from composable_shard.module_api.full_params import (
     writeback,
 )
 from composable_shard.module_api.methods import register_forward_method
+from composable_shard.module_api.param_ranges import ParamRange, get_param_ranges
 from composable_shard.module_api.pending import (
     drop_pending_gradients,
     get_pending_gradients,
@@ -32,8 +33,10 @@ from composable_shard.module_api.pending import (
 )
 
 __all__ = [
+    "ParamRange",
     "UnshardWork",
     "drop_pending_gradients",
+    "get_param_ranges",
     "get_pending_gradients",
     "no_sync",
     "reduce_pending_gradients",

@@ -3,7 +3,7 @@
 Read `clipping` first, then `optimizer_state`.
 """
 
-from composable_shard.optim.clipping import ShardedGradScaler, clip_grad_norm_
+from composable_shard.optim.clipping import ShardedGradScaler, clip_grad_norm_, count_zero_gradients
 from composable_shard.optim.optimizer_state import (
     find_scalar_keys,
     init_state,
@@ -13,6 +13,7 @@ from composable_shard.optim.optimizer_state import (
 __all__ = [
     "ShardedGradScaler",
     "clip_grad_norm_",
+    "count_zero_gradients",
     "find_scalar_keys",
     "init_state",
     "shard_optimizer_state",

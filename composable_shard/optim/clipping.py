@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn, TypeVar
@@ -26,6 +27,7 @@ from composable_shard.tensor import (
     norms_of,
     note_write,
     reduction_groups,
+    sum_over,
     total_norms,
 )
 from composable_shard.torch_private import foreach_mul_, modules_of, parameters_of, unscale_
@@ -112,6 +114,52 @@ def clip_grad_norm_(
         note_write(shard)
     _scale(slices, grads, max_norm, norm)
     return norm
+
+
+@torch.no_grad()
+def count_zero_gradients(
+    model_or_params: nn.Module | Tensor | Iterable[Tensor],
+    *,
+    groups: Sequence[OtherOwners] = (),
+) -> Tensor:
+    """Return how many elements of the gradients are zero, over all parameters of all ranks.
+
+    As Megatron reports it beside the norm. One all-reduce of one element for each process group.
+    Call it on every rank, before `zero_grad`, with the arguments of `clip_grad_norm_`. Parameters
+    without a gradient don't count.
+
+    Args:
+        model_or_params: A module, a parameter, or parameters.
+        groups: As of `clip_grad_norm_`.
+
+    Returns:
+        A plain 0-d tensor of integers.
+    """
+    owned = split_by_owners(_params_of(model_or_params), groups, 1.0)
+    count = _count_zeros(owned.shared, owned.device)
+    for part, group in owned.parts:
+        count += sum_over(_count_zeros(part, owned.device), (group,))
+    return sum_over(count, owned.overall).to(torch.int64)
+
+
+def _count_zeros(params: list[Tensor], device: torch.device) -> Tensor:
+    """Return the zeros in the gradients of parameters, over all ranks that share them."""
+    grads, shards = _gradients(params)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (groups, where), locals_ in group_slices(shards).items():
+        zeros = [local.numel() - local.count_nonzero() for local in locals_]
+        count = torch.stack(zeros).sum() if zeros else torch.zeros((), device=where)
+        total += sum_over(count.double(), groups).to(device)
+    for handle in handles_of([param for param in params if param.grad is not None]):
+        flat = handle.shown.flat
+        if handle.shown.shows_flat and flat is not None:
+            # What aligns parameters is zero, on each tensor-parallel rank.
+            numel = math.prod(flat.spec.dense_shape)
+            total -= (numel - sum(handle.layout.numels)) * (flat.sharded.numel() // max(1, numel))
+    for grad in grads:
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        total += (whole.numel() - whole.count_nonzero()).to(device)
+    return total
 
 
 def _total_norm(

@@ -153,7 +153,7 @@ def _load_without_scaler(path: Path) -> None:
 
 
 def test_a_missing_scaler_is_tolerated(tmp_path: Path) -> None:
-    """With a warning, and at another world size."""
+    """S3.6: With a warning, and at another world size."""
     run_ranks(2, _save_without_scaler, tmp_path)
     run_ranks(3, _load_without_scaler, tmp_path)
 

@@ -803,6 +803,29 @@ def _assert_close_to_plain(actual: Tensor, expected: Tensor, what: str = "loss")
 
 
 @distributed(4)
+def test_sequence_parallel_gradients_of_plain_parameters_are_added_up() -> None:
+    """As Megatron's: each tensor-parallel rank has part of a sequence, and a copy of the norm.
+
+    A hook adds what the ranks of its group have, after the reduction over the data-parallel ones.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    reference = nn.LayerNorm(8)
+    norm = fully_shard(copy.deepcopy(reference), mesh=mesh["dp"])
+    for param in norm.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda p: dist.all_reduce(p.grad.to_local(), group=mesh["tp"].get_group())
+        )
+    for step in range(2):
+        for rank in range(2):
+            (reference(_sequences(rank, step)).square().sum() / 2).backward()
+        part = _sequences(mesh["dp"].get_local_rank(), step).chunk(2, 1)
+        norm(part[mesh["tp"].get_local_rank()]).square().sum().backward()
+        for param, expected in zip(norm.parameters(), reference.parameters(), strict=True):
+            _assert_close_to_plain(param.grad, expected.grad, "gradient")
+            param.grad = expected.grad = None
+
+
+@distributed(4)
 def test_torch_clipping_counts_replicated_parameters_once() -> None:
     """S3.8: `torch.nn.utils.clip_grad_norm_` gives the plain model's norm too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -475,7 +475,7 @@ def test_at_rest_the_device_holds_nothing_or_a_copy_of_the_shard(policy: str) ->
 
 @distributed(2)
 def test_host_memory_is_allocated_once() -> None:
-    """The first backward allocates gradients, the first that adds to some a second buffer."""
+    """S0.5: The first backward allocates gradients, the first that adds to some a second buffer."""
     model = _make_offloaded(PARAMS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     lazy_init(model)
@@ -730,7 +730,7 @@ def test_ranks_that_disagree_raise() -> None:
 
 @distributed(2)
 def test_a_shard_on_another_device_is_named() -> None:
-    """As after `model.cuda()`; the remedy works."""
+    """S0.5: As after `model.cuda()`; the remedy works."""
     model = _make_offloaded(PARAMS)
     expected = _train_with(_make_offloaded(), _plain_step)
     kept = {param: param._local for param in model.parameters()}
@@ -798,7 +798,7 @@ def _init_single(tmp_path: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
 def test_on_a_gpu_shards_and_gradients_are_pinned(policy: str, tmp_path: Any) -> None:
-    """Shards, gradients and state on the host; the unit computes on the GPU."""
+    """S0.5: Shards, gradients and state on the host; the unit computes on the GPU."""
     _init_single(tmp_path)
     try:
         model = _make_offloaded(POLICIES[policy])
