@@ -219,12 +219,13 @@ def side_store() -> dist.Store | None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return after how long collectives on the CPU fail; None where the backend does not say."""
-    try:
-        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    except (RuntimeError, AttributeError):
-        return None
-    return timeout
+    """Return after how long a group's collectives fail; None where no backend says so."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout: timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None
 
 
 # What an operation on fake tensors raises whose result depends on values.

@@ -389,7 +389,7 @@ _CALLS: dict[str, Callable[[Run], object]] = {
     "unshard_params": _in_scope,
     "unshard": lambda run: (cs.unshard(run.model, recurse=True), cs.reshard(run.model)),
     "save_checkpoint": lambda run: cs.save_checkpoint(
-        f"{run.directory}/{run.rank}", run.model, run.optimizer
+        f"{run.directory}/{run.rank}", run.model, run.optimizer, step=1
     ),
     "save_safetensors": lambda run: cs.save_safetensors(run.model, f"{run.directory}/{run.rank}"),
     "lazy_init_again": lambda run: cs.lazy_init(run.model),
@@ -403,7 +403,6 @@ _CALLS: dict[str, Callable[[Run], object]] = {
 }
 for _name, _call in _CALLS.items():
     DIFFERENCES[_name] = Difference(_after(_call))  # a plain model skips the call
-_PLAIN_CALLS = frozenset(_CALLS)
 
 _PAIRS: dict[str, tuple[Callable[[Run], object], Callable[[Run], object]]] = {
     "full_tensors_of_others": (
@@ -427,14 +426,14 @@ _PAIRS: dict[str, tuple[Callable[[Run], object], Callable[[Run], object]]] = {
         lambda run: _first(run).full_tensor(),
     ),
     "save_for_state_dict": (
-        lambda run: cs.save_checkpoint(f"{run.directory}/c", run.model, run.optimizer),
+        lambda run: cs.save_checkpoint(f"{run.directory}/c", run.model, run.optimizer, step=1),
         lambda run: cs.get_model_state_dict(run.model, options=FULL),
     ),
     "scope_without_writeback": (lambda run: _in_scope(run, writeback=False), _in_scope),
 }
 for _name, (_one, _other) in _PAIRS.items():
-    DIFFERENCES[_name] = Difference(_after(_one), others=_after(_other), is_plain=False)
-
+    DIFFERENCES[_name] = Difference(_after(_one), others=_after(_other))
+_PLAIN_CALLS = frozenset([*_CALLS, *_PAIRS])
 
 # Settings
 
@@ -456,7 +455,9 @@ _SETTINGS: dict[str, Callable[[Run], object]] = {
     "frozen_unit": lambda run: run.model.blocks[1].requires_grad_(False),
 }
 for _name, _setting in _SETTINGS.items():
-    DIFFERENCES[_name] = Difference(_set_then_step(_setting), is_plain=False)
+    # What a strategy has no use for changes nothing.
+    is_harmless = _name in ("forward_prefetch", "reshard_after_forward")
+    DIFFERENCES[_name] = Difference(_set_then_step(_setting), is_plain=is_harmless)
 
 
 # A rank dies
@@ -492,7 +493,7 @@ def _die_in_step(run: Run) -> None:
 def _act(run: Run, name: str, *, is_plain: bool = False) -> None:
     item = DIFFERENCES[name]
     act = item.act if run.rank == DEVIANT else item.others
-    if is_plain and name in _PLAIN_CALLS:
+    if is_plain and (name in _PLAIN_CALLS or name in _SETTINGS):
         act = Run.step
     act(run)
 

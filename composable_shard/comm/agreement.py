@@ -14,7 +14,7 @@ import ctypes
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,7 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
-from composable_shard.torch_private import all_gather_base_of, timeout_of
+from composable_shard.comm.algorithms import exchange
+from composable_shard.comm.callers import function_called
+from composable_shard.comm.devices import HOST
+from composable_shard.comm.lockstep import begin_watch, identify, note_setting, order_of
+from composable_shard.torch_private import backend_of, timeout_of
 
 # A NotImplementedError is a RuntimeError too, so it stands first.
 _KINDS = (ValueError, NotImplementedError, RuntimeError)
@@ -89,6 +93,7 @@ class Ranks:
         Returns:
             The messages in rank order, only this rank's if all are the same; the joined flag.
         """
+        what = what or function_called(with_arguments=False)
         text = json.dumps(message)
         digest, is_same = _digest_of(text.encode()), True
         for group in self.groups:
@@ -276,7 +281,7 @@ class HostGroup(Ranks):
         padded = torch.zeros(largest, dtype=torch.uint8)
         padded[: data.numel()] = data
         parts = [torch.empty(largest, dtype=torch.uint8) for _ in sizes] if self.is_first else []
-        self._group.gather([parts] if parts else [], [padded], dist.GatherOptions()).wait()
+        self._collect(padded, parts)
         return [_from_tensor(part[:n]) for part, n in zip(parts, sizes, strict=False)]
 
     def broadcast(self, value: Any) -> Any:
@@ -304,36 +309,68 @@ class HostGroup(Ranks):
         return value
 
     def _all_gather(self, numbers: Tensor) -> Tensor:
-        assert self._group is not None
-        output = torch.empty(self.size * numbers.numel(), dtype=numbers.dtype)
-        all_gather_base_of(self._group)(output, numbers).wait()
-        return output
+        output = numbers.new_empty(self.size, numbers.numel())
+        self._collect(numbers, list(output))
+        self._broadcast(output)
+        return output.flatten()
+
+    def _collect(self, tensor: Tensor, parts: Sequence[Tensor]) -> None:
+        """Send a tensor to rank 0, where `parts` receive those of all ranks."""
+        if self.is_first:
+            parts[0].copy_(tensor)
+            self._exchange([], enumerate(parts[1:], 1))
+        else:
+            self._exchange([(0, tensor)], [])
 
     def _broadcast(self, tensor: Tensor) -> None:
+        if self.is_first:
+            self._exchange([(rank, tensor) for rank in range(1, self.size)], [])
+        else:
+            self._exchange([], [(0, tensor)])
+
+    def _exchange(
+        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]
+    ) -> None:
+        """Send and receive, in messages that carry their identity as those of training do."""
         assert self._group is not None
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        self._group.broadcast([tensor], options).wait()
+        order = order_of(self._group)
+        order.note(identify(function_called(with_arguments=False), "message", 0))
+        exchange(sends, receives, self._group, order).wait()
 
 
 def get_host_group() -> HostGroup:
     """Return the group of all ranks of the default process group.
 
-    The first call makes it, on all ranks. Without a default process group it is this process alone.
+    The first call makes it, on all ranks, with the timeout of the default group. Without a default
+    process group it is this process alone. Each call counts as a collective of the default group,
+    so that ranks that differ find out.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     known = _groups.get(0)
+    if world is not None:
+        begin_watch()
+        note_setting(function_called(with_arguments=False), [world])
     if known is None or known[0] is not world:
-        # The job's timeout, for making the group too: torch's own is half an hour.
-        timeout = None if world is None else timeout_of(world)
-        group = None if world is None else dist.new_group(backend="gloo", timeout=timeout)
+        group = None
+        if world is not None:
+            # Named, if a rank does not come: to make a group says nothing.
+            Ranks([world], _device_of(world)).all_messages(None)
+            group = dist.new_group(backend="gloo", timeout=timeout_of(world))
         before = None if known is None else known[1]
         _groups[0] = known = world, HostGroup(group)
         if before is not None:
             known[1].take_pending(before.take_pending(None))  # it continues on the earlier group
             known[1].continue_run(before.run)
     return known[1]
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return a device on which a group can communicate, the CPU if it can be that."""
+    try:
+        backend_of(group, HOST)
+    except RuntimeError:
+        return torch.accelerator.current_accelerator() or HOST
+    return HOST
 
 
 # The one in use with its default group, which a program may destroy and make anew.

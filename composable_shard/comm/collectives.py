@@ -34,10 +34,10 @@ from composable_shard.comm.algorithms import (
     exchange,
     payload,
 )
+from composable_shard.comm.callers import function_called
 from composable_shard.comm.devices import Waitable, abandon, as_real, is_exchange
 from composable_shard.comm.lockstep import (
     GroupOrder,
-    function_called,
     identify,
     order_of,
 )

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.collectives import resolve_group
 from composable_shard.comm.lockstep import begin_watch
-from composable_shard.torch_private import backend_of, num_known_groups, root_mesh_of
+from composable_shard.torch_private import backend_of, num_known_groups, root_mesh_of, timeout_of
 
 _Groups = tuple[dist.ProcessGroup, ...]
 
@@ -328,7 +328,9 @@ def _make_group(ranks: list[int], asking: _Groups, device: torch.device) -> dist
             "many groups, as after init_device_mesh over all ranks of the job, or use neither "
             "a number for reshard_after_forward nor shard_over_replicas."
         )
-    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout_of(asking[0]), use_local_synchronization=True
+    )
     return made
 
 

@@ -39,7 +39,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from types import FrameType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -47,6 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composable_shard.comm.callers import find_call
 from composable_shard.torch_private import backend_of, frames_of_threads, side_store
 
 LOWEST_TAG = 1 << 20  # out of the way of tags that users choose
@@ -65,9 +65,6 @@ ADVICE = "All ranks must run the same units and call the same functions, in the 
 _logger = logging.getLogger(_KEY)
 _Statement = dict[str, Any]
 
-_PACKAGE = __name__.partition(".")[0]
-_TORCH = torch.__name__
-_TRANSPARENT = sys.stdlib_module_names - {"__main__"}
 
 # By identity. There are as many as a program has collectives of different kinds.
 _texts: dict[int, str] = {}
@@ -79,11 +76,11 @@ def identify(what: str, kind: str, nbytes: int, *, is_of_step: bool = False) -> 
 
     Args:
         what: What it is for.
-        kind: The kind of collective.
+        kind: The kind of collective; "" for a setting, `note_setting`.
         nbytes: Of the full-size payload.
         is_of_step: All data-parallel ranks issue it in their steps, [Note: Digest of a step].
     """
-    text = f"{what} ({kind} of {nbytes} bytes)"
+    text = f"{what} ({kind} of {nbytes} bytes)" if kind else f"{what} (a setting)"
     identity = zlib.crc32(text.encode())
     if is_of_step:
         # Bytes left out: those of shards that have copies may differ between the copies' groups.
@@ -182,43 +179,15 @@ def all_orders() -> list[tuple[dist.ProcessGroup, GroupOrder]]:
     return list(_orders.items())
 
 
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+def note_setting(what: str, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Enter into the order of collectives what all ranks must do, though they send nothing.
 
-
-def find_call(frame: FrameType | None) -> tuple[str, bool, FrameType | None]:
-    """Return what a program has called: the function, whether it is ours, and the caller's frame.
-
-    Args:
-        frame: The innermost one.
-
-    Returns:
-        An empty name where it has called neither this library nor torch.
+    If one of them does not, the ranks differ in the next message or digest.
     """
-    name, is_ours = "", False
-    while frame is not None:
-        package = _package_of(frame)
-        if package == _PACKAGE:
-            name, is_ours = _function_name(frame), True
-        elif package == _TORCH:
-            name = name or frame.f_code.co_name
-        elif package not in _TRANSPARENT:
-            break
-        frame = frame.f_back
-    return name, is_ours, frame
-
-
-def _function_name(frame: FrameType) -> str:
-    name = frame.f_code.co_name
-    if name.startswith("__torch_"):
-        return str(frame.f_locals.get("func", name))
-    return name
-
-
-def function_called() -> str:
-    """Return the name of the library's function that the program has called."""
-    name, _, _ = find_call(sys._getframe(1))
-    return f"{name}()"
+    identity = identify(what, "", 0, is_of_step=True)
+    for group in dict.fromkeys(groups):
+        if group.size() > 1:
+            order_of(group).note(identity)
 
 
 class _Watch:
@@ -294,8 +263,15 @@ class _Watch:
             ranks = dist.get_process_group_ranks(group)
             found = _find_difference(group.group_name, self._read(ranks))
             if found is not None:
-                order.failure = self._agree(group, found)
-                _close(group, order.failure)
+                self._give_up(set(ranks), self._agree(group, found))
+
+    def _give_up(self, ranks: set[int], text: str) -> None:
+        """Let all groups of these ranks fail: each of them may wait in another one."""
+        for group, order in all_orders():
+            is_among = ranks.issuperset(dist.get_process_group_ranks(group))
+            if order.failure is None and is_among and group.size() > 1:
+                order.failure = text
+                _close(group, text)
 
     def _agree(self, group: dist.ProcessGroup, text: str) -> str:
         """Return the text of the rank that has one first."""
@@ -361,7 +337,7 @@ def _position() -> tuple[str, bool, str]:
 def _own_position(group: dist.ProcessGroup) -> str:
     function, _, where = _position()
     recent = order_of(group).recent()
-    what = recent[-1][2] if recent else f"{function}()"
+    what = recent[-1][2] if recent else function
     return f"{what}, called at {where},"
 
 
@@ -431,7 +407,7 @@ def _describe_rank(statement: _Statement, issued: Sequence[Sequence[Any]]) -> st
     """Return where a rank is that did not come."""
     if "ended" in statement:
         return str(statement["ended"])
-    function = f" in {statement['function']}()," if statement["function"] else ""
+    function = f" in {statement['function']}," if statement["function"] else ""
     last = f"; the last that it issued was {issued[-1][2]}" if issued else ""
     return f"is elsewhere:{function} at {statement['where']}, since {statement['since']}{last}"
 

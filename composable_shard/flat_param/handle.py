@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable_shard.comm import ShardGroup, Streams
+from composable_shard.comm import ShardGroup, Streams, note_setting
 from composable_shard.flat_param.entries import (
     FlatEntry,
     ParamEntry,
@@ -321,6 +321,10 @@ class FlatParamHandle:
     def _adopt_requires_grad(self) -> None:
         shown, flags = self.shown, trainable_flags(self.shown)
         is_trainable = any(flags)
+        if shown.agreed_flags is not None and flags != shown.agreed_flags:
+            groups = self.shard_group.group, *self.shard_group.joint_groups
+            note_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
+            shown.note_agreement()
         for entry, flag in zip(self.entries, flags, strict=True):
             set_requires_grad(entry.sharded, flag)
         if not shown.shows_flat and shown.flat is not None:

@@ -73,6 +73,7 @@ class ShownParams:
         at_rest: What users and optimizers hold: the originals, or the flat parameter.
         scope: The open `unshard_params` scope, if any.
         flat_slot: Where the unit's module shows the flat parameter.
+        agreed_flags: `requires_grad` of the entries on all ranks; None before they compared it.
     """
 
     flat_slot: FlatSlot
@@ -92,9 +93,14 @@ class ShownParams:
         self.shows_flat = shows_flat
         self.at_rest: Sequence[ParamEntry] = entries
         self.scope: Scope | None = None
+        self.agreed_flags: list[bool] | None = None
         # container, key, at rest, unsharded
         self._slots: list[tuple[Any, Any, Tensor | None, Tensor | None]] = []
         self.set_flat(flat, shows_flat=shows_flat)
+
+    def note_agreement(self) -> None:
+        """Note that all ranks have the `requires_grad` flags of now."""
+        self.agreed_flags = trainable_flags(self)
 
     def set_flat(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
         """Choose what is at rest; shows nothing."""

@@ -18,6 +18,7 @@ from composable_shard.runtime import (
     apply_policy,
     check_is_idle,
     lazy_init,
+    note_setting,
     release_handle,
     select_states,
 )
@@ -97,7 +98,10 @@ def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool =
     Raises:
         ValueError: If there is no unit.
     """
-    for state in select_states(module, recurse):
+    states = select_states(module, recurse)
+    is_new = any(state.requires_gradient_sync is not flag for state in states)
+    note_setting(states, f"set_requires_gradient_sync({flag})", is_new)
+    for state in states:
         state.set_gradient_sync(requires_gradient_sync=flag)
 
 
@@ -115,11 +119,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     states = select_states(module, recurse=True)
     before = [state.requires_gradient_sync for state in states]
+    note_setting(states, "no_sync()", any(before))
     for state in states:
         state.set_gradient_sync(requires_gradient_sync=False)
     try:
         yield
     finally:
+        note_setting(states, "the end of no_sync()", any(before))
         for state, flag in zip(states, before, strict=True):
             state.set_gradient_sync(requires_gradient_sync=flag)
 
@@ -184,7 +190,10 @@ def set_requires_all_reduce(module: nn.Module, flag: bool, *, recurse: bool = Tr
     Raises:
         ValueError: If there is no unit.
     """
-    for state in select_states(module, recurse):
+    states = select_states(module, recurse)
+    is_new = any(state.requires_all_reduce is not flag for state in states)
+    note_setting(states, f"set_requires_all_reduce({flag})", is_new)
+    for state in states:
         state.set_gradient_sync(requires_all_reduce=flag)
 
 
@@ -202,7 +211,10 @@ def set_is_last_backward(module: nn.Module, flag: bool, *, recurse: bool = True)
     Raises:
         ValueError: If there is no unit.
     """
-    for state in select_states(module, recurse):
+    states = select_states(module, recurse)
+    is_new = any(state.is_last_backward is not flag for state in states)
+    note_setting(states, f"set_is_last_backward({flag})", is_new)
+    for state in states:
         state.set_gradient_sync(is_last_backward=flag)
 
 
@@ -221,9 +233,12 @@ def set_gradient_divide_factor(
     """
     if factor is not None and not (factor > 0 and math.isfinite(factor)):
         raise ValueError(f"expected a positive, finite gradient divide factor, got {factor}")
-    for state in select_states(module, recurse):
-        for handle in state.handles:
-            handle.grads.reduction.set_divide_factor(factor)
+    states = select_states(module, recurse)
+    reductions = [handle.grads.reduction for state in states for handle in state.handles]
+    is_new = any(reduction.divide_factor != factor for reduction in reductions)
+    note_setting(states, f"set_gradient_divide_factor({factor})", is_new)
+    for reduction in reductions:
+        reduction.set_divide_factor(factor)
 
 
 def set_reshard_after_forward(
@@ -244,6 +259,9 @@ def set_reshard_after_forward(
     states = select_states(module, recurse)
     sizes = {handle.shard_group.size for state in states for handle in state.handles}
     checked = {size: check_reshard_after_forward(flag, size) for size in sizes}
+    freeing = [state for state in states if state.options.strategy.facts.frees_params]
+    is_new = any(state.reshard_after_forward != flag for state in freeing)
+    note_setting(states, f"set_reshard_after_forward({flag})", is_new)
     for state in states:
         for handle in state.handles[:1]:  # all handles of a unit have one shard group
             apply_policy(state, checked[handle.shard_group.size])
@@ -263,9 +281,12 @@ def set_reshard_after_backward(module: nn.Module, flag: bool, *, recurse: bool =
     Raises:
         ValueError: If there is no unit.
     """
-    for state in select_states(module, recurse):
-        for handle in state.handles:
-            handle.set_reshard_after_backward(flag)
+    states = select_states(module, recurse)
+    handles = [handle for state in states for handle in state.handles]
+    is_new = any(handle.reshards_after_backward is not flag for handle in handles)
+    note_setting(states, f"set_reshard_after_backward({flag})", is_new)
+    for handle in handles:
+        handle.set_reshard_after_backward(flag)
 
 
 def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
@@ -280,7 +301,10 @@ def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None)
         ValueError: If one of them is not sharded.
     """
     (state,) = select_states(module, recurse=False)
-    state.set_forward_prefetch(_refs(modules))
+    targets = _refs(modules)
+    is_new = state.forward_prefetch != targets
+    note_setting([state], f"set_forward_prefetch() to {_names_of(targets)}", is_new)
+    state.set_forward_prefetch(targets)
 
 
 def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
@@ -295,13 +319,20 @@ def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None
         ValueError: If one of them is not sharded.
     """
     (state,) = select_states(module, recurse=False)
-    state.set_backward_prefetch(_refs(modules))
+    targets = _refs(modules)
+    is_new = state.backward_prefetch != targets
+    note_setting([state], f"set_backward_prefetch() to {_names_of(targets)}", is_new)
+    state.set_backward_prefetch(targets)
 
 
 def _refs(modules: Iterable[nn.Module] | None) -> tuple[StateRef, ...] | None:
     if modules is None:
         return None
     return tuple(select_states(module, recurse=False)[0].ref for module in modules)
+
+
+def _names_of(targets: tuple[StateRef, ...] | None) -> object:
+    return targets and [state.name for target in targets if (state := target()) is not None]
 
 
 def register_comm_hook(
@@ -353,3 +384,5 @@ def register_comm_hook(
             )
     for _, reduction in reductions:
         reduction.set_hook(hook, state)
+    name = reductions[0][1].hook_name if reductions else None
+    note_setting(states, f"register_comm_hook() of {name}", is_new=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_shard.comm import all_reduce, resolve_group
+from composable_shard.comm import all_reduce, note_setting, resolve_group
 from composable_shard.flat_param import UnshardedParameter, handle_of
 from composable_shard.optim.other_owners import OtherOwners, combine, handles_of, split_by_owners
 from composable_shard.options import check_no_others
@@ -89,6 +89,7 @@ def clip_grad_norm_(
             check_whole(model_or_params)
         _check_equal_gradients(plain, params)
     order = float(norm_type)
+    _note_call(params, max_norm, order)
     grads, shards = _gradients(owned.shared)
     slices = group_slices(shards)
     norm = _total_norm(grads, shards, slices, order)
@@ -160,6 +161,14 @@ def _count_zeros(params: list[Tensor], device: torch.device) -> Tensor:
         whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
         total += (whole.numel() - whole.count_nonzero()).to(device)
     return total
+
+
+def _note_call(params: list[Tensor], max_norm: float, order: float) -> None:
+    """Let the ranks find out where they clip differently: a replica needs no collective for it."""
+    groups = Counter(handle.shard_group.joint_groups for handle in handles_of(params))
+    limit = "" if isinstance(max_norm, Tensor) else f"max_norm={max_norm}, "
+    for joint, count in groups.items():
+        note_setting(f"clip_grad_norm_({limit}norm_type={order}) of {count} flat parameters", joint)
 
 
 def _total_norm(

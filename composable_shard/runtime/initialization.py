@@ -248,6 +248,8 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
                 handle.shard.copy_to_replicas()
     for context in contexts:
         context.has_agreed = True
+        for handle in context.live_handles():
+            handle.shown.note_agreement()
         if any(handle.grads.is_persistent for handle in context.live_handles()):
             context.reduction_order = ReductionOrder()
 

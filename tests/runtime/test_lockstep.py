@@ -11,8 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from composable_shard.comm import lockstep
-from composable_shard.comm.agreement import get_host_group
+from composable_shard.comm import get_host_group, lockstep
 from composable_shard.comm.lockstep import NUM_TAGS, GroupOrder, identify
 from composable_shard.torch_private import side_store, timeout_of
 from tests import differences, helpers
@@ -25,13 +24,16 @@ from tests.helpers import distributed
         ("swap_equal_units", "FULL_SHARD", ["gather of unit 'blocks.0'", "of unit 'blocks.1'"]),
         ("skip_the_wide_unit", "SHARD_GRAD_OP", ["unit 'blocks.3'", "unit 'blocks.2'"]),
         ("full_tensor", "FULL_SHARD", ["full_tensor() of 'blocks.0.weight'", "forward gather"]),
-        ("clip_for_full_tensor", "SHARD_OPTIM", ["full_tensor() of", "clip_grad_norm_()"]),
+        ("clip_for_full_tensor", "SHARD_OPTIM", ["full_tensor() of", "clip_grad_norm_(max_norm"]),
+        ("divide_factor", "NO_SHARD", ["set_gradient_divide_factor(7.0) of unit 'Chain'"]),
+        ("frozen_unit", "FULL_SHARD", ["unit 'blocks.1' set to [False, False]"]),
+        ("save_checkpoint", "FULL_SHARD", ["save_checkpoint()"]),
     ],
 )
 def test_l_order_names_both_sides(
     monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, sides: list[str]
 ) -> None:
-    """Order and Alone: before the group's timeout, where both wait for each other."""
+    """Order, Alone, Setters: before the group's timeout, where both wait for each other."""
     monkeypatch.setattr(helpers, "GRACE_S", 20)
     cell = differences.measure(name, strategy, timeout_s=20)
     assert cell.kind == "error", cell
@@ -64,6 +66,7 @@ def test_l_alone_says_where_the_other_rank_is(
     [
         ("one_microbatch_more", "FULL_SHARD", ["without earlier gradients", "with earlier"]),
         ("no_step", "NO_SHARD", ["a backward with writes", "a backward without writes"]),
+        ("clip_with_another_norm", "NO_SHARD", ["norm_type=1.0) of 5", "norm_type=2.0) of 5"]),
     ],
 )
 def test_l_order_publishes_no_gradient_of_ranks_out_of_step(
@@ -119,6 +122,16 @@ def test_ranks_agree_on_tags_only_in_step() -> None:
     assert one.num_issued == 2
     assert [call for _, call, _ in one.recent()] == [-1, 0]
     assert NUM_TAGS > 1 << 30
+
+
+@distributed(2)
+def test_l_alone_groups_made_inside_have_the_timeout_of_the_job() -> None:
+    """Alone: whoever waits for a checkpoint waits no longer than for a gather."""
+    world = dist.group.WORLD
+    assert world is not None
+    group = get_host_group()._group
+    assert group is not None
+    assert timeout_of(group) == timeout_of(world)
 
 
 @distributed(2)
