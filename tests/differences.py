@@ -1,6 +1,9 @@
 """What happens when one rank does something else: a table, difference by strategy.
 
     python -m tests.differences [--strategy FULL_SHARD] [--only swap] [--timeout 5]
+    python -m tests.differences --table benchmarks/results/lockstep_cpu.md
+
+The strategies may be DDP and FSDP2 too, for the differences that need nothing of this library.
 
 Two processes train a small model. After two steps one of them deviates, in one of the ways below,
 and both train on. A cell of the table is one of:
@@ -35,6 +38,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import composable_shard as cs
@@ -76,13 +82,14 @@ class Run:
 
     def __init__(self, model: Chain, rank: int) -> None:
         self.model, self.rank = model, rank
+        self.call: nn.Module = model  # or what is around it
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.directory = ""
         self.index = 0
 
     def loss(self, part: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(100 * self.index + 10 * part + self.rank)
-        return self.model(torch.randn(4, DIM, generator=generator)).square().mean()
+        return self.call(torch.randn(4, DIM, generator=generator)).square().mean()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -534,7 +541,32 @@ def _join(rank: int, directory: str, timeout_s: int) -> None:
     )
 
 
+PEERS = ("DDP", "FSDP2")
+
+
+def _has_peers(name: str) -> bool:
+    """Return whether the difference uses nothing that only this library has."""
+    own = {*_CALLS, *_PAIRS, *_SETTINGS, "no_sync", "requires_gradient_sync_off"}
+    theirs = {"clip_of_torch", "barrier_of_torch", "all_reduce_of_torch", "frozen_unit"}
+    return name not in own or name in theirs
+
+
+def _make_peer(rank: int, name: str, strategy: str) -> Run:
+    run = Run(Chain(), rank)
+    if strategy == "DDP":
+        run.call = DistributedDataParallel(run.model, find_unused_parameters=True)
+        return run
+    mesh = init_device_mesh("cpu", (2,))
+    for unit in DIFFERENCES[name].units:
+        fsdp.fully_shard([run.model.blocks[index] for index in unit], mesh=mesh)
+    fsdp.fully_shard(run.model, mesh=mesh)
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    return run
+
+
 def _make_run(rank: int, name: str, strategy: str, directory: str) -> Run:
+    if strategy in PEERS:
+        return _make_peer(rank, name, strategy)
     model = Chain()
     for unit in DIFFERENCES[name].units:
         fully_shard([model.blocks[index] for index in unit], strategy=ShardingStrategy[strategy])
@@ -565,7 +597,7 @@ def run_cell(name: str, strategy: str, directory: str, timeout_s: int) -> None:
                 _act(run, name)
             else:
                 run.step()
-        values = [param.full_tensor().detach() for param in _params(run)]
+        values = [_full(param) for param in _params(run)]
         is_right = expected is not None and all(map(_is_close, values, expected))
         note("right" if is_right else "ended")
         dist.barrier()  # no rank leaves before the other has told
@@ -590,6 +622,11 @@ def train(name: str, strategy: str) -> bool:
             run.step()
     values = [param.full_tensor().detach() for param in _params(run)]
     return all(map(_is_close, values, expected))
+
+
+def _full(param: Any) -> Tensor:
+    full: Tensor = param.full_tensor() if hasattr(param, "full_tensor") else param
+    return full.detach()
 
 
 def _is_close(value: Tensor, expected: Tensor) -> bool:
@@ -664,6 +701,7 @@ def print_table() -> None:
     parser.add_argument("--only", action="append")
     parser.add_argument("--timeout", type=int, default=5)
     parser.add_argument("--json")
+    parser.add_argument("--table")
     args = parser.parse_args()
     helpers.GRACE_S = int(args.timeout + SPARE_S)  # type: ignore[assignment]
     strategies = args.strategy or [each.name for each in ShardingStrategy]
@@ -671,6 +709,8 @@ def print_table() -> None:
     cells: dict[str, dict[str, Cell]] = {}
     for name in names:
         for strategy in strategies:
+            if strategy in PEERS and not _has_peers(name):
+                continue
             cell = measure(name, strategy, args.timeout)
             cells.setdefault(name, {})[strategy] = cell
             sys.stdout.write(f"{name:32} {strategy:14} {cell.kind:10} {cell.seconds:5.1f} s\n")
@@ -686,7 +726,26 @@ def print_table() -> None:
     if args.json:
         table = {n: {s: vars(c) for s, c in row.items()} for n, row in cells.items()}
         Path(args.json).write_text(json.dumps(table))
+    if args.table:
+        Path(args.table).write_text(render(cells))
     helpers.shut_down_workers()
+
+
+def render(cells: dict[str, dict[str, Cell]]) -> str:
+    """Return the table as Markdown, with the text of each kind of error of a difference."""
+    columns = list(dict.fromkeys(strategy for row in cells.values() for strategy in row))
+    lines = ["| difference | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    texts = []
+    for name, row in cells.items():
+        found = [row.get(column) for column in columns]
+        parts = ["" if each is None else f"{each.kind} {each.seconds:.1f} s" for each in found]
+        lines.append(f"| {name} | {' | '.join(parts)} |")
+        for strategy, cell in row.items():
+            for rank, text in enumerate(cell.texts):
+                short = " ".join(text.split())[:400]
+                if short:
+                    texts.append(f"- {name}, {strategy}, rank {rank}: {short}")
+    return "\n".join([*lines, "", "## Texts", "", *texts, ""])
 
 
 if __name__ == "__main__":
