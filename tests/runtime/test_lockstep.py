@@ -125,16 +125,6 @@ def test_ranks_agree_on_tags_only_in_step() -> None:
 
 
 @distributed(2)
-def test_l_alone_groups_made_inside_have_the_timeout_of_the_job() -> None:
-    """Alone: whoever waits for a checkpoint waits no longer than for a gather."""
-    world = dist.group.WORLD
-    assert world is not None
-    group = get_host_group()._group
-    assert group is not None
-    assert timeout_of(group) == timeout_of(world)
-
-
-@distributed(2)
 def test_the_store_has_a_connection_for_statements() -> None:
     """What asks on it delays nobody else."""
     store = side_store()
