@@ -597,7 +597,7 @@ def run_cell(name: str, strategy: str, directory: str, timeout_s: int) -> None:
                 _act(run, name)
             else:
                 run.step()
-        values = [_full(param) for param in _params(run)]
+        values = [whole_value(param) for param in _params(run)]
         is_right = expected is not None and all(map(_is_close, values, expected))
         note("right" if is_right else "ended")
         dist.barrier()  # no rank leaves before the other has told
@@ -624,9 +624,10 @@ def train(name: str, strategy: str) -> bool:
     return all(map(_is_close, values, expected))
 
 
-def _full(param: Any) -> Tensor:
-    full: Tensor = param.full_tensor() if hasattr(param, "full_tensor") else param
-    return full.detach()
+def whole_value(param: Any) -> Tensor:
+    """Return the full value of a parameter, of whichever library."""
+    whole: Tensor = param.full_tensor() if hasattr(param, "full_tensor") else param
+    return whole.detach()
 
 
 def _is_close(value: Tensor, expected: Tensor) -> bool:
@@ -727,11 +728,11 @@ def print_table() -> None:
         table = {n: {s: vars(c) for s, c in row.items()} for n, row in cells.items()}
         Path(args.json).write_text(json.dumps(table))
     if args.table:
-        Path(args.table).write_text(render(cells))
+        Path(args.table).write_text(as_markdown(cells))
     helpers.shut_down_workers()
 
 
-def render(cells: dict[str, dict[str, Cell]]) -> str:
+def as_markdown(cells: dict[str, dict[str, Cell]]) -> str:
     """Return the table as Markdown, with the text of each kind of error of a difference."""
     columns = list(dict.fromkeys(strategy for row in cells.values() for strategy in row))
     lines = ["| difference | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
