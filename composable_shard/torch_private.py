@@ -166,15 +166,16 @@ def set_buffers(module: nn.Module, buffers: dict[str, Any]) -> None:
     module._buffers = buffers
 
 
-def set_state_dict_guard(module: nn.Module, guard: Callable[[], Any] | None) -> None:
+def set_state_dict_guard(module: nn.Module, guard: Callable[[], Any], is_on: bool) -> None:
     """Let torch.distributed.checkpoint.state_dict call a function when it looks into a module.
 
-    Its functions ask modules for this attribute, and nothing else of torch does.
+    Its functions ask modules for this attribute, and nothing else of torch does. A module's own
+    stays.
     """
-    if guard is not None:
+    if is_on:
         vars(module).setdefault("_fqn_modifiers", guard)
-    elif vars(module).get("_fqn_modifiers") is not None:
-        del module._fqn_modifiers
+    elif vars(module).get("_fqn_modifiers") is guard:
+        del vars(module)["_fqn_modifiers"]
 
 
 def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any] | None) -> None:

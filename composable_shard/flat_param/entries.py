@@ -168,7 +168,7 @@ class FlatSlot(_ModuleItems):
         if self._is_ours and (module := self._module()) is not None:
             self._is_ours = False
             parameters_of(module).pop(self.name, None)
-            set_state_dict_guard(module, None)
+            set_state_dict_guard(module, refuse_torch_state_dicts, False)
 
     def is_free(self, ours: Tensor | None) -> bool:
         """Return whether the module has no attribute of its own where the flat parameter goes.
@@ -191,7 +191,7 @@ class FlatSlot(_ModuleItems):
     def keep_reachable(self, flat: Tensor) -> None:
         """Make `flat` an attribute of the module that is there while it is not registered too."""
         self._get().__dict__[self.name] = flat
-        set_state_dict_guard(self._get(), refuse_torch_state_dicts)
+        set_state_dict_guard(self._get(), refuse_torch_state_dicts, True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatSlot:
         return type(self)(copy.deepcopy(self._get(), memo), self.name, self._is_ours)
