@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
+import inspect
 import re
 import shlex
 from dataclasses import dataclass
@@ -13,7 +15,10 @@ from pathlib import Path
 import pytest
 
 import composable_shard
+from composable_shard import shard_model
+from composable_shard.options import UnitOptions
 from tests.helpers import run_processes
+from tests.test_public_names import BELOW
 from tests.test_tutorials import _run_forked, _run_here, _without_digits
 
 try:
@@ -123,6 +128,23 @@ def test_program_runs_as_printed(command: list[str], block: _CodeBlock, tmp_path
         assert _numbers(output) == pytest.approx(_numbers(*printed), abs=1e-3)
 
 
+PORTED = [block for page in PAGES for block in _blocks(page) if block.language == "diff"]
+
+
+@pytest.mark.parametrize("block", PORTED, ids=str)
+def test_both_sides_of_a_ported_program_print_the_same(block: _CodeBlock, tmp_path: Path) -> None:
+    """A page about moving over shows a program as a diff: old and new train alike on two ranks."""
+    lines = block.code.splitlines()
+    outputs = []
+    for sign, other in ("-+", "+-"):
+        script = tmp_path / {"-": "old.py", "+": "new.py"}[sign]
+        script.write_text("\n".join(line[1:] for line in lines if not line.startswith(other)))
+        outputs.append(_run_forked(script, 2, tmp_path))
+    losses = _numbers(outputs[0])
+    assert losses[-1] < losses[1]
+    assert _numbers(outputs[1]) == pytest.approx(losses, abs=1e-4)
+
+
 def _numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
 
@@ -137,6 +159,45 @@ def test_python_block_is_valid(block: _CodeBlock) -> None:
             module = importlib.import_module(node.module or "")
             missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
             assert not missing, f"{block} imports {missing} from {node.module}"
+
+
+MOVING_OVER = ROOT / "docs" / "moving_over.md"
+
+
+def _new_names() -> list[str]:
+    """Return the code in the second column of each table, where what to write here stands."""
+    rows = re.findall(r"(?m)^\| .*? \| (.*?) \|", MOVING_OVER.read_text())
+    return sorted({code for cell in rows for code in re.findall(r"`([^`]+)`", cell)})
+
+
+def _check_expression(node: ast.expr) -> object:
+    """Return what a public name stands for; check the calls in it."""
+    if isinstance(node, ast.Attribute):
+        return getattr(_check_expression(node.value), node.attr)
+    if isinstance(node, ast.Name):
+        packages = [package for package, names in BELOW.items() if node.id in names]
+        assert packages or node.id in composable_shard.__all__, f"{node.id} is not public"
+        module = ".".join(["composable_shard", *packages])
+        return getattr(importlib.import_module(module), node.id)
+    assert isinstance(node, ast.Call), ast.unparse(node)
+    called = _check_expression(node.func)
+    assert callable(called)
+    names = {keyword.arg for keyword in node.keywords}
+    known = set(inspect.signature(called).parameters)
+    for options in (called, *([UnitOptions] if called is shard_model else [])):
+        if dataclasses.is_dataclass(options):
+            known |= {field.name for field in dataclasses.fields(options)}
+    assert names <= known, f"{ast.unparse(node)}: {called} has {sorted(known)}"
+    for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+        if isinstance(argument, ast.Call):
+            _check_expression(argument)
+    return called
+
+
+@pytest.mark.parametrize("code", _new_names())
+def test_new_names_exist(code: str) -> None:
+    """What to write instead of another library's name is a public name, with these arguments."""
+    _check_expression(ast.parse(code, mode="eval").body)
 
 
 def _make_targets() -> set[str]:
