@@ -223,3 +223,11 @@ def test_c5_whole_and_split_backwards_add_up(
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
+
+
+@distributed(2)
+def test_c4_calls_of_two_models_by_turns_are_not_warned_of() -> None:
+    """Case 4: no backward has run between them, whatever each of them looks up."""
+    models = [_make_sharded_rows_to_one() for _ in range(2)]
+    losses = [_loss_of_rows(model, number) for number in range(3) for model in models]
+    sum(losses).backward()  # type: ignore[union-attr] # not empty
