@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -528,7 +529,8 @@ def _plain_values(name: str) -> list[Tensor] | None:
     return [param.detach() for param in runs[0].model.parameters()]
 
 
-def _join(rank: int, directory: str, timeout_s: int) -> None:
+def join_ranks(rank: int, directory: str, timeout_s: int) -> None:
+    """Make the process group of a cell."""
     os.environ["GROUP_TIMEOUT_S"] = str(timeout_s)
     file = dist.FileStore(f"{directory}/store", 2)
     if rank == 0:
@@ -551,8 +553,9 @@ def _has_peers(name: str) -> bool:
     return name not in own or name in theirs
 
 
-def _make_peer(rank: int, name: str, strategy: str) -> Run:
+def _make_peer(rank: int, name: str, strategy: str, directory: str) -> Run:
     run = Run(Chain(), rank)
+    run.directory = directory
     if strategy == "DDP":
         run.call = DistributedDataParallel(run.model, find_unused_parameters=True)
         return run
@@ -566,7 +569,7 @@ def _make_peer(rank: int, name: str, strategy: str) -> Run:
 
 def _make_run(rank: int, name: str, strategy: str, directory: str) -> Run:
     if strategy in PEERS:
-        return _make_peer(rank, name, strategy)
+        return _make_peer(rank, name, strategy, directory)
     model = Chain()
     for unit in DIFFERENCES[name].units:
         fully_shard([model.blocks[index] for index in unit], strategy=ShardingStrategy[strategy])
@@ -579,10 +582,22 @@ def _make_run(rank: int, name: str, strategy: str, directory: str) -> Run:
 def run_cell(name: str, strategy: str, directory: str, timeout_s: int) -> None:
     """Train on one rank, deviate, and write down what came of it."""
     rank = int(os.environ["RANK"])
-    _join(rank, directory, timeout_s)
+    join_ranks(rank, directory, timeout_s)
     expected = _plain_values(name)
     run = _make_run(rank, name, strategy, directory)
-    path = Path(directory) / f"rank{rank}.json"
+
+    def is_right() -> bool:
+        values = [whole_value(param) for param in _params(run)]
+        return expected is not None and all(map(_is_close, values, expected))
+
+    train_and_note(run, partial(_act, name=name), is_right, timeout_s)
+
+
+def train_and_note(
+    run: Run, act: Callable[[Run], None], is_right: Callable[[], bool], timeout_s: int
+) -> None:
+    """Train, with `act` for the step of the deviation; write down what came of it."""
+    path = Path(run.directory) / f"rank{run.rank}.json"
     began = time.monotonic()
 
     def note(outcome: str, text: str = "") -> None:
@@ -594,12 +609,10 @@ def run_cell(name: str, strategy: str, directory: str, timeout_s: int) -> None:
             if run.index == DEVIATION:
                 dist.barrier()
                 began = time.monotonic()
-                _act(run, name)
+                act(run)
             else:
                 run.step()
-        values = [whole_value(param) for param in _params(run)]
-        is_right = expected is not None and all(map(_is_close, values, expected))
-        note("right" if is_right else "ended")
+        note("right" if is_right() else "ended")
         dist.barrier()  # no rank leaves before the other has told
     except SystemExit:
         note("ended")
@@ -645,19 +658,17 @@ class Cell:
 
 def measure(name: str, strategy: str, timeout_s: int = 5) -> Cell:
     """Run one cell in two fresh processes."""
+    return measure_with(partial(run_cell, name, strategy), name, timeout_s)
+
+
+def measure_with(function: Callable[[str, int], None], name: str, timeout_s: int) -> Cell:
+    """Run a function, of a directory and the timeout, in two fresh processes."""
     directory = tempfile.mkdtemp(prefix="differences-")
     environments = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
     died: dict[int, str] = {}
     try:
-        run_processes(
-            environments,
-            run_cell,
-            name,
-            strategy,
-            directory,
-            timeout_s,
-            timeout=2 * timeout_s + 2 * SPARE_S,
-        )
+        limit_s = 2 * timeout_s + 2 * SPARE_S
+        run_processes(environments, _call_in, function, directory, timeout_s, timeout=limit_s)
     except RankError as error:
         died = {rank: text for rank, text in error.errors.items() if "exit status" in text}
     found = []
@@ -672,6 +683,10 @@ def measure(name: str, strategy: str, timeout_s: int = 5) -> Cell:
             )
     shutil.rmtree(directory, ignore_errors=True)
     return _judge(name, found, timeout_s + SPARE_S)
+
+
+def _call_in(function: Callable[[str, int], None], directory: str, timeout_s: int) -> None:
+    function(directory, timeout_s)
 
 
 def _judge(name: str, found: list[dict[str, Any]], limit_s: float) -> Cell:
@@ -742,10 +757,11 @@ def as_markdown(cells: dict[str, dict[str, Cell]]) -> str:
         parts = ["" if each is None else f"{each.kind} {each.seconds:.1f} s" for each in found]
         lines.append(f"| {name} | {' | '.join(parts)} |")
         for strategy, cell in row.items():
-            for rank, text in enumerate(cell.texts):
-                short = " ".join(text.split())[:400]
-                if short:
-                    texts.append(f"- {name}, {strategy}, rank {rank}: {short}")
+            sides = {" ".join(text.split())[:240]: rank for rank, text in enumerate(cell.texts)}
+            for text, rank in sides.items():
+                where = f"rank {rank}" if len(sides) > 1 else "all ranks"
+                if text:
+                    texts.append(f"- {name}, {strategy}, {where}: {text}")
     return "\n".join([*lines, "", "## Texts", "", *texts, ""])
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from composable_shard.comm import get_host_group, lockstep
 from composable_shard.comm.lockstep import NUM_TAGS, GroupOrder, identify
 from composable_shard.torch_private import side_store, timeout_of
-from tests import differences, helpers
+from tests import differences, fuzz_lockstep, helpers
 from tests.helpers import distributed
 
 
@@ -107,6 +107,12 @@ def test_l_dies_a_store_that_does_not_answer_holds_nobody_up(
     assert "test_lockstep.py:" in text
     assert "the store of the job can't be reached: the rank that hosts it" in text
     watch._store.is_over.set()
+
+
+def test_l_a_rank_that_deviates_at_random_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thin slice of `python -m tests.fuzz_lockstep`."""
+    monkeypatch.setattr(helpers, "GRACE_S", 20)
+    assert not fuzz_lockstep.failing_cases(range(1))
 
 
 @pytest.mark.fast
