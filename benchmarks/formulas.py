@@ -80,7 +80,7 @@ def _optim(s: Sizes) -> Levels:
 
 
 def _noshard(s: Sizes) -> Levels:
-    return _levels(4 * s.total, 0, s.gradient, 0)
+    return _levels(4 * s.total + max(s.layer, s.root), 0, s.gradient, 0)
 
 
 def _levels(rest: float, forward: float, backward: float, gradients: float) -> Levels:

@@ -52,7 +52,7 @@ class StepMemory:
         cls, cost: Cost, ranks: RankCounts, *, is_freed: bool, prefetch_nbytes: int, is_cpu: bool
     ) -> StepMemory:
         """Return what a unit of these costs takes."""
-        packed, size = cost.packed_nbytes, ranks.shard
+        packed, size = cost.packed_nbytes, max((ranks.shard, *ranks.replicate))
         is_exchange = is_cpu and 1 < size <= _MAX_EXCHANGE_SIZE
         kept = cost.grad_nbytes if is_exchange and not packed else 0
         return cls(
@@ -60,8 +60,8 @@ class StepMemory:
             packed=packed,
             shard=cost.grad_nbytes if packed else 0,
             # Of two ranks the output receives the other's term, unless it is a part of the buffer.
-            terms=packed if is_exchange and size > 2 else 0,
-            kept_terms=kept // 2 if size == 2 else kept,
+            terms=packed if is_exchange and ranks.shard > 2 else 0,
+            kept_terms=kept // 2 if ranks.shard == 2 else kept,
             is_in_place=packed == cost.gathered_nbytes,
             is_freed=is_freed,
             prefetch_nbytes=prefetch_nbytes,

@@ -305,10 +305,10 @@ class BackwardPass:
             self.early.collect(is_ending=True)
         unsynced = self._find_unsynced()
         handles = self._pack_rest([handle for _, handle in unsynced])
-        self._issue_turns(self.turns.rest() if self.turns else ())
         if self.is_sure_to_reduce:
             # Other ranks may have done so already, and wait for it.
             self._issue_rest(unsynced)
+        self._issue_turns(self.turns.rest() if self.turns else ())
         buckets = self.context.find_buckets()
         flags = self._reduce_flags(
             [(h.shard_group, _use_flags(h, h in buckets)) for h in handles],
