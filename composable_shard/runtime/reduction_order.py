@@ -98,7 +98,7 @@ class Turns(dict[FlatParamHandle, Any]):
         self._queue: list[FlatParamHandle] = []  # expected, and not reduced yet
         self._reduced: set[FlatParamHandle] = set()
         self._ended: dict[FlatParamHandle, None] = {}
-        self._is_ending = False
+        self._at_end: set[FlatParamHandle] = set()
 
     def expect(self, order: ReductionOrder, handles: list[FlatParamHandle]) -> None:
         """Take the handles that are reduced whether or not this rank has gradients of them."""
@@ -107,11 +107,11 @@ class Turns(dict[FlatParamHandle, Any]):
     def take(self, handle: FlatParamHandle) -> list[FlatParamHandle]:
         """Note that a handle is over; return the handles whose turn it is now.
 
-        One that has been reduced has another turn at once, whether or not this rank has a gradient,
-        until `rest` was called: all gradients had come then.
+        One that has been reduced has another turn at once, whether or not this rank has a gradient;
+        but none after `rest` has returned it, when all gradients had come.
         """
         if handle in self._reduced:
-            return [] if self._is_ending else [handle]
+            return [] if handle in self._at_end else [handle]
         self._ended[handle] = None
         num_due = 0
         while num_due < len(self._queue) and self._queue[num_due] in self._ended:
@@ -122,9 +122,9 @@ class Turns(dict[FlatParamHandle, Any]):
 
     def rest(self) -> list[FlatParamHandle]:
         """Return the expected handles whose turn has not come, as the backward ends."""
-        self._is_ending = True
         due, self._queue = self._queue, []
         self._reduced.update(due)
+        self._at_end.update(due)
         return due
 
     def last(
