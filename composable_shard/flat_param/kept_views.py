@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -97,34 +98,36 @@ def guard_kept_views(handles: Sequence[FlatParamHandle], module: nn.Module) -> i
     Returns:
         How many there are.
     """
-    tensors = list(kept_tensors(module))
-    return sum(_guard(handle, tensors) for handle in handles)
-
-
-def _guard(handle: FlatParamHandle, tensors: Iterable[Tensor]) -> int:
-    full, num_views = handle.full, 0
-    params = set(map(id, full.params.built))
-    is_readable = partial(_is_readable, weakref.ref(full))
-    for tensor in tensors:
-        offset = -1 if id(tensor) in params else _offset(full, tensor)
-        if offset == -1:
+    buffers = sorted(((h.full.buffer.data_ptr(), h) for h in handles), key=itemgetter(0))
+    starts = [start for start, _ in buffers]
+    params = {id(param) for handle in handles for param in handle.full.params.built}
+    num_views = 0
+    for tensor in kept_tensors(module):
+        pointer = 0 if id(tensor) in params else _data_pointer(tensor)
+        place = bisect_right(starts, pointer) - 1
+        if pointer == 0 or place < 0:
             continue
-        num_views += 1
-        if type(tensor) in _KEPT:
-            label = handle.entries[bisect_right(handle.layout.offsets, offset) - 1].label
-            tensor.__class__ = _KEPT[type(tensor)]
-            tensor.kept_of = f"parameter '{label}' of unit '{full.name}'"  # type: ignore[attr-defined]
-            tensor.is_readable = is_readable  # type: ignore[attr-defined]
+        start, handle = buffers[place]
+        if pointer - start < handle.full.buffer.nbytes:
+            num_views += 1
+            _guard(handle, tensor, (pointer - start) // handle.full.buffer.element_size())
     return num_views
 
 
-def _offset(full: FullValues, tensor: Tensor) -> int:
-    """Return at which element of the buffer a tensor begins, -1 where it is elsewhere."""
+def _guard(handle: FlatParamHandle, tensor: Tensor, offset: int) -> None:
+    """Let a view raise that begins at this element of the handle's buffer."""
+    if type(tensor) in _KEPT:
+        label = handle.entries[bisect_right(handle.layout.offsets, offset) - 1].label
+        tensor.__class__ = _KEPT[type(tensor)]
+        tensor.kept_of = f"parameter '{label}' of unit '{handle.full.name}'"  # type: ignore[attr-defined]
+        tensor.is_readable = partial(_is_readable, weakref.ref(handle.full))  # type: ignore[attr-defined]
+
+
+def _data_pointer(tensor: Tensor) -> int:
     try:
-        distance = tensor.data_ptr() - full.buffer.data_ptr()
+        return tensor.data_ptr()
     except RuntimeError:  # tensors without storage: fake ones, some subclasses
-        return -1
-    return distance // full.buffer.element_size() if 0 <= distance < full.buffer.nbytes else -1
+        return 0
 
 
 def _is_readable(full_ref: weakref.ref[FullValues]) -> bool:

@@ -47,6 +47,8 @@ def note_unreached_call(context: TreeContext) -> None:
     number, last = _next_backward_id(), context.probed_backward_id
     context.probed_backward_id = number
     is_alone = len(tree_refs) == 1  # else the backward may have been another tree's
+    if any(state.learnt.refuses_hooks for state in context.live_states()):
+        return  # or that of a transform in a forward
     if is_alone and context.open_calls > 1 and context.last_backward_id < last < number - 1:
         names = [state.name for ref in context.armed if (state := ref()) is not None]
         warnings.warn(
