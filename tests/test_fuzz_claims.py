@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz_claims import FEATURES, draw, run_seeds
 from tests.helpers import run_ranks
 
-NUM_SEEDS = 10  # of a test
+NUM_SEEDS = 6  # of a test
 LANDED = {"penalty", "freeze", "data", "dropping", "carrying"}
 
 
