@@ -16,6 +16,7 @@ import gc
 import importlib
 import inspect
 import itertools
+import json
 import os
 import pickle
 import random
@@ -661,3 +662,18 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "tens
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     kinds = [(each.dtype, each.device, each.layout) for each in (one, other)]
     return kinds[0] == kinds[1] and torch.equal(one, other)
+
+
+def run_benchmark(name: str, options: Sequence[str]) -> dict[str, Any]:
+    """Run a benchmark that ends with a line of JSON, in a process of its own; return that."""
+    process = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *options, "--json"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result

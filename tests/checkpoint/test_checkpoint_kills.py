@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.helpers import run_benchmark
 
 
 def test_kills_between_file_operations_and_at_random_moments() -> None:
     """A part of what the benchmark does, whose own checks say what went wrong."""
-    options = ["--every", "5", "--random", "8", "--steps", "30", "--resume-every", "6", "--json"]
-    process = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoint_kills", *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    result = json.loads(process.stdout)
+    options = ["--every", "5", "--random", "8", "--steps", "30", "--resume-every", "6"]
+    result = run_benchmark("checkpoint_kills", options)
     counts = result["num_kills"]
     assert counts["one rank, between operations"] >= 8
     assert counts["all ranks, between operations"] >= 8

@@ -6,27 +6,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.helpers import run_benchmark
 
 
 def test_l_dies_the_others_say_who_is_gone_and_torchrun_resumes() -> None:
     """Dies: in a reduction, of three ranks; then torchrun's agent restarts two after a kill."""
     options = ["--place", "reduce", "--strategy", "FULL_SHARD"]
-    options += ["--random", "1", "--steps", "8", "--in-process", "--json"]
-    process = subprocess.run(
-        [sys.executable, "-m", "benchmarks.rank_kills", *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    result = json.loads(process.stdout.splitlines()[-1])
+    options += ["--random", "1", "--steps", "8", "--in-process"]
+    result = run_benchmark("rank_kills", options)
     [cell] = result["places"]
     assert cell["problem"] is None
     assert len(cell["texts"]) == 2
