@@ -30,6 +30,7 @@ from composable_shard.comm.collectives import (
 )
 from composable_shard.comm.devices import (
     HOST,
+    MAX_EXCHANGE_SIZE,
     HostCopies,
     StreamPoint,
     Streams,
@@ -56,6 +57,7 @@ from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_n
 
 __all__ = [
     "HOST",
+    "MAX_EXCHANGE_SIZE",
     "QUANTISED",
     "UNITS",
     "AllGather",

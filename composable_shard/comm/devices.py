@@ -143,7 +143,7 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-_MAX_EXCHANGE_SIZE = 8
+MAX_EXCHANGE_SIZE = 8
 
 
 def is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -154,7 +154,7 @@ def is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
     shard straight from and to where it belongs took 0.4 to 0.9 of the time of the best collective
     at 2 and 4 ranks and 64 kB to 32 MB. With many ranks the number of messages would tell.
     """
-    if device.type != "cpu" or not 1 < group.size() <= _MAX_EXCHANGE_SIZE:
+    if device.type != "cpu" or not 1 < group.size() <= MAX_EXCHANGE_SIZE:
         return False
     found = _has_gloo.get(group)
     if found is None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from composable_shard.comm import MAX_EXCHANGE_SIZE
 from composable_shard.planning.costs import Cost, RankCounts
 from composable_shard.planning.fake_run import Moment
 
@@ -53,7 +54,7 @@ class StepMemory:
     ) -> StepMemory:
         """Return what a unit of these costs takes."""
         packed, size = cost.packed_nbytes, max((ranks.shard, *ranks.replicate))
-        is_exchange = is_cpu and 1 < size <= _MAX_EXCHANGE_SIZE
+        is_exchange = is_cpu and 1 < size <= MAX_EXCHANGE_SIZE
         kept = cost.grad_nbytes if is_exchange and not packed else 0
         return cls(
             gathered=cost.gathered_nbytes,
@@ -66,9 +67,6 @@ class StepMemory:
             is_freed=is_freed,
             prefetch_nbytes=prefetch_nbytes,
         )
-
-
-_MAX_EXCHANGE_SIZE = 8  # as `comm.devices` has it
 
 
 def moments_of(model: nn.Module, units: Container[nn.Module]) -> list[Moment]:

@@ -600,7 +600,7 @@ def _sums_by(path: str) -> Iterator[None]:
     """Choose how a group of this size reduces: as small, as larger, and as very large ones do."""
     limits = {"exchange": (8, 64), "all-to-all": (0, 64), "backend": (0, 0)}[path]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "_MAX_EXCHANGE_SIZE", limits[0])
+        patch.setattr(devices, "MAX_EXCHANGE_SIZE", limits[0])
         patch.setattr(algorithms, "_MAX_ALL_TO_ALL_SIZE", limits[1])
         yield
 

@@ -314,7 +314,7 @@ def test_bytes_of_the_backends_all_gather() -> None:
     """Large groups gather by way of the backend, which carries bytes."""
     expected = loss_of(_make_quantised("e4m3")).detach()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "_MAX_EXCHANGE_SIZE", 0)
+        patch.setattr(devices, "MAX_EXCHANGE_SIZE", 0)
         assert_equal(loss_of(_make_quantised("e4m3")).detach(), expected)
 
 

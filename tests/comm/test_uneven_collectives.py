@@ -37,7 +37,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.complex64]
 def ways(name: str) -> Iterator[None]:
     """Choose how a group of this size sends: as small, as larger, and as very large ones do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "_MAX_EXCHANGE_SIZE", WAYS[name][0])
+        patch.setattr(devices, "MAX_EXCHANGE_SIZE", WAYS[name][0])
         patch.setattr(algorithms, "_MAX_ALL_TO_ALL_SIZE", WAYS[name][1])
         yield
 

@@ -297,7 +297,7 @@ def test_deferred_all_reduce_adds_up_in_the_main_dtype(strategy: ShardingStrateg
 def test_collectives_of_the_backend_train_alike(strategy: ShardingStrategy, policy: str) -> None:
     """Where groups are too large for this library to add up itself, within rounding."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "_MAX_EXCHANGE_SIZE", 0)
+        patch.setattr(devices, "MAX_EXCHANGE_SIZE", 0)
         patch.setattr(algorithms, "_MAX_ALL_TO_ALL_SIZE", 0)
         _train_beside_reference(strategy, POLICIES[policy])
 

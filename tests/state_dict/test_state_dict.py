@@ -167,7 +167,7 @@ _WAYS = {
 def _receiving(way: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full_values, "_MIN_ALONE_NBYTES", _WAYS[way][0])
-        patch.setattr(devices, "_MAX_EXCHANGE_SIZE", _WAYS[way][1])
+        patch.setattr(devices, "MAX_EXCHANGE_SIZE", _WAYS[way][1])
         yield
 
 
