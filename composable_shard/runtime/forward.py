@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import guard_kept_views, kept_tensors
+from composable_shard.flat_param import data_pointer, guard_kept_views, kept_tensors
 from composable_shard.runtime.aborts import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import (
     CallReached,
@@ -372,15 +372,8 @@ def _renew_older(newest: int, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _data_pointer(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # tensors without storage: fake ones, some subclasses
-        return 0
-
-
 def _is_within(extents: list[tuple[int, int]], tensor: Tensor) -> bool:
-    pointer = _data_pointer(tensor)
+    pointer = data_pointer(tensor)
     return any([start <= pointer < end for start, end in extents])
 
 
