@@ -11,7 +11,7 @@ from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.prefetch import return_to_idle
 from composable_shard.runtime.reads import learn_anew, warn_of_reads
-from composable_shard.runtime.unit import ShardState, TreeContext, tree_refs
+from composable_shard.runtime.unit import ShardState, TreeContext, trees
 from composable_shard.torch_private import current_backward_id
 
 
@@ -46,10 +46,10 @@ def note_unreached_call(context: TreeContext) -> None:
     learn_anew({state.name: state.learnt for state in context.live_states()})
     number, last = _next_backward_id(), context.probed_backward_id
     context.probed_backward_id = number
-    is_alone = len(tree_refs) == 1  # else the backward may have been another tree's
+    is_of_others = any(tree.last_backward_id > last for tree in trees if tree is not context)
     if any(state.learnt.refuses_hooks for state in context.live_states()):
         return  # or that of a transform in a forward
-    if is_alone and context.open_calls > 1 and context.last_backward_id < last < number - 1:
+    if not is_of_others and context.open_calls > 1 and context.last_backward_id < last < number - 1:
         names = [state.name for ref in context.armed if (state := ref()) is not None]
         warnings.warn(
             f"a backward has run since the last forward of units {names}, and reached none of "

@@ -133,6 +133,8 @@ def test_c4_backward_to_sharded_parameters_is_warned_of(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     """Case 4: torch tells nobody of it, so the next forward does; not where no backward ran."""
+    other = _make_sharded_rows_to_one(strategy=strategy, use_orig_params=use_orig_params)
+    _loss_of_rows(other, 0).backward()
     model = _make_sharded_rows_to_one(strategy=strategy, use_orig_params=use_orig_params)
     _loss_of_rows(model, 0)
     _loss_of_rows(model, 1).backward()  # two forwards before a backward, as often
@@ -142,6 +144,10 @@ def test_c4_backward_to_sharded_parameters_is_warned_of(
     loss.backward(inputs=list(model.parameters()))
     with pytest.warns(UserWarning, match=r"reached none of them.*unshard\(module\) before"):
         loss = _loss_of_rows(model, 3)
+    loss.backward()
+    for number in range(6):  # more forwards than ever, and another model's backward
+        loss = _loss_of_rows(model, number)
+        _loss_of_rows(other, number).backward()
     loss.backward()
 
 
