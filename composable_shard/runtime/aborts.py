@@ -46,7 +46,8 @@ def note_unreached_call(context: TreeContext) -> None:
     learn_anew({state.name: state.learnt for state in context.live_states()})
     number, last = _next_backward_id(), context.probed_backward_id
     context.probed_backward_id = number
-    is_of_others = any(tree.last_backward_id > last for tree in trees if tree is not context)
+    others = [tree for tree in trees if tree is not context]
+    is_of_others = any(max(o.last_backward_id, o.probed_backward_id) > last for o in others)
     if any(state.learnt.refuses_hooks for state in context.live_states()):
         return  # or that of a transform in a forward
     if not is_of_others and context.open_calls > 1 and context.last_backward_id < last < number - 1:
