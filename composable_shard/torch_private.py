@@ -47,10 +47,12 @@ from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # Autograd. `current_backward_id()` is -1 outside of a backward pass, on the thread that asks.
 current_backward_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -104,6 +106,21 @@ saved_tensors_hooks_refusal: Callable[[], str | None] = (
 # Whether a transform of `torch.func` runs, and a context in which none does.
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 outside_transforms: Callable[[], AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
+
+
+def unobserved() -> AbstractContextManager[Any] | None:
+    """Return a context outside of what must not see operations of this library, if it is in force.
+
+    That is a transform, or selective checkpointing, which compares each operation of a region that
+    a backward runs again with those of the forward.
+    """
+    if are_transforms_active():
+        return outside_transforms()
+    mode = _get_current_dispatch_mode()
+    is_selective = isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+    return _pop_mode_temporarily() if is_selective else None
+
+
 # That of `forward_ad.dual_level`, -1 outside of one.
 current_dual_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
 

@@ -105,7 +105,7 @@ REACHED = {
     "warm step: files": 18,
     "warm step: calls between files": 243,
     "set-up and first step: files": 42,
-    "lines": 29_880,
+    "lines": 29_910,
 }
 
 _MAX_METHODS = GOALS["methods of a class, most"]

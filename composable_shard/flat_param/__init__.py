@@ -30,7 +30,7 @@ from composable_shard.flat_param.flat_mode import (
 )
 from composable_shard.flat_param.full_values import FullState
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
-from composable_shard.flat_param.kept_views import data_pointer, guard_kept_views, kept_tensors
+from composable_shard.flat_param.kept_views import guard_kept_views, kept_tensors
 from composable_shard.flat_param.memory import Precision, plan_layout
 from composable_shard.flat_param.owners import settle_owners
 from composable_shard.flat_param.pending import (
@@ -63,7 +63,6 @@ __all__ = [
     "check_can_show_flat",
     "check_can_show_originals",
     "check_requires_grad",
-    "data_pointer",
     "dense_stride",
     "drop_pending",
     "find_slots",

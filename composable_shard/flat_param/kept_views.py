@@ -103,7 +103,7 @@ def guard_kept_views(handles: Sequence[FlatParamHandle], module: nn.Module) -> i
     params = {id(param) for handle in handles for param in handle.full.params.built}
     num_views = 0
     for tensor in kept_tensors(module):
-        pointer = 0 if id(tensor) in params else data_pointer(tensor)
+        pointer = 0 if id(tensor) in params else _data_pointer(tensor)
         place = bisect_right(starts, pointer) - 1
         if pointer == 0 or place < 0:
             continue
@@ -123,7 +123,7 @@ def _guard(handle: FlatParamHandle, tensor: Tensor, offset: int) -> None:
         tensor.is_readable = partial(_is_readable, weakref.ref(handle.full))  # type: ignore[attr-defined]
 
 
-def data_pointer(tensor: Tensor) -> int:
+def _data_pointer(tensor: Tensor) -> int:
     """Return the address of a tensor's first element; 0 where it has no storage."""
     try:
         return tensor.data_ptr()

@@ -215,9 +215,14 @@ def recompute(state: ShardState) -> None:
         return
     backward = begin_backward(context)
     backward.recomputed.add(state)
+    if state.is_checkpointed and state.call_number >= context.call_start:
+        # Perhaps no unit around it tells that the backward has come here, [Note: End of a unit].
+        backward.end_units_after(state.call_end)
     if backward.early is not None:
         backward.early.check_not_written(state.needed)
     for handle in state.needed:
+        # Gradients that have come before say nothing of when this forward's are complete.
+        handle.grads.awaited.reset()
         handle.unshard(context.streams, "backward")
     for handle in state.needed:
         handle.full.wait()

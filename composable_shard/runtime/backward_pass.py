@@ -193,6 +193,8 @@ class BackwardPass:
                 continue
             if before is not None:
                 self.close(handle)
+                if position == -1:
+                    handle.grads.take_directly(False)  # from now on each is counted
             elif position >= 0 and handle in self._in_flight:
                 # A late gradient waits for its last reduction, perhaps on this rank only: the
                 # second stage must be issued before. [Note: Two stages]

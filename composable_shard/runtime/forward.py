@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import data_pointer, guard_kept_views, kept_tensors
+from composable_shard.flat_param import guard_kept_views, kept_tensors
 from composable_shard.runtime.aborts import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import (
     CallReached,
@@ -63,10 +63,12 @@ from composable_shard.torch_private import (
     current_dual_level,
     is_forward_grad_enabled,
     next_sequence_nr,
+    num_dispatch_modes,
     outside_transforms,
     sequence_nr_of,
     set_versions,
     top_saved_tensors_hooks,
+    unobserved,
     version_of,
 )
 
@@ -79,10 +81,9 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
     The first of the module's forward hooks. One all-gather for each handle that is not unsharded
     already. If anything fails, the unit is as before the call.
     """
-    if are_transforms_active():
-        with outside_transforms():  # [Note: Transforms]
-            pre_forward(state, module, args)
-        return
+    if (are_transforms_active() or num_dispatch_modes()) and (outside := unobserved()) is not None:
+        with outside:
+            return pre_forward(state, module, args)
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
         _check_forward_in_scope(state)
         return
@@ -254,6 +255,9 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
         with outside_transforms():
             post_forward(state, module, args, None)
         return output
+    if num_dispatch_modes() and (outside := unobserved()) is not None:
+        with outside:
+            return post_forward(state, module, args, output)
     if current_backward_id() != -1 or state.depth == 0 or state.context is None:
         return output
     state.depth -= 1
@@ -315,6 +319,7 @@ def _arm(
         tensors = _tensors(output)
     if call is not None:
         call.output_sequence_nr = state.output_sequence_nr = next_sequence_nr()
+    state.call_end = context.num_forwards
     if announcement is None and num_nodes not in state.learnt.num_nodes:
         # [Note: Reads]: too late for hooks in this call. Most losses are kept on modules.
         state.learnt.begin_anew(is_changed=True)
@@ -373,7 +378,10 @@ def _renew_older(newest: int, tensor: Tensor) -> Tensor:
 
 
 def _is_within(extents: list[tuple[int, int]], tensor: Tensor) -> bool:
-    pointer = data_pointer(tensor)
+    try:  # here, without a call for each output
+        pointer = tensor.data_ptr()
+    except RuntimeError:
+        return False
     return any([start <= pointer < end for start, end in extents])
 
 

@@ -139,7 +139,7 @@ class ShardState:
         is_held: `unshard` claims its full parameters, until `reshard`.
         is_in_pass: A forward of its modules claims them.
         last_call: `context.num_calls` when its last call began.
-        call_number: Number of its last call that recorded a graph.
+        call_number, call_end: Of its last call that recorded a graph, and of the first after it.
         call_sequence_nr: Number of the next autograd node when that call began.
         output_sequence_nr: Number of the next autograd node when it had returned.
         is_checkpointed: Non-reentrant checkpointing may run that call again.
@@ -177,7 +177,7 @@ class ShardState:
         self.is_held = self.is_in_pass = False
         self.full_params: dict[FlatParamHandle, ScopeParams] = {}
         self.depth = 0
-        self.last_call = self.call_number = -1
+        self.last_call = self.call_number = self.call_end = -1
         self.call_sequence_nr = self.output_sequence_nr = 0
         self.is_checkpointed = False
         self.learnt = LearntReads(parts)

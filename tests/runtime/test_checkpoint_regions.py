@@ -1,0 +1,252 @@
+"""Forwards that a backward runs again, in part or nested, beside retained and crossing graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from composable_shard import ShardingStrategy, fully_shard
+from tests import claims
+from tests.helpers import distributed
+from tests.models import rank_input, square_mean
+from tests.pairs import pairwise
+
+
+def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+Region = Callable[..., Any]
+again: Region = partial(checkpoint, use_reentrant=False)
+again_nested: Region = partial(checkpoint, use_reentrant=True)
+selectively: Region = partial(
+    again, context_fn=partial(create_selective_checkpoint_contexts, _save_products)
+)
+
+
+def _as_it_is(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+#: How a region of two units is run, and each unit inside it.
+KINDS: dict[str, tuple[Region, Region]] = {
+    "non-reentrant": (again, _as_it_is),
+    "reentrant": (again_nested, _as_it_is),
+    "non-reentrant in itself": (again, again),
+    "reentrant in itself": (again_nested, again_nested),
+    "non-reentrant in reentrant": (again_nested, again),
+    "to the end": (again, again),
+    "selective": (selectively, _as_it_is),
+    "selective units": (_as_it_is, selectively),
+}
+
+
+class _WithSideLoss(nn.Module):
+    """Returns a loss beside its output, of which its last weight is read alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 5), nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.up(x))
+        side = square_mean(self.down(hidden * 2))
+        return x + self.down(hidden), side
+
+
+class _Regions(nn.Module):
+    """Two regions of two units each, and a unit between."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(_WithSideLoss() for _ in range(5))
+
+    def _region(self, first: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        run, sides = KINDS[self.kind][1], []
+        for block in self.blocks[first : first + 2]:
+            x, side = run(block, x)
+            sides.append(side)
+        return x, torch.stack(sides).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the side losses and of the output's."""
+        run = KINDS[self.kind][0]
+        x, first = run(self._region, 0, x)
+        x, between = self.blocks[4](x)
+        x, second = run(self._region, 2, x)
+        return square_mean(x) + first + between + second
+
+
+#: The forwards whose backwards run in turn; all but the last of each retain their graphs.
+ORDERS = {
+    "twice": [0, 0, 1, 1, 2, 2],
+    "there and back": [0, 1, 2, 2, 1, 0],
+    "last first": [2, 1, 0],
+    "middle first": [1, 0, 2],
+    "together": [],
+}
+
+
+def _backward_in_order(order: str, losses: list[Tensor], *, can_repeat: bool) -> None:
+    numbers = ORDERS[order] if can_repeat else list(dict.fromkeys(ORDERS[order]))
+    for place, number in enumerate(numbers):
+        losses[number].backward(retain_graph=number in numbers[place + 1 :])
+    if not numbers:
+        torch.stack(losses).sum().backward()
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        kind=list(KINDS),
+        order=list(ORDERS),
+        strategy=list(ShardingStrategy),
+        use_orig_params=[True, False],
+        accumulates=[False, True],
+    )
+)
+@distributed(2)
+def test_c17_forwards_that_run_again_stay_right(
+    kind: str, order: str, strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """C17: three forwards with side losses inside, then their backwards in any order."""
+
+    def program(model: nn.Module, number: int) -> None:
+        inputs = [
+            rank_input(3, 6, step=3 * number + i, dtype=torch.float64).requires_grad_()
+            for i in range(3)
+        ]
+        stops: AbstractContextManager[Any] = nullcontext()
+        if kind == "to the end":
+            stops = set_checkpoint_early_stop(False)
+        with stops, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+            losses = [model(x) for x in inputs]
+            # Torch goes through a selective region once only.
+            _backward_in_order(order, losses, can_repeat="selective" not in kind)
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+
+    claims.assert_right(
+        lambda: _Regions(kind),
+        program,
+        shard=shard,
+        accumulates=accumulates,
+        steps=2,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+class _WithExtra(nn.Module):
+    """Uses its first parameter on the first rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.randn(6))
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the weight, and perhaps by the other parameter."""
+        y: Tensor = self.layer(x)
+        uses_extra = not dist.is_initialized() or dist.get_rank() == 0
+        return y * self.extra if uses_extra else y
+
+
+class _RunsAgainBefore(nn.Module):
+    """A region of the root's, with a unit inside; then a unit with buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.last = _WithExtra()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the region, then the unit."""
+        y: Tensor = self.last(again(self.first, x))
+        return y
+
+
+@claims.strategies
+@distributed(2)
+def test_c17_region_that_runs_again_ends_the_units_after_it(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """C17: a rank without a gradient of a bucket reduces it before the region gathers units."""
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        fully_shard(model.first[0], **options)
+        fully_shard(model.last, bucket_cap_mb=1e-6, **options)
+        fully_shard(model, **options)
+
+    def program(model: nn.Module, number: int) -> None:
+        square_mean(model(rank_input(3, 6, step=number, dtype=torch.float64))).backward()
+
+    claims.assert_right(
+        _RunsAgainBefore,
+        program,
+        shard=shard,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+class _Tied(nn.Module):
+    """A unit whose weight another one uses too, run twice; all in reentrant regions but one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6))
+        self.borrower = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6))
+        self.last = nn.Linear(6, 6, bias=False)
+        self.borrower[0].weight = self.last.weight = self.owner[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run all in turn."""
+        for _ in range(2):
+            x = again_nested(self.owner, x)
+        y: Tensor = self.last(again_nested(self.borrower, x))
+        return y
+
+
+@claims.strategies
+@distributed(2)
+def test_c17_tied_weight_that_reentrant_regions_read(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """C17: gradients of one region say nothing of whether another one's are complete."""
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        for unit in (model.owner, model.borrower, model.last):
+            fully_shard(unit, **options)
+        fully_shard(model, **options)
+
+    def program(model: nn.Module, number: int) -> None:
+        inputs = [
+            rank_input(3, 6, step=2 * number + i, dtype=torch.float64).requires_grad_()
+            for i in range(2)
+        ]
+        for loss in reversed([square_mean(model(x)) for x in inputs]):
+            loss.backward()
+
+    claims.assert_right(
+        _Tied, program, shard=shard, strategy=strategy, use_orig_params=use_orig_params
+    )
