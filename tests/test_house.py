@@ -33,6 +33,7 @@ def test_the_table_is_printed(
     assert all(name in table for name in house.GOALS)
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize("name", house.GOALS)
 def test_figure_is_within_its_goal_or_what_was_reached(
     figures: dict[str, float], name: str

@@ -89,12 +89,14 @@ class Poison:
 
 
 class _PoisonedGather:
-    """A gather whose values nobody sees before they are waited for."""
+    """A gather whose values nobody sees before they are waited for, but for this rank's part."""
 
-    def __init__(self, gather: Waitable, output: Tensor) -> None:
+    def __init__(self, gather: Waitable, output: Tensor, own_part: Tensor) -> None:
         gather.wait()
         self._output, self._values = output, output.clone()
+        own = own_part.clone()  # perhaps the shard itself
         Poison.fill(output)
+        own_part.data.copy_(own)
 
     def wait(self) -> None:
         """Write the values where they belong."""
@@ -305,7 +307,7 @@ class FullValues:
         try:
             gather = self._issue(streams, when)
             if Poison.is_on and gather is not None:
-                gather = _PoisonedGather(gather, self.output)
+                gather = _PoisonedGather(gather, self.output, self.own_part)
             self._gather = gather
         except BaseException:
             self._part = None

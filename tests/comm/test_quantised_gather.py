@@ -404,6 +404,7 @@ def test_nothing_is_rounded_where_nothing_is_gathered(world_size: int) -> None:
     assert not any(handle.full.is_cast for handle in get_handles(model))
 
 
+@pytest.mark.counts
 @distributed(2)
 def test_memory_for_the_bytes_is_freed_after_the_gather() -> None:
     """All ranks' encoded shards are held until they have been decoded, and no copy beside."""

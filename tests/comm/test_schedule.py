@@ -332,6 +332,7 @@ def _written_bytes(model: nn.Module) -> int:
     return mode.nbytes
 
 
+@pytest.mark.counts
 @distributed(2)
 def test_a_step_copies_each_gradient_once_and_nothing_else() -> None:
     """Bytes written outside collectives and model compute: one time the parameters."""

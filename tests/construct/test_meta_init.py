@@ -211,6 +211,7 @@ def test_initialisation_holds_the_shards_and_one_unit(world_size: int) -> None:
     assert memory.current <= shards + slack
 
 
+@pytest.mark.counts
 @distributed(2)
 def test_first_forward_after_initialisation_holds_two_units() -> None:
     """The one that computes and the one that is gathered ahead; no unit is there twice."""

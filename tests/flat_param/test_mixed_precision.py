@@ -642,6 +642,7 @@ def test_a_backward_allocates_nothing(
     assert peaks[1] <= peaks[0] + 4096
 
 
+@pytest.mark.counts
 @distributed(2)
 def test_staging_memory_is_freed() -> None:
     """A gather in a third dtype holds that much more only until it has been cast."""

@@ -6,7 +6,7 @@ from torch import nn
 
 from composable_shard import ShardingStrategy, get_handles, reshard, unshard
 from tests.claims import poisoned
-from tests.helpers import distributed
+from tests.helpers import assert_equal, distributed
 from tests.models import rank_input, shard_root, square_mean
 
 
@@ -35,3 +35,16 @@ def test_unpoisoned_values_are_written_at_once() -> None:
     unshard(model)
     (handle,) = get_handles(model)
     assert not handle.full.output.isnan().any()
+
+
+@distributed(2)
+def test_poison_leaves_this_ranks_part_of_a_kept_buffer() -> None:
+    """It is the shard: an error that ends a gather must not cost it."""
+    model = nn.Linear(6, 6)
+    shard_root(model, strategy=ShardingStrategy.SHARD_GRAD_OP)
+    (handle,) = get_handles(model)
+    expected = handle.local_shard.clone()
+    with poisoned():
+        handle.unshard()
+        assert_equal(handle.local_shard, expected)
+        handle.full.wait()

@@ -664,6 +664,7 @@ def _peak_with_cap(cap: float | None) -> int:
     return min(peaks[1:])
 
 
+@pytest.mark.counts
 @distributed(2)
 def test_the_backward_of_a_whole_model_needs_less_memory() -> None:
     """All parameters and little more: buckets are freed as the gradient shards grow."""

@@ -93,6 +93,7 @@ def _peak_of_warm_backward(apply: Callable[[nn.Module], object]) -> int:
     return min(peaks[2:])
 
 
+@pytest.mark.counts
 @distributed(2)
 def test_the_peak_of_backward_is_below_that_of_fsdp2() -> None:
     """Gradients take the parameters' place, so no second buffer is held.
@@ -107,6 +108,7 @@ def test_the_peak_of_backward_is_below_that_of_fsdp2() -> None:
     assert ours <= theirs - _unit_nbytes() // 2 + 1024
 
 
+@pytest.mark.counts
 @pytest.mark.fast
 @distributed(2)
 def test_backward_holds_the_gradient_shards_and_two_units() -> None:
@@ -123,6 +125,7 @@ def test_backward_holds_the_gradient_shards_and_two_units() -> None:
     assert memory.peak <= NUM_BLOCKS * unit // 2 + 2 * unit + layer + 16384
 
 
+@pytest.mark.counts
 @distributed(2)
 def test_forward_holds_two_units_at_a_time() -> None:
     """The unit that computes and the one gathered ahead; activations are tiny here."""

@@ -180,6 +180,7 @@ def _exceeded(cost: dict[str, int], limit: StepCost) -> dict[str, tuple[int, int
     return {key: (value, limits[key]) for key, value in cost.items() if value > limits[key]}
 
 
+@pytest.mark.counts
 @pytest.mark.fast
 @pytest.mark.parametrize("num_params", PINNED)
 def test_step_costs_no_more_than_is_pinned(num_params: int) -> None:
@@ -244,6 +245,7 @@ def test_wider_shards_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _exceeded(_cost_of_a_step(1, {"sent"}), PINNED[1]).keys() == {"payload"}
 
 
+@pytest.mark.counts
 def test_an_optimizer_that_takes_parameters_one_by_one_is_seen() -> None:
     """Its operators run through the tensor subclass, each for itself."""
     cost = _cost_of_a_step(1, {"calls"}, is_fused=False)

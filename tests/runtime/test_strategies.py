@@ -406,6 +406,7 @@ def test_bytes_at_rest(
     assert moments == pytest.approx(2 * nbytes[states], rel=0.02)
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize("strategy", [SHARD_OPTIM, NO_SHARD])
 @distributed(2, 3)
 def test_a_step_allocates_nothing(strategy: ShardingStrategy) -> None:
