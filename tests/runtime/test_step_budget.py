@@ -56,7 +56,7 @@ PINNED = {  # by parameters of a unit
         written=NBYTES,  # the gradient
         allocations=3,
         allocated=2 * NBYTES + NBYTES // 2 + 1,
-        calls=136,
+        calls=135,
         optimizer_calls=1,
     ),
     9: StepCost(
@@ -65,7 +65,7 @@ PINNED = {  # by parameters of a unit
         written=9 * NBYTES,
         allocations=3,
         allocated=9 * (2 * NBYTES + NBYTES // 2 + 1),
-        calls=160,
+        calls=159,
         optimizer_calls=1,
     ),
 }
