@@ -51,7 +51,8 @@ from composable_shard.comm.hooks import (
     error_feedback_hook,
     fp16_compress_hook,
 )
-from composable_shard.comm.lockstep import fail, note_setting
+from composable_shard.comm.lockstep import fail
+from composable_shard.comm.order import note_setting
 from composable_shard.comm.trace import log_events
 from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_nbytes
 

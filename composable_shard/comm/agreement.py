@@ -24,9 +24,9 @@ from torch import Tensor
 
 from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import exchange
-from composable_shard.comm.callers import function_called
 from composable_shard.comm.devices import HOST
-from composable_shard.comm.lockstep import begin_watch, identify, note_setting, order_of
+from composable_shard.comm.lockstep import begin_watch
+from composable_shard.comm.order import function_called, identify, note_setting, order_of
 from composable_shard.torch_private import backend_of, timeout_of
 
 # A NotImplementedError is a RuntimeError too, so it stands first.

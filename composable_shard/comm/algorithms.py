@@ -28,12 +28,12 @@ from torch import Tensor
 
 from composable_shard.comm import trace
 from composable_shard.comm.devices import Waitable, abandon, as_real, backend_name, is_exchange
-from composable_shard.comm.lockstep import (
+from composable_shard.comm.lockstep import fail
+from composable_shard.comm.order import (
     LOWEST_TAG,
     MAX_ISSUED,
     NUM_TAGS,
     GroupOrder,
-    fail,
     identify,
     order_of,
 )

@@ -34,13 +34,8 @@ from composable_shard.comm.algorithms import (
     exchange,
     payload,
 )
-from composable_shard.comm.callers import function_called
 from composable_shard.comm.devices import Waitable, abandon, as_real, is_exchange
-from composable_shard.comm.lockstep import (
-    GroupOrder,
-    identify,
-    order_of,
-)
+from composable_shard.comm.order import GroupOrder, function_called, identify, order_of
 from composable_shard.comm.trace import CollectiveLog, count_collectives
 from composable_shard.torch_private import resolve_process_group
 

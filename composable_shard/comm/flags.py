@@ -14,7 +14,8 @@ from torch import Tensor
 from composable_shard.comm import collectives
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.devices import Waitable
-from composable_shard.comm.lockstep import ADVICE, are, describe, order_of
+from composable_shard.comm.lockstep import ADVICE, are
+from composable_shard.comm.order import describe, order_of
 
 _GroupTuple = tuple[dist.ProcessGroup, ...]
 

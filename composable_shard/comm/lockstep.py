@@ -1,14 +1,6 @@
-"""Which collectives each rank issues in which order, and what the ranks do when one fails.
+"""What the ranks do when a collective fails: each says where it is, and all raise the same error.
 
-[Note: Identity of a collective]
-Collectives match by their order alone. Ranks that run units in another order, or of which one
-calls a function that the others don't, would compute with the wrong values, or wait for each other.
-So every collective has an identity: what it is for ("the forward gather of unit 'layers.1'"), its
-kind and its bytes, in short a number of 32 bits, the same on all ranks.
-
-- Messages from rank to rank carry identity and position in their tags. Messages of different
-  collectives never meet: instead of wrong values, or of an abort where the sizes differ, the ranks
-  wait, and find out for what: [Note: Watch].
+[Note: Watch].
 
 - Each backward compares a digest of what was issued since the last one, before it publishes
   gradients. [Note: Digest of a step]
@@ -33,26 +25,17 @@ import logging
 import sys
 import threading
 import time
-import zlib
-from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from composable_shard.comm.callers import find_call
+from composable_shard.comm.order import NUM_TAGS, all_orders, find_call, order_of
 from composable_shard.torch_private import backend_of, frames_of_threads, side_store
-
-LOWEST_TAG = 1 << 20  # out of the way of tags that users choose
-NUM_TAGS = (1 << 31) - LOWEST_TAG
-MAX_ISSUED = 1 << 16  # between two backwards: a program may only evaluate
-_NUM_RECENT = 64
 
 _TICK_S = 0.5
 _QUIET_S = 1.0
@@ -64,130 +47,6 @@ ADVICE = "All ranks must run the same units and call the same functions, in the 
 
 _logger = logging.getLogger(_KEY)
 _Statement = dict[str, Any]
-
-
-# By identity. There are as many as a program has collectives of different kinds.
-_texts: dict[int, str] = {}
-_OF_STEP = 1 << 32
-
-
-def identify(what: str, kind: str, nbytes: int, *, is_of_step: bool = False) -> int:
-    """Return the identity of a collective, see [Note: Identity of a collective].
-
-    Args:
-        what: What it is for.
-        kind: The kind of collective; "" for a setting, `note_setting`.
-        nbytes: Of the full-size payload.
-        is_of_step: All data-parallel ranks issue it in their steps, [Note: Digest of a step].
-    """
-    text = f"{what} ({kind} of {nbytes} bytes)" if kind else f"{what} (a setting)"
-    identity = zlib.crc32(text.encode())
-    if is_of_step:
-        # Bytes left out: those of shards that have copies may differ between the copies' groups.
-        identity += _OF_STEP * (zlib.crc32(what.encode()) | 1)
-    _texts[identity] = text
-    return identity
-
-
-def describe(identity: int) -> str:
-    """Return what `identify` was told."""
-    return _texts.get(identity, "a collective")
-
-
-class GroupOrder:
-    """The collectives that this rank has issued on one process group.
-
-    Attributes:
-        issued: Identities since the last `fold`; `num_folded` came before.
-        num_folded: How many came before.
-        last_step: Those of the last step that all data-parallel ranks issue.
-        failure: Why no further collective can succeed, None while nothing has failed.
-    """
-
-    __slots__ = ("__weakref__", "_late", "_recent", "failure", "issued", "last_step", "num_folded")
-
-    def __init__(self) -> None:
-        self.issued: list[int] = []
-        self.num_folded = 0
-        self.failure: str | None = None
-        self.last_step: list[int] = []
-        self._late: tuple[Any, Tensor, torch.Event] | None = None
-        self._recent: list[int] = []
-
-    def note(self, identity: int) -> None:
-        """Enter a collective that is issued now."""
-        if len(self.issued) > MAX_ISSUED:
-            self.fold()
-        self.issued.append(identity)
-
-    def fold(self) -> int:
-        """Begin to count calls anew, as each step does; return a digest of the last ones."""
-        self.last_step = [identity for identity in self.issued if identity >= _OF_STEP]
-        digest = zlib.crc32(array("Q", [each >> 32 for each in self.last_step]).tobytes())
-        self.num_folded += len(self.issued)
-        self._recent = (self._recent + self.issued)[-_NUM_RECENT:]
-        self.issued.clear()
-        return digest
-
-    def take_late(self, step: Any, received: Tensor) -> tuple[Any, Tensor] | None:
-        """Return a step and what the ranks have sent of it, on the CPU; None where it is to come.
-
-        From an accelerator it comes one step late, because the host must not wait.
-        """
-        if received.device.type == "cpu":
-            return step, received
-        before = self._late
-        host = torch.empty_like(received, device="cpu", pin_memory=True)
-        host.copy_(received, non_blocking=True)
-        event = torch.Event(received.device)
-        event.record()
-        self._late = step, host, event
-        if before is None:
-            return None
-        before[2].synchronize()
-        return before[:2]
-
-    @property
-    def num_issued(self) -> int:
-        """How many collectives this rank has issued on the group."""
-        return self.num_folded + len(self.issued)
-
-    def recent(self) -> list[tuple[int, int, str]]:
-        """Return the last collectives: number on the group, call of the step, what it is."""
-        issued = (self._recent + list(self.issued))[-_NUM_RECENT:]
-        first, folded = self.num_issued - len(issued), self.num_folded
-        return [
-            (number, number - folded + 1, describe(identity))
-            for number, identity in enumerate(issued, first)
-        ]
-
-
-# By group: not by its name, which comes again after destroy_process_group.
-_orders: WeakKeyDictionary[dist.ProcessGroup, GroupOrder] = WeakKeyDictionary()
-
-
-def order_of(group: dist.ProcessGroup) -> GroupOrder:
-    """Return what this rank has issued on a process group."""
-    order = _orders.get(group)
-    if order is None:
-        order = _orders[group] = GroupOrder()
-    return order
-
-
-def all_orders() -> list[tuple[dist.ProcessGroup, GroupOrder]]:
-    """Return the groups on which this rank has issued collectives."""
-    return list(_orders.items())
-
-
-def note_setting(what: str, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Enter into the order of collectives what all ranks must do, though they send nothing.
-
-    If one of them does not, the ranks differ in the next message or digest.
-    """
-    identity = identify(what, "", 0, is_of_step=True)
-    for group in dict.fromkeys(groups):
-        if group.size() > 1:
-            order_of(group).note(identity)
 
 
 class _Watch:

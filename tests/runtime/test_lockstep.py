@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from composable_shard.comm import get_host_group, lockstep
-from composable_shard.comm.lockstep import NUM_TAGS, GroupOrder, identify
+from composable_shard.comm.order import NUM_TAGS, GroupOrder, identify
 from composable_shard.torch_private import side_store, timeout_of
 from tests import differences, fuzz_lockstep, helpers
 from tests.helpers import distributed

@@ -1,0 +1,210 @@
+"""Which collectives this rank has issued, each by its identity, and what the program has called.
+
+[Note: Identity of a collective]
+Collectives match by their order alone. Ranks that run units in another order, or of which one
+calls a function that the others don't, would compute with the wrong values, or wait for each other.
+So every collective has an identity: what it is for ("the forward gather of unit 'layers.1'"), its
+kind and its bytes, in short a number of 32 bits, the same on all ranks.
+
+- Messages from rank to rank carry identity and position in their tags. Messages of different
+  collectives never meet: instead of wrong values, or of an abort where the sizes differ, the ranks
+  wait, and find out for what: [Note: Watch].
+
+- Each backward compares a digest of what was issued since the last one, before it publishes
+  gradients. [Note: Digest of a step]
+
+Where no unit is what a collective is for, it is the function that the program has called: the
+frames of the interpreter tell. A function's name comes with those of its arguments that are
+numbers and flags, because all ranks must give them alike: `clip_grad_norm_(max_norm=1.0)` on one
+rank and `clip_grad_norm_(max_norm=2.0)` on another are two different collectives. Strings such as
+paths, and tensors, may differ.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LOWEST_TAG = 1 << 20  # out of the way of tags that users choose
+NUM_TAGS = (1 << 31) - LOWEST_TAG
+MAX_ISSUED = 1 << 16  # between two backwards: a program may only evaluate
+_NUM_RECENT = 64
+
+# By identity. There are as many as a program has collectives of different kinds.
+_texts: dict[int, str] = {}
+_OF_STEP = 1 << 32
+
+
+def identify(what: str, kind: str, nbytes: int, *, is_of_step: bool = False) -> int:
+    """Return the identity of a collective, see [Note: Identity of a collective].
+
+    Args:
+        what: What it is for.
+        kind: The kind of collective; "" for a setting, `note_setting`.
+        nbytes: Of the full-size payload.
+        is_of_step: All data-parallel ranks issue it in their steps, [Note: Digest of a step].
+    """
+    text = f"{what} ({kind} of {nbytes} bytes)" if kind else f"{what} (a setting)"
+    identity = zlib.crc32(text.encode())
+    if is_of_step:
+        # Bytes left out: those of shards that have copies may differ between the copies' groups.
+        identity += _OF_STEP * (zlib.crc32(what.encode()) | 1)
+    _texts[identity] = text
+    return identity
+
+
+def describe(identity: int) -> str:
+    """Return what `identify` was told."""
+    return _texts.get(identity, "a collective")
+
+
+class GroupOrder:
+    """The collectives that this rank has issued on one process group.
+
+    Attributes:
+        issued: Identities since the last `fold`; `num_folded` came before.
+        num_folded: How many came before.
+        last_step: Those of the last step that all data-parallel ranks issue.
+        failure: Why no further collective can succeed, None while nothing has failed.
+    """
+
+    __slots__ = ("__weakref__", "_late", "_recent", "failure", "issued", "last_step", "num_folded")
+
+    def __init__(self) -> None:
+        self.issued: list[int] = []
+        self.num_folded = 0
+        self.failure: str | None = None
+        self.last_step: list[int] = []
+        self._late: tuple[Any, Tensor, torch.Event] | None = None
+        self._recent: list[int] = []
+
+    def note(self, identity: int) -> None:
+        """Enter a collective that is issued now."""
+        if len(self.issued) > MAX_ISSUED:
+            self.fold()
+        self.issued.append(identity)
+
+    def fold(self) -> int:
+        """Begin to count calls anew, as each step does; return a digest of the last ones."""
+        self.last_step = [identity for identity in self.issued if identity >= _OF_STEP]
+        digest = zlib.crc32(array("Q", [each >> 32 for each in self.last_step]).tobytes())
+        self.num_folded += len(self.issued)
+        self._recent = (self._recent + self.issued)[-_NUM_RECENT:]
+        self.issued.clear()
+        return digest
+
+    def take_late(self, step: Any, received: Tensor) -> tuple[Any, Tensor] | None:
+        """Return a step and what the ranks have sent of it, on the CPU; None where it is to come.
+
+        From an accelerator it comes one step late, because the host must not wait.
+        """
+        if received.device.type == "cpu":
+            return step, received
+        before = self._late
+        host = torch.empty_like(received, device="cpu", pin_memory=True)
+        host.copy_(received, non_blocking=True)
+        event = torch.Event(received.device)
+        event.record()
+        self._late = step, host, event
+        if before is None:
+            return None
+        before[2].synchronize()
+        return before[:2]
+
+    @property
+    def num_issued(self) -> int:
+        """How many collectives this rank has issued on the group."""
+        return self.num_folded + len(self.issued)
+
+    def recent(self) -> list[tuple[int, int, str]]:
+        """Return the last collectives: number on the group, call of the step, what it is."""
+        issued = (self._recent + list(self.issued))[-_NUM_RECENT:]
+        first, folded = self.num_issued - len(issued), self.num_folded
+        return [
+            (number, number - folded + 1, describe(identity))
+            for number, identity in enumerate(issued, first)
+        ]
+
+
+# By group: not by its name, which comes again after destroy_process_group.
+_orders: WeakKeyDictionary[dist.ProcessGroup, GroupOrder] = WeakKeyDictionary()
+
+
+def order_of(group: dist.ProcessGroup) -> GroupOrder:
+    """Return what this rank has issued on a process group."""
+    order = _orders.get(group)
+    if order is None:
+        order = _orders[group] = GroupOrder()
+    return order
+
+
+def all_orders() -> list[tuple[dist.ProcessGroup, GroupOrder]]:
+    """Return the groups on which this rank has issued collectives."""
+    return list(_orders.items())
+
+
+def note_setting(what: str, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Enter into the order of collectives what all ranks must do, though they send nothing.
+
+    If one of them does not, the ranks differ in the next message or digest.
+    """
+    identity = identify(what, "", 0, is_of_step=True)
+    for group in dict.fromkeys(groups):
+        if group.size() > 1:
+            order_of(group).note(identity)
+
+
+_PACKAGE = __name__.partition(".")[0]
+_TORCH = torch.__name__
+_TRANSPARENT = sys.stdlib_module_names - {"__main__"}
+_PLAIN = (bool, int, float)
+
+
+def find_call(frame: FrameType | None) -> tuple[str, bool, FrameType | None]:
+    """Return what a program has called: the function, whether it is ours, and the caller's frame.
+
+    Args:
+        frame: The innermost one.
+
+    Returns:
+        An empty name where it has called neither this library nor torch.
+    """
+    name, ours = "", None
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package == _PACKAGE:
+            ours = frame
+        elif package == _TORCH:
+            name = name or f"{frame.f_code.co_name}()"
+        elif package not in _TRANSPARENT:
+            break
+        frame = frame.f_back
+    return name if ours is None else _name_of(ours), ours is not None, frame
+
+
+def _name_of(frame: FrameType) -> str:
+    code, values = frame.f_code, frame.f_locals
+    if code.co_name.startswith("__torch_"):
+        return f"{values.get('func', code.co_name)}()"
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = [f"{name}={values[name]}" for name in names if type(values.get(name)) in _PLAIN]
+    return f"{code.co_name}({', '.join(given)})"
+
+
+def function_called(*, with_arguments: bool = True) -> str:
+    """Return the library's function that the program has called.
+
+    Args:
+        with_arguments: With numbers and flags; not where the ranks are about to compare these.
+    """
+    name = find_call(sys._getframe(1))[0]
+    return name if with_arguments else f"{name.partition('(')[0]}()"
