@@ -4,6 +4,13 @@
     python -m tests.differences --table benchmarks/results/lockstep_cpu.md
 
 The strategies may be DDP and FSDP2 too, for the differences that need nothing of this library.
+After a strategy may stand when the ranks deviate, and which collectives they have: messages of
+this library, or those of the backend, as on accelerators, with identities exchanged before them.
+
+    FULL_SHARD           by messages, after two steps
+    FULL_SHARD/first     by the backend, after two steps: identities are exchanged then
+    FULL_SHARD/later     by the backend, after ten steps: they are not any more
+    FULL_SHARD/always    by the backend, after ten steps, with `check_order="always"`
 
 Two processes train a small model. After two steps one of them deviates, in one of the ways below,
 and both train on. A cell of the table is one of:
@@ -46,6 +53,7 @@ from torch.utils.checkpoint import checkpoint
 
 import composable_shard as cs
 from composable_shard import ShardingStrategy, StateDictOptions, fully_shard
+from composable_shard.comm import devices
 from tests import helpers
 from tests.helpers import Planned, RankError, run_processes
 
@@ -55,6 +63,9 @@ DIM = 8
 NUM_STEPS = 4
 DEVIATION = 2  # the step in which the ranks differ
 FULL = StateDictOptions(full_state_dict=True)
+
+
+WAYS = {"": 0, "first": 0, "later": 8, "always": 8}  # steps before the first of `NUM_STEPS`
 
 
 class Chain(nn.Module):
@@ -89,7 +100,8 @@ class Run:
         self.index = 0
 
     def loss(self, part: int = 0) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * self.index + 10 * part + self.rank)
+        seed = 100 * self.index + 10 * part + self.rank
+        generator = torch.Generator().manual_seed(1000 + seed)
         return self.call(torch.randn(4, DIM, generator=generator)).square().mean()
 
     def update(self) -> None:
@@ -506,12 +518,12 @@ def _act(run: Run, name: str, *, is_plain: bool = False) -> None:
     act(run)
 
 
-def _plain_values(name: str) -> list[Tensor] | None:
+def _plain_values(name: str, warm_up: int) -> list[Tensor] | None:
     """Return the weights after all steps of plain models whose gradients are averaged."""
     if not DIFFERENCES[name].is_plain:
         return None
     runs = [Run(Chain(), rank) for rank in range(2)]
-    for index in range(NUM_STEPS):
+    for index in range(-warm_up, NUM_STEPS):
         for run in runs:
             run.index = index
             run.optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
@@ -570,10 +582,14 @@ def _make_peer(rank: int, name: str, strategy: str, directory: str) -> Run:
 def _make_run(rank: int, name: str, strategy: str, directory: str) -> Run:
     if strategy in PEERS:
         return _make_peer(rank, name, strategy, directory)
+    strategy, _, way = strategy.partition("/")
+    if way:
+        devices.MAX_EXCHANGE_SIZE = 0  # the backend's own collectives, as with many ranks
+    options: Any = {"strategy": strategy, "check_order": "always" if way == "always" else "first"}
     model = Chain()
     for unit in DIFFERENCES[name].units:
-        fully_shard([model.blocks[index] for index in unit], strategy=ShardingStrategy[strategy])
-    fully_shard(model, strategy=ShardingStrategy[strategy])
+        fully_shard([model.blocks[index] for index in unit], **options)
+    fully_shard(model, **options)
     run = Run(model, rank)
     run.directory = directory
     return run
@@ -583,18 +599,23 @@ def run_cell(name: str, strategy: str, directory: str, timeout_s: int) -> None:
     """Train on one rank, deviate, and write down what came of it."""
     rank = int(os.environ["RANK"])
     join_ranks(rank, directory, timeout_s)
-    expected = _plain_values(name)
+    warm_up = WAYS[strategy.partition("/")[2]]
+    expected = _plain_values(name, warm_up)
     run = _make_run(rank, name, strategy, directory)
 
     def is_right() -> bool:
         values = [whole_value(param) for param in _params(run)]
         return expected is not None and all(map(_is_close, values, expected))
 
-    train_and_note(run, partial(_act, name=name), is_right, timeout_s)
+    train_and_note(run, partial(_act, name=name), is_right, timeout_s, warm_up)
 
 
 def train_and_note(
-    run: Run, act: Callable[[Run], None], is_right: Callable[[], bool], timeout_s: int
+    run: Run,
+    act: Callable[[Run], None],
+    is_right: Callable[[], bool],
+    timeout_s: int,
+    warm_up: int = 0,
 ) -> None:
     """Train, with `act` for the step of the deviation; write down what came of it."""
     path = Path(run.directory) / f"rank{run.rank}.json"
@@ -605,7 +626,7 @@ def train_and_note(
         path.write_text(json.dumps(found))
 
     try:
-        for run.index in range(NUM_STEPS):
+        for run.index in range(-warm_up, NUM_STEPS):
             if run.index == DEVIATION:
                 dist.barrier()
                 began = time.monotonic()
@@ -625,7 +646,7 @@ def train_and_note(
 
 def train(name: str, strategy: str) -> bool:
     """Train as a cell does, in a process group that is there; return whether it ends right."""
-    expected = _plain_values(name)
+    expected = _plain_values(name, 0)
     assert expected is not None
     run = _make_run(dist.get_rank(), name, strategy, "")
     for run.index in range(NUM_STEPS):

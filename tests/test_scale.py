@@ -34,6 +34,7 @@ from composable_shard import (
     shard_model,
     unshard_params,
 )
+from composable_shard.comm import lockstep
 from composable_shard.comm.order import all_orders
 from composable_shard.runtime import forward
 
@@ -140,6 +141,12 @@ def _find_superlinear(
         if rest.total() > _SLACK:
             found[name] = rest.most_common(4)
     return found
+
+
+@pytest.fixture(autouse=True)
+def _no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the exchange of identities out: it ends in the middle of some step."""
+    monkeypatch.setattr(lockstep, "is_capturing", lambda device: True)
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ from composable_shard.comm.hooks import (
     fp16_compress_hook,
 )
 from composable_shard.comm.lockstep import fail
-from composable_shard.comm.order import note_setting
+from composable_shard.comm.order import exchange_always, note_setting
 from composable_shard.comm.trace import log_events
 from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_nbytes
 
@@ -93,6 +93,7 @@ __all__ = [
     "copies_for",
     "count_collectives",
     "error_feedback_hook",
+    "exchange_always",
     "fail",
     "fp16_compress_hook",
     "gather_in",

@@ -27,8 +27,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import trace
-from composable_shard.comm.devices import Waitable, abandon, as_real, backend_name, is_exchange
-from composable_shard.comm.lockstep import fail
+from composable_shard.comm.devices import (
+    Waitable,
+    abandon,
+    as_real,
+    backend_name,
+    cut_in_parts,
+    is_exchange,
+    payload,
+)
+from composable_shard.comm.lockstep import fail, make_exchange
 from composable_shard.comm.order import (
     LOWEST_TAG,
     MAX_ISSUED,
@@ -95,31 +103,13 @@ def exchange(
     """
     works: list[dist.Work] = []
     if tag is None:
-        issued = order.issued
-        tag = LOWEST_TAG + hash((order.num_folded, len(issued), issued[-1])) % NUM_TAGS
+        tag = LOWEST_TAG + order.position() % NUM_TAGS
     try:
         works += [group.send([tensor], rank, tag) for rank, tensor in sends if tensor.numel()]
         works += [group.recv([tensor], rank, tag) for rank, tensor in receives if tensor.numel()]
     except RuntimeError as error:
         fail(error, group)
     return Works(works, group, tag)
-
-
-def cut_in_parts(
-    tensor: Tensor, group: dist.ProcessGroup, numels: Sequence[int] | None
-) -> Sequence[Tensor]:
-    """Return a view of each rank's part of a tensor, along the first dimension.
-
-    The parts have `numels` elements, after which the tensor may go on; None for equal parts.
-    """
-    if numels is None:
-        return tensor.view(group.size(), -1).unbind()
-    return tensor[: sum(numels)].split_with_sizes(list(numels))
-
-
-def payload(tensor: Tensor, numels: Sequence[int] | None) -> int:
-    """Return the bytes of the full-size tensor, without what lies behind the last part."""
-    return tensor.nbytes if numels is None else sum(numels) * tensor.itemsize
 
 
 _CHUNK_NUMEL = 1 << 16
@@ -273,12 +263,14 @@ class AllGather:
         real, algorithm = as_real(output), _choose_gather(group, output.device, numels)
         parts = () if algorithm is GatherAlgorithm else cut_in_parts(real, group, numels)
         self._algorithm = algorithm(real, parts, as_real(shard), group)
+        self._exchange = make_exchange(group, self._order, output.device)
 
-    def start(self, when: str = "") -> Waitable:
+    def start(self, when: str = "", *, is_rare: bool = False) -> Waitable:
         """Start gathering; wait before the output is read or the shard is written.
 
         Args:
             when: What the values are for, the same on all ranks.
+            is_rare: A function of the user's asks for it, and not a step.
         """
         if trace.logs:
             trace.record("all_gather", self._group_name, self._nbytes)
@@ -291,6 +283,8 @@ class AllGather:
         if len(order.issued) > MAX_ISSUED:
             order.fold()
         order.issued.append(identity)
+        if self._exchange is not None:
+            self._exchange(is_rare)
         return self._algorithm.start()
 
 
@@ -456,6 +450,7 @@ class ReduceScatter:
         self._order = order_of(group)
         self._identities: dict[tuple[str, int], int] = {}
         self._algorithm = _choose_sum(group, dtype, device, numels)(group, device, numels)
+        self._exchange = make_exchange(group, self._order, device)
 
     def scratch_parts(self, *, in_place: bool) -> int:
         """Return how many shards' memory it wants for the ranks' terms.
@@ -505,4 +500,6 @@ class ReduceScatter:
         if len(order.issued) > MAX_ISSUED:
             order.fold()
         order.issued.append(identity)
+        if self._exchange is not None:
+            self._exchange(False)
         return self._algorithm.start(output, input, scratch, scale)

@@ -30,11 +30,17 @@ from composable_shard.comm.algorithms import (
     PendingReduction,
     ReduceScatter,
     Works,
-    cut_in_parts,
     exchange,
+)
+from composable_shard.comm.devices import (
+    Waitable,
+    abandon,
+    as_real,
+    cut_in_parts,
+    is_exchange,
     payload,
 )
-from composable_shard.comm.devices import Waitable, abandon, as_real, is_exchange
+from composable_shard.comm.lockstep import make_exchange
 from composable_shard.comm.order import GroupOrder, function_called, identify, order_of
 from composable_shard.comm.trace import CollectiveLog, count_collectives
 from composable_shard.torch_private import resolve_process_group
@@ -65,7 +71,15 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return resolve_process_group(name)
 
 
-def _note(group: dist.ProcessGroup, kind: str, nbytes: int, what: str | None) -> GroupOrder:
+def _note(
+    group: dist.ProcessGroup,
+    kind: str,
+    nbytes: int,
+    what: str | None,
+    device: torch.device,
+    *,
+    is_rare: bool = False,
+) -> GroupOrder:
     """Record a collective that is issued now; return the group's order.
 
     Args:
@@ -73,12 +87,17 @@ def _note(group: dist.ProcessGroup, kind: str, nbytes: int, what: str | None) ->
         kind: For the log.
         nbytes: Of the full-size payload.
         what: What it is for; None to name the function that the program has called.
+        device: Where its tensors are.
+        is_rare: No step issues it.
     """
     if trace.logs:
         trace.record(kind, group.group_name, nbytes)
     order = order_of(group)
     is_of_step = kind == "all_reduce" and what is not None
     order.note(identify(what or function_called(), kind, nbytes, is_of_step=is_of_step))
+    exchange_first = make_exchange(group, order, device) if is_rare or order.is_exchanged else None
+    if exchange_first is not None:
+        exchange_first(is_rare)
     return order
 
 
@@ -89,9 +108,12 @@ def all_gather(
     numels: Sequence[int] | None = None,
     *,
     what: str | None = None,
+    is_of_step: bool = False,
 ) -> Waitable:
     """Start gathering every rank's shard into `output`, as `AllGather` does."""
-    return AllGather(output, shard, group, numels, name=what or function_called()).start()
+    prepared = AllGather(output, shard, group, numels, name=what or function_called())
+    work = prepared.start(is_rare=not is_of_step)
+    return Works([work], group) if isinstance(work, dist.Work) else work
 
 
 def gather(
@@ -110,7 +132,7 @@ def gather(
         numels: As in `all_gather`.
     """
     nbytes = shard.nbytes * group.size() if numels is None else payload(shard, numels)
-    order = _note(group, "gather", nbytes, None)
+    order = _note(group, "gather", nbytes, None, shard.device, is_rare=True)
     shard = as_real(shard)
     parts = [] if output is None else list(cut_in_parts(as_real(output), group, numels))
     if numels is None and not is_exchange(group, shard.device):
@@ -130,6 +152,7 @@ def gather_pieces(
     group: dist.ProcessGroup,
     *,
     to_first: bool,
+    device: torch.device,
 ) -> Waitable:
     """Start gathering ranges of the ranks' shards, each by a message into memory of its own.
 
@@ -142,8 +165,10 @@ def gather_pieces(
         nbytes: Bytes of all ranks' ranges.
         group: The ranks that take part.
         to_first: Only the first one receives.
+        device: Where the ranges are.
     """
-    order = _note(group, "gather" if to_first else "all_gather", nbytes, None)
+    kind = "gather" if to_first else "all_gather"
+    order = _note(group, kind, nbytes, None, device, is_rare=True)
     own = group.rank()
     targets = [rank for rank in range(1 if to_first else group.size()) if rank != own]
     sends = [(rank, as_real(piece)) for rank in targets for piece in pieces]
@@ -171,7 +196,7 @@ def scatter(
         numels: As in `all_gather`.
     """
     nbytes = output.nbytes * group.size() if numels is None else payload(output, numels)
-    order = _note(group, "scatter", nbytes, None)
+    order = _note(group, "scatter", nbytes, None, output.device, is_rare=True)
     output = as_real(output)
     parts = [] if input is None else list(cut_in_parts(as_real(input), group, numels))
     if numels is None and not is_exchange(group, output.device):
@@ -192,7 +217,7 @@ def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waita
         input: Likewise; its r-th part goes to rank r.
         group: The ranks that take part.
     """
-    order = _note(group, "all_to_all", input.nbytes, None)
+    order = _note(group, "all_to_all", input.nbytes, None, input.device)
     if not is_exchange(group, output.device):
         # As bytes, which every backend carries.
         received, sent = (tensor.view(-1).view(torch.uint8) for tensor in (output, input))
@@ -314,7 +339,7 @@ def all_reduce(
         digest_nbytes: How many bytes are no payload, for the log: [Note: Digest of a step].
         scratch: Memory of as many elements, for an `ExchangedAllReduce`.
     """
-    order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what)
+    order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what, tensor.device)
     if is_exchange(group, tensor.device):
         return ExchangedAllReduce(tensor, group, op, order, scratch)
     options = dist.AllreduceOptions()
@@ -326,7 +351,7 @@ def broadcast(
     tensor: Tensor, group_rank: int, group: dist.ProcessGroup, *, what: str | None = None
 ) -> Waitable:
     """Start sending `tensor` from the rank with this number *in the group* to all others."""
-    order = _note(group, "broadcast", tensor.nbytes, what)
+    order = _note(group, "broadcast", tensor.nbytes, what, tensor.device, is_rare=what is None)
     if is_exchange(group, tensor.device):
         real = as_real(tensor)
         if group.rank() != group_rank:

@@ -24,6 +24,7 @@ nothing relies on it is tested with copies that run only when they are waited fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -138,9 +139,31 @@ def copies_for(device: torch.device) -> HostCopies:
     return HostCopies() if device.type in ("cpu", "meta") else StreamCopies(device)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether what is issued becomes part of a graph, so that the host can't wait for it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def as_real(tensor: Tensor) -> Tensor:
     """View a complex tensor as pairs of real numbers: no backend carries complex ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def cut_in_parts(
+    tensor: Tensor, group: dist.ProcessGroup, numels: Sequence[int] | None
+) -> Sequence[Tensor]:
+    """Return a view of each rank's part of a tensor, along the first dimension.
+
+    The parts have `numels` elements, after which the tensor may go on; None for equal parts.
+    """
+    if numels is None:
+        return tensor.view(group.size(), -1).unbind()
+    return tensor[: sum(numels)].split_with_sizes(list(numels))
+
+
+def payload(tensor: Tensor, numels: Sequence[int] | None) -> int:
+    """Return the bytes of the full-size tensor, without what lies behind the last part."""
+    return tensor.nbytes if numels is None else sum(numels) * tensor.itemsize
 
 
 MAX_EXCHANGE_SIZE = 8

@@ -291,7 +291,7 @@ def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable
             output.copy_(total)
             return
         gathered = total.new_empty(numel)
-        collectives.all_gather(gathered, total, group, part_numels).wait()
+        collectives.all_gather(gathered, total, group, part_numels, is_of_step=True).wait()
         output.copy_(gathered)
 
     return _Then(work, add_up)

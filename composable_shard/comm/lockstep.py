@@ -25,7 +25,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -34,7 +34,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from composable_shard.comm.order import NUM_TAGS, all_orders, find_call, order_of
+from composable_shard.comm.devices import backend_name, is_capturing, is_exchange
+from composable_shard.comm.order import (
+    NUM_TAGS,
+    GroupOrder,
+    all_orders,
+    find_call,
+    is_same,
+    order_of,
+    with_complement,
+)
 from composable_shard.torch_private import backend_of, frames_of_threads, side_store
 
 _TICK_S = 0.5
@@ -302,6 +311,47 @@ def fail(error: RuntimeError, group: dist.ProcessGroup) -> NoReturn:
         raise RuntimeError(order.failure) from error
     finally:
         del error  # its traceback has this frame: a cycle
+
+
+def make_exchange(
+    group: dist.ProcessGroup, order: GroupOrder, device: torch.device
+) -> Callable[[bool], None] | None:
+    """Return what comes before each collective of a group's backend; None for other ones.
+
+    [Note: First steps]
+    Before a backend's collective the ranks exchange the identity of what they are about to issue,
+    and its position: eight bytes, always, so it can't fail as collectives of other sizes do. If
+    they differ, all ranks raise, and nothing was written. The host waits for it. So it ends when
+    the group has issued twice as many collectives as it knows without a new one among them, which
+    all ranks see at the same position. It begins again when a step of any rank has had a new one,
+    as after a change of structure: the flags of its backward tell all ranks.
+    `check_order="always"` keeps it on. It always comes before what is rare: not a step asks for it,
+    but a function that the program has called.
+    """
+    name = backend_name(group, device)
+    if group.size() == 1 or is_exchange(group, device) or name in ("", "fake"):
+        return None
+    return partial(_exchange_identity, group, order, device)
+
+
+def _exchange_identity(
+    group: dist.ProcessGroup, order: GroupOrder, device: torch.device, is_rare: bool
+) -> None:
+    if not (is_rare or order.is_exchanged) or is_capturing(device):
+        return
+    sent = with_complement(order.position() % (1 << 32))
+    numbers = torch.tensor(sent, dtype=torch.uint8, device=device)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    try:
+        group.allreduce([numbers], options).wait()
+        received = numbers.tolist()
+    except RuntimeError as error:
+        fail(error, group)
+    if not is_same(received):
+        fail(RuntimeError("The ranks were about to issue different collectives."), group)
+    if not is_rare:
+        order.note_agreed()
 
 
 def _explain(group: dist.ProcessGroup, error: str) -> str:

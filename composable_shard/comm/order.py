@@ -10,6 +10,9 @@ kind and its bytes, in short a number of 32 bits, the same on all ranks.
   collectives never meet: instead of wrong values, or of an abort where the sizes differ, the ranks
   wait, and find out for what: [Note: Watch].
 
+- Collectives of a backend, as NCCL's, carry nothing. In the first steps the ranks exchange
+  identities before each of them. [Note: First steps]
+
 - Each backward compares a digest of what was issued since the last one, before it publishes
   gradients. [Note: Digest of a step]
 
@@ -25,7 +28,7 @@ from __future__ import annotations
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,6 +44,7 @@ _NUM_RECENT = 64
 
 # By identity. There are as many as a program has collectives of different kinds.
 _texts: dict[int, str] = {}
+_of_steps: set[int] = set()
 _OF_STEP = 1 << 32
 
 
@@ -58,6 +62,8 @@ def identify(what: str, kind: str, nbytes: int, *, is_of_step: bool = False) -> 
     if is_of_step:
         # Bytes left out: those of shards that have copies may differ between the copies' groups.
         identity += _OF_STEP * (zlib.crc32(what.encode()) | 1)
+        if kind:
+            _of_steps.add(identity)
     _texts[identity] = text
     return identity
 
@@ -65,6 +71,21 @@ def identify(what: str, kind: str, nbytes: int, *, is_of_step: bool = False) -> 
 def describe(identity: int) -> str:
     """Return what `identify` was told."""
     return _texts.get(identity, "a collective")
+
+
+def with_complement(digest: int) -> list[int]:
+    """Return the four bytes of a digest and their complements.
+
+    Their maximum over the ranks is what each has sent only if all have the same: `is_same`.
+    """
+    own = digest.to_bytes(4, "little")
+    return [*own, *(255 - byte for byte in own)]
+
+
+def is_same(received: Sequence[int]) -> bool:
+    """Return whether all ranks have the same, of the maximum of a half and its complement."""
+    half = len(received) // 2
+    return all(a + b == 255 for a, b in zip(received[:half], received[half:], strict=True))
 
 
 class GroupOrder:
@@ -75,15 +96,19 @@ class GroupOrder:
         num_folded: How many came before.
         last_step: Those of the last step that all data-parallel ranks issue.
         failure: Why no further collective can succeed, None while nothing has failed.
+        is_exchanged: Identities go ahead of a backend's collectives, [Note: First steps].
     """
-
-    __slots__ = ("__weakref__", "_late", "_recent", "failure", "issued", "last_step", "num_folded")
 
     def __init__(self) -> None:
         self.issued: list[int] = []
         self.num_folded = 0
         self.failure: str | None = None
         self.last_step: list[int] = []
+        self.is_exchanged = True
+        self._is_always_exchanged = False
+        self._agreed: set[int] = set()  # on all ranks, by an exchange
+        self._num_again = 0  # how many since the last one that was new
+        self._num_known = 0
         self._late: tuple[Any, Tensor, torch.Event] | None = None
         self._recent: list[int] = []
 
@@ -101,6 +126,30 @@ class GroupOrder:
         self._recent = (self._recent + self.issued)[-_NUM_RECENT:]
         self.issued.clear()
         return digest
+
+    def position(self) -> int:
+        """Return a number for the last collective and its place: the same where ranks agree."""
+        return hash((self.num_folded, len(self.issued), self.issued[-1]))
+
+    def note_agreed(self) -> None:
+        """Note that all ranks are about to issue the last collective: exchanged, and the same."""
+        identity = self.issued[-1]
+        if identity not in self._agreed:
+            self._agreed.add(identity)
+            self._num_again = 0
+        self._num_again += 1
+        is_over = self._num_again > 2 * len(self._agreed)
+        self.is_exchanged = self._is_always_exchanged or not is_over
+
+    def exchange_again(self, *, always: bool = False) -> None:
+        """Exchange identities from now on; call on all ranks at one point of the order."""
+        self.is_exchanged, self._num_again = True, 0
+        self._is_always_exchanged = self._is_always_exchanged or always
+
+    def has_news(self) -> bool:
+        """Return whether there are new collectives of steps since this was asked last."""
+        before, self._num_known = self._num_known, len(_of_steps)
+        return before < self._num_known
 
     def take_late(self, step: Any, received: Tensor) -> tuple[Any, Tensor] | None:
         """Return a step and what the ranks have sent of it, on the CPU; None where it is to come.
@@ -150,6 +199,12 @@ def order_of(group: dist.ProcessGroup) -> GroupOrder:
 def all_orders() -> list[tuple[dist.ProcessGroup, GroupOrder]]:
     """Return the groups on which this rank has issued collectives."""
     return list(_orders.items())
+
+
+def exchange_always(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Exchange identities before each collective of a backend; call on all ranks at one point."""
+    for group in groups:
+        order_of(group).exchange_again(always=True)
 
 
 def note_setting(what: str, groups: Iterable[dist.ProcessGroup]) -> None:

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
-from composable_shard.comm.algorithms import cut_in_parts
 from composable_shard.comm.collectives import Waitable
+from composable_shard.comm.devices import cut_in_parts
 
 BLOCK_NUMEL = 128
 # The largest number of each dtype.
@@ -167,7 +167,7 @@ def gather_in(
     if wire_dtype not in QUANTISED:
         staging = torch.empty_like(output, dtype=wire_dtype)
         own = cut_in_parts(staging, group, numels)[group.rank()].copy_(shard)
-        work = collectives.all_gather(staging, own, group, numels, what=what)
+        work = collectives.all_gather(staging, own, group, numels, what=what, is_of_step=True)
         return _StagedGather(work, staging, output.copy_)
     each = numels or [shard.numel()] * group.size()
     sizes = [encoded_nbytes(numel) for numel in each]
@@ -181,7 +181,7 @@ def gather_in(
         for part, values in zip(encoded_parts, cut_in_parts(output, group, numels), strict=True):
             decode(part, values, wire_dtype)
 
-    work = collectives.all_gather(staging, own, group, encoded_sizes, what=what)
+    work = collectives.all_gather(staging, own, group, encoded_sizes, what=what, is_of_step=True)
     return _StagedGather(work, staging, decode_all)
 
 

@@ -20,6 +20,7 @@ from composable_shard.construct.plan import Plan, as_modules, plan_unit
 from composable_shard.flat_param import settle_owners
 from composable_shard.options import (
     DEFAULT_STRATEGY,
+    CheckOrder,
     GranularityOption,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -61,6 +62,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     sync_module_states: bool = False,
     check_initial_values: bool = True,
     check_for_nan_in_grad: bool = False,
+    check_order: CheckOrder = "first",
     broadcast_buffers: bool = False,
     bucket_cap_mb: float | None = None,
     granularity: GranularityOption = "element",
@@ -117,6 +119,12 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             ranks: the rank and the first parameter of the backward. No gradient is published. To
             debug, as it costs one pass over the gradients, a wait for the device and an all-gather
             of 31 bytes for each backward.
+        check_order: When ranks exchange what they are about to issue, before they issue it, so that
+            different collectives are an error at once and not wrong values until the backward ends.
+            `"first"`: in the first steps, and after something new in a step. `"always"`: to debug,
+            as each collective of NCCL costs an all-reduce of eight bytes and a wait for the device,
+            and on gloo groups of more than eight ranks, where a difference of sizes aborts the
+            process. Up to eight ranks on gloo do so in each message, whatever is chosen.
         broadcast_buffers: Before each forward give all ranks the buffers of the mesh's first rank,
             as DistributedDataParallel does, in one broadcast for the unit. Skipped while gradients
             accumulate without being reduced.
@@ -162,6 +170,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         sync_module_states=sync_module_states,
         check_initial_values=check_initial_values,
         check_for_nan_in_grad=check_for_nan_in_grad,
+        check_order=check_order,
         broadcast_buffers=broadcast_buffers,
         bucket_cap_mb=bucket_cap_mb,
         granularity=granularity,

@@ -343,7 +343,8 @@ class FullValues:
             and self._part_writes == shard.guard.num_writes
         ):
             what = f"the {when} gather of unit '{self.name}'"
-            return collectives.all_gather(output, self._part, self.small_group.group, what=what)
+            group = self.small_group.group
+            return collectives.all_gather(output, self._part, group, what=what, is_of_step=True)
         # [Note: Main and compute dtype]
         if self.wire_dtype != output.dtype:
             what = f"the {when} gather of unit '{self.name}'"

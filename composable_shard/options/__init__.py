@@ -29,6 +29,7 @@ from composable_shard.options.strategy import (
     strategy_of,
 )
 from composable_shard.options.unit_options import (
+    CheckOrder,
     OptionsDict,
     ReshardAfterForward,
     UnitOptions,
@@ -42,6 +43,7 @@ __all__ = [
     "PRECISIONS",
     "VALUES",
     "Block",
+    "CheckOrder",
     "Granularity",
     "GranularityOption",
     "MixedPrecisionPolicy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +26,7 @@ from composable_shard.options.strategy import (
 )
 
 ReshardAfterForward: TypeAlias = bool | int | None
+CheckOrder: TypeAlias = Literal["first", "always"]
 
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -45,6 +46,7 @@ class OptionsDict(TypedDict, total=False):
     sync_module_states: bool
     check_initial_values: bool
     check_for_nan_in_grad: bool
+    check_order: CheckOrder
     broadcast_buffers: bool
     bucket_cap_mb: float | None
     granularity: GranularityOption
@@ -70,6 +72,7 @@ class UnitOptions:
     sync_module_states: bool = False
     check_initial_values: bool = True
     check_for_nan_in_grad: bool = False
+    check_order: CheckOrder = "first"
     broadcast_buffers: bool = False
     bucket_cap_mb: float | None = None
     granularity: GranularityOption = "element"
@@ -93,6 +96,10 @@ class UnitOptions:
             *("check_initial_values", "check_for_nan_in_grad"),
         ):
             _check_bool(name, getattr(self, name))
+        if self.check_order not in get_args(CheckOrder):
+            raise ValueError(
+                f"expected check_order to be 'first' or 'always', got {self.check_order!r}"
+            )
         self._check_ignored()
         self._check_sizes()
         check_granularity(self.granularity)

@@ -133,7 +133,7 @@ class BufferBroadcast:
             return
         flat = torch.cat([buffer.flatten().view(torch.uint8) for buffer in buffers])
         for group in self.shard_group.joint_groups:
-            collectives.broadcast(flat, 0, group).wait()
+            collectives.broadcast(flat, 0, group, what="the buffers of a unit").wait()
         if self.shard_group.is_first:
             return
         parts = flat.split([buffer.nbytes for buffer in buffers])

@@ -26,7 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_shard.comm import UNITS, FlagReduction, Ranks, ShardGroup, raise_difference
+from composable_shard.comm import (
+    UNITS,
+    FlagReduction,
+    Ranks,
+    ShardGroup,
+    exchange_always,
+    raise_difference,
+)
 from composable_shard.flat_param import FlatParamHandle, settle_owners
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.buffers import is_never_written, place_buffers
@@ -248,10 +255,20 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
                 handle.shard.copy_to_replicas()
     for context in contexts:
         context.has_agreed = True
+        exchange_always(_always_checked(context.live_states()))
         for handle in context.live_handles():
             handle.shown.note_agreement()
         if any(handle.grads.is_persistent for handle in context.live_handles()):
             context.reduction_order = ReductionOrder()
+
+
+def _always_checked(states: list[ShardState]) -> list[dist.ProcessGroup]:
+    """Return the groups of units with `check_order="always"`."""
+    checked = [state for state in states if state.options.check_order == "always"]
+    groups = [handle.shard_group for state in checked for handle in state.handles]
+    return [
+        each for one in groups for each in (one.group, *one.replicate_groups, *one.joint_groups)
+    ]
 
 
 def _check_buffers(modules: list[nn.Module]) -> None:

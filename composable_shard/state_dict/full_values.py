@@ -257,7 +257,9 @@ def _start_straight(shares: Shares, shard: Tensor, *, to_first: bool) -> _Arriva
     owned = layout.shard_range(group.rank)
     pieces = _pieces([shard] * len(ranges), [owned[0]] * len(ranges), ranges, owned)
     nbytes = sum(end - start for start, end in ranges) * shard.itemsize
-    work = collectives.gather_pieces(outputs, pieces, nbytes, group.group, to_first=to_first)
+    work = collectives.gather_pieces(
+        outputs, pieces, nbytes, group.group, to_first=to_first, device=shard.device
+    )
     return _Arrival(shares, parts, work, is_own=True)
 
 

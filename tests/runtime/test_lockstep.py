@@ -10,11 +10,14 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.comm import get_host_group, lockstep
-from composable_shard.comm.order import NUM_TAGS, GroupOrder, identify
+from composable_shard import fully_shard
+from composable_shard.comm import devices, get_host_group, lockstep
+from composable_shard.comm.order import NUM_TAGS, GroupOrder, identify, order_of
 from composable_shard.torch_private import side_store, timeout_of
 from tests import differences, fuzz_lockstep, helpers
+from tests.differences import Chain, Run
 from tests.helpers import distributed
 
 
@@ -128,6 +131,53 @@ def test_ranks_agree_on_tags_only_in_step() -> None:
     assert one.num_issued == 2
     assert [call for _, call, _ in one.recent()] == [-1, 0]
     assert NUM_TAGS > 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "sides"),
+    [
+        (
+            "swap_unequal_units",
+            "FULL_SHARD/first",
+            ["gather of unit 'blocks.3'", "unit 'blocks.2'"],
+        ),
+        ("full_tensors_of_others", "FULL_SHARD/later", ["of 'blocks.0.weight'", "of 'blocks.1"]),
+        ("swap_equal_units", "FULL_SHARD/later", ["unit 'blocks.1'", "No gradient was published"]),
+        ("clip_for_full_tensor", "SHARD_OPTIM/always", ["full_tensor() of", "clip_grad_norm_(max"]),
+    ],
+)
+def test_l_order_of_a_backends_collectives(name: str, strategy: str, sides: list[str]) -> None:
+    """Order: they carry no identity, and gloo aborts the process where their sizes differ."""
+    cell = differences.measure(name, strategy, timeout_s=20)
+    assert cell.kind == "error", cell
+    assert cell.seconds < 10
+    for side in ["rank 0 is in", "rank 1 is in", *sides]:
+        assert side in cell.texts[0]
+
+
+@pytest.mark.parametrize("check_order", ["first", "always"])
+@distributed(2)
+def test_l_order_is_exchanged_until_steps_repeat(
+    monkeypatch: pytest.MonkeyPatch, check_order: str
+) -> None:
+    """Order: in the first steps, and after a step with a unit that has not run before."""
+    monkeypatch.setattr(devices, "MAX_EXCHANGE_SIZE", 0)
+    group = dist.new_group()  # which no other test has used
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = Chain()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, check_order=check_order)
+    run, found = Run(model, dist.get_rank()), []
+    model.order = [0, 1, 2]
+    for run.index in range(12):
+        if run.index == 5:
+            model.order = [0, 1, 2, 3]
+        run.step()
+        found.append(order_of(group).is_exchanged)
+    first = [True, True, True, True, False, True, True, True]
+    assert found[: len(first)] == ([True] * 8 if check_order == "always" else first)
+    assert found[-1] is (check_order == "always")
+    dist.destroy_process_group(group)
 
 
 @distributed(2)
