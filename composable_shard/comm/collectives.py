@@ -40,7 +40,7 @@ from composable_shard.comm.devices import (
     is_exchange,
     payload,
 )
-from composable_shard.comm.lockstep import make_exchange
+from composable_shard.comm.lockstep import exchange_identity
 from composable_shard.comm.order import GroupOrder, function_called, identify, order_of
 from composable_shard.comm.trace import CollectiveLog, count_collectives
 from composable_shard.torch_private import resolve_process_group
@@ -71,15 +71,7 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return resolve_process_group(name)
 
 
-def _note(
-    group: dist.ProcessGroup,
-    kind: str,
-    nbytes: int,
-    what: str | None,
-    device: torch.device,
-    *,
-    is_rare: bool = False,
-) -> GroupOrder:
+def _note(group: dist.ProcessGroup, kind: str, nbytes: int, what: str | None) -> GroupOrder:
     """Record a collective that is issued now; return the group's order.
 
     Args:
@@ -87,18 +79,23 @@ def _note(
         kind: For the log.
         nbytes: Of the full-size payload.
         what: What it is for; None to name the function that the program has called.
-        device: Where its tensors are.
-        is_rare: No step issues it.
     """
     if trace.logs:
         trace.record(kind, group.group_name, nbytes)
     order = order_of(group)
     is_of_step = kind == "all_reduce" and what is not None
     order.note(identify(what or function_called(), kind, nbytes, is_of_step=is_of_step))
-    exchange_first = make_exchange(group, order, device) if is_rare or order.is_exchanged else None
-    if exchange_first is not None:
-        exchange_first(is_rare)
     return order
+
+
+def _by_messages(
+    group: dist.ProcessGroup, device: torch.device, order: GroupOrder, *, is_rare: bool = False
+) -> bool:
+    """Return whether messages carry what was noted; else the ranks have exchanged what it is."""
+    if is_exchange(group, device):
+        return True
+    exchange_identity(group, order, device, is_rare)
+    return False
 
 
 def all_gather(
@@ -132,10 +129,11 @@ def gather(
         numels: As in `all_gather`.
     """
     nbytes = shard.nbytes * group.size() if numels is None else payload(shard, numels)
-    order = _note(group, "gather", nbytes, None, shard.device, is_rare=True)
+    order = _note(group, "gather", nbytes, None)
+    by_messages = _by_messages(group, shard.device, order, is_rare=True)
     shard = as_real(shard)
     parts = [] if output is None else list(cut_in_parts(as_real(output), group, numels))
-    if numels is None and not is_exchange(group, shard.device):
+    if numels is None and not by_messages:
         shard = shard.view(-1)
         work = group.gather([parts] if parts else [], [shard], dist.GatherOptions())
         return Works([work], group)
@@ -168,7 +166,8 @@ def gather_pieces(
         device: Where the ranges are.
     """
     kind = "gather" if to_first else "all_gather"
-    order = _note(group, kind, nbytes, None, device, is_rare=True)
+    order = _note(group, kind, nbytes, None)
+    _by_messages(group, device, order, is_rare=True)
     own = group.rank()
     targets = [rank for rank in range(1 if to_first else group.size()) if rank != own]
     sends = [(rank, as_real(piece)) for rank in targets for piece in pieces]
@@ -196,10 +195,11 @@ def scatter(
         numels: As in `all_gather`.
     """
     nbytes = output.nbytes * group.size() if numels is None else payload(output, numels)
-    order = _note(group, "scatter", nbytes, None, output.device, is_rare=True)
+    order = _note(group, "scatter", nbytes, None)
+    by_messages = _by_messages(group, output.device, order, is_rare=True)
     output = as_real(output)
     parts = [] if input is None else list(cut_in_parts(as_real(input), group, numels))
-    if numels is None and not is_exchange(group, output.device):
+    if numels is None and not by_messages:
         output = output.view(-1)
         work = group.scatter([output], [parts] if parts else [], dist.ScatterOptions())
         return Works([work], group)
@@ -217,8 +217,8 @@ def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waita
         input: Likewise; its r-th part goes to rank r.
         group: The ranks that take part.
     """
-    order = _note(group, "all_to_all", input.nbytes, None, input.device)
-    if not is_exchange(group, output.device):
+    order = _note(group, "all_to_all", input.nbytes, None)
+    if not _by_messages(group, output.device, order):
         # As bytes, which every backend carries.
         received, sent = (tensor.view(-1).view(torch.uint8) for tensor in (output, input))
         work = group.alltoall_base(received, sent, [], [], dist.AllToAllOptions())
@@ -339,8 +339,8 @@ def all_reduce(
         digest_nbytes: How many bytes are no payload, for the log: [Note: Digest of a step].
         scratch: Memory of as many elements, for an `ExchangedAllReduce`.
     """
-    order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what, tensor.device)
-    if is_exchange(group, tensor.device):
+    order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what)
+    if _by_messages(group, tensor.device, order):
         return ExchangedAllReduce(tensor, group, op, order, scratch)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
@@ -351,8 +351,8 @@ def broadcast(
     tensor: Tensor, group_rank: int, group: dist.ProcessGroup, *, what: str | None = None
 ) -> Waitable:
     """Start sending `tensor` from the rank with this number *in the group* to all others."""
-    order = _note(group, "broadcast", tensor.nbytes, what, tensor.device, is_rare=what is None)
-    if is_exchange(group, tensor.device):
+    order = _note(group, "broadcast", tensor.nbytes, what)
+    if _by_messages(group, tensor.device, order, is_rare=what is None):
         real = as_real(tensor)
         if group.rank() != group_rank:
             return exchange([], [(group_rank, real)], group, order)

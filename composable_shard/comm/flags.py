@@ -15,7 +15,7 @@ from composable_shard.comm import collectives
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.devices import Waitable
 from composable_shard.comm.lockstep import ADVICE, are
-from composable_shard.comm.order import describe, is_same, order_of, with_complement
+from composable_shard.comm.order import describe, order_of
 
 _GroupTuple = tuple[dist.ProcessGroup, ...]
 
@@ -75,10 +75,10 @@ class _StepRecord:
             digest = zlib.crc32(order.fold().to_bytes(4, "little"), digest)
         self._orders, self._facts = orders, facts
         self.proposal = proposal
-        has_news = [order.has_news() for order in orders]
-        self.sent = [*with_complement(digest), int(any(has_news))]
+        has_news = any([order.has_news for order in orders])
+        self.sent = [*_with_complement(digest), int(has_news)]
         if proposal is not None:
-            self.sent += with_complement(proposal.digest)
+            self.sent += _with_complement(proposal.digest)
 
     def lines(self) -> list[str]:
         """Return all of it as text, for the error."""
@@ -90,6 +90,17 @@ class _StepRecord:
         """Exchange identities on all groups."""
         for order in self._orders:
             order.exchange_again()
+
+
+def _with_complement(digest: int) -> list[int]:
+    own = digest.to_bytes(4, "little")
+    return [*own, *(255 - byte for byte in own)]
+
+
+def _is_same(received: Sequence[int]) -> bool:
+    """Return whether all ranks have sent the same, of the maximum of what they sent."""
+    half = _StepRecord.NBYTES // 2
+    return all(a + b == 255 for a, b in zip(received[:half], received[half:], strict=True))
 
 
 def _describe_difference(lines: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
@@ -236,14 +247,14 @@ class _MeshReduction:
             return
         step, received = before
         numbers, size = received.tolist(), _StepRecord.NBYTES
-        if not is_same(numbers[:size]):
+        if not _is_same(numbers[:size]):
             ranks = Ranks(self._groups, self._device)
             lines = ranks.all_messages([ranks.rank, step.lines()])
             text = _describe_difference([own for _, own in lines], [rank for rank, _ in lines])
             raise RuntimeError(text)
         if numbers[size]:
             step.exchange_again()
-        if step.proposal is not None and is_same(numbers[size + 1 :]):
+        if step.proposal is not None and _is_same(numbers[size + 1 :]):
             step.proposal.accept()
 
     def abandon(self) -> None:

@@ -40,9 +40,7 @@ from composable_shard.comm.order import (
     GroupOrder,
     all_orders,
     find_call,
-    is_same,
     order_of,
-    with_complement,
 )
 from composable_shard.torch_private import backend_of, frames_of_threads, side_store
 
@@ -316,39 +314,45 @@ def fail(error: RuntimeError, group: dist.ProcessGroup) -> NoReturn:
 def make_exchange(
     group: dist.ProcessGroup, order: GroupOrder, device: torch.device
 ) -> Callable[[bool], None] | None:
-    """Return what comes before each collective of a group's backend; None for other ones.
+    """Return what comes before each collective of a group's backend; None for messages."""
+    if is_exchange(group, device):
+        return None
+    return partial(exchange_identity, group, order, device)
+
+
+def exchange_identity(
+    group: dist.ProcessGroup, order: GroupOrder, device: torch.device, is_rare: bool
+) -> None:
+    """Wait until all ranks are about to issue the collective that was entered last.
 
     [Note: First steps]
     Before a backend's collective the ranks exchange the identity of what they are about to issue,
-    and its position: eight bytes, always, so it can't fail as collectives of other sizes do. If
-    they differ, all ranks raise, and nothing was written. The host waits for it. So it ends when
-    the group has issued twice as many collectives as it knows without a new one among them, which
-    all ranks see at the same position. It begins again when a step of any rank has had a new one,
-    as after a change of structure: the flags of its backward tell all ranks.
-    `check_order="always"` keeps it on. It always comes before what is rare: not a step asks for it,
-    but a function that the program has called.
+    and its position: 16 bytes, always, so it can't fail as collectives of other sizes do. If they
+    differ, all ranks raise, and nothing was written. The host waits for it. So it ends when the
+    group has issued twice as many collectives as it knows without a new one among them, which all
+    ranks see at the same position. It begins again when a step of any rank has had a new one, as
+    after a change of structure: the flags of its backward tell all ranks. `check_order="always"`
+    keeps it on. It always comes before what is rare: not a step asks for it, but a function that
+    the program has called.
+
+    Raises:
+        RuntimeError: On all ranks alike, naming both sides.
     """
-    name = backend_name(group, device)
-    if group.size() == 1 or is_exchange(group, device) or name in ("", "fake"):
-        return None
-    return partial(_exchange_identity, group, order, device)
-
-
-def _exchange_identity(
-    group: dist.ProcessGroup, order: GroupOrder, device: torch.device, is_rare: bool
-) -> None:
-    if not (is_rare or order.is_exchanged) or is_capturing(device):
+    if not (is_rare or order.is_exchanged) or group.size() == 1 or is_capturing(device):
         return
-    sent = with_complement(order.position() % (1 << 32))
-    numbers = torch.tensor(sent, dtype=torch.uint8, device=device)
+    if backend_name(group, device) == "fake":
+        return
+    issued = order.issued
+    own = hash((order.num_folded, len(issued), issued[-1])) % (1 << 62)
+    numbers = torch.tensor([own, -own], device=device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     try:
         group.allreduce([numbers], options).wait()
-        received = numbers.tolist()
+        largest, smallest = numbers.tolist()
     except RuntimeError as error:
         fail(error, group)
-    if not is_same(received):
+    if largest != -smallest:
         fail(RuntimeError("The ranks were about to issue different collectives."), group)
     if not is_rare:
         order.note_agreed()

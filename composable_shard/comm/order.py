@@ -28,7 +28,7 @@ from __future__ import annotations
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -73,21 +73,6 @@ def describe(identity: int) -> str:
     return _texts.get(identity, "a collective")
 
 
-def with_complement(digest: int) -> list[int]:
-    """Return the four bytes of a digest and their complements.
-
-    Their maximum over the ranks is what each has sent only if all have the same: `is_same`.
-    """
-    own = digest.to_bytes(4, "little")
-    return [*own, *(255 - byte for byte in own)]
-
-
-def is_same(received: Sequence[int]) -> bool:
-    """Return whether all ranks have the same, of the maximum of a half and its complement."""
-    half = len(received) // 2
-    return all(a + b == 255 for a, b in zip(received[:half], received[half:], strict=True))
-
-
 class GroupOrder:
     """The collectives that this rank has issued on one process group.
 
@@ -97,6 +82,7 @@ class GroupOrder:
         last_step: Those of the last step that all data-parallel ranks issue.
         failure: Why no further collective can succeed, None while nothing has failed.
         is_exchanged: Identities go ahead of a backend's collectives, [Note: First steps].
+        has_news: The step before the last `fold` has issued something new.
     """
 
     def __init__(self) -> None:
@@ -109,6 +95,7 @@ class GroupOrder:
         self._agreed: set[int] = set()  # on all ranks, by an exchange
         self._num_again = 0  # how many since the last one that was new
         self._num_known = 0
+        self.has_news = False
         self._late: tuple[Any, Tensor, torch.Event] | None = None
         self._recent: list[int] = []
 
@@ -122,14 +109,12 @@ class GroupOrder:
         """Begin to count calls anew, as each step does; return a digest of the last ones."""
         self.last_step = [identity for identity in self.issued if identity >= _OF_STEP]
         digest = zlib.crc32(array("Q", [each >> 32 for each in self.last_step]).tobytes())
+        before, self._num_known = self._num_known, len(_of_steps)
+        self.has_news = before < self._num_known
         self.num_folded += len(self.issued)
         self._recent = (self._recent + self.issued)[-_NUM_RECENT:]
         self.issued.clear()
         return digest
-
-    def position(self) -> int:
-        """Return a number for the last collective and its place: the same where ranks agree."""
-        return hash((self.num_folded, len(self.issued), self.issued[-1]))
 
     def note_agreed(self) -> None:
         """Note that all ranks are about to issue the last collective: exchanged, and the same."""
@@ -145,11 +130,6 @@ class GroupOrder:
         """Exchange identities from now on; call on all ranks at one point of the order."""
         self.is_exchanged, self._num_again = True, 0
         self._is_always_exchanged = self._is_always_exchanged or always
-
-    def has_news(self) -> bool:
-        """Return whether there are new collectives of steps since this was asked last."""
-        before, self._num_known = self._num_known, len(_of_steps)
-        return before < self._num_known
 
     def take_late(self, step: Any, received: Tensor) -> tuple[Any, Tensor] | None:
         """Return a step and what the ranks have sent of it, on the CPU; None where it is to come.
