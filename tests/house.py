@@ -104,8 +104,8 @@ REACHED = {
     "modules": 99,
     "warm step: files": 18,
     "warm step: calls between files": 243,
-    "set-up and first step: files": 42,
-    "lines": 29_910,
+    "set-up and first step: files": 43,
+    "lines": 30_300,
 }
 
 _MAX_METHODS = GOALS["methods of a class, most"]

@@ -359,7 +359,9 @@ class _ExchangedSum(SumAlgorithm):
     def start(
         self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float
     ) -> PendingReduction:
-        slices = dict(enumerate(cut_in_parts(input, self._group, self._numels)))
+        is_even = self._numels is None
+        cut = input.view(self._size, -1).unbind() if is_even else None
+        slices = dict(enumerate(cut or cut_in_parts(input, self._group, self._numels)))
         own = slices.pop(self._rank)
         if self._size > 2:
             assert scratch is not None
