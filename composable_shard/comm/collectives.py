@@ -340,8 +340,10 @@ def all_reduce(
         scratch: Memory of as many elements, for an `ExchangedAllReduce`.
     """
     order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what)
-    if _by_messages(group, tensor.device, order):
+    if is_exchange(group, tensor.device):
         return ExchangedAllReduce(tensor, group, op, order, scratch)
+    if order.is_exchanged:
+        exchange_identity(group, order, tensor.device, is_rare=False)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     return Works([group.allreduce([as_real(tensor)], options)], group)

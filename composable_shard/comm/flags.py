@@ -71,11 +71,12 @@ class _StepRecord:
         """Begin a new step of the groups, and sum up the last one."""
         orders = [order_of(group) for group in dict.fromkeys(groups)]
         digest = zlib.crc32("".join(facts).encode())
+        has_news = False
         for order in orders:
             digest = zlib.crc32(order.fold().to_bytes(4, "little"), digest)
+            has_news = has_news or order.has_news
         self._orders, self._facts = orders, facts
         self.proposal = proposal
-        has_news = any([order.has_news for order in orders])
         self.sent = [*_with_complement(digest), int(has_news)]
         if proposal is not None:
             self.sent += _with_complement(proposal.digest)
