@@ -19,17 +19,23 @@ from tests.fake_group import fake_group
 NEEDS_GPU = "needs a CUDA GPU"
 ALLOWED_SKIPS = frozenset({NEEDS_GPU})
 DEADLINE_S = 120.0
-# Files of which a test takes seconds. The others are about as long as they have tests.
+# Files of which a test takes seconds, the longest first. The others are about as long as they have
+# tests.
 SLOW_FILES = (
+    "test_rank_kills",
     "test_tutorials",
-    "test_harness",
     "test_checkpoint_kills",
+    "test_lockstep",
+    "test_harness",
     "test_checkpoint_resume",
     "test_fuzz_claims",
-    "test_lockstep",
-    "test_checkpoint_damage",
-    "test_strategy_costs",
     "test_interchange",
+    "test_training",
+    "test_strategy_costs",
+    "test_checkpoint",
+    "test_composition",
+    "test_comm_hooks",
+    "test_checkpoint_damage",
     "test_parity",
 )
 BACKSTOP_S = 30.0  # after the deadline: for a test that is stuck where no signal handler runs
@@ -58,30 +64,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_stderr].close()
 
 
-LARGE_GRID = 24  # cases of one test; `make test` runs all of them
-
-
-def _thin(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return every second case of large grids, and all others: what CI has the time for."""
-    grids = Counter(item.nodeid.partition("[")[0] for item in items)
-    seen: Counter[str] = Counter()
-    kept = []
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        seen[name] += 1
-        if grids[name] <= LARGE_GRID or seen[name] % 2:
-            kept.append(item)
-    return kept
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-sizes", action="store_true", help="run each case on each world size of its test"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if os.environ.get("CI"):
-        kept = _thin(items)
-        chosen = set(kept)
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = kept
+    if not config.getoption("all_sizes"):
+        items[:] = _with_one_size_each(items)
     num_tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.stem not in SLOW_FILES, -num_tests[item.path]))
+    items.sort(key=lambda item: (_turn_of(item), -num_tests[item.path]))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -108,6 +101,43 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         faulthandler.cancel_dump_traceback_later()
+
+
+def _turn_of(item: pytest.Item) -> int:
+    name = item.path.stem
+    return SLOW_FILES.index(name) if name in SLOW_FILES else len(SLOW_FILES)
+
+
+def _with_one_size_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Keep one world size for each case of the tests that are given several.
+
+    A case is a combination of the other parameters. Cases take turns, such that their values meet
+    as many sizes as they can; a test with fewer cases than sizes still runs on all sizes.
+    """
+    grids: dict[object, dict[tuple[int, ...], list[pytest.Function]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and getattr(item.obj, "has_several_sizes", False):
+            others = {**item.callspec.params, "world_size": None}
+            case = tuple(id(value) for value in others.values())
+            grids.setdefault(item.obj, {}).setdefault(case, []).append(item)
+    left_out: set[pytest.Item] = set()
+    for grid in grids.values():
+        cases = list(grid.values())
+        left_out.update(item for sizes in cases for item in sizes)
+        met: set[tuple[str, int, int]] = set()
+        for turn in range(max(len(cases), *map(len, cases))):
+            sizes = cases[turn % len(cases)]
+            in_turn = sizes[turn % len(sizes) :] + sizes[: turn % len(sizes)]
+            kept = max(in_turn, key=lambda item: len(_meetings(item) - met))
+            met |= _meetings(kept)
+            left_out.discard(kept)
+    return [item for item in items if item not in left_out]
+
+
+def _meetings(item: pytest.Function) -> set[tuple[str, int, int]]:
+    """Return which values meet which world size in a case."""
+    size = item.callspec.params["world_size"]
+    return {(name, id(value), size) for name, value in item.callspec.params.items()}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -129,7 +129,8 @@ def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[
 
     Arguments from `parametrize` and fixtures reach the body pickled; a body that has an argument
     `world_size` gets it. Combines with `pytest.mark` decorators above and below: without world
-    sizes one of them gives the argument `world_size`.
+    sizes one of them gives the argument `world_size`. Each combination of other parameters runs
+    on one of the world sizes, in turn, unless pytest has the option `--all-sizes`.
     """
 
     def decorate(body: Callable[..., None]) -> Any:
@@ -148,6 +149,7 @@ def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[
         parameters.setdefault("world_size", size)
         test.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]  # read by inspect
         test.rank_body = body  # type: ignore[attr-defined]  # read by _resolve
+        test.has_several_sizes = len(world_sizes) > 1  # type: ignore[attr-defined]  # by conftest
         return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
 
     return decorate

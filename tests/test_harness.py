@@ -109,7 +109,7 @@ def _wait_for_end(pids: list[int]) -> None:
 
 
 def _run_pytest(
-    tmp_path: Path, source: str, *, env: dict[str, str] | None = None
+    tmp_path: Path, source: str, *options: str, env: dict[str, str] | None = None
 ) -> tuple[int, str]:
     """Run pytest with the project's conftest and settings on one more test file.
 
@@ -117,7 +117,7 @@ def _run_pytest(
     """
     (tmp_path / "test_inner.py").write_text(textwrap.dedent(source))
     args = ["-p", "tests.conftest", f"--rootdir={ROOT}", f"-c{ROOT / 'pyproject.toml'}"]
-    args += ["-pno:cacheprovider", str(tmp_path)]
+    args += ["-pno:cacheprovider", str(tmp_path), *options]
     return run_processes([{"CI": "", **(env or {})}], _run_pytest_here, args, timeout=100)[0]
 
 
@@ -326,6 +326,34 @@ def test_distributed_body_gets_fixtures(tmp_path: Path) -> None:
 
 
 # --- session rules ---
+
+SIZES = """
+    import pytest
+    from tests.helpers import distributed
+
+    @pytest.mark.parametrize("a", [10, 20, 30])
+    @pytest.mark.parametrize("b", "xy")
+    @distributed(2, 3)
+    def test_two(a, b): ...
+
+    @distributed(1, 2, 3)
+    def test_one(): ...
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--all-sizes",)], ids=["default", "all sizes"])
+def test_each_case_runs_on_one_of_the_world_sizes(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Each value still meets each size; a test of one case runs on all of them."""
+    output = _run_pytest(tmp_path, SIZES, "--collect-only", "-q", *options)[1]
+    found = {line.partition("::")[2] for line in output.splitlines() if "::" in line}
+    two = [name for name in found if name.startswith("test_two")]
+    assert len(two) == (12 if options else 6)
+    assert {name[:11] for name in two} == {f"test_two[{size}-" for size in (2, 3)}
+    cases = [name.removesuffix("]").partition("[")[2].split("-") for name in two]
+    assert len({(size, b) for size, b, _ in cases}) == 4
+    assert len({(size, a) for size, _, a in cases}) == 6
+    assert found - set(two) == {f"test_one[{size}]" for size in (1, 2, 3)}
+
 
 SKIPS = f"""
     import pytest
