@@ -7,6 +7,7 @@ plain model in float64 whose gradients are then averaged over the ranks, and on 
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,22 +19,33 @@ from torch import Tensor, nn
 from composable_shard import ShardingStrategy, no_sync, unshard_params
 from composable_shard.flat_param.full_values import Poison
 from tests.models import average_gradients, shard_children
-from tests.pairs import pairwise
 
 Program = Callable[[nn.Module, int], None]  # of a model and the number of a microbatch
 
 RTOL = 1e-9
 
-#: Decorates a `distributed` test with arguments `strategy`, `use_orig_params` and `accumulates`.
-variants = pytest.mark.parametrize(
-    *pairwise(
-        strategy=list(ShardingStrategy), use_orig_params=[True, False], accumulates=[False, True]
-    )
-)
-#: The same, without `accumulates`.
-strategies = pytest.mark.parametrize(
-    *pairwise(strategy=list(ShardingStrategy), use_orig_params=[True, False])
-)
+
+def strategies(test: Any) -> Any:
+    """Give a `distributed` test each `strategy`, half of them with `use_orig_params`.
+
+    The name of the test says which half: two strategies with, two without. So each test meets all
+    values, and the tests together all pairs.
+    """
+    return _in_turn(test, "strategy", "use_orig_params")
+
+
+def variants(test: Any) -> Any:
+    """As `strategies`, with `accumulates`, which meets both values of `use_orig_params`."""
+    return _in_turn(test, "strategy", "use_orig_params", "accumulates")
+
+
+def _in_turn(test: Any, *names: str) -> Any:
+    turn = zlib.crc32(test.__name__.encode())
+    rows = [
+        (strategy, (number ^ turn) % 2 == 0, (number ^ turn) % 4 < 2)[: len(names)]
+        for number, strategy in enumerate(ShardingStrategy)
+    ]
+    return pytest.mark.parametrize(names, rows)(test)
 
 
 @contextmanager
@@ -55,10 +67,15 @@ def unsharded_gradients(model: nn.Module) -> dict[str, Tensor | None]:
         }
 
 
-def trainable(model: nn.Module) -> dict[str, bool]:
-    """Return `requires_grad` of the parameters of a sharded model; all ranks must call it."""
-    with unshard_params(model, writeback=False):
-        return {name: param.requires_grad for name, param in model.named_parameters()}
+def _compare_step(plain: nn.Module, sharded: nn.Module, step: int) -> None:
+    """Compare gradients and `requires_grad`; all ranks must call it."""
+    __tracebackhide__ = True
+    with unshard_params(sharded, writeback=False, with_grads=True):
+        found = dict(sharded.named_parameters())
+        for name, param in plain.named_parameters():
+            assert_close(found[name].grad, param.grad, f"step {step}: gradient of {name}")
+        expected = {name: param.requires_grad for name, param in plain.named_parameters()}
+        assert {name: p.requires_grad for name, p in found.items()} == expected, f"step {step}"
 
 
 def unsharded_values(model: nn.Module) -> dict[str, Tensor]:
@@ -77,6 +94,8 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, what: str) -> N
         assert found is not None
         assert not found.any(), f"{what}: got {actual}, expected {expected}"
         return
+    if actual.dtype == expected.dtype and torch.equal(actual, expected):
+        return  # in a tenth of the time
     scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
     torch.testing.assert_close(
         actual, expected, rtol=0, atol=RTOL * scale, msg=lambda text: f"{what}: {text}"
@@ -116,11 +135,7 @@ def assert_right(
                     program(model, 2 * step)
             program(model, 2 * step + 1)
         average_gradients(plain.parameters())
-        found = unsharded_gradients(sharded)
-        for name, param in plain.named_parameters():
-            assert_close(found[name], param.grad, f"step {step}: gradient of {name}")
-        expected = {name: param.requires_grad for name, param in plain.named_parameters()}
-        assert trainable(sharded) == expected, f"step {step}: requires_grad"
+        _compare_step(plain, sharded, step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
