@@ -1,10 +1,11 @@
 """Processes that start at once: forks of a server, which has imported what they need.
 
-[Note: One server for each rank]
+[Note: Neighbours have different servers]
 Importing torch and what uses it takes a process seconds, forking one that has done so takes
 milliseconds. A fork inherits the seed of string hashes and the addresses of what was there before.
 Ranks of a real job share neither, and code that depends on the order of a set must fail here as it
-would there. So each rank's processes are forked from a server of their own.
+would there. So the processes of neighbouring ranks are forked from different servers. A server for
+each rank would take three more seconds for the third and for the fourth, in each process of pytest.
 
 Forking is safe because a server runs one thread, and of torch nothing but imports.
 """

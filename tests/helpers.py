@@ -2,9 +2,9 @@
 
 A worker is a Python process that starts once per world size and session, joins a gloo group, and
 then runs the functions it is sent, so a test pays for a round trip, not for a spawn. It is a fork
-of a server that has imported torch: see [Note: One server for each rank]. Everything the parent
-asks of the workers, their set-up included, is one kind of *round*: the same call to every rank,
-one answer from every rank, one deadline. See [Note: One round].
+of a server that has imported torch: see [Note: Neighbours have different servers]. Everything the
+parent asks of the workers, their set-up included, is one kind of *round*: the same call to every
+rank, one answer from every rank, one deadline. See [Note: One round].
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ DUMP_S = 1  # writing the stacks of the hanging ranks
 _HOST = "127.0.0.1"
 _COVERAGE = "COVERAGE_PROCESS_START"
 _PRELOADED = ("composable_shard", "torch._dynamo")  # the latter is what optimizers import
+NUM_SERVERS = 2  # a neighbour has another one
 MAX_NUM_GROUPS = 100  # made by one pool: each has two threads, and connections
 
 
@@ -358,7 +359,7 @@ class _Pools:
     def __init__(self) -> None:
         self.pytest_args: tuple[str, ...] = ()
         self._pools: dict[int, _Pool] = {}
-        self._servers: list[ForkServer] = []  # by rank
+        self._servers: list[ForkServer] = []  # rank by rank, in turn
 
     def get(self, world_size: int) -> _Pool:
         pool = self._pools.get(world_size)
@@ -374,10 +375,9 @@ class _Pools:
 
     def start_servers(self, num_servers: int) -> list[ForkServer]:
         """Return the servers of the first ranks, started where they do not run."""
-        while len(self._servers) < num_servers:
+        while len(self._servers) < min(num_servers, NUM_SERVERS):
             self._servers.append(ForkServer())
-        servers = self._servers[:num_servers]
-        for server in servers:
+        for server in self._servers[:num_servers]:
             spec = {
                 "path": sys.path,
                 "pytest_args": self.pytest_args,
@@ -385,7 +385,7 @@ class _Pools:
                 "modules": _PRELOADED if "composable_shard" in sys.modules else (),
             }
             server.start(_BOOTSTRAP, spec, _worker_environment())
-        return servers
+        return [self._servers[rank % NUM_SERVERS] for rank in range(num_servers)]
 
     def pids(self, world_size: int) -> list[int]:
         pool = self._pools.get(world_size)
@@ -447,6 +447,7 @@ class _ServePlugin:
         server = os.getpid()
         gc.collect()
         gc.freeze()  # or every full collection in a fork would go through, and copy, all of torch
+        gc.set_threshold(10_000, 20, 20)  # tests that count what is freed collect by themselves
         connection = Connection(fork_server.serve(socket.socket(fileno=self._spec["fd"])))
         _die_with_parent(server)
         if self._spec["coverage"]:
