@@ -13,7 +13,6 @@ the rounding of the low-precision dtype elsewhere.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from composable_shard import MixedPrecisionPolicy, ShardingStrategy, no_sync
 from tests.flat_param.test_mixed_precision import MixedReference, _assert_close_in_policy
 from tests.helpers import distributed
 from tests.models import Net, assert_at_rest, assert_is_slice, loss_of, shard_blocks, shard_mixed
+from tests.pairs import pairwise
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -185,33 +185,33 @@ def _compare_twins(both: tuple[Any, Any], kind: str, precision: _Precision) -> N
 
 
 def _table_rows() -> list[Any]:
-    rows = [(sharding, precision) for sharding in SHARDINGS for precision in PRECISIONS]
+    names = ("sharding", "precision", "accumulation")
+    rows = pairwise(**dict(zip(names, (SHARDINGS, PRECISIONS, ACCUMULATIONS), strict=True)))[1]
     # There is no one reference where units add up in different dtypes.
     low = ("bf16 model, main fp32", "fp16 params, GradScaler")
     rows = [row for row in rows if row[0] != "mixed" or row[1] not in low]
     return [pytest.param(*rows[0], marks=pytest.mark.fast), *rows[1:]]
 
 
-@pytest.mark.parametrize(("sharding", "precision"), _table_rows())
+@pytest.mark.parametrize(("sharding", "precision", "accumulation"), _table_rows())
 @distributed(2)
-def test_parity(sharding: str, precision: str) -> None:
+def test_parity(sharding: str, precision: str, accumulation: str) -> None:
     """S2.4, S2.14, S2.17, S3.7: bitwise, with every kind of accumulation."""
-    for accumulation in ACCUMULATIONS:
-        _train_both(sharding, PRECISIONS[precision], accumulation)
+    _train_both(sharding, PRECISIONS[precision], accumulation)
 
 
 @pytest.mark.parametrize(
-    ("precision", "sharding"),
+    ("precision", "sharding", "accumulation"),
     list(
         zip(
             [name for name in PRECISIONS if "Scaler" not in name],
-            itertools.cycle(["FULL_SHARD", "SHARD_OPTIM"]),
-            strict=False,
+            ("FULL_SHARD", "SHARD_OPTIM", "FULL_SHARD"),
+            ACCUMULATIONS,
+            strict=True,
         )
     ),
 )
 @distributed(3)
-def test_parity_to_rounding(sharding: str, precision: str) -> None:
+def test_parity_to_rounding(sharding: str, precision: str, accumulation: str) -> None:
     """S2.4, S2.14, S3.7: on three ranks, without the infinities of a scale that is too large."""
-    for accumulation in ACCUMULATIONS:
-        _train_both(sharding, PRECISIONS[precision], accumulation)
+    _train_both(sharding, PRECISIONS[precision], accumulation)
