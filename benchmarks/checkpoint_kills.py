@@ -12,6 +12,7 @@ losses. Every rank is forked from this process, which has imported torch and sta
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import mmap
@@ -178,7 +179,7 @@ class Ranks:
             if time.monotonic() > deadline:
                 self.kill(list(range(WORLD_SIZE)))
                 raise RuntimeError("the ranks did not end")
-            time.sleep(0.002)
+            time.sleep(0.005)
         return [self.statuses[rank] for rank in range(WORLD_SIZE)]
 
 
@@ -225,6 +226,8 @@ class Scenario:
         for name in (first / "modules 0").read_text().split("\n"):
             with suppress(ImportError):
                 importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # or each rank's collector would go through, and copy, all of torch
         started = time.monotonic()
         reference = self._run_undisturbed("reference", Run(num_steps, keep_last=None))
         self.step_seconds = (time.monotonic() - started) / num_steps

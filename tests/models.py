@@ -403,7 +403,7 @@ class Twins:
 
 
 def train_twins(
-    twins: Twins, num_steps: int = 3, kept: tuple[nn.Module, ...] = (), **options: Any
+    twins: Twins, num_steps: int = 2, kept: tuple[nn.Module, ...] = (), **options: Any
 ) -> None:
     """Train both for a few steps; losses, gradients and parameters must stay equal."""
     optimizers = twins.optimizers(**options)

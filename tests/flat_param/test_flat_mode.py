@@ -143,10 +143,10 @@ class FlatTwins(Twins):
     assert_equal_parameters = assert_equal_gradients
 
     def train(self, run: Callable[[nn.Module, int], Tensor], kind: Any, **options: Any) -> None:
-        """Take three steps with both, comparing as it goes."""
+        """Take two steps with both, comparing as it goes."""
         __tracebackhide__ = True
         optimizers = [kind(model.parameters(), **options) for model in self]
-        for step in range(3):
+        for step in range(2):
             self.step(lambda model, step=step: run(model, step))
             for optimizer in optimizers:
                 optimizer.step()

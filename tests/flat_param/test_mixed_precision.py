@@ -183,7 +183,7 @@ def _train_beside_reference(
         torch.optim.AdamW(each.parameters(), lr=0.01, foreach=True)
         for each in (model, reference.main)
     ]
-    for step in range(3):
+    for step in range(2):
         for micro in range(microbatches):
             is_reduced = not uses_no_sync or micro == microbatches - 1
             number = 10 * step + micro

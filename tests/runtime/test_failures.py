@@ -68,10 +68,10 @@ _NO_POLICY = MixedPrecisionPolicy()
 def _undisturbed_run(
     mp_policy: MixedPrecisionPolicy = _NO_POLICY,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return losses and final parameters of three steps that nothing disturbs."""
+    """Return losses and final parameters of two steps that nothing disturbs."""
     model = make_net(mp_policy=mp_policy)
     optimizer = _fused_adamw(model)
-    losses = [_optimizer_step(model, optimizer, step) for step in range(3)]
+    losses = [_optimizer_step(model, optimizer, step) for step in range(2)]
     return losses, [param.full_tensor() for param in model.parameters()]
 
 
@@ -88,8 +88,7 @@ def _assert_recovers(
     # Right after the error the model shows the parameters that the optimizer holds.
     assert all(isinstance(param, FlatShard) for param in model.parameters())
     optimizer.zero_grad()
-    for step in (1, 2):
-        assert_equal(_optimizer_step(model, optimizer, step), losses[step], f"loss {step}")
+    assert_equal(_optimizer_step(model, optimizer, 1), losses[1], "loss after")
     for param, expected in zip(model.parameters(), params, strict=True):
         assert_is_slice(param, expected)
     assert_at_rest(model)
@@ -191,8 +190,7 @@ def test_interrupt_leaves_the_next_step_right(position: str) -> None:
     ):
         _forward_and_backward(model)
     optimizer.zero_grad()
-    for step in (1, 2):
-        assert_equal(_optimizer_step(model, optimizer, step), losses[step])
+    assert_equal(_optimizer_step(model, optimizer, 1), losses[1])
     for param, expected in zip(model.parameters(), params, strict=True):
         assert_is_slice(param, expected)
     assert_at_rest(model)
