@@ -4,9 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Two at a time, each with ranks of its own: most of a test on ranks is waiting. The longest files
-# first, as tests/conftest.py orders them, so that both end at the same time.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Three at a time on two cores, each with ranks of its own: some tests wait for timeouts. The longest
+# files first, as tests/conftest.py orders them, so that all end at the same time.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 ARGS ?=
 # Bytecode is kept even where the environment asks for none: every process of the tests would compile
 # the package and the test files again.
