@@ -16,6 +16,7 @@ from composable_shard.module_api.controls import (
     set_requires_gradient_sync,
     set_reshard_after_backward,
     set_reshard_after_forward,
+    set_unshard_in_backward,
     unshard,
 )
 from composable_shard.module_api.full_params import (
@@ -53,6 +54,7 @@ __all__ = [
     "set_requires_gradient_sync",
     "set_reshard_after_backward",
     "set_reshard_after_forward",
+    "set_unshard_in_backward",
     "unshard",
     "unshard_params",
     "writeback",

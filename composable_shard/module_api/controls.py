@@ -289,6 +289,26 @@ def set_reshard_after_backward(module: nn.Module, flag: bool, *, recurse: bool =
         handle.set_reshard_after_backward(flag)
 
 
+def set_unshard_in_backward(module: nn.Module, flag: bool) -> None:
+    """Choose whether the backward of a unit gathers its full parameters.
+
+    A backward that reads no parameter, as of embeddings alone, does without: one all-gather less.
+    Modules then show the shards while it runs.
+
+    Args:
+        module: A sharded module.
+        flag: Whether to gather. A forward that saves full parameters for its backward, though they
+            are not to be gathered, raises.
+
+    Raises:
+        ValueError: If it is not sharded.
+    """
+    (state,) = select_states(module, recurse=False)
+    is_new = state.learnt.reads_nothing is flag
+    note_setting([state], f"set_unshard_in_backward({flag})", is_new)
+    state.learnt.expect(reads_nothing=not flag)
+
+
 def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
     """Choose the units whose gathers are started when the forward of `module` begins.
 

@@ -182,15 +182,16 @@ def _unshard(backward: BackwardPass, state: ShardState) -> None:
     """Gather a unit for its backward, start the gathers of those to come, show its parameters."""
     context = backward.context
     state.transition(TrainingState.PRE_BACKWARD)
+    needed = () if state.learnt.reads_nothing else state.needed
     for handle in state.needed:
         if handle.guard.has_new_attributes:
             handle.adopt_changes()
         # Once registered it holds what is needed, though on some ranks a gradient may have taken
         # the place of a value meanwhile: all ranks must decide alike.
-        if handle.shown.state is Shown.SHARDED:
+        if handle.shown.state is Shown.SHARDED and needed:
             handle.unshard(context.streams, "backward")
     gather_ahead_in_backward(context, state, backward.prefetched, backward.following)
-    for handle in state.needed:
+    for handle in needed:
         handle.full.wait()
         handle.shown.show_unsharded()
     if trace.logs:

@@ -95,6 +95,8 @@ def gather_ahead(
         are_chosen: Whether the user chose them.
     """
     for target in targets:
+        if when == "backward" and target.learnt.reads_nothing:
+            continue
         # Before its gathers: should one fail, the others are freed.
         prefetched[target] = are_chosen or prefetched.get(target, False)
         for handle in target.needed:

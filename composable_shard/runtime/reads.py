@@ -65,6 +65,7 @@ class LearntReads:
         num_uses: How many tensors may share the storage of its full values when a forward that
             recorded a number of nodes has ended, with none that is kept, [Note: Kept views].
         refuses_hooks: Its forward uses what saved-tensor hooks may not be in force for.
+        reads_nothing: The user says that no backward reads any.
         is_changed: The last forward of a trusted unit recorded another number, and no backward
             has shown since whether this holds.
     """
@@ -76,12 +77,13 @@ class LearntReads:
         "is_trusted",
         "num_nodes",
         "num_uses",
+        "reads_nothing",
         "refuses_hooks",
     )
 
     def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
         """Begin without knowledge of a unit of these modules, but for what their code says."""
-        self.is_trusted = self.is_changed = False
+        self.is_trusted = self.is_changed = self.reads_nothing = False
         self.refuses_hooks = any(map(_names_transforms, modules))
         self.num_nodes: set[int] = set()
         self.num_uses: set[tuple[int, int]] = set()
@@ -91,7 +93,7 @@ class LearntReads:
     def fresh(self) -> LearntReads:
         """Return one that has learnt nothing, for a copy of the unit."""
         other = LearntReads()
-        other.refuses_hooks = self.refuses_hooks
+        other.refuses_hooks, other.reads_nothing = self.refuses_hooks, self.reads_nothing
         return other
 
     @property
@@ -114,6 +116,11 @@ class LearntReads:
         """Trust nothing until two more backwards have been seen."""
         self.is_trusted, self._num_clean = False, 0
         self.is_changed = is_changed
+
+    def expect(self, *, reads_nothing: bool) -> None:
+        """Take the user's word for whether backwards read nothing; watch the next two forwards."""
+        self.reads_nothing = reads_nothing
+        self.begin_anew()
 
     def learn_refusal(self, error: BaseException | None, name: str) -> None:
         """Take no hooks any more if a forward has failed because of them; say so in the error.

@@ -22,6 +22,7 @@ from composable_shard import (
     set_requires_all_reduce,
     set_reshard_after_backward,
     set_reshard_after_forward,
+    set_unshard_in_backward,
 )
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.trace import trace_events
@@ -273,3 +274,45 @@ def test_refused_values_change_nothing() -> None:
     state = fully_shard.state(model)
     assert state.reshard_after_forward is None
     assert state.forward_prefetch is None
+
+
+# --- backwards that read no parameter ---
+
+
+class _Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(words))
+
+
+@distributed(2)
+def test_a_backward_that_reads_nothing_spares_its_gather() -> None:
+    """Embeddings train without a gather in the backward; a layer that needs one is refused."""
+
+    def shard(model: nn.Module) -> None:
+        for part in model.children():
+            fully_shard(part, reshard_after_forward=True)
+        set_unshard_in_backward(model.embedding, False)
+
+    twins = Twins(_Words, shard)
+    optimizers = twins.optimizers()
+    for step in range(4):
+        words = torch.arange(5) + step + torch.distributed.get_rank()
+        twins.step(lambda model, words=words: model(words).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    log = collectives_of(lambda: twins.sharded(words).square().mean().backward())
+    assert log.count("all_gather") == 3  # of the head also in the backward
+    set_unshard_in_backward(twins.sharded.head, False)
+    with pytest.raises(RuntimeError, match=r"unit 'Linear' saved full.*Call it with True"):
+        twins.sharded(words)
+    set_unshard_in_backward(twins.sharded.head, True)
+    set_unshard_in_backward(twins.sharded.embedding, True)
+    log = collectives_of(lambda: twins.sharded(words).square().mean().backward())
+    assert log.count("all_gather") == 4
+    assert_at_rest(twins.sharded)
