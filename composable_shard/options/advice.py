@@ -125,7 +125,7 @@ METHOD = Advice(
     _method,
 )
 ANYTHING = Advice(
-    "any other op that needs a whole parameter: `p.t()`, `p[0]`, `p.sum(0)`, `p.topk(3)`",
+    "any other op that needs a whole parameter: `p.t()`, `p[0]`, `p @ x`, `p.cumsum(0)`",
     "",
     "Read and edit the module's full parameters inside unshard_params(module), or use "
     f"p.full_tensor() for one whole tensor, on all ranks. {_IN_TRAINING}.",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from composable_shard.tensor import gradient_rules, pointwise_rules, reduction_rules, view_rules
 from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor, allow_loading
 from composable_shard.tensor.operands import unsupported
 from composable_shard.tensor.pending import AWAITING_TYPES
+from composable_shard.tensor.reduction_rules import on_gathered
 from composable_shard.tensor.rule_table import OP_RULES, Rule
 from composable_shard.tensor.view_rules import on_whole
 from composable_shard.torch_private import FOREACH_TYPES, OpOverload
@@ -27,10 +29,16 @@ def register_op_rules() -> None:
         pointwise_rules.list_family,
         _refuse_family,
     ]
-    OP_RULES.on_whole = on_whole
+    OP_RULES.on_whole = _on_whole
     for types in FOREACH_TYPES:
         types += [FlatShard, FlatShardOfDTensor, *AWAITING_TYPES]
     allow_loading()
+
+
+def _on_whole(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:
+    return on_gathered(func, args, kwargs) or on_whole(func, args, kwargs)
 
 
 def _refuse_family(func: OpOverload) -> Rule:

@@ -12,18 +12,22 @@ A reduction to one value is over all ranks whatever the granularity, or it raise
 that one rank holds whole all ranks have a shard, mostly empty: it is a collective like any other.
 Its gradient is on that rank alone, which would get a value that the others don't have: it raises,
 outside of an optimizer's step, which runs on that rank alone as a whole.
+
+A reduction over some dims and the order of elements have no sum to send: they run on whole tensors,
+which `on_gathered` gathers.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import all_reduce, resolve_group
@@ -37,7 +41,7 @@ from composable_shard.tensor.operands import (
 )
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
-from composable_shard.torch_private import STEP_CODE, OpOverload, schema_of
+from composable_shard.torch_private import STEP_CODE, OpOverload, schema_of, tree_map_only
 
 aten = torch.ops.aten
 _SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
@@ -117,7 +121,7 @@ def _check_scope(func: OpOverload, shard: FlatShard, args: tuple[Any, ...]) -> N
         NeedsWhole: In an optimizer's step, which runs on the whole tensor.
         RuntimeError: For anything but a parameter otherwise.
     """
-    if _is_in_step(sys._getframe(1)):
+    if is_in_step(sys._getframe(1)):
         raise unsupported(func, args)
     spec = shard._shard_spec
     if shard._guard is None:
@@ -130,7 +134,8 @@ def _check_scope(func: OpOverload, shard: FlatShard, args: tuple[Any, ...]) -> N
         )
 
 
-def _is_in_step(frame: FrameType | None) -> bool:
+def is_in_step(frame: FrameType | None) -> bool:
+    """Return whether an optimizer's step runs."""
     while frame is not None:
         if frame.f_code is STEP_CODE:
             return True
@@ -323,6 +328,75 @@ RULES: dict[OpOverload, Rule] = {
     aten._local_scalar_dense.default: _item,
     aten._foreach_max.default: _foreach_max,
 }
+
+
+# Ops over some dims, and of the order of elements. Not `cat`, by which others flatten what they
+# then reduce or broadcast.
+_GATHERED = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name, overloads in {
+        "sum": "dim_IntList",
+        "mean": "dim",
+        "nansum": "default",
+        "prod": "dim_int",
+        "var": "correction",
+        "std": "correction",
+        "var_mean": "correction",
+        "std_mean": "correction",
+        "amax": "default",
+        "amin": "default",
+        "aminmax": "default",
+        "max": "dim",
+        "min": "dim",
+        "any": "dim dims",
+        "all": "dim dims",
+        "count_nonzero": "dim_IntList",
+        "logsumexp": "default",
+        "linalg_vector_norm": "default",
+        "norm": "ScalarOpt_dim ScalarOpt_dim_dtype",
+        "argmax": "default",
+        "argmin": "default",
+        "topk": "default",
+        "sort": "default stable",
+        "kthvalue": "default",
+        "median": "default dim",
+        "nanmedian": "default dim",
+        "mode": "default",
+        "histc": "default",
+        "_unique2": "default",
+    }.items()
+    for overload in overloads.split()
+)
+
+
+def on_gathered(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:
+    """Return what runs an op of `_GATHERED` on whole tensors that all ranks get, or None.
+
+    One all-gather for each operand. Not in an optimizer's step, which would go on with shards; nor
+    for autograd, which would make whole gradients; nor of a tensor that one rank alone may have,
+    [Note: Scope of a reduction].
+    """
+    if func not in _GATHERED or is_in_step(sys._getframe(1)):
+        return None
+    operands: list[Tensor] = []
+    tree_map_only(Tensor, operands.append, (args, kwargs))
+    for each in operands:
+        if isinstance(each, FlatShard):
+            spec = each._shard_spec
+            if _is_alone(spec) or (spec.owner is not None and each._guard is None):
+                return None
+            if each.requires_grad and torch.is_grad_enabled():
+                return None
+        elif isinstance(each, Tensor) and type(each) not in (Tensor, nn.Parameter):
+            return None
+
+    def run() -> Any:
+        whole_args, options = tree_map_only(FlatShard, FlatShard.full_tensor, (args, kwargs))
+        return func(*whole_args, **options)
+
+    return run
 
 
 def _empty_flat(shard: FlatShard) -> Tensor:

@@ -153,15 +153,13 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "p[::2]": lambda p: p[::2],
     "p[mask]": lambda p: p[p > 0],
     "p[[1, 2]]": lambda p: p[torch.tensor([1, 2])],
-    "p.sum(dim=0)": lambda p: p.sum(dim=0),
-    "p.norm(dim=1)": lambda p: p.norm(dim=1),
-    "p.max(dim=0)": lambda p: p.max(dim=0),
-    "p.argmax()": lambda p: p.argmax(),
-    "p.median()": lambda p: p.median(),
     "p.cumsum(0)": lambda p: p.cumsum(0),
-    "p.softmax(0)": lambda p: p.softmax(0),
+    "p.norm(dim=1) for autograd": lambda p: p.norm(dim=1),
+    "p.median() for autograd": lambda p: p.median(),
     "torch.stack([p, p])": lambda p: torch.stack([p, p]),
     "torch.cat([p, p])": lambda p: torch.cat([p, p]),
+    "parameters_to_vector([p])": lambda p: nn.utils.parameters_to_vector([p]),
+    "p.softmax(0)": lambda p: p.softmax(0),
     "p.expand(2, 7, 15)": lambda p: p.expand(2, 7, 15),
     "p.split(3)": lambda p: p.split(3),
     "list(p)": lambda p: list(p),
@@ -198,7 +196,7 @@ def test_ops_that_would_be_wrong_on_a_slice_raise_alike_on_every_rank() -> None:
     assert ranks[0] == ranks[1] == ranks[2]
     for text, message in ranks[0].items():
         if text not in ("p.item()",):  # torch itself refuses before dispatch
-            assert "'fc.weight' (7, " in message, text
+            assert "'fc.weight' (" in message, text
             assert "full_tensor()" in message, text
 
 
