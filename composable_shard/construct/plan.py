@@ -293,11 +293,6 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
                 f"parameter '{fqn}' has no shape yet (a lazy module). Run one forward before "
                 "fully_shard."
             )
-        if not (param.is_floating_point() or param.is_complex()):
-            raise ValueError(
-                f"expected floating-point or complex parameters, got '{fqn}' of {param.dtype}. "
-                "Register it as a buffer, or pass it in ignored_params."
-            )
         if param.layout is not torch.strided or not _is_supported_type(param):
             raise NotImplementedError(
                 f"parameter '{fqn}' is a {type(param).__name__} with layout {param.layout}; only "

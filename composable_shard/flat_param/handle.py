@@ -496,4 +496,5 @@ def _hook_gradient(handle: FlatParamHandle, index: int, unsharded: nn.Parameter)
         if not (handle.grads.is_direct and handle.grads.pack_further(index)):
             handle._on_gradient(handle, index)  # type: ignore[misc]
 
-    unsharded.register_post_accumulate_grad_hook(arrive)
+    if unsharded.requires_grad:  # as all do now but integers
+        unsharded.register_post_accumulate_grad_hook(arrive)

@@ -167,11 +167,13 @@ _FLAT_LABEL = ParamLabel("_flat_param")
 
 
 def _make_param(entry: ParamEntry, values: Tensor) -> nn.Parameter:
-    param = nn.Parameter(entry.spec.unflatten(values))
+    param = nn.Parameter(
+        entry.spec.unflatten(values), values.is_floating_point() or values.is_complex()
+    )
     for name, value in user_attributes(entry.sharded).items():
         param.__dict__.setdefault(name, value)
-    # On frozen ones too: the body may unfreeze them.
-    param.register_hook(_refuse_backward)
+    if param.requires_grad:  # On frozen ones too, but integers: the body may unfreeze them.
+        param.register_hook(_refuse_backward)
     param.requires_grad_(entry.sharded.requires_grad)
     return param
 

@@ -75,7 +75,7 @@ class UnshardedParameter(nn.Parameter):
 def _make_unsharded(dense: Tensor) -> nn.Parameter:
     """Return the parameter whose data is `dense`, a view of the buffer (or a DTensor of one)."""
     kind: Any = nn.Parameter if isinstance(dense, DTensor) else UnshardedParameter
-    param: nn.Parameter = kind(dense)
+    param: nn.Parameter = kind(dense, dense.is_floating_point() or dense.is_complex())
     return param
 
 

@@ -22,9 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from composable_shard import (
     FlatParamHandle,
     FlatShard,
+    MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
     get_handles,
+    get_model_state_dict,
     get_root_states,
     get_states,
     is_sharded,
@@ -32,6 +34,7 @@ from composable_shard import (
     no_sync,
     reshard,
     unshard,
+    unshard_params,
 )
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.flat_param.memory import MemoryPlan
@@ -227,10 +230,10 @@ class _NoForward(nn.Module):
         self.block = Layer()
 
 
-class _IntegerWeight(nn.Linear):
+class _TableElsewhere(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.table = nn.Parameter(torch.ones(2, device="meta"))
 
 
 def _sparse() -> nn.Module:
@@ -294,13 +297,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         "_NoForward has no forward, so its unit would never be gathered. Pass the modules in it: "
         "`for child in container: fully_shard(child)`, or `fully_shard(list(container))` to make "
         "them one unit.",
-    ),
-    "integer parameter": (
-        _IntegerWeight,
-        {},
-        ValueError,
-        "expected floating-point or complex parameters, got 'table' of torch.int64. Register it "
-        "as a buffer, or pass it in ignored_params.",
     ),
     "two devices": (
         _block_on_two_devices,
@@ -491,7 +487,7 @@ def test_l_notebook_without_a_process_group_trains_on_one_rank() -> None:
 @distributed(2)
 def test_corrected_call_succeeds_after_a_failed_one() -> None:
     """A failed call leaves nothing that a second one trips over."""
-    module = _IntegerWeight()
+    module = _TableElsewhere()
     reference = copy.deepcopy(module)
     for options in ({}, {"use_orig_params": False}, {"reshard_after_forward": "no"}):
         with pytest.raises((ValueError, NotImplementedError)):
@@ -1130,3 +1126,35 @@ def _different_models() -> str:
     with pytest.raises(RuntimeError) as caught:
         block(torch.ones(1, 15))
     return str(caught.value)
+
+
+class _Quantised(nn.Linear):
+    """Computes with int8 codes, as a frozen layer of a fine-tuned model."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.codes = nn.Parameter(torch.arange(-7, 8, dtype=torch.int8), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False, True]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (x @ self.codes.view(3, 5).T.to(x.dtype)) * self.mask
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+@distributed(2)
+def test_frozen_parameters_of_integers(strategy: ShardingStrategy) -> None:
+    """Gathered and shown like any other, and in state dicts; no dtype of a policy is theirs."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    twins = Twins(_Quantised, fully_shard, strategy=strategy)
+    for step in range(2):
+        twins.step(lambda model, step=step: model(rank_input(4, 5, step=step)).square().mean())
+    model = fully_shard(_Quantised(), strategy=strategy, mp_policy=policy)
+    assert model(torch.ones(2, 5)).dtype == torch.bfloat16
+    assert [each.dtype for each in (model.codes, model.mask)] == [torch.int8, torch.bool]
+    with unshard_params(model):
+        model.codes.add_(1)
+    assert_equal(model.codes.full_tensor(), twins.plain.codes + 1)
+    state = get_model_state_dict(model)
+    twins.sharded.load_state_dict(state)
+    assert_equal(twins.sharded.codes.full_tensor(), twins.plain.codes + 1)
+    assert twins.sharded.double().codes.dtype == torch.int8

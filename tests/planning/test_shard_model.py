@@ -520,9 +520,9 @@ def _needs_two(policy: Any) -> Any:
     return policy
 
 
-def _with_integers() -> nn.Module:
+def _with_sparse() -> nn.Module:
     model = Net()
-    model.blocks[1].table = nn.Parameter(torch.arange(4), requires_grad=False)
+    model.blocks[1].table = nn.Parameter(torch.eye(4).to_sparse())
     return model
 
 
@@ -793,12 +793,13 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         "ones last.",
     ),
     "one unit refused": (
-        _with_integers,
+        _with_sparse,
         ALL,
         {},
-        ValueError,
-        "'blocks.1' (Layer), rule 1 ('blocks.*'): expected floating-point or complex parameters, "
-        "got 'table' of torch.int64. Register it as a buffer, or pass it in ignored_params.",
+        NotImplementedError,
+        "'blocks.1' (Layer), rule 1 ('blocks.*'): parameter 'table' is a Parameter with layout "
+        "torch.sparse_coo; only dense tensors and DTensors can be sharded. Pass it in "
+        "ignored_params.",
     ),
     "the root refused": (
         _with_graph,
@@ -865,8 +866,8 @@ def test_missing_process_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 @distributed(2)
 def test_corrected_call_succeeds_after_a_refused_one() -> None:
     """A refused call leaves nothing that a second one trips over."""
-    model = _with_integers()
-    with pytest.raises(ValueError, match=r"got 'table' of torch\.int64"):
+    model = _with_sparse()
+    with pytest.raises(NotImplementedError, match="'table' is a Parameter with layout"):
         shard_model(model, ALL)
     shard_model(model, ALL, ignored_params={model.blocks[1].table})
     assert _sharded_fqns(model) == ["", *BLOCKS]
@@ -901,7 +902,7 @@ class _Node(nn.Module):
                     tied = next((m for m in made if isinstance(m, nn.Linear)), child)
                     child.weight = tied.weight
                 if rng.random() < 0.02:
-                    child.table = nn.Parameter(torch.ones(2, dtype=torch.int64), False)
+                    child.table = nn.UninitializedParameter()
                 if rng.random() < 0.02:
                     child.to("meta")
             made.append(child)
