@@ -280,6 +280,10 @@ def _cast_arguments(
     state: ShardState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     dtype = state.options.mp_policy.param_dtype
+    if dtype is None:
+        # main_dtype alone: the unit computes in the dtypes that it had before.
+        dtypes = {handle.unsharded.dtype for handle in state.needed if handle.full.is_cast}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
         # unshard_params shows the main parameters.
         dtype = next((h.local_shard.dtype for h in state.needed if h.full.is_cast), dtype)

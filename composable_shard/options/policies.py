@@ -134,7 +134,8 @@ class MixedPrecisionPolicy(_Options):
         output_dtype: Dtype to which floating-point tensors in the output of the unit's forward are
             cast.
         cast_forward_inputs: Cast floating-point tensors in the arguments of the unit's forward to
-            `param_dtype`. Containers are copied where something in them changes.
+            `param_dtype`; with `main_dtype` alone to the dtype that the unit had before, if it had
+            one. Containers are copied where something in them changes.
         buffer_dtype: Dtype to which the unit's floating-point buffers are cast, once, by the call.
         keep_fp32_classes: Modules of these classes, and what is in them, compute with their main
             parameters, on inputs cast to their dtype; their outputs get the dtype of the inputs

@@ -1104,3 +1104,19 @@ def test_ranks_with_different_policies_are_told() -> None:
     shard_root(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     with pytest.raises(RuntimeError, match=r"mp_policy=MixedPrecisionPolicy\(param_dtype=torch"):
         model(torch.ones(1, 5))
+
+
+@distributed(2)
+def test_inputs_are_cast_to_what_a_model_with_main_dtype_computes_in() -> None:
+    """Without param_dtype too; of a unit that computes in two dtypes inputs stay as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(BF16)
+    plain = copy.deepcopy(model)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(main_dtype=F32))
+    x = torch.randn(2, 5)
+    assert_equal(model(x), plain(x.to(BF16)))
+    kept = fully_shard(
+        plain, mp_policy=MixedPrecisionPolicy(main_dtype=F32, cast_forward_inputs=False)
+    )
+    with pytest.raises(RuntimeError, match="dtype"):
+        kept(x)
