@@ -6,10 +6,11 @@ import logging
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 from composable_shard import ShardingStrategy
-from composable_shard.comm import log_events, trace
+from composable_shard.comm import count_collectives, devices, log_events, trace
 from composable_shard.flat_param.full_values import FullValues
 from tests.helpers import distributed
 from tests.models import loss_of, make_net
@@ -60,3 +61,21 @@ def test_a_logger_sees_events() -> None:
     assert (lines, trace.logs) == ([], [])
     logger.setLevel(logging.NOTSET)
     logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("by_messages", [True, False])
+@distributed(2)
+def test_comm_debug_mode_sees_the_backends_collectives(by_messages: bool) -> None:
+    """On gloo shards travel as messages, which it does not count; `count_collectives` does."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not by_messages:
+            patch.setattr(devices, "MAX_EXCHANGE_SIZE", 0)
+        model = make_net()
+        with torch.no_grad():
+            loss_of(model)
+            with CommDebugMode() as mode, count_collectives() as log:
+                loss_of(model)
+    counts = {str(op).rpartition(".")[2]: number for op, number in mode.comm_counts.items()}
+    gathers = [number for name, number in counts.items() if "gather" in name]
+    assert sum(gathers) == (0 if by_messages else log.count("all_gather"))
+    assert log.count("all_gather") == 4

@@ -315,30 +315,50 @@ class _GraphRecorder:
 @pytest.mark.parametrize("how", [_compile_blocks, _wrap_blocks, _compile_root])
 @distributed(2)
 def test_compiled_units_train_alike(how: Callable[..., None], order: str) -> None:
-    """Nothing is compiled again after the second step, and no hook is part of a graph."""
+    """Nothing is compiled again after the second step, and no hook is part of a graph.
+
+    A block is one graph; that of a whole model breaks at units.
+    """
     torch.compiler.reset()
     _hide_compiler_warnings()
     twins = Twins(Net, lambda model: None)
     recorder = _GraphRecorder()
+    options = {"backend": recorder, "fullgraph": how is not _compile_root}
     if how is _wrap_blocks:  # for equal names
         how(twins.plain, backend="eager")
     if order == "before":
-        how(twins.sharded, backend=recorder)
+        how(twins.sharded, **options)
         shard_blocks(twins.sharded)
     elif how is _wrap_blocks:
         for block in twins.sharded.blocks:
             fully_shard(block)
-        how(twins.sharded, backend=recorder)
+        how(twins.sharded, **options)
         fully_shard(twins.sharded)
     else:
         shard_blocks(twins.sharded)
-        how(twins.sharded, backend=recorder)
+        how(twins.sharded, **options)
     train_twins(twins, 2)
     num_graphs = len(recorder.graphs)
     with torch._dynamo.config.patch(error_on_recompile=True):
         train_twins(twins, 3)
     assert num_graphs == len(recorder.graphs) > 0
     assert not [op for op in recorder.ops() if "gather" in op or "resize" in op or "set_" in op]
+
+
+@distributed(2)
+def test_compiled_units_of_dynamic_shapes_train_alike() -> None:
+    """Batches of any size run one graph."""
+    torch.compiler.reset()
+    _hide_compiler_warnings()
+    twins = Twins(Net, lambda model: None)
+    recorder = _GraphRecorder()
+    _compile_blocks(twins.sharded, backend=recorder, fullgraph=True, dynamic=True)
+    shard_blocks(twins.sharded)
+    for size in (4, 6, 7, 5):
+        twins.step(lambda model, size=size: model(rank_input(size, 5)).square().mean())
+        twins.sharded.zero_grad()
+        twins.plain.zero_grad()
+    assert len(recorder.graphs) == 1
 
 
 @distributed(2)
