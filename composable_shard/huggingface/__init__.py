@@ -1,9 +1,17 @@
-"""Directories of safetensors files, as Hugging Face's libraries write them.
+"""Directories of safetensors files, as Hugging Face's libraries write them, and their Trainer.
 
-Read `api`; `files` knows the format, `conversion` other names.
+Read `api`; `files` knows the format, `conversion` other names, `trainer` their training loops.
 """
 
 from composable_shard.huggingface.api import load_safetensors, save_pretrained, save_safetensors
 from composable_shard.huggingface.conversion import Joined
+from composable_shard.huggingface.trainer import TrainerMixin, keep_unwrapped
 
-__all__ = ["Joined", "load_safetensors", "save_pretrained", "save_safetensors"]
+__all__ = [
+    "Joined",
+    "TrainerMixin",
+    "keep_unwrapped",
+    "load_safetensors",
+    "save_pretrained",
+    "save_safetensors",
+]

@@ -8,6 +8,7 @@ from composable_shard.optim.optimizer_state import (
     find_scalar_keys,
     init_state,
     shard_optimizer_state,
+    with_local_state,
 )
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "find_scalar_keys",
     "init_state",
     "shard_optimizer_state",
+    "with_local_state",
 ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composable_shard.tensor import FlatShard, is_owned_by_other_rank
+from composable_shard.tensor import FlatShard, is_owned_by_other_rank, wrap
+
+_O = TypeVar("_O", bound=Optimizer)
 
 # State of torch's optimizers that is one number for each parameter of any shape.
 _SCALAR_KEYS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -118,3 +120,25 @@ def _is_full_size(entry: _Entry, scalar_keys: frozenset[str]) -> bool:
         f"{tuple(spec.shape)} or a single element, got shape {tuple(value.shape)}: it can't be "
         'cut like the parameter. Use an elementwise optimizer, or granularity="param".'
     )
+
+
+def with_local_state(kind: type[_O]) -> type[_O]:
+    """Return a class of torchao's low-bit optimizers whose state is of shards.
+
+    As `AdamW8bit = with_local_state(torchao.optim.AdamW8bit)`. These classes quantise their state
+    in blocks, and know DTensors alone as sharded. With `fully_shard(granularity=Block(n))`, n a
+    multiple of their `block_size`, the blocks are those of the unsharded model.
+
+    Args:
+        kind: AdamW8bit, AdamW4bit, AdamWFp8 or another class with their method `_new_buffer`.
+    """
+
+    class Local(kind):  # type: ignore[valid-type,misc] # a class that is given
+        def _new_buffer(self, param: Tensor, signed: bool) -> Tensor:
+            if not isinstance(param, FlatShard):
+                made: Tensor = super()._new_buffer(param, signed)
+                return made
+            return wrap(super()._new_buffer(param.to_local(), signed), param._shard_spec)
+
+    Local.__name__, Local.__qualname__ = kind.__name__, kind.__qualname__
+    return Local

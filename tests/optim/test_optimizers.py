@@ -17,8 +17,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as clipping_types
 
-from composable_shard import shard_optimizer_state
+from composable_shard import Block, fully_shard, shard_optimizer_state
 from composable_shard.comm.collectives import count_collectives
+from composable_shard.optim import with_local_state
 from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor
 from tests.helpers import assert_equal, distributed, run_ranks
 from tests.tensor.test_flat_shard import (
@@ -534,3 +535,77 @@ def test_inf_on_one_rank_skips_the_step_on_all(options: dict[str, bool]) -> None
     ]
     assert scales[0] == scales[1] == [4.0, 2.0, 2.0]
     assert_parameters_equal(sharded, plain)
+
+
+# --- state that is a tensor subclass ---
+
+BLOCK = 8
+
+
+class _Coded(torch.Tensor):
+    """Numbers in int8 with a scale for each block, with the ops that torchao's states have."""
+
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> _Coded:
+        self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+        self.codes, self.scale = codes, scale
+        return self
+
+    def decoded(self) -> torch.Tensor:
+        return (self.codes.view(-1, BLOCK) * self.scale[:, None]).view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func is aten.copy_.default and isinstance(args[0], _Coded):
+            blocks = args[1].reshape(-1, BLOCK)
+            args[0].scale.copy_(blocks.abs().amax(1) / 127)
+            codes = (blocks / (args[0].scale[:, None] + 1e-30)).round()
+            args[0].codes.copy_(codes.view(args[0].shape))
+            return args[0]
+        if func is aten.detach.default:
+            return _Coded(args[0].codes, args[0].scale)
+        assert func in (aten.lerp.Scalar, aten.copy_.default), func
+        return func(*(each.decoded() if isinstance(each, _Coded) else each for each in args))
+
+
+class _LowBit(optim.Optimizer):
+    """Makes its state in the way of torchao's classes, which know no FlatShards."""
+
+    def _new_buffer(self, param: torch.Tensor, signed: bool) -> torch.Tensor:
+        scale = torch.zeros(param.numel() // BLOCK)
+        return _Coded(torch.zeros(param.shape, dtype=torch.int8), scale)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override] # no closure
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state["mean"] = self._new_buffer(param, True)
+            mean = state["mean"].lerp(param.grad, 0.1)
+            state["mean"].copy_(mean)
+            param.sub_(mean)
+
+
+@distributed(2)
+def test_state_of_a_subclass_is_sharded() -> None:
+    """Codes and scales are those of the unsharded model, block by block."""
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 6, bias=False)
+    sharded = fully_shard(copy.deepcopy(plain), granularity=Block(BLOCK))
+    optimizers = [
+        kind([model.weight], {})
+        for kind, model in ((_LowBit, plain), (with_local_state(_LowBit), sharded))
+    ]
+    for step in range(3):
+        for model, optimizer in zip((plain, sharded), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(1, 8) * step).square().sum().backward()
+            optimizer.step()
+    assert_equal(sharded.weight.full_tensor(), plain.weight.detach())
+    expected, state = (each.state_dict()["state"][0]["mean"] for each in optimizers)
+    assert type(state.to_local()) is _Coded
+    start, end = state._shard_spec.local_range
+    assert_equal(state.to_local().codes, expected.codes.view(-1)[start:end])
+    assert_equal(state.to_local().scale, expected.scale[start // BLOCK : end // BLOCK])

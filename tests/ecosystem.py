@@ -1,0 +1,340 @@
+"""Other libraries with sharded models: transformers, accelerate, lightning, peft, torchao.
+
+`pip install -e .[ecosystem]`, then `python -m tests.ecosystem [name ...]` runs each on two ranks,
+beside what the library does by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from composable_shard import (
+    Block,
+    StateDictOptions,
+    fully_shard,
+    get_model_state_dict,
+    register_forward_method,
+    unshard_params,
+)
+from composable_shard.huggingface import TrainerMixin, keep_unwrapped, save_pretrained
+from composable_shard.optim import with_local_state
+from tests.helpers import run_ranks, shut_down_workers
+
+WORDS = 32
+
+
+def make_llama() -> Any:
+    """Return a Llama of transformers, the same on all ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        attn_implementation="eager",
+    )
+    return LlamaForCausalLM(config)
+
+
+def shard_llama(model: Any) -> Any:
+    """Make each layer a unit, and the rest."""
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def words(step: int, rank: int | None = None) -> Tensor:
+    """Return a rank's batch."""
+    number = dist.get_rank() if rank is None else rank
+    return torch.randint(WORDS, (2, 9), generator=torch.Generator().manual_seed(10 * step + number))
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's values on all ranks."""
+    options = StateDictOptions(full_state_dict=True, rank0_only=False)
+    return {
+        name: value.clone() for name, value in get_model_state_dict(model, options=options).items()
+    }
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare values by name."""
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def run_trainer() -> None:
+    """Trainer: beside its DDP, saved, loaded by from_pretrained, resumed in the middle."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    class Sharded(TrainerMixin, Trainer):
+        pass
+
+    samples = [{"input_ids": row, "labels": row} for step in range(12) for row in words(step, 0)]
+    folder = shared_folder()
+
+    def train(kind: type, model: Any, name: str, resume: Any = None) -> list[float]:
+        args = TrainingArguments(
+            str(folder / name),
+            use_cpu=True,
+            max_steps=6,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_steps=3,
+            report_to=[],
+            disable_tqdm=True,
+            gradient_accumulation_steps=2,
+            seed=1,
+        )
+        trainer = kind(model, args, train_dataset=samples)
+        trainer.train(resume_from_checkpoint=resume)
+        assert isinstance(trainer.model_wrapped, DistributedDataParallel) == (kind is Trainer)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    plain, sharded = make_llama(), shard_llama(make_llama())
+    expected = train(Trainer, plain, "plain")
+    found = train(Sharded, sharded, "sharded")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert_alike(values_of(sharded), dict(plain.state_dict()))
+    saved = AutoModelForCausalLM.from_pretrained(folder / "sharded" / "checkpoint-6")
+    assert_alike(dict(saved.state_dict()), values_of(sharded))
+    again = shard_llama(make_llama())
+    path = str(folder / "sharded" / "checkpoint-3")
+    assert train(Sharded, again, "resumed", path)[-3:] == found[-3:]
+    assert_alike(values_of(again), values_of(sharded))
+
+
+def shared_folder() -> Path:
+    """Return a new directory that all ranks see."""
+    found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return Path(str(found[0]))
+
+
+def run_accelerate() -> None:
+    """A loop of accelerate: beside its DDP, with accumulation and clipping."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    results = []
+    for model in (make_llama(), keep_unwrapped(shard_llama(make_llama()))):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        assert (prepared is model) == (
+            model is not prepared.module if hasattr(prepared, "module") else True
+        )
+        losses = []
+        for step in range(6):
+            with accelerator.accumulate(prepared):
+                loss = prepared(input_ids=words(step), labels=words(step)).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        results.append(
+            (losses, values_of(model) if prepared is model else dict(model.state_dict()))
+        )
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-5)
+    assert_alike(results[1][1], results[0][1])
+
+
+def run_lightning() -> None:
+    """Lightning's ModelParallelStrategy, whose `configure_model` shards; saved and loaded."""
+    import lightning as L
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    class Module(L.LightningModule):
+        def __init__(self, shards: bool) -> None:
+            super().__init__()
+            self.model, self.shards, self.losses = make_llama(), shards, []
+
+        def configure_model(self) -> None:
+            if self.shards:
+                shard_llama(self.model)
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            loss = self.model(input_ids=batch, labels=batch).loss
+            self.losses.append(loss.detach())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    folder, results = shared_folder(), []
+    for shards in (False, True):
+        strategy = (
+            ModelParallelStrategy(2, 1, process_group_backend="gloo")
+            if shards
+            else DDPStrategy(process_group_backend="gloo")
+        )
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy,
+            max_steps=4,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            use_distributed_sampler=False,
+            plugins=[TorchElasticEnvironment()],
+        )
+        module = Module(shards)
+        loader = torch.utils.data.DataLoader([words(step) for step in range(4)], batch_size=None)
+        trainer.fit(module, loader)
+        results.append(module.losses)
+        if shards:
+            trainer.save_checkpoint(folder / "saved")
+            assert (folder / "saved" / ".metadata").exists()
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5)
+
+
+def run_peft() -> None:
+    """LoRA: trained, saved as an adapter, loaded by peft, merged into the sharded weights."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    torch.manual_seed(1)
+    model = get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    plain = copy.deepcopy(model)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizers = [
+        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-1)
+        for each in (model, plain)
+    ]
+    for step in range(3):
+        loss = model(input_ids=words(step), labels=words(step)).loss
+        loss.backward()
+        for rank in range(2):
+            (plain(input_ids=words(step, rank), labels=words(step, rank)).loss / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_alike(values_of(model), dict(plain.state_dict()))
+    folder = shared_folder()
+    save_pretrained(model, folder)
+    dist.barrier()
+    loaded = PeftModel.from_pretrained(make_llama(), folder)
+    with torch.no_grad():
+        expected = plain(input_ids=words(7)).logits
+        torch.testing.assert_close(loaded(input_ids=words(7)).logits, expected)
+        with unshard_params(model):
+            model.merge_adapter()
+        merged = model(input_ids=words(7)).logits
+    torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
+
+
+def run_generate() -> None:
+    """Generate and train by turns, as in reinforcement learning: the words of a plain model."""
+    model, plain = shard_llama(make_llama()), make_llama()
+    register_forward_method(model, "generate")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+    for step in range(3):
+        prompt = words(step, 0)[:, :4]
+        written = [
+            each.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
+            for each in (model, plain)
+        ]
+        assert torch.equal(*written)
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            each(input_ids=written[0], labels=written[0]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def run_torchao() -> None:
+    """8-bit, 4-bit and float8 AdamW: beside FSDP2 and one process."""
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+    from torchao import optim
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+
+    for kind in (optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8):
+        torch.compiler.reset()  # it takes a DTensor of one of these classes for one of another
+        size = 128 if kind is optim.AdamW4bit else 256
+        models = [make(), make(), make()]
+        torch_fully_shard(models[0])
+        fully_shard(models[1], granularity=Block(size))
+        kinds = (kind, with_local_state(kind), kind)
+        optimizers = [
+            each(model.parameters(), lr=1e-2, block_size=size)
+            for each, model in zip(kinds, models, strict=True)
+        ]
+        losses: list[list[Tensor]] = [[], [], []]
+        for step in range(4):
+            for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                for rank in range(2) if index == 2 else [dist.get_rank()]:
+                    x = torch.randn(
+                        8, 64, generator=torch.Generator().manual_seed(10 * step + rank)
+                    )
+                    loss = model(x).square().mean()
+                    (loss / 2 if index == 2 else loss).backward()
+                    if rank == dist.get_rank():
+                        losses[index].append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+        states = [state["exp_avg"].to_local() for state in optimizers[1].state.values()]
+        assert any("OptimState" in type(state).__name__ for state in states)
+        torch.testing.assert_close(losses[1], losses[2], rtol=0, atol=1e-6)
+        torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-6)
+
+
+RUNS = {
+    "trainer": run_trainer,
+    "accelerate": run_accelerate,
+    "lightning": run_lightning,
+    "peft": run_peft,
+    "generate": run_generate,
+    "torchao": run_torchao,
+}
+
+
+def run_quietly(name: str) -> None:
+    """Run one; what the libraries deprecate of each other is not ours."""
+    os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(dist.get_rank())  # as torchrun does
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        RUNS[name]()
+
+
+def run_all(names: list[str]) -> None:
+    """Run each on two ranks; print which are right."""
+    for name in names or RUNS:
+        try:
+            run_ranks(2, run_quietly, name, timeout=300)
+            sys.stdout.write(f"{name}: right\n")
+        except Exception as error:  # the next library is another matter
+            sys.stdout.write(f"{name}: {error}\n")
+        sys.stdout.flush()
+    shut_down_workers()
+
+
+if __name__ == "__main__":
+    from tests import ecosystem  # by its name, under which the workers find its functions
+
+    ecosystem.run_all(sys.argv[1:])
