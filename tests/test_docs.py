@@ -11,8 +11,10 @@ import shlex
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import fsdp
 
 import composable_shard
 from composable_shard import shard_model
@@ -198,6 +200,42 @@ def _check_expression(node: ast.expr) -> object:
 def test_new_names_exist(code: str) -> None:
     """What to write instead of another library's name is a public name, with these arguments."""
     _check_expression(ast.parse(code, mode="eval").body)
+
+
+def _old_names(section: str) -> set[str]:
+    """Return the names in the first column of the tables of a section about another library."""
+    text = MOVING_OVER.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    cells = re.findall(r"(?m)^\| (.*?) \|", text)
+    return {
+        name for cell in cells for code in re.findall(r"`(.*?)`", cell) for name in _words(code)
+    }
+
+
+def _words(code: str) -> set[str]:
+    return {word for word in re.findall(r"\w+", code) if not word.startswith("_")}
+
+
+def _names_of_torch(*kinds: Any) -> set[str]:
+    """Return the public methods, fields and arguments that are declared in classes."""
+    names = set()
+    for kind in kinds:
+        names |= {*vars(kind)} if inspect.isclass(kind) else set()
+        names |= {*inspect.signature(kind).parameters} - {"module", "state", "args", "kwargs"}
+    return {name for name in names if not name.startswith("_")} - {"forward"}
+
+
+def test_each_name_of_torch_has_a_place() -> None:
+    """Every public name, method and argument of FSDP2 and FSDP1 stands in the first column."""
+    fsdp2 = {"FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"}
+    fsdp2 |= {"CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "DataParallelMeshDims"}
+    arguments = _names_of_torch(fsdp.FSDPModule, fsdp.fully_shard, fsdp.CPUOffloadPolicy)
+    assert fsdp2 | arguments <= _old_names("FSDP2")
+    kinds = (fsdp.FullyShardedDataParallel, fsdp.MixedPrecision, fsdp.CPUOffload)
+    kinds += (fsdp.FullStateDictConfig,)
+    assert _names_of_torch(*kinds) <= _old_names("FSDP1")
+    formats = {name for name in fsdp.__all__ if name.endswith(("Config", "Settings", "KeyType"))}
+    known = fsdp2 | formats | {"fully_shard", "FlatParameter"} | _old_names("FSDP1")
+    assert {*fsdp.__all__} <= known
 
 
 def _make_targets() -> set[str]:

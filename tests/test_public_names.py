@@ -56,6 +56,7 @@ TOP = [
     "set_requires_gradient_sync",
     "set_reshard_after_backward",
     "set_reshard_after_forward",
+    "set_unshard_in_backward",
     "shard_model",
     "shard_optimizer_state",
     "unshard",
@@ -74,8 +75,9 @@ BELOW = {
         "fp16_compress_hook",
         "log_events",
     ],
-    "huggingface": ["Joined", "save_pretrained"],
+    "huggingface": ["Joined", "TrainerMixin", "keep_unwrapped", "save_pretrained"],
     "module_api": ["ParamRange", "UnshardWork"],
+    "optim": ["with_local_state"],
     "pipelining": ["PipelineStage"],
     "planning": [
         "DescribedUnit",
@@ -92,10 +94,28 @@ BELOW = {
 FOR_USERS = ["huggingface", "module_api", "pipelining", "planning"]
 
 
+# FSDP2's names, in the place of those at the top.
+FSDP2 = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+
+
 def test_top_level_names() -> None:
     """What most programs need; DESIGN section 4, as far as it exists."""
     assert composable_shard.__all__ == TOP
     assert all(hasattr(composable_shard, name) for name in TOP)
+
+
+def test_names_of_fsdp2() -> None:
+    """Torch's; policies are torch's own classes."""
+    assert importlib.import_module("composable_shard.fsdp2").__all__ == FSDP2
 
 
 @pytest.mark.parametrize("package", BELOW)

@@ -50,6 +50,7 @@ from composable_shard.comm.hooks import (
     call_hook,
     error_feedback_hook,
     fp16_compress_hook,
+    then_call_hook,
 )
 from composable_shard.comm.lockstep import fail
 from composable_shard.comm.order import exchange_always, note_setting
@@ -105,6 +106,7 @@ __all__ = [
     "raise_difference",
     "resolve_group",
     "scratch_parts",
+    "then_call_hook",
     "trace",
     "wire_nbytes",
 ]

@@ -145,6 +145,28 @@ def fp16_compress_hook(state: object, stage: ReductionStage) -> Waitable:
     return _reduce_in(torch.float16, stage, stage.scale)
 
 
+def then_call_hook(
+    state: tuple[Callable[[Tensor], object], str], stage: ReductionStage
+) -> Waitable:
+    """Reduce as by default, and call a function on the mean.
+
+    Args:
+        state: The function, and the kind of stage after which it is called.
+        stage: What to do.
+    """
+    function, kind = state
+    work, output = _reduce_in(stage.gradient.dtype, stage, 1.0), stage.output
+
+    def call() -> None:
+        work.wait()
+        if stage.kind == kind:
+            output.mul_(stage.scale)
+            function(output)
+            output.div_(stage.scale)
+
+    return _Then(None, call)
+
+
 def _reduce_in(dtype: torch.dtype, stage: ReductionStage, factor: float) -> Waitable:
     gradient, output, group = _real(stage.gradient), _real(stage.output), stage.group
     if factor != 1.0:

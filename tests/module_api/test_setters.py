@@ -279,7 +279,7 @@ def test_refused_values_change_nothing() -> None:
 # --- backwards that read no parameter ---
 
 
-class _Words(nn.Module):
+class _WordsAndHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
@@ -298,7 +298,7 @@ def test_a_backward_that_reads_nothing_spares_its_gather() -> None:
             fully_shard(part, reshard_after_forward=True)
         set_unshard_in_backward(model.embedding, False)
 
-    twins = Twins(_Words, shard)
+    twins = Twins(_WordsAndHead, shard)
     optimizers = twins.optimizers()
     for step in range(4):
         words = torch.arange(5) + step + torch.distributed.get_rank()

@@ -1,0 +1,342 @@
+"""The names and arguments of torch's FSDP2: a script ports by its import line.
+
+    from composable_shard.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+in the place of `from torch.distributed.fsdp import ...`. Here `fully_shard` changes the class of a
+module, as FSDP2 does, so that it has FSDP2's methods. All functions of `composable_shard` work on
+such modules too. The policies are torch's own classes.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from composable_shard import construct, module_api, options
+from composable_shard.comm import then_call_hook
+from composable_shard.module_api import UnshardWork as UnshardHandle
+from composable_shard.module_api import register_forward_method as register_fsdp_forward_method
+from composable_shard.options import Granularity
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+
+_M = TypeVar("_M", bound=nn.Module | Iterable[nn.Module])
+_NO_POLICY = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
+_LET_GO = "_fsdp_let_go"  # attribute: the hook by which the next forward ends an unshard()
+
+
+def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
+    module: _M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | options.MixedPrecisionPolicy = _NO_POLICY,
+    offload_policy: OffloadPolicy | options.OffloadPolicy = _NO_OFFLOAD,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    **others: Any,
+) -> _M:
+    """Do what `composable_shard.fully_shard` does, with FSDP2's arguments; return an `FSDPModule`.
+
+    Args:
+        module: A module, or a list of modules that form one unit.
+        mesh: As in FSDP2: 1-D, or 2-D `(replicate, shard)`.
+        reshard_after_forward: As in FSDP2.
+        shard_placement_fn: `Shard(0)` cuts between rows. None and other dims cut anywhere: the
+            shards lie otherwise than FSDP2's, and the values are the same.
+        mp_policy: Torch's, or that of this library.
+        offload_policy: Torch's, or that of this library.
+        ignored_params: As in FSDP2.
+        dp_mesh_dims: The axes of `mesh` for data parallelism, one name each.
+        others: Further options of `composable_shard.fully_shard`.
+
+    Raises:
+        NotImplementedError: For parameters with a mesh of their own, DTensors on the axes of
+            data parallelism, or several axes in one, with what to do instead.
+    """
+    modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else [*module]
+    if dp_mesh_dims is not None:
+        mesh = _data_parallel_mesh(mesh, dp_mesh_dims)
+        if dp_mesh_dims.shard is None:
+            others.setdefault("strategy", "no_shard")
+        _check_no_spmd(modules, mesh)
+    if isinstance(mp_policy, MixedPrecisionPolicy):
+        # FSDP2 casts all modules, batch norms too.
+        mp_policy = options.MixedPrecisionPolicy(**asdict(mp_policy), keep_fp32_classes=())
+    if isinstance(offload_policy, OffloadPolicy):
+        is_on = isinstance(offload_policy, CPUOffloadPolicy)
+        pins = {"pin_memory": offload_policy.pin_memory} if is_on else {}  # type: ignore[attr-defined]
+        offload_policy = options.OffloadPolicy(params=is_on, **pins)
+    if shard_placement_fn is not None:
+        place = shard_placement_fn
+        others.setdefault("granularity", lambda param: _granularity_of(place(param)))
+    construct.fully_shard(
+        modules,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        **others,
+    )
+    for each in modules:
+        each.__class__ = _class_with_methods(type(each))
+    return module
+
+
+fully_shard.state = construct.fully_shard.state  # type: ignore[attr-defined]
+
+
+def _data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
+    """Return the part of a mesh that `dp_mesh_dims` names."""
+    names = [name for name in (dims.replicate, dims.shard) if name is not None]
+    if mesh is None or not all(isinstance(name, str) for name in names):
+        raise NotImplementedError(
+            f"expected mesh= and one axis for each of shard and replicate, got {dims!r}. Pass the "
+            "mesh of data parallelism alone as mesh=, with several axes made one."
+        )
+    return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]
+
+
+def _check_no_spmd(modules: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Check that no parameter is a DTensor on axes of data parallelism."""
+    axes = set(mesh.mesh_dim_names or ())
+    for name, param in (item for module in modules for item in module.named_parameters()):
+        found = getattr(param, "device_mesh", None)
+        if found is not None and axes & set(found.mesh_dim_names or ()):
+            raise NotImplementedError(
+                f"parameter '{name}' is a DTensor on {found}, axes of data parallelism included. "
+                'Distribute it over the others alone, as parallelize_module does with mesh["tp"].'
+            )
+
+
+def _granularity_of(placement: Any) -> Granularity:
+    """Return the cuts that come nearest to one of FSDP2's placements."""
+    if hasattr(placement, "mesh_info"):
+        raise NotImplementedError(
+            "shard_placement_fn returned a mesh for one parameter. Call fully_shard with that mesh "
+            "on the module that holds it (the experts), before the module around it."
+        )
+    return "row" if placement is not None and placement.dim == 0 else "element"
+
+
+def _class_with_methods(cls: type) -> Any:
+    """Return a class derived from a module's that has FSDP2's methods; one for all its modules."""
+    for known in (cls, *cls.__subclasses__()):
+        if issubclass(known, FSDPModule):
+            return known
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+def _restore(cls: type) -> nn.Module:
+    """Make the object that a copy or a pickle fills."""
+    module: nn.Module = object.__new__(cls)
+    module.__class__ = _class_with_methods(cls)
+    return module
+
+
+class FSDPModule:
+    """A module that `fully_shard` was called on, with the methods of FSDP2's class.
+
+    Each calls the function of `composable_shard` that says more; those with `recurse` also count
+    for units inside.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an object of the original class, as for a slice of a container."""
+        return cls.__mro__[2](*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let copies and pickles find the class, which no module has by name."""
+        made: Any = super().__reduce_ex__(protocol)
+        is_usual = made[0] is copyreg.__newobj__  # type: ignore[attr-defined] # stubs leave it out
+        return (_restore, (type(self).__mro__[2],), *made[2:]) if is_usual else made
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the unit; a forward frees it again by its policy, or `reshard`."""
+        work = module_api.unshard(_module(self), async_op=True)
+        assert work is not None
+        _end_hook(self)
+        state = fully_shard.state(self)  # type: ignore[attr-defined]
+
+        def let_go(*_: Any) -> None:
+            _end_hook(self)
+            state.let_go()
+
+        vars(self)[_LET_GO] = _module(self).register_forward_pre_hook(let_go)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the unit's full parameters."""
+        _end_hook(self)
+        module_api.reshard(_module(self))
+
+    def reset_iter_state(self) -> None:
+        """Do nothing: the step after an exception is right by itself."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Tell whether the next backward is the last one before the step."""
+        module_api.set_is_last_backward(_module(self), is_last_backward)
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether backwards reduce gradients."""
+        for each in (module_api.set_requires_gradient_sync, module_api.set_requires_all_reduce):
+            each(_module(self), requires_gradient_sync, recurse=recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether backwards reduce gradients over copies of a shard."""
+        module_api.set_requires_all_reduce(_module(self), requires_all_reduce, recurse=recurse)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether forwards free the full parameters."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"expected a bool, got {reshard_after_forward!r}")
+        module_api.set_reshard_after_forward(_module(self), reshard_after_forward, recurse=recurse)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether backwards free the full parameters."""
+        module_api.set_reshard_after_backward(
+            _module(self), reshard_after_backward, recurse=recurse
+        )
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Choose what this unit's forward gathers ahead; an empty list: what came next before."""
+        module_api.set_forward_prefetch(_module(self), _check_modules(modules) or None)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Choose what this unit's backward gathers ahead; an empty list: what ran before it."""
+        module_api.set_backward_prefetch(_module(self), _check_modules(modules) or None)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Choose whether the unit's backward gathers."""
+        module_api.set_unshard_in_backward(_module(self), unshard_in_backward)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Choose what the sum of the unit's gradients over all ranks is divided by."""
+        module_api.set_gradient_divide_factor(_module(self), factor, recurse=False)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what `set_gradient_divide_factor` does; deprecated in torch too."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call a hook on the unit's mean gradients once they are reduced; on the reduce stream."""
+        if stream is not None:
+            raise NotImplementedError("the hook runs on the reduce stream. Leave stream= out.")
+        module, (handle, *_) = _module(self), fully_shard.state(self).handles  # type: ignore[attr-defined]
+        last = "all_reduce" if handle.shard_group.replicate_groups else "reduce_scatter"
+        module_api.register_comm_hook(module, None, recurse=False)
+        module_api.register_comm_hook(module, then_call_hook, (hook, last), recurse=False)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refuse.
+
+        Raises:
+            NotImplementedError: A comm hook does it.
+        """
+        raise NotImplementedError(
+            "call composable_shard.register_comm_hook(module, hook), whose hook reduces a unit's "
+            "gradients from one buffer into another"
+        )
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refuse.
+
+        Raises:
+            NotImplementedError: Gathers write straight into the unit's buffer.
+        """
+        raise NotImplementedError(
+            "an all-gather writes straight into the unit's buffer, and can't be replaced. For "
+            "other algorithms or memory pass a mesh of a process group with another backend."
+        )
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Do nothing: ranks may use other parameters always."""
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Warn that this changes nothing."""
+        _warn_of_nothing("set_post_optim_event", "gathers wait for all that was issued before")
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Warn that this changes nothing."""
+        _warn_of_nothing("set_force_sum_reduction_for_comms", "the backend's mean is used on NCCL")
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Warn that this changes nothing."""
+        _warn_of_nothing("set_reduce_scatter_max_input_buffers", "each unit has its own buffer")
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Warn that this changes nothing."""
+        _warn_of_nothing("set_separate_reduce_scatter_group", "gathers and reductions share one")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Warn that this changes nothing."""
+        _warn_of_nothing(
+            "set_allocate_memory_from_process_group_for_comm", "there are no staging buffers"
+        )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Warn that this changes nothing."""
+        _warn_of_nothing("set_symm_mem_for_comm", "there are no staging buffers")
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Check the modules, and do nothing: each has streams of its own."""
+    _check_modules(modules)
+
+
+def _module(face: FSDPModule) -> nn.Module:
+    assert isinstance(face, nn.Module)
+    return face
+
+
+def _check_modules(modules: list[FSDPModule]) -> list[nn.Module]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected modules that fully_shard was called on, got {module!r}")
+    return [_module(module) for module in modules]
+
+
+def _end_hook(face: FSDPModule) -> None:
+    """Take out the hook by which a forward ends an `unshard()`, if there is one."""
+    hook = vars(face).pop(_LET_GO, None)
+    if hook is not None:
+        hook.remove()
+
+
+def _warn_of_nothing(name: str, why: str) -> None:
+    warnings.warn(f"{name} changes nothing here: {why}. Leave it out.", stacklevel=3)

@@ -1,0 +1,332 @@
+"""`composable_shard.fsdp2`: FSDP2's names, with which a script ports by its import line."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp2
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+from composable_shard import fsdp2, get_handles
+from composable_shard.flat_param import FullState
+from tests.helpers import assert_equal, distributed
+from tests.models import Net, assert_at_rest, collectives_of, full_tensor_of, loss_of, seeded
+
+METHODS = [name for name in vars(torch_fsdp2.FSDPModule) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_method_takes_the_same_arguments(name: str) -> None:
+    """By name, in order, with the same defaults."""
+    theirs, ours = (
+        [
+            (each.name, each.kind, each.default)
+            for each in inspect.signature(method).parameters.values()
+        ]
+        for method in (getattr(torch_fsdp2.FSDPModule, name), getattr(fsdp2.FSDPModule, name))
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", sorted({*fsdp2.__all__} - {"FSDPModule", "UnshardHandle"}))
+def test_each_function_takes_the_same_arguments(name: str) -> None:
+    """Further ones come after them."""
+    theirs, ours = (
+        list(inspect.signature(getattr(module, name)).parameters) for module in (torch_fsdp2, fsdp2)
+    )
+    assert ours[: len(theirs)] == theirs
+
+
+# --- torchtitan's way to shard a Llama ---
+
+DIM, NUM_HEADS, WORDS = 16, 4, 32
+
+
+class _LlamaAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            each(x).unflatten(-1, (-1, DIM // NUM_HEADS)).transpose(1, 2)
+            for each in (self.wq, self.wk, self.wv)
+        ]
+        output = scaled_dot_product_attention(*heads, is_causal=True)
+        return self.wo(output.transpose(1, 2).flatten(2))
+
+
+class _LlamaFeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(DIM, 3 * DIM, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(3 * DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class _LlamaBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = _LlamaAttention(), _LlamaFeedForward()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class _Llama(nn.Module):
+    checkpoints = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(WORDS, DIM)
+        self.layers = nn.ModuleDict({str(index): _LlamaBlock() for index in range(3)})
+        self.norm = nn.RMSNorm(DIM)
+        self.output = nn.Linear(DIM, WORDS, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.tok_embeddings(words)
+        for layer in self.layers.values():
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        return self.output(self.norm(x))
+
+
+def _apply_tp(model: _Llama, mesh: DeviceMesh) -> None:
+    """Split as torchtitan's `parallelize.py` does."""
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=True
+            ),
+            "norm": SequenceParallel(use_local_output=False),
+            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    for layer in model.layers.values():
+        plan: dict[str, Any] = {
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+            "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+        plan |= {f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
+        parallelize_module(layer, mesh, plan)
+
+
+def _apply_fsdp(api: Any, model: _Llama, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+    """Shard as torchtitan's `parallelize.py` does."""
+    policy = api.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    config: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    api.fully_shard(model.tok_embeddings, **config, reshard_after_forward=True)
+    for layer in model.layers.values():
+        api.fully_shard(layer, **config, reshard_after_forward=True)
+    api.fully_shard([model.norm, model.output], **config, reshard_after_forward=False)
+    api.fully_shard(model, **config)
+    blocks = list(model.layers.values())
+    model.tok_embeddings.set_modules_to_forward_prefetch([blocks[0]])
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        chosen = [model.norm, model.output] if following is None else [following]
+        block.set_modules_to_forward_prefetch(chosen)
+    model.output.set_modules_to_backward_prefetch([blocks[-1]])
+    for module in model.modules():
+        if isinstance(module, api.FSDPModule):
+            module.set_gradient_divide_factor(2.0)
+
+
+def _train_llama(
+    api: Any, num_tp: int, dtype: torch.dtype | None
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Run a training script that knows FSDP2 alone; return losses, norms and the state dict."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, num_tp), mesh_dim_names=("dp_shard", "tp"))
+    model = _Llama()
+    model.checkpoints = True
+    if num_tp > 1:
+        _apply_tp(model, mesh["tp"])
+    _apply_fsdp(api, model, mesh["dp_shard"], dtype)
+    assert isinstance(model, api.FSDPModule)
+    assert isinstance(model, _Llama)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    results: list[Tensor] = []
+    for step in range(3):
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            model.set_is_last_backward(microbatch == 1)
+            model.unshard()
+            generator = torch.Generator().manual_seed(10 * step + mesh.get_local_rank("dp_shard"))
+            words = torch.randint(WORDS, (2, 9), generator=generator)
+            logits = model(words[:, :-1]).float()
+            loss = cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+            loss.backward()
+            results.append(loss.detach())
+        norm = clip_grad_norm_(model.parameters(), 0.5)
+        results.append(full_tensor_of(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return results, state
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@distributed(2)
+def test_a_script_trains_alike_by_its_import_line(dtype: torch.dtype | None) -> None:
+    """Losses, norms and the state dict are FSDP2's to 1e-6."""
+    _compare_scripts(1, dtype)
+
+
+@distributed(4)
+def test_a_tensor_parallel_script_trains_alike_by_its_import_line() -> None:
+    """With a sequence-parallel Llama on two times two ranks."""
+    _compare_scripts(2, None)
+
+
+def _compare_scripts(num_tp: int, dtype: torch.dtype | None) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+        (theirs, their_state), (ours, our_state) = (
+            _train_llama(api, num_tp, dtype) for api in (torch_fsdp2, fsdp2)
+        )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert list(our_state) == list(their_state)
+    torch.testing.assert_close(our_state, their_state, rtol=0, atol=1e-6)
+
+
+# --- each by itself ---
+
+
+def _shard_net(model: nn.Module, **options: Any) -> Any:
+    for block in model.blocks:
+        fsdp2.fully_shard(block, **options)
+    return fsdp2.fully_shard(model, **options)
+
+
+@distributed(2)
+def test_a_forward_ends_unshard() -> None:
+    """The next forward frees what `unshard` gathered, by its policy; so does `reshard`."""
+    model = _shard_net(seeded(Net), reshard_after_forward=True)
+    (handle,) = get_handles(model.blocks[0])[:1]
+    for is_async in (False, True):
+        work = model.blocks[0].unshard(async_op=is_async)
+        assert isinstance(work, fsdp2.UnshardHandle) is is_async
+        log = collectives_of(lambda: loss_of(model).backward())
+        assert log.count("all_gather") == 2 * 4 - 1
+        assert handle.full.state is FullState.FREED
+    model.blocks[0].unshard()
+    assert isinstance(model.blocks[0].up.weight @ torch.ones(15), Tensor)
+    model.blocks[0].reshard()
+    assert_at_rest(model)
+
+
+@distributed(2)
+def test_copies_pickles_and_slices() -> None:
+    """Copies and pickles have the methods too; a slice of a container is a plain container."""
+    model = _shard_net(seeded(Net))
+    expected = loss_of(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(twin, fsdp2.FSDPModule)
+        assert type(twin) is type(model)
+        assert_equal(loss_of(twin), expected)
+    chain = fsdp2.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    assert type(chain[:2]) is nn.Sequential
+    assert chain[0].weight is next(chain.parameters())
+
+
+@distributed(2)
+def test_all_reduce_hook_gets_the_mean() -> None:
+    """What the hook makes of the mean gradient is what `.grad` shows."""
+    model, plain = (_shard_net(seeded(Net)) for _ in range(2))
+    for module in model.modules():
+        if isinstance(module, fsdp2.FSDPModule):
+            module.set_all_reduce_hook(lambda gradient: gradient.clamp_(-1e-3, 1e-3))
+    for each in (model, plain):
+        loss_of(each).backward()
+    for ours, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            ours.grad.to_local(), other.grad.to_local().clamp(-1e-3, 1e-3), rtol=1e-6, atol=0
+        )
+
+
+@distributed(2)
+def test_placements_become_granularities() -> None:
+    """`Shard(0)` cuts between rows, other dims anywhere; a mesh for one parameter is refused."""
+    model = fsdp2.fully_shard(
+        nn.Linear(3, 5), shard_placement_fn=lambda param: Shard(0) if param.ndim == 2 else None
+    )
+    assert model.weight.to_local().numel() % 3 == 0
+
+    class Placed:
+        placement, mesh_info = Shard(0), None
+
+    with pytest.raises(NotImplementedError, match="on the module that holds it"):
+        fsdp2.fully_shard(nn.Linear(3, 5), shard_placement_fn=lambda param: Placed())
+
+
+@distributed(2)
+def test_mesh_axes_by_name() -> None:
+    """`dp_mesh_dims` names the axes; replicas alone are `NO_SHARD`."""
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "fsdp", "tp"))
+    dims = torch_fsdp2.DataParallelMeshDims
+    cases = [(dims("fsdp"), 2), (dims("fsdp", "dp"), 2), (dims(replicate="fsdp"), 1)]
+    for given, size in cases:
+        model = fsdp2.fully_shard(nn.Linear(3, 5), mesh=mesh, dp_mesh_dims=given)
+        assert get_handles(model)[0].shard_group.size == size
+    with pytest.raises(NotImplementedError, match="one axis for each"):
+        fsdp2.fully_shard(nn.Linear(3, 5), mesh=mesh, dp_mesh_dims=dims(shard=("dp", "fsdp")))
+    spread = nn.Linear(3, 5)
+    spread.weight = nn.Parameter(distribute_tensor(spread.weight, mesh))
+    with pytest.raises(NotImplementedError, match="'weight' is a DTensor on"):
+        fsdp2.fully_shard(spread, mesh=mesh, dp_mesh_dims=dims(shard="fsdp"))
+
+
+@distributed(2)
+def test_what_has_no_counterpart_says_so() -> None:
+    """Settings of speed and memory warn, what would change values raises."""
+    model: Any = fsdp2.fully_shard(nn.Linear(3, 5))
+    for name, value in (
+        ("set_symm_mem_for_comm", "NCCL"),
+        ("set_separate_reduce_scatter_group", True),
+        ("set_reduce_scatter_max_input_buffers", 2),
+        ("set_allocate_memory_from_process_group_for_comm", True),
+        ("set_force_sum_reduction_for_comms", True),
+        ("set_post_optim_event", None),
+    ):
+        with pytest.warns(UserWarning, match=f"{name} changes nothing here"):
+            getattr(model, name)(value)
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        with pytest.raises(NotImplementedError):
+            getattr(model, name)(None)
+    with pytest.raises(ValueError, match="expected modules that fully_shard was called on"):
+        model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+    fsdp2.share_comm_ctx([model])
+    model.reset_iter_state()
