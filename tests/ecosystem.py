@@ -266,6 +266,8 @@ def run_generate() -> None:
 
 def run_torchao() -> None:
     """8-bit, 4-bit and float8 AdamW: beside FSDP2 and one process."""
+    # The caches take a DTensor of one of these classes for one of another.
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
     from torchao import optim
 
@@ -274,7 +276,7 @@ def run_torchao() -> None:
         return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
 
     for kind in (optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8):
-        torch.compiler.reset()  # it takes a DTensor of one of these classes for one of another
+        torch.compiler.reset()
         size = 128 if kind is optim.AdamW4bit else 256
         models = [make(), make(), make()]
         torch_fully_shard(models[0])
