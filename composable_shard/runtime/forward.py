@@ -338,13 +338,8 @@ def _register(
 ) -> bool:
     """Let the backward tell when it reaches outputs of the unit; return whether it may."""
     is_armed = hook is not None and hook.reads is not None and hook.reads.num_reads > 0
-    if is_armed and state.learnt.reads_nothing:
-        raise RuntimeError(
-            f"the forward of unit '{state.name}' saved full parameters for its backward, which "
-            "set_unshard_in_backward(module, False) leaves without them. Call it with True."
-        )
     if hook is not None and hook.reads is not None:
-        hook.reads.note_outputs(tensors, state.call_sequence_nr)
+        hook.reads.note_outputs(state.name, tensors, state.call_sequence_nr)
     for tensor in tensors:
         if tensor.requires_grad and tensor.grad_fn is not None:
             if hook is None:

@@ -250,13 +250,22 @@ class CallReads:
         self.backward_id = -1
         self.is_early = False
 
-    def note_outputs(self, outputs: Sequence[Tensor], first: int) -> None:
+    def note_outputs(self, name: str, outputs: Sequence[Tensor], first: int) -> None:
         """Find the nodes beside the outputs: a loss of them alone may come in any later step.
 
         Args:
+            name: The unit's.
             outputs: All that were found.
             first: Number of the first node of the call.
+
+        Raises:
+            RuntimeError: If full values were saved that no backward is to read.
         """
+        if self.num_reads and self.learnt.reads_nothing:
+            raise RuntimeError(
+                f"the forward of unit '{name}' saved full parameters for its backward, which "
+                "set_unshard_in_backward(module, False) leaves without them. Call it with True."
+            )
         if self.saved:
             self.beside = self.saved - _numbers_behind(outputs, first)
             self.saved = None
