@@ -115,14 +115,14 @@ def test_language_model_ends_cleanly_at_ctrl_c(tmp_path: Path) -> None:
 def _job(folder: Path, *options: str) -> list[list[str]]:
     """Run the job in this process, which is a rank already; return its losses as written."""
     sys.path.insert(0, str(TUTORIALS))
-    job = importlib.import_module("train_language_model")
+    story, job, journal = map(importlib.import_module, ["train_language_model", "job", "journal"])
     args = job.parse_args([*TINY, "--output", str(folder), *options])
     world = job.World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     tokens = torch.arange(3000) ** 2 % 251
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "read_text", lambda device: (tokens, tokens[:200]))
-        patch.setattr(job.Journal, "plot", lambda *_: None)
-        assert job.train(world, job.Journal(world, args), args) == 0
+        patch.setattr(story, "read_text", lambda device: (tokens, tokens[:200]))
+        patch.setattr(journal.Journal, "plot", lambda *_: None)
+        assert story.train(world, journal.Journal(world, args), args) == 0
     dist.barrier()
     with (folder / "loss.csv").open() as file:
         return list(csv.reader(file))[1:]

@@ -1,13 +1,17 @@
-"""A Llama-style language model in plain PyTorch: nothing in this file knows about sharding.
+"""A Llama-style language model and its text, in plain PyTorch: nothing here knows of sharding.
 
 Shapes: B sequences, T positions, D model width, H heads, K = D / H, V vocabulary.
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+PADDING = -1  # a target that does not count
 
 
 @dataclass(frozen=True)
@@ -119,3 +123,55 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.head(self.norm(x))
+
+
+def sequence_loss(model: nn.Module, sequences: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the cross entropy of predicting each byte, (B, T + 1), from those before it."""
+    inputs, targets = sequences[:, :-1].clamp(min=0), sequences[:, 1:]
+    logits = model(inputs).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=PADDING, reduction=reduction)
+
+
+def make_model(args: Namespace, device: torch.device) -> Transformer:
+    """Build the model: on every rank and device with the same initial weights."""
+    torch.manual_seed(args.seed)
+    config = ModelConfig(layers=args.layers, dim=args.dim, max_length=args.length)
+    return Transformer(config).to(device)
+
+
+def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.AdamW:
+    """Make AdamW: nothing in here depends on whether the parameters are sharded."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95))
+
+
+def read_text(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the bytes to train on and the last tenth, which is held out."""
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    tokens = torch.tensor(list(text), device=device)
+    start = len(tokens) * 9 // 10
+    return tokens[:start], tokens[start:]
+
+
+def unigram_entropy(tokens: Tensor) -> float:
+    """Return the nats per byte that knowing nothing but the frequencies of the bytes costs."""
+    frequency = torch.bincount(tokens).double() / len(tokens)
+    return torch.special.entr(frequency).sum().item()
+
+
+def global_batch(tokens: Tensor, step: int, args: Namespace) -> Tensor:
+    """Draw the sequences of one step, (batch, length + 1): the same on every rank."""
+    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+    starts = torch.randint(len(tokens) - args.length, (args.batch, 1), generator=generator)
+    return tokens[(starts + torch.arange(args.length + 1)).to(tokens.device)]
+
+
+def held_out_sequences(tokens: Tensor, length: int) -> Tensor:
+    """Cut the text into sequences, (n, length + 1), so that every byte but one is a target."""
+    missing = -(len(tokens) - 1) % length
+    return F.pad(tokens, (0, missing), value=PADDING).unfold(0, length + 1, length)
