@@ -246,6 +246,9 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+# The operation of which an overload is one: `flop_registry` knows its formula.
+packet_of = attrgetter("_overloadpacket")
+
 # What an operation on fake tensors raises whose result depends on values.
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from composable_shard.options import MixedPrecisionPolicy
 from composable_shard.runtime import cast_arguments, cast_output, iter_tensors
@@ -27,6 +27,7 @@ from composable_shard.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
     buffers_of,
+    packet_of,
     parameters_of,
     tree_map_only,
 )
@@ -66,11 +67,14 @@ class FakeRun:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages from the operation that returns them until they die."""
+    """Counts the bytes of storages from the operation that returns them until they die, and flops.
+
+    Not by torch's `FlopCounterMode`, whose hooks on modules keep graphs that a backward has done.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes = self.peak = 0
+        self.nbytes = self.peak = self.num_flops = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
@@ -86,7 +90,10 @@ class _LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if formula := flop_registry.get(packet_of(func)):
+            self.num_flops += formula(*args, **kwargs, out_val=result)
         for tensor in iter_tensors(result):
             storage = tensor.untyped_storage()
             if id(storage) not in self._known:
@@ -139,14 +146,14 @@ def _run(
     kwargs: dict[str, Any],
 ) -> FakeRun:
     run = _Run(model)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as hooks:
+    with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as hooks:
         values = hooks.enter_context(_fake_values(model, policies))
-        args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, _fake_like, (args, kwargs))
         run.live.leave_out([*values, *iter_tensors((args, kwargs))])
         for module, policy in policies.items():
             hooks.enter_context(run.watch(module, policy))
         run.note("start", model)
-        with run.live, FlopCounterMode(display=False) as flops:
+        with run.live:
             output = model(*args, **kwargs)
             loss = _loss_of(output)
             del output
@@ -154,7 +161,7 @@ def _run(
             run.is_backward = True
             loss.backward()
             moments = run.finish()
-    return FakeRun(moments, activation_nbytes, int(flops.get_total_flops()))
+    return FakeRun(moments, activation_nbytes, run.live.num_flops)
 
 
 class _Run:
@@ -253,6 +260,12 @@ def _fake_values(
     finally:
         for values, name, tensor in places:
             values[name] = tensor
+
+
+def _fake_like(tensor: Tensor) -> Tensor:
+    """Return one as large, on the device of the fake parameters: that of the batch doesn't count."""
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _drop_gradient(param: Tensor) -> None:

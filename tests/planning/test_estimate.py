@@ -119,6 +119,35 @@ def test_a_batch_adds_activations_and_flops() -> None:
     assert checkpointed.num_flops == told.num_flops + forward
     assert _estimate(batch={"x": batch}).activation_nbytes == told.activation_nbytes
     assert _estimate(batch=(batch,)).activation_nbytes == told.activation_nbytes
+    assert _estimate(batch=batch.to("meta")) == told
+
+
+def test_what_checkpointed_blocks_compute_again_is_freed_block_by_block() -> None:
+    """More blocks add to the peak of the backward what the forward kept of them, and no more."""
+
+    class Residual(nn.Module):
+        def __init__(self, num_blocks: int) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.ModuleList((nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.Linear(64, 64)))
+                for _ in range(num_blocks)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for norm, up, down in self.blocks:
+                x = checkpoint(
+                    lambda x, norm=norm, up=up, down=down: x + down(norm(up(norm(x)).sigmoid())),
+                    x,
+                    use_reentrant=False,
+                )
+            return x
+
+    batch = torch.zeros(_BATCH, _WIDTH)
+    three, nine = (_estimate(Residual(number), batch=batch) for number in (3, 9))
+    held = [each.gradient_nbytes + each.parameter_nbytes * 3 for each in (three, nine)]
+    grown = nine.peak_backward_nbytes - three.peak_backward_nbytes - (held[1] - held[0])
+    assert nine.activation_nbytes - three.activation_nbytes == 6 * _ACTIVATION
+    assert grown <= 6 * _ACTIVATION
 
 
 def test_checkpointed_blocks_keep_their_inputs_alone() -> None:
