@@ -66,7 +66,7 @@ def _run_here(script: Path, arguments: list[str], folder: Path) -> tuple[int, st
 
 
 def _run_forked(script: Path, num_ranks: int, folder: Path, *arguments: str) -> str:
-    """Run the script as torchrun does, in processes that need no start; return what rank 0 says."""
+    """Run the script as torchrun does, in processes that need no start; return what is printed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": store.host,
@@ -77,7 +77,7 @@ def _run_forked(script: Path, num_ranks: int, folder: Path, *arguments: str) -> 
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(num_ranks)]
     answers = run_processes(ranks, _run_here, script, list(arguments), folder, timeout=90)
     assert [code for code, _ in answers] == [0] * num_ranks, answers
-    return answers[0][1]
+    return "".join(output for _, output in answers)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -148,12 +148,19 @@ def test_language_model_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
     [
-        ("average_weights", 2),
-        ("chunked_loss", 2),
-        ("compare_strategies", 2),
-        ("edit_weights", 1),
-        ("edit_weights", 2),
-        ("train_with_muon", 2),
+        ("01_quick_start", 2),
+        ("02_mix_policies", 2),
+        ("03_edit_weights", 1),
+        ("03_edit_weights", 2),
+        ("04_average_weights", 2),
+        ("05_compare_strategies", 2),
+        ("06_three_dimensions", 8),
+        ("07_resume", 1),
+        ("08_train_with_muon", 2),
+        ("09_finetune_with_lora", 2),
+        ("10_plan_a_large_model", 1),
+        ("11_read_a_trace", 2),
+        ("12_chunked_loss", 2),
     ],
 )
 def test_tutorial_prints_what_its_text_says(name: str, num_ranks: int, tmp_path: Path) -> None:
@@ -163,10 +170,19 @@ def test_tutorial_prints_what_its_text_says(name: str, num_ranks: int, tmp_path:
     expected = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("output")[2]
     lines = [line.strip() for line in expected.splitlines() if line.startswith("    ")]
     assert lines
-    printed = [_without_digits(line) for line in output.splitlines()]
+    printed = [_without_digits(line.strip()) for line in output.splitlines()]
     assert [line for line in printed if line in map(_without_digits, lines)] == [
         _without_digits(line) for line in lines
     ]
+
+
+def test_tutorials_are_numbered_and_short() -> None:
+    """In the order to read them, none of more than 120 lines; the main job's story has 200."""
+    numbered = sorted(TUTORIALS.glob("[0-9]*.py"))
+    assert [path.name[:3] for path in numbered] == [f"{n:02}_" for n in range(1, len(numbered) + 1)]
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (*numbered, SCRIPT)}
+    assert lengths.pop(SCRIPT.name) <= 200
+    assert {name: length for name, length in lengths.items() if length > 120} == {}
 
 
 def _without_digits(line: str) -> str:

@@ -1,7 +1,7 @@
 """Operate on the weights of a sharded model: look, compress, re-initialise, load.
 
-    torchrun --standalone --nproc-per-node 2 tutorials/edit_weights.py
-    python tutorials/edit_weights.py                          # one rank
+    torchrun --standalone --nproc-per-node 2 tutorials/03_edit_weights.py
+    python tutorials/03_edit_weights.py                        # one rank
 
 Inside `unshard_params` a sharded model is an ordinary model: full matrices under their own names.
 What is edited there is written back to the shards when the scope ends, and training goes on.
@@ -14,13 +14,11 @@ Expected output:
     new head, the same on all ranks: True
     loaded on rank 0 only, arrived on all ranks: True
     an edit that failed on one rank changed nothing: True
-    10 training steps later the loss fell from 1.01 to 0.67
 """
-
-import os
 
 import torch
 import torch.distributed as dist
+from ranks import join, leave, say
 from torch import Tensor, nn
 
 from composable_shard import fully_shard, unshard_params
@@ -38,15 +36,12 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, D) to (B, D)."""
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x)
+        return self.head(torch.tanh(self.layers[1](torch.tanh(self.layers[0](x)))))
 
 
-def say(text: str) -> None:
-    """Print on rank 0 only."""
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+def is_loaded(model: Net) -> bool:
+    """Return whether this rank's shards have the values of `load`."""
+    return all(bool((param.to_local() == 0.01).all()) for param in model.parameters())
 
 
 def look(model: Net) -> None:
@@ -90,7 +85,7 @@ def load(model: Net) -> None:
                 name: torch.full_like(value, 0.01) for name, value in model.state_dict().items()
             }
             model.load_state_dict(full)
-    say(f"loaded on rank 0 only, arrived on all ranks: {_all_are_loaded(model)}")
+    say(f"loaded on rank 0 only, arrived on all ranks: {is_loaded(model)}")
 
 
 def make_mistake(model: Net) -> None:
@@ -101,50 +96,24 @@ def make_mistake(model: Net) -> None:
             if dist.get_rank() == 0:
                 raise ValueError("a mistake on rank 0")
     except (ValueError, RuntimeError):
-        say(f"an edit that failed on one rank changed nothing: {_all_are_loaded(model)}")
-
-
-def _all_are_loaded(model: Net) -> bool:
-    return all(bool((p.to_local() == 0.01).all()) for p in model.parameters())
-
-
-def train(model: Net, x: Tensor, target: Tensor) -> None:
-    """Start anew from default weights and take ten steps."""
-    with unshard_params(model):
-        for module in (*model.layers, model.head):
-            torch.manual_seed(1)
-            module.reset_parameters()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(10):
-        loss = (model(x) - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    say(f"10 training steps later the loss fell from {losses[0]:.2f} to {losses[-1]:.2f}")
+        say(f"an edit that failed on one rank changed nothing: {is_loaded(model)}")
 
 
 def main() -> None:
     """Do one operation after the other, then train."""
-    if "RANK" not in os.environ:  # started without torchrun: one rank
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-    dist.init_process_group("gloo")
+    join()
     torch.manual_seed(0)
     model = Net()
-    x, target = torch.randn(128, DIM), torch.randn(128, DIM)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
 
     look(model)
-    compress(model, x)
+    compress(model, torch.randn(128, DIM))
     initialise_head(model)
     load(model)
     make_mistake(model)
-    train(model, x, target)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Keep an exponential moving average (EMA) of sharded weights, evaluate it, and export it.
 
-    torchrun --standalone --nproc-per-node 2 tutorials/average_weights.py
-    python tutorials/average_weights.py                       # one rank
+    torchrun --standalone --nproc-per-node 2 tutorials/04_average_weights.py
+    python tutorials/04_average_weights.py                       # one rank
 
-A noisy regression: the weights of the last step jump about, their average does not. Three things
-to see:
+The weights of the last step jump about, their average does not. Three things to see:
 
 1. The average is kept on the shards. It is elementwise, so each rank averages its own slices:
    no communication, and 1/N of the memory.
@@ -21,14 +20,13 @@ Expected output (two ranks; digits vary a little with the number of ranks):
     a plain model with the exported weights gives the same loss
 """
 
-import argparse
 import copy
-import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import join, leave, say
 from torch import Tensor, nn
 
 from composable_shard import clip_grad_norm_, fully_shard, unshard_params
@@ -76,13 +74,7 @@ def export(model: nn.Module, path: Path) -> None:
 
 def main() -> None:
     """Train, average, evaluate, export."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("average.pt"), help="where to export")
-    path = parser.parse_args().output
-    if "RANK" not in os.environ:  # started without torchrun: one rank
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-    dist.init_process_group("gloo")
-    say = print if dist.get_rank() == 0 else lambda *_: None
+    join()
 
     model = make_model()
     for layer in model:
@@ -106,6 +98,7 @@ def main() -> None:
     say(f"held-out loss of the averaged weights  {averaged:.3f}")
     say(f"averaged loss / last loss              {averaged / last:.2f}")
 
+    path = Path("average.pt")
     export(average, path)
     if dist.get_rank() == 0:
         plain, weights = make_model(), torch.load(path)
@@ -116,8 +109,7 @@ def main() -> None:
             loss = torch.stack([F.mse_loss(plain(x), y) for x, y in batches]).mean().item()
         assert abs(loss - averaged) < 1e-6, (loss, averaged)
         say("a plain model with the exported weights gives the same loss")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

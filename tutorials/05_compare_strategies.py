@@ -1,7 +1,7 @@
 """Train one model under every sharding strategy, and see what each one holds and sends.
 
-    torchrun --standalone --nproc-per-node 2 tutorials/compare_strategies.py
-    python tutorials/compare_strategies.py                    # one rank
+    torchrun --standalone --nproc-per-node 2 tutorials/05_compare_strategies.py
+    python tutorials/05_compare_strategies.py                    # one rank
 
 All strategies train alike: the losses are the same numbers. What differs is how much of the
 parameters, gradients and optimizer state each rank keeps, and how much it sends to the others in a
@@ -23,13 +23,13 @@ backward, unless it keeps them in between. The other three keep them for good, a
 gradients and optimizer state are sharded. The fewer ranks there are, the less there is to save.
 """
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import join, leave, say
 from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, count_collectives, fully_shard, get_handles
@@ -93,10 +93,7 @@ def train(options: dict[str, Any]) -> tuple[list[float], list[int]]:
 
 def main() -> None:
     """Train under every strategy and print the table."""
-    if "RANK" not in os.environ:  # started without torchrun: one rank
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-    dist.init_process_group("gloo")
-    say = print if dist.get_rank() == 0 else lambda *_: None
+    join()
     size = sum(param.nbytes for param in make_model().parameters())
     results = {name: train(options) for name, options in CHOICES.items()}
     say("strategy                 parameters  gradients  AdamW  sent per step  last loss")
@@ -107,7 +104,7 @@ def main() -> None:
     for name, (losses, _) in results.items():
         torch.testing.assert_close(losses, first, rtol=1e-6, atol=0, msg=f"losses of {name}")
     say("the losses of all steps are equal")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

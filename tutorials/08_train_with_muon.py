@@ -1,17 +1,12 @@
 """Muon on a sharded model: each matrix whole on one rank, which steps it alone.
 
-    torchrun --standalone --nproc-per-node 2 tutorials/train_with_muon.py
-    python tutorials/train_with_muon.py                       # one rank
+    torchrun --standalone --nproc-per-node 2 tutorials/08_train_with_muon.py
+    python tutorials/08_train_with_muon.py                       # one rank
 
-Muon replaces the momentum of a weight matrix by an orthogonal matrix near it, which takes products
-of the whole matrix with itself: a rank with some rows of it can't do that. `granularity="param"`
-gives each matrix to one rank, balanced by size; biases and norms stay cut anywhere, and AdamW steps
-them. Three things to see:
-
-1. A rank holds the momentum of its own matrices only: the optimizers' state is spread over ranks.
-2. A step of both optimizers issues no collective. Gradients come to the owners by the backward's
-   reductions, and new values leave them with the next forward's gathers, as with any sharding.
-3. It is torch.optim.Muon itself, and the losses are those of one process without sharding.
+Muon takes products of whole matrices: a rank with some rows can't. `granularity="param"` gives
+each matrix to one rank, balanced by size; biases and norms stay cut anywhere, and AdamW steps them.
+A rank holds the momentum of its own matrices only, a step of both optimizers issues no collective,
+and the losses of torch's own Muon are those of one process without sharding.
 
 Expected output (two ranks; digits vary with the number of ranks):
 
@@ -24,11 +19,11 @@ Expected output (two ranks; digits vary with the number of ranks):
 """
 
 import copy
-import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import join, leave, say
 from torch import Tensor, nn
 
 from composable_shard import FlatShard, clip_grad_norm_, count_collectives, fully_shard
@@ -62,8 +57,7 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def make_batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets, (B, D) each, of the function to learn."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(32, DIM, generator=generator)
+    x = torch.randn(32, DIM, generator=torch.Generator().manual_seed(1000 * step + rank))
     return x, torch.sin(2 * x.roll(1, 1)) * x.roll(3, 1)
 
 
@@ -71,17 +65,13 @@ def train_alone(model: nn.Module, num_ranks: int) -> list[float]:
     """Train without sharding on the batches of all ranks; return the losses."""
     optimizers, losses = make_optimizers(model), []
     for step in range(STEPS + 1):
-        parts = []
-        for rank in range(num_ranks):
-            x, y = make_batch(step, rank)
-            loss = F.mse_loss(model(x), y)
-            (loss / num_ranks).backward()
-            parts.append(loss.item())
+        batches = [make_batch(step, rank) for rank in range(num_ranks)]
+        (loss := sum(F.mse_loss(model(x), y) for x, y in batches) / num_ranks).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(sum(parts) / num_ranks)
+        losses.append(loss.item())
     return losses
 
 
@@ -94,12 +84,7 @@ def state_nbytes(optimizers: list[torch.optim.Optimizer]) -> int:
 
 def main() -> None:
     """Train sharded and alone; compare."""
-    if "RANK" not in os.environ:  # started without torchrun: one rank
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-    dist.init_process_group("gloo")
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    say = print if rank == 0 else lambda *_, **__: None
-
+    rank, num_ranks = join()
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
     alone = copy.deepcopy(model)
@@ -117,28 +102,18 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         num_collectives += len(log.events)
-        mean = loss.detach() / num_ranks
-        dist.all_reduce(mean)
+        dist.all_reduce(mean := loss.detach() / num_ranks)
         losses.append(mean.item())
         if step % 20 == 0:
-            say(f"step {step:4d}  loss {losses[-1]:.4f}", flush=True)
+            say(f"step {step:4d}  loss {losses[-1]:.4f}")
 
-    matrices = [param for param in model.parameters() if param.dim() == 2]
-    share = state_nbytes(optimizers) / (
-        4 * sum(param.numel() * (1 if param.dim() == 2 else 2) for param in model.parameters())
-    )
-    owned = len(optimizers[0].state)
-    say(
-        f"optimizer state of this rank: {share:.2f} of the whole, "
-        f"{owned} of {len(matrices)} matrices"
-    )
+    whole = 4 * sum(param.numel() * (3 - min(param.dim(), 2)) for param in model.parameters())
+    share, owned = state_nbytes(optimizers) / whole, len(optimizers[0].state)
+    say(f"optimizer state of this rank: {share:.2f} of the whole, {owned} of {2 * LAYERS} matrices")
     say(f"collectives in a step of both optimizers: {num_collectives}")
-    pairs = zip(losses, train_alone(alone, num_ranks), strict=True)
-    difference = max(abs(one - other) for one, other in pairs)
+    difference = max(abs(a - b) for a, b in zip(losses, train_alone(alone, num_ranks), strict=True))
     say(f"largest difference from one process over {STEPS} steps: {difference:.6f}")
-    assert difference < 1e-2, difference
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

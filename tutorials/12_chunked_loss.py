@@ -1,7 +1,7 @@
 """Train with a loss that is computed chunk by chunk, from the weight of a sharded head.
 
-    torchrun --standalone --nproc-per-node 2 tutorials/chunked_loss.py
-    python tutorials/chunked_loss.py                          # one rank
+    torchrun --standalone --nproc-per-node 2 tutorials/12_chunked_loss.py
+    python tutorials/12_chunked_loss.py                          # one rank
 
 The logits of a language model are often its largest tensor: tokens times vocabulary. A chunked loss
 never has all of them. It uses `head.weight` outside of the model's forward, where a sharded weight
@@ -22,6 +22,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from ranks import leave, say
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -70,7 +71,6 @@ def main() -> None:
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     dist.init_process_group("gloo")
-    say = print if dist.get_rank() == 0 else lambda *_: None
     torch.manual_seed(0)
     model = Net()
     tokens = torch.randint(VOCABULARY, (NUM_TOKENS,))
@@ -83,7 +83,7 @@ def main() -> None:
     try:
         chunked_loss(model(tokens), model.head.weight, tokens.roll(-1))
     except RuntimeError as error:
-        say("without unshard: refused, with advice:", "unshard(" in str(error))
+        say(f"without unshard: refused, with advice: {'unshard(' in str(error)}")
 
     loss = step(model, tokens)
     say("the same loss, whole and in chunks:", torch.allclose(loss, whole))
@@ -106,7 +106,7 @@ def main() -> None:
         last = step(model, tokens)
         optimizer.step()
     say(f"10 training steps later the loss fell from {loss:.2f} to {last:.2f}")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
