@@ -263,7 +263,7 @@ def _fake_values(
 
 
 def _fake_like(tensor: Tensor) -> Tensor:
-    """Return one as large, on the device of the fake parameters: that of the batch doesn't count."""
+    """Return one as large, on the device of the fake parameters."""
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return fake.requires_grad_(tensor.requires_grad)
 
