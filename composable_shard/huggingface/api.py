@@ -129,8 +129,9 @@ def _check_same_files(ranks: Ranks, files: TensorFiles, directory: Path) -> None
     odd = [name for name in names if len({digests.get(name) for digests in told}) > 1]
     if odd:
         raise ValueError(
-            f"the ranks have different files in '{directory}': {odd[:8]} differ in size or header, "
-            "or are not there on every rank. Give all ranks the same directory, or equal copies."
+            f"the ranks have different files in '{directory}': {odd[:8]} differ in size, header or "
+            "index, or are not there on every rank. Give all ranks the same directory, or equal "
+            "copies."
         )
 
 

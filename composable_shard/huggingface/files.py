@@ -77,7 +77,8 @@ class TensorFiles:
 
     Attributes:
         tensors: All tensors by name.
-        digests: Of each file's size and header, by its name, to compare ranks.
+        digests: Of each file's size and header, and of the index's names, by file name, to compare
+            ranks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +95,12 @@ class TensorFiles:
         self.tensors: dict[str, TensorInfo] = {}
         self.digests: dict[str, str] = {}
         try:
-            for file, names in _find_files(path).items():
+            index, found = _find_files(path)
+            if index is not None:
+                weight_map = {file.name: names for file, names in found.items()}
+                text = json.dumps(weight_map, sort_keys=True)
+                self.digests[index.name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+            for file, names in found.items():
                 self._read_header(file, names)
         except BaseException:
             self.close()
@@ -210,14 +216,14 @@ def _shape(name: str, source: Source, infos: Mapping[str, TensorInfo]) -> tuple[
     return (*other[:dim], *sizes, *other[dim:])
 
 
-def _find_files(path: Path) -> dict[Path, list[str] | None]:
-    """Return the files at a path, each with its tensors' names in the index, None without index.
+def _find_files(path: Path) -> tuple[Path | None, dict[Path, list[str] | None]]:
+    """Return the index, if any, and the files, each with its tensors' names in the index.
 
     Raises:
         ValueError: If there is neither an index nor exactly one file, or if the index is invalid.
     """
     if path.is_file():
-        return _read_index(path) if path.suffix == ".json" else {path: None}
+        return (path, _read_index(path)) if path.suffix == ".json" else (None, {path: None})
     if not path.is_dir():
         raise ValueError(f"expected a directory of safetensors files, and '{path}' is not there")
     for name in (_SINGLE, _INDEX):

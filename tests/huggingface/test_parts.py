@@ -119,6 +119,27 @@ def test_directories_that_differ_between_ranks_are_refused(what: str, tmp_path: 
         load_safetensors(model, folder, strict=False)
 
 
+@distributed(2)
+def test_an_index_that_differs_between_ranks_is_refused(tmp_path: Path) -> None:
+    """The files are the same; one rank's index says that a tensor is in another of them."""
+    model = make_net()
+    tensors = {n: v.full_tensor() for n, v in model.state_dict().items()}
+    folder = tmp_path / str(dist.get_rank())
+    folder.mkdir()
+    files = {f"model-0000{number}-of-00002.safetensors": number for number in (1, 2)}
+    weight_map = {n: file for n in tensors for file, i in files.items() if i == 1 + (n > "out")}
+    for file in files:
+        both = {n: v for n, v in tensors.items() if weight_map[n] == file or n == "out.bias"}
+        save_file(both, folder / file)
+    if dist.get_rank() == 1:
+        (weight_map["out.bias"],) = (file for file in files if file != weight_map["out.bias"])
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"the ranks have different files in .*index\.json"):
+        load_safetensors(model, folder)
+    load_safetensors(model, tmp_path / "0")
+
+
 class _Experts(nn.Module):
     """Experts in one tensor each way, as transformers 5 has them."""
 
