@@ -183,16 +183,29 @@ def set_buffers(module: nn.Module, buffers: dict[str, Any]) -> None:
     module._buffers = buffers
 
 
-def set_state_dict_guard(module: nn.Module, guard: Callable[[], Any], is_on: bool) -> None:
+def schedulers_in(scheduler: object) -> list[Any]:
+    """Return the schedulers that a `SequentialLR` or `ChainedScheduler` is made of."""
+    return list(getattr(scheduler, "_schedulers", ()))
+
+
+def set_state_dict_guard(module: nn.Module, guard: Callable[[], dict[str, str]]) -> None:
     """Let torch.distributed.checkpoint.state_dict call a function when it looks into a module.
 
-    Its functions ask modules for this attribute, and nothing else of torch does. A module's own
-    stays.
+    Its functions ask modules for this attribute, which tells new names of parameters, and nothing
+    else of torch does. A module's own stays.
     """
-    if is_on:
-        vars(module).setdefault("_fqn_modifiers", guard)
-    elif vars(module).get("_fqn_modifiers") is guard:
-        del vars(module)["_fqn_modifiers"]
+    if not hasattr(module, "_fqn_modifiers"):
+        vars(module)["_fqn_modifiers"] = guard
+
+
+def locals_of_caller(function: str, module: str) -> dict[str, Any]:
+    """Return the local variables of a running function of torch, none if it is not running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+            return frame.f_locals
+        frame = frame.f_back
+    return {}
 
 
 def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any] | None) -> None:

@@ -39,9 +39,15 @@ from composable_shard.runtime import (
     pre_forward,
     watch_meta_buffers,
 )
-from composable_shard.state_dict import adopt_new_data, load_values, show_shards, show_whole_values
+from composable_shard.state_dict import (
+    adopt_new_data,
+    check_torch_call,
+    load_values,
+    show_shards,
+    show_whole_values,
+)
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec
-from composable_shard.torch_private import never_compile
+from composable_shard.torch_private import never_compile, set_state_dict_guard
 
 Group = tuple[Precision, list[Original]]
 _MIB = 1 << 20
@@ -339,6 +345,7 @@ def register_state_dict_hooks(
     for module in roots:
         module.register_state_dict_pre_hook(partial(adopt_new_data, state))
         module.register_state_dict_post_hook(show_whole_values)
+        set_state_dict_guard(module, partial(check_torch_call, state))
 
 
 def register_boundaries(modules: list[nn.Module]) -> None:

@@ -32,7 +32,6 @@ from composable_shard.torch_private import (
     post_accumulate_hooks_of,
     pre_accumulate_hooks_of,
     set_hooks,
-    set_state_dict_guard,
     swap_tensors,
 )
 
@@ -168,7 +167,6 @@ class FlatSlot(_ModuleItems):
         if self._is_ours and (module := self._module()) is not None:
             self._is_ours = False
             parameters_of(module).pop(self.name, None)
-            set_state_dict_guard(module, refuse_torch_state_dicts, False)
 
     def is_free(self, ours: Tensor | None) -> bool:
         """Return whether the module has no attribute of its own where the flat parameter goes.
@@ -191,29 +189,12 @@ class FlatSlot(_ModuleItems):
     def keep_reachable(self, flat: Tensor) -> None:
         """Make `flat` an attribute of the module that is there while it is not registered too."""
         self._get().__dict__[self.name] = flat
-        set_state_dict_guard(self._get(), refuse_torch_state_dicts, True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatSlot:
         return type(self)(copy.deepcopy(self._get(), memo), self.name, self._is_ours)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._get(), self.name, self._is_ours)
-
-
-def refuse_torch_state_dicts() -> None:
-    """Raise for a function of torch.distributed.checkpoint.state_dict.
-
-    It would save and load optimizer state under the flat parameter's name, not the originals', and
-    with `broadcast_from_rank0` one rank would wait for ever.
-
-    Raises:
-        NotImplementedError: With what to call.
-    """
-    raise NotImplementedError(
-        "torch.distributed.checkpoint.state_dict does not know the original parameters that a flat "
-        "parameter stands for (use_orig_params=False). Call the function of the same name in "
-        "composable_shard, or register_orig_params(model) before building the optimizer."
-    )
 
 
 def find_slots(module: nn.Module, name: str) -> list[Slot]:

@@ -16,7 +16,6 @@ from composable_shard.state_dict.model_state import (
     load_values,
     materialize,
     show_shards,
-    show_whole_values,
 )
 from composable_shard.state_dict.model_tensors import (
     ManagedParam,
@@ -24,6 +23,7 @@ from composable_shard.state_dict.model_tensors import (
     ModelTensors,
     OtherTensor,
     canonical,
+    extra_state_name,
     handles_of,
     is_extra_state,
     mesh_groups,
@@ -31,6 +31,7 @@ from composable_shard.state_dict.model_tensors import (
 )
 from composable_shard.state_dict.optimizer_load import prepare_load
 from composable_shard.state_dict.optimizer_state import view_optimizers
+from composable_shard.state_dict.torch_calls import check_torch_call, show_whole_values
 
 __all__ = [
     "ManagedParam",
@@ -40,6 +41,8 @@ __all__ = [
     "Shares",
     "adopt_new_data",
     "canonical",
+    "check_torch_call",
+    "extra_state_name",
     "gather_full",
     "get_model_state_dict",
     "get_optimizer_state_dict",

@@ -12,10 +12,8 @@ parameters, so that torch's own load after it, assignments included, changes not
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -41,7 +39,12 @@ from composable_shard.tensor import (
     needs_gather,
     slice_given,
 )
-from composable_shard.torch_private import load_from_state_dict_of, load_pre_hooks_of, parameters_of
+from composable_shard.torch_private import (
+    load_from_state_dict_of,
+    load_pre_hooks_of,
+    locals_of_caller,
+    parameters_of,
+)
 
 
 def keys_by_name(state_dict: Mapping[str, Any], prefix: str) -> dict[str, str]:
@@ -242,37 +245,6 @@ def _restore_order(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
         state_dict[key] = state_dict.pop(key)
 
 
-def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Gather parameters for torch's own `get_model_state_dict` with `full_state_dict`.
-
-    A state-dict hook of units, after `show_shards`. Torch gathers DTensors only, and would return
-    FlatShards as whole tensors. One all-gather for each parameter; a collective.
-    """
-    info = _local_of_caller(
-        "_get_model_state_dict", "torch.distributed.checkpoint.state_dict", "info"
-    )
-    if not getattr(info, "full_state_dict", False):
-        return
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        if isinstance(state_dict[key], FlatShard):
-            state_dict[key] = state_dict[key].full_tensor()
-
-
-def _local_of_caller(function: str, module: str, name: str) -> Any:
-    """Return a local variable of a running function of torch, None if it is not running.
-
-    The only walk over the stack. Users call these functions of torch directly, and torch passes the
-    argument in question neither to hooks nor to anything that a hook can reach: of a tensor that is
-    neither a DTensor nor a ShardedTensor, `full_state_dict` asks nothing.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
-            return frame.f_locals.get(name)
-        frame = frame.f_back
-    return None
-
-
 # Load
 
 
@@ -309,7 +281,7 @@ def load_values(  # noqa: PLR0913 -- torch's hook
         state_dict,
         prefix,
         # Torch passes True to every hook, and raises for names after everything has been loaded.
-        is_strict=bool(_local_of_caller("load_state_dict", "torch.nn.modules.module", "strict")),
+        is_strict=bool(locals_of_caller("load_state_dict", "torch.nn.modules.module")["strict"]),
         is_assigned=bool(metadata.get("assign_to_params_buffers", False)),
     )
     given = _given_params(params, state_dict, prefix)

@@ -45,9 +45,14 @@ def canonical(name: str) -> str:
     return unwrapped(name).replace("_orig_mod.", "")
 
 
+def extra_state_name(prefix: str) -> str:
+    """Return the name in a state dict of what a module's `get_extra_state` returns."""
+    return f"{prefix}_extra_state"
+
+
 def is_extra_state(name: str) -> bool:
     """Return whether a name of a state dict is that of what a `get_extra_state` returned."""
-    return name.rpartition(".")[2] == "_extra_state"
+    return name.rpartition(".")[2] == extra_state_name("")
 
 
 def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

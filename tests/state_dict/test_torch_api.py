@@ -162,6 +162,22 @@ def test_torchs_functions_refuse_flat_parameters_on_all_ranks(name: str) -> None
     assert torch_state_dict.get_model_state_dict(model).keys() == seeded(Net).state_dict().keys()
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+@distributed(2)
+def test_torchs_full_optimizer_state_is_refused_out_and_right_in(on_host: bool) -> None:
+    """Torch would return shards of it; what it takes from a plain optimizer it cuts right."""
+    plain, model = seeded(Net, seed=1), make_net()
+    optimizers = [_train_in_two_groups(each, seed) for seed, each in ((1, plain), (0, model))]
+    options: Any = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=on_host)
+    for get in (torch_state_dict.get_optimizer_state_dict, torch_state_dict.get_state_dict):
+        with pytest.raises(NotImplementedError, match="return shards of optimizer state for whole"):
+            get(model, optimizers[1], options=options)
+    expected = torch_state_dict.get_optimizer_state_dict(plain, optimizers[0])
+    torch_state_dict.set_optimizer_state_dict(model, optimizers[1], expected, options=options)
+    found = get_optimizer_state_dict(model, optimizers[1], options=EVERYWHERE)
+    _assert_same_form(found["state"], expected["state"])
+
+
 @pytest.mark.parametrize("is_strict", [True, False])
 @pytest.mark.parametrize("way", ["of the model", "ours"])
 @pytest.mark.parametrize("layout", ["blocks", "flat"])

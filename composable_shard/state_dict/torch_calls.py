@@ -1,0 +1,63 @@
+"""What torch's own functions for state dicts get of sharded models.
+
+[Note: Torch's functions]
+`torch.distributed.checkpoint.state_dict` makes values whole that are DTensors or ShardedTensors.
+Of any other tensor it asks nothing but its class: no op and no attribute is read between the call
+of `state_dict()`, which has no arguments, and the return to the user. So only the frames of the
+running functions tell what a user has asked for. They are looked at in a state-dict hook of units,
+and where torch asks a module whether it renames parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from composable_shard.runtime import ShardState
+from composable_shard.tensor import FlatShard
+from composable_shard.torch_private import locals_of_caller
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+
+
+def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Gather parameters for torch's `get_model_state_dict` with `full_state_dict`.
+
+    A state-dict hook of units, after `show_shards`. [Note: Torch's functions] One all-gather for
+    each parameter; a collective.
+    """
+    info = locals_of_caller("_get_model_state_dict", _MODULE).get("info")
+    if not getattr(info, "full_state_dict", False):
+        return
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        if isinstance(state_dict[key], FlatShard):
+            state_dict[key] = state_dict[key].full_tensor()
+
+
+def check_torch_call(state: ShardState) -> dict[str, str]:
+    """Refuse what torch's functions would get wrong, when they ask a unit's module for new names.
+
+    Returns:
+        No new names.
+
+    Raises:
+        NotImplementedError: With what to call, on all ranks.
+    """
+    problem = ""
+    if any(handle.shown.shows_flat for handle in state.needed):
+        # They would use the flat parameter's name, and with `broadcast_from_rank0` wait for ever.
+        problem = (
+            "does not know the original parameters that a flat parameter stands for "
+            "(use_orig_params=False)"
+        )
+    info = locals_of_caller("_get_optim_state_dict", _MODULE).get("info")
+    is_load = bool(locals_of_caller("_load_optim_state_dict", _MODULE))
+    if getattr(info, "full_state_dict", False) and not is_load:
+        problem = "would return shards of optimizer state for whole tensors"
+    if problem:
+        raise NotImplementedError(
+            f"{_MODULE} {problem}. Call the function of the same name in composable_shard, which "
+            "takes the same options, or register_orig_params(model) before building the optimizer."
+        )
+    return {}
