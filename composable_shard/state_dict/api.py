@@ -72,6 +72,7 @@ def get_model_state_dict(
     Raises:
         NotImplementedError: With `full_state_dict` and `rank0_only`, if the meshes of the units
             begin with different ranks, so that no rank is the first of all.
+        ValueError: If two values would have one name without the prefixes of submodules.
         RuntimeError: Inside forward or backward, or if no unit manages a trainable parameter of a
             sharded model that is not in any unit's `ignored_params`.
     """
@@ -80,6 +81,7 @@ def get_model_state_dict(
     check_whole(model)
     found = {canonical(name): value for name, value in model.state_dict().items()}
     names = _names_in(model, submodules, options)
+    _check_distinct(names, found)
     device = HOST if options.cpu_offload else None
     if options.full_state_dict and not any(h.shown.is_in_scope for h in handles_of(model)):
         with torch.no_grad():
@@ -114,6 +116,22 @@ def _names_in(
         return key.removeprefix(prefix)
 
     return rename
+
+
+def _check_distinct(names: _Naming, keys: Iterable[str]) -> None:
+    """Check that values keep names of their own where prefixes are left out.
+
+    Raises:
+        ValueError: Naming two of one name.
+    """
+    known: dict[str, str] = {}
+    for key in keys:
+        name = names(key)
+        if name is not None and known.setdefault(name, key) != key:
+            raise ValueError(
+                f"'{known[name]}' and '{key}' would both be called '{name}': pass one submodule, "
+                "or keep_submodule_prefixes=True"
+            )
 
 
 def _make_full(
@@ -336,7 +354,8 @@ def get_optimizer_state_dict(
         The state dict; empty on all ranks but the first with `full_state_dict` and `rank0_only`.
 
     Raises:
-        ValueError: If an optimizer holds parameters that are not the model's.
+        ValueError: If an optimizer holds parameters that are not the model's, or two would have one
+            name.
         NotImplementedError: For state that is neither a tensor nor a number (LBFGS).
         RuntimeError: If a rank lacks the state of a parameter of which it holds a shard, or if no
             unit manages a trainable parameter, as `get_model_state_dict`.
@@ -357,6 +376,7 @@ def _only_in(
     model: nn.Module, found: dict[str, Any], submodules: set[nn.Module], options: StateDictOptions
 ) -> dict[str, Any]:
     names = _names_in(model, submodules, replace(options, ignore_frozen_params=False))
+    _check_distinct(names, found["state"])
     kept = {names(fqn): state for fqn, state in found["state"].items()}
     found["state"] = {fqn: state for fqn, state in kept.items() if fqn is not None}
     for group in found["param_groups"]:

@@ -278,6 +278,8 @@ def test_options_cast_move_and_choose_submodules() -> None:
     options = StateDictOptions(keep_submodule_prefixes=False, cpu_offload=True)
     chosen = get_model_state_dict(model, submodules={model.blocks[2]}, options=options)
     assert list(chosen) == list(Layer().state_dict())
+    with pytest.raises(ValueError, match=r"would both be called 'up\.weight': pass one submodule"):
+        get_model_state_dict(model, submodules=set(model.blocks), options=options)
     with pytest.raises(ValueError, match="expected submodules of the model"):
         get_model_state_dict(model, submodules={nn.Linear(1, 1)})
 
