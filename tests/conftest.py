@@ -17,7 +17,7 @@ from tests import helpers, house
 from tests.fake_group import fake_group
 
 NEEDS_GPU = "needs a CUDA GPU"
-ALLOWED_SKIPS = frozenset({NEEDS_GPU})
+ALLOWED_SKIPS = frozenset({NEEDS_GPU, "needs transformers and accelerate"})
 DEADLINE_S = 120.0
 # Files of which a test takes seconds, the longest first. The others are about as long as they have
 # tests.
