@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from composable_shard.checkpoint.assignment import SaveArguments, list_items
 from composable_shard.checkpoint.file_format import METADATA
+from composable_shard.checkpoint.objects import (
+    OneOrMore,
+    as_dict,
+    changed,
+    check_names,
+    check_rng_state,
+    find_stored,
+    get_rng_state,
+    kept_on_error,
+    kind_of,
+    set_rng_state,
+    stage_objects,
+)
 from composable_shard.checkpoint.reader import (
     CheckpointReader,
     find_checkpoint,
+    read_bytes,
     read_history,
     reading,
 )
@@ -29,13 +40,12 @@ from composable_shard.checkpoint.run_state import (
     ModelOwners,
     StagedModel,
     check_is_number,
-    check_rng_state,
+    check_optimizers,
+    check_state,
     compare_names,
     describe_model,
-    get_rng_state,
     list_names,
     read_optimizer,
-    set_rng_state,
 )
 from composable_shard.checkpoint.writer import plan_save, write_checkpoint
 from composable_shard.comm import HostGroup, get_host_group
@@ -99,9 +109,6 @@ class CheckpointSave:
         return error
 
 
-_OneOrMore = Any  # an object, or a list or dict of objects
-
-
 @dataclass(frozen=True)
 class LoadedCheckpoint:
     """Facts about a checkpoint that `load_checkpoint` has loaded.
@@ -126,10 +133,10 @@ class LoadedCheckpoint:
 def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: _OneOrMore = None,
+    optimizer: OneOrMore = None,
     *,
     step: int,
-    scheduler: _OneOrMore = None,
+    scheduler: OneOrMore = None,
     scaler: Any = None,
     extra: Any = None,
     keep_last: int | None = None,
@@ -175,20 +182,21 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     group = _quiet_group()
     with group.agreed():
         _check_arguments(step, keep_last)
-        objects = {"scheduler": _as_dict(scheduler), "scaler": _as_dict(scaler)}
+        optimizers = as_dict(optimizer)
+        objects = {"scheduler": as_dict(scheduler), "scaler": as_dict(scaler)}
         tree, tensors = _describe(model, objects, extra, group.rank)
         model_owners = ModelOwners(model)
         owners = model_owners.of_model(tree["model"], tensors)
     with group.agreed():
         # After the check above, because its collectives use training's groups.
-        states = {
-            name: get_optimizer_state_dict(model, each)
-            for name, each in _as_dict(optimizer).items()
-        }
+        check_optimizers(model, optimizers)
+        states = {name: get_optimizer_state_dict(model, each) for name, each in optimizers.items()}
         for state in states.values():
             for options in state["param_groups"]:
                 for name, value in options.items():
                     check_is_number(name, value)
+            for fqn, values in state["state"].items():
+                check_state(fqn, values)
         tree["optimizer"] = {}
         for name, state in states.items():
             own: dict[str, Tensor] = {}
@@ -213,9 +221,9 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
 def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: _OneOrMore = None,
+    optimizer: OneOrMore = None,
     *,
-    scheduler: _OneOrMore = None,
+    scheduler: OneOrMore = None,
     scaler: Any = None,
     step: int | None = None,
     strict: bool = True,
@@ -250,12 +258,12 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     with group.agreed():
         reader = CheckpointReader(Path(text[0]), text[1].encode())
     group.on_first(reader.check_files)
-    optimizers = _as_dict(optimizer)
+    optimizers, schedulers = as_dict(optimizer), as_dict(scheduler)
+    check_names(group, reader, {"optimizer": optimizers, "scheduler": schedulers})
     with group.agreed(), _parsing(reader.folder / METADATA):
-        stored = _stored(reader, "optimizer", optimizers)
-        trees = [stored[name] for name in optimizers]
+        trees = [find_stored(reader, "optimizer")[name] for name in optimizers]
         own = get_model_state_dict(model)
-        names = list_names(reader, model, own, optimizers.values(), trees)
+        names = list_names(reader, model, own, optimizers, trees)
     if strict:
         compare_names(group, reader.folder, names)
     with reader, group.agreed(), _parsing(reader.folder / METADATA):
@@ -264,25 +272,26 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             read_optimizer(reader, model, own, each, tree)
             for each, tree in zip(optimizers.values(), trees, strict=True)
         ]
-        objects = _stage_objects(reader, "scheduler", _as_dict(scheduler), is_strict=strict)
-        objects += _stage_objects(reader, "scaler", _as_dict(scaler), is_strict=strict)
+        objects = stage_objects(reader, "scheduler", schedulers, is_strict=strict)
+        objects += stage_objects(reader, "scaler", as_dict(scaler), is_strict=strict)
         tree = reader.metadata.tree
         extra = json_tree.decode(tree["extra"], reader.read_whole)
         rng_state = _read_rng_state(reader, group)
     lenient = StateDictOptions(strict=False)
-    with _loaded(group, objects):
+    with changed(group, objects), kept_on_error(optimizers.values()):
         if staged.meta is not None:
             staged.apply()  # optimizers look at their parameters
         with group.agreed(), torch.no_grad():
             # After the check above, because its collectives use training's groups.
+            check_optimizers(model, optimizers)
             load_optimizers = [
                 prepare_load(model, [each], state, lenient, is_given_away=True)
                 for each, state in zip(optimizers.values(), states, strict=True)
             ]
-    if staged.meta is None:
-        staged.apply()
-    for load in load_optimizers:
-        load()
+        # Code of users runs before anything that can't be undone.
+        with changed(group, staged.extra_changes(), *load_optimizers):
+            if staged.meta is None:
+                staged.apply()
     if rng_state is not None:
         set_rng_state(rng_state)
     group.continue_run(read_history(reader.folder.parent).get(reader.folder.name, ""))
@@ -314,17 +323,6 @@ def _quiet_group() -> HostGroup:
     return group
 
 
-def _as_dict(objects: _OneOrMore) -> dict[str, Any]:
-    """Return one object, or several, by name."""
-    if objects is None:
-        return {}
-    if isinstance(objects, Mapping):
-        return {str(name): each for name, each in objects.items()}
-    if isinstance(objects, Sequence):
-        return {str(number): each for number, each in enumerate(objects)}
-    return {"": objects}
-
-
 def _check_arguments(step: int, keep_last: int | None) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
         raise ValueError(f"expected step to be the number of steps taken, got {step!r}")
@@ -346,7 +344,9 @@ def _describe(
             name: json_tree.encode(each.state_dict(), _prefix(kind, name), tensors)
             for name, each in named.items()
         }
-    tree["extra"] = json_tree.encode(extra, "extra", tensors)
+    tree["scheduler_kinds"] = {name: kind_of(each) for name, each in objects["scheduler"].items()}
+    # The other ranks' is checked, and not saved.
+    tree["extra"] = json_tree.encode(extra, "extra", tensors if rank == 0 else {})
     # Only the rank that wrote it reads it, so it is not in the tree, which all ranks read.
     text = json.dumps(json_tree.encode(get_rng_state(), "rng", {})).encode()
     tensors[_rng_name(rank)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -382,75 +382,8 @@ def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:
         which = "" if step is None else f" of step {step}"
         raise ValueError(f"there is no complete checkpoint{which} in {Path(path).absolute()}")
     with reading(folder / METADATA):
-        text = (folder / METADATA).read_bytes()
+        text = read_bytes(folder / METADATA)
     return [str(folder.absolute()), text.decode(errors="replace")]
-
-
-def _stored(reader: CheckpointReader, kind: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the encoded states of all objects of a kind.
-
-    Raises:
-        ValueError: If their names are not those wanted.
-    """
-    stored = reader.metadata.tree.get(kind)
-    if not isinstance(stored, dict):
-        raise ValueError(f"{reader.folder / METADATA} is damaged: it has no '{kind}'")
-    if wanted and wanted.keys() != stored.keys():
-        names = {side: sorted(each) for side, each in (("got", wanted), ("saved", stored))}
-        raise ValueError(
-            f"expected the same {kind}s as in {reader.folder}: {names['saved']} were saved (one "
-            f"alone is called ''), got {names['got']}"
-        )
-    return stored
-
-
-def _stage_objects(
-    reader: CheckpointReader, kind: str, objects: dict[str, Any], *, is_strict: bool
-) -> list[tuple[Any, Any]]:
-    """Return schedulers or a scaler with their new states.
-
-    Raises:
-        ValueError: If a state is that of a scheduler of another kind.
-    """
-    saved = reader.metadata.tree.get(kind)
-    if kind == "scaler" and bool(objects) != bool(saved):
-        text = (
-            f"{reader.folder} has no state of a scaler: it begins anew"
-            if objects
-            else f"{reader.folder} has the state of a scaler, and none was passed: it is not loaded"
-        )
-        warnings.warn(text, UserWarning, stacklevel=4)
-        return []
-    stored = _stored(reader, kind, objects)
-    staged = [
-        (each, json_tree.decode(stored[name], reader.read_whole)) for name, each in objects.items()
-    ]
-    for each, state in staged if is_strict else ():
-        own = each.state_dict()
-        if isinstance(each, LRScheduler) and own.keys() != state.keys():
-            raise ValueError(
-                f"the state of a {kind} in {reader.folder} is not that of a "
-                f"{type(each).__name__}: it has {sorted(state.keys() - own.keys())} and lacks "
-                f"{sorted(own.keys() - state.keys())}. Build the {kind} that was saved, or pass "
-                "strict=False."
-            )
-    return staged
-
-
-@contextmanager
-def _loaded(group: HostGroup, objects: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Load schedulers and a scaler, on all ranks; give them their old states if the body fails."""
-    before = [(each, copy.deepcopy(each.state_dict())) for each, _ in objects]
-    try:
-        with group.agreed():
-            for each, state in objects:
-                each.load_state_dict(state)
-        yield
-    except BaseException:
-        for each, state in before:
-            with suppress(Exception):
-                each.load_state_dict(state)
-        raise
 
 
 def _read_rng_state(reader: CheckpointReader, group: HostGroup) -> dict[str, Any] | None:

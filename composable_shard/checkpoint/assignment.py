@@ -14,7 +14,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ Owners = tuple[str, ...]  # names of the process groups that share a tensor
 _Piece = tuple[str, tuple[Any, ...], int, int]  # tensor, box, start, end
 _SAMPLE_NUMEL = 1 << 16
 _MAX_NAMES = 8  # in a message
+# Levels of the tree at which ranks may own different names; a value below is one rank's whole.
+_LEVELS = {"model": 1, "optimizer": 4, "scheduler": 1, "scaler": 1, "extra": 0}
+_LEVELS |= {"scheduler_kinds": 1}
 
 
 @dataclass
@@ -40,7 +43,7 @@ class Item:
     name: str
     region: Region
     shape: torch.Size
-    values: Tensor  # the tensor itself; once assigned to this rank, shape (region.numel,)
+    values: Tensor  # the tensor itself
     owners: Owners | None  # None: rank 0's, or the lowest rank's, is saved
 
     @property
@@ -199,11 +202,14 @@ def merge_trees(trees: list[Any]) -> dict[str, Any]:
 
     Parameter groups are joined, because ranks may own different parameters.
     """
-    merged: dict[str, Any] = reduce(json_tree.merge, trees)
+    merged: dict[str, Any] = {
+        kind: reduce(partial(json_tree.merge, depth=depth), [tree[kind] for tree in trees])
+        for kind, depth in _LEVELS.items()
+    }
     for name, state in merged["optimizer"].items():
         found: list[dict[str, Any]] = []
-        for groups in [tree["optimizer"][name]["param_groups"] for tree in trees]:
-            if groups != found:
+        for optimizers in [tree["optimizer"] for tree in trees]:
+            if name in optimizers and (groups := optimizers[name]["param_groups"]) != found:
                 _join_groups(found, groups)
         merged["optimizer"][name] = {**state, "param_groups": found}
     return merged

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +36,32 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"can't read {path}: {error}") from error
+        reason = "it is a link, which is not followed" if error.errno == errno.ELOOP else error
+        raise ValueError(f"can't read {path}: {reason}") from error
+
+
+def open_to_read(path: Path) -> int:
+    """Open a file and return its descriptor; a link or a pipe is refused.
+
+    Raises:
+        OSError: If it can't be opened, or is no regular file.
+    """
+    # Without waiting: to open a pipe would take until somebody writes into it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return descriptor
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file, which must be no link.
+
+    Raises:
+        OSError: As `open_to_read`.
+    """
+    with os.fdopen(open_to_read(path), "rb") as file:
+        return file.read()
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -91,7 +118,7 @@ def read_history(folder: Path) -> dict[str, str]:
     "" stands for an unknown run, as for all if the file `latest` is missing or damaged.
     """
     try:
-        lines = (folder / LATEST).read_bytes().decode(errors="replace").splitlines()
+        lines = read_bytes(folder / LATEST).decode(errors="replace").splitlines()
     except OSError:
         return {}
     pairs = [line.partition(" ") for line in lines[:_MAX_LINES]]
@@ -119,7 +146,7 @@ class CheckpointReader:
         path = folder / METADATA
         if metadata_text is None:
             with reading(path):
-                metadata_text = path.read_bytes()
+                metadata_text = read_bytes(path)
         self.metadata: Metadata = parse_metadata(metadata_text, str(path))
 
     def __enter__(self) -> CheckpointReader:
@@ -137,8 +164,8 @@ class CheckpointReader:
         """
         for name, nbytes in self.metadata.files.items():
             path = self.folder / name
-            with reading(path):
-                found = path.stat().st_size
+            with reading(path), os.fdopen(open_to_read(path), "rb") as file:
+                found = os.fstat(file.fileno()).st_size
             if found != nbytes:
                 raise ValueError(f"{path} is damaged: expected {nbytes} bytes, found {found}")
 
@@ -229,7 +256,7 @@ class CheckpointReader:
         if found is None:
             path = self.folder / name
             with reading(path):
-                found = self._files[name] = path, os.open(path, os.O_RDONLY)
+                found = self._files[name] = path, open_to_read(path)
         return found
 
     def _read_chunk(self, piece: Piece, number: int, start: int, output: memoryview) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import random
-import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard.checkpoint.assignment import Owners
+from composable_shard.checkpoint.objects import Change
 from composable_shard.checkpoint.reader import CheckpointReader
 from composable_shard.comm import HostGroup
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (
+    ModelRanks,
     ModelTensors,
     canonical,
+    extra_state_name,
     get_model_state_dict,
     handles_of,
     is_extra_state,
@@ -35,55 +36,6 @@ from composable_shard.state_dict import (
     view_optimizers,
 )
 from composable_shard.tensor import FlatShard, local_part, region_of
-
-
-def get_rng_state() -> dict[str, Any]:
-    """Return the states of Python, of torch, of its accelerator, and of numpy if it is loaded."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if (device := _accelerator()) is not None:
-        state["accelerator"] = device.get_rng_state()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (str(kind), keys.tolist(), *rest)
-    for name in state.keys() & {"torch", "accelerator"}:
-        state[name] = bytes(state[name].cpu().tolist())
-    return state
-
-
-def check_rng_state(state: dict[str, Any]) -> None:
-    """Check that the generators accept the states; changes nothing.
-
-    Raises:
-        ValueError: If a state is invalid.
-    """
-    try:
-        random.Random().setstate(state["python"])
-        torch.Generator().set_state(_to_tensor(state["torch"]))
-        if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.RandomState().set_state(state["numpy"])
-    except Exception as error:
-        raise ValueError(f"no state of a random number generator: {error}") from error
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the states of generators; a generator without one stays unchanged."""
-    random.setstate(state["python"])
-    torch.set_rng_state(_to_tensor(state["torch"]))
-    if "accelerator" in state and (device := _accelerator()) is not None:
-        device.set_rng_state(_to_tensor(state["accelerator"]))
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(state["numpy"])
-
-
-def _accelerator() -> Any:
-    kind = torch.accelerator.current_accelerator()
-    is_there = kind is not None and torch.accelerator.is_available()
-    return torch.get_device_module(kind) if is_there else None
-
-
-def _to_tensor(state: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
 
 _MAX_NAMES = 8  # in a message
 
@@ -146,6 +98,8 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, An
         name = f"model/{fqn}"
         if isinstance(value, Tensor) and value.is_meta:
             raise RuntimeError(f"can't save '{fqn}', which is on the meta device")
+        if problem := _cannot_be_written(value):
+            raise ValueError(f"can't save '{fqn}', which {problem}. Replace it by its clone().")
         tied = places.get(fqn) or _memory(value)
         if tied is not None:
             name = names.setdefault(tied, name)
@@ -153,11 +107,41 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, An
     return tree
 
 
+def _cannot_be_written(value: Any) -> str:
+    """Return why no load could write a value of a model, or an empty text."""
+    if not isinstance(value, Tensor) or isinstance(value, FlatShard | DTensor):
+        return ""
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in inference mode, so that nothing can be written into it"
+    is_dense = value.layout is torch.strided and not value.is_nested
+    if is_dense and any(
+        n > 1 and not step for n, step in zip(value.shape, value.stride(), strict=True)
+    ):
+        return "has elements that share memory, as expand() makes them"
+    return ""
+
+
 def _memory(value: Any) -> tuple[Any, ...] | None:
     """Return a key that only tied plain tensors share."""
-    if type(value) is not Tensor or value.numel() == 0:
+    if not isinstance(value, Tensor) or isinstance(value, FlatShard | DTensor):
         return None
-    return value.data_ptr(), value.shape, value.stride(), value.dtype
+    if value.layout is not torch.strided or value.is_meta or value.numel() == 0:
+        return None
+    views = value.is_conj(), value.is_neg()
+    return value.data_ptr(), value.shape, value.stride(), value.dtype, views
+
+
+def check_optimizers(model: nn.Module, names: Iterable[str]) -> None:
+    """Check that the ranks that share a model have optimizers of the same names.
+
+    One all-gather of 31 bytes for each process group.
+
+    Raises:
+        ValueError: On all ranks.
+    """
+    told = ModelRanks(model).all_messages(sorted(names))
+    if len(told) > 1:
+        raise ValueError(f"the ranks of one model passed different optimizers: {told}")
 
 
 # Loading
@@ -169,12 +153,14 @@ class StagedModel:
 
     Attributes:
         model: The model to load.
-        state: By name; empty after `apply`.
+        state: By name, without extra state; empty after `apply`.
+        extra: What modules' `set_extra_state` get, by name.
         meta: The model's tensors, if any is on the meta device.
     """
 
     model: nn.Module
     state: dict[str, Any]
+    extra: dict[str, Any]
     meta: ModelTensors | None
 
     @classmethod
@@ -194,7 +180,11 @@ class StagedModel:
             RuntimeError: If a model without units is on the meta device.
         """
         tree = reader.metadata.tree["model"]
-        extra = {fqn for fqn in tree if is_extra_state(fqn) and fqn in state}
+        extra = {
+            fqn: json_tree.decode(tree[fqn], reader.read_whole)
+            for fqn in tree
+            if is_extra_state(fqn) and fqn in state
+        }
         common = {
             fqn: json_tree.tensor_name(tree[fqn])
             for fqn in state
@@ -205,18 +195,33 @@ class StagedModel:
         if named:
             raise ValueError(f"{reader.folder} does not fit the model: {_listing(named)}")
         meta = _find_meta(reader, model, state, common)
-        staged = {fqn: json_tree.decode(tree[fqn], reader.read_whole) for fqn in extra}
+        staged: dict[str, Any] = {}
         places = params_by_fqn(model)
-        known: dict[Any, Tensor] = {}
+        known: dict[Any, tuple[str, str]] = {}  # name in the checkpoint, FQN
         for fqn, name in common.items():
             if name is None:
                 staged[fqn] = json_tree.decode(tree[fqn], _no_tensor)
-            else:
-                key = places.get(fqn, fqn)
-                if key not in known:  # tied parameters are read once
-                    known[key] = _read_like(reader, name, state[fqn])
-                staged[fqn] = known[key]
-        return cls(model, staged, meta)
+                continue
+            tied = places.get(fqn) or _memory(state[fqn]) or fqn
+            first, same = known.setdefault(tied, (name, fqn))
+            if fqn == same or name != first:  # tied parameters are read once
+                staged[fqn] = _read_like(reader, name, state[fqn])
+                if not _has_same_bytes(staged[fqn], staged[same]):
+                    raise ValueError(
+                        f"'{fqn}' and '{same}' are one tensor in the model, and have different "
+                        f"values in {reader.folder}"
+                    )
+            staged[fqn] = staged[same]
+        return cls(model, staged, extra, meta)
+
+    def extra_changes(self) -> list[Change]:
+        """Return how to change the extra state of each module that has some."""
+        found = []
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            key = extra_state_name(canonical(f"{name}." if name else ""))
+            if key in self.extra:
+                found.append((module.get_extra_state, module.set_extra_state, self.extra[key]))
+        return found
 
     def apply(self) -> None:
         """Load the values into the model, and release them."""
@@ -289,8 +294,9 @@ def read_optimizer(
     view = view_optimizers(model, [optimizer])
     own = [group.fqns for group in view]
     _compare_groups(reader, own, groups)
-    known = {name: value for group in view for name, value in group.options.items()}
+    homes = {fqn: group.options for group in view for fqn in group.fqns}
     for group in groups:
+        known = next((homes[fqn] for fqn in group["params"] if fqn in homes), {})
         for name, value in group.items():
             _check_option(name, value, known.get(name))
     wanted = {fqn for fqns in own for fqn in fqns}
@@ -299,7 +305,7 @@ def read_optimizer(
         if fqn in wanted:
             find = partial(_read_state, reader, params[fqn])
             state[fqn] = json_tree.decode(entries, find)
-            _check_state(fqn, state[fqn])
+            check_state(fqn, state[fqn])
     return {"state": state, "param_groups": groups}
 
 
@@ -311,8 +317,12 @@ def _read_state(reader: CheckpointReader, param: Tensor, name: str) -> Tensor:
     return reader.read_whole(name)
 
 
-def _check_state(fqn: str, state: dict[str, Any]) -> None:
-    """Check that an optimizer accepts the values that are no tensors."""
+def check_state(fqn: str, state: dict[str, Any]) -> None:
+    """Check that an optimizer accepts the values that are no tensors.
+
+    Raises:
+        ValueError: Naming the value.
+    """
     for name, value in state.items():
         expected = Tensor | int | float if name == "step" else Tensor | int | float | str | None
         if not isinstance(value, expected):
@@ -369,6 +379,13 @@ def _read_like(
     return values.view(target.shape)
 
 
+def _has_same_bytes(first: Tensor, second: Tensor) -> bool:
+    if first is second:
+        return True
+    parts = [local_part(each).view(torch.uint8) for each in (first, second)]
+    return torch.equal(*parts)
+
+
 def _no_tensor(name: str) -> Any:
     raise ValueError(f"'{name}' is a tensor where none is expected")
 
@@ -384,6 +401,8 @@ def _mismatch(reader: CheckpointReader, name: str | None, target: Any, is_strict
     stored = reader.metadata.tensors.get(name)
     if stored is None:
         return "has no data"
+    if problem := _cannot_be_written(target):
+        return problem
     if stored.shape != target.shape:
         shapes = tuple(stored.shape), tuple(target.shape)
         return f"was saved with shape {shapes[0]}, the model has {shapes[1]}"
@@ -412,7 +431,7 @@ def list_names(
     reader: CheckpointReader,
     model: nn.Module,
     state: dict[str, Any],
-    optimizers: Iterable[Optimizer],
+    optimizers: Mapping[str, Optimizer],
     trees: Iterable[Any],
 ) -> list[NameLists]:
     """Return the names of the model and of its optimizers, here and in a checkpoint.
@@ -424,10 +443,11 @@ def list_names(
     if not isinstance(stored, dict):
         raise ValueError(f"{reader.folder} has no model")
     lists = [NameLists("parameters and buffers", state, stored)]
-    for optimizer, tree in zip(optimizers, trees, strict=True):
+    for (name, optimizer), tree in zip(optimizers.items(), trees, strict=True):
         own = [fqn for group in view_optimizers(model, [optimizer]) for fqn in group.fqns]
         saved = [fqn for group in tree["param_groups"] for fqn in group["params"]]
-        lists.append(NameLists("parameters in an optimizer", own, saved))
+        what = f"parameters in optimizer '{name}'" if name else "parameters in an optimizer"
+        lists.append(NameLists(what, own, saved))
     return lists
 
 
@@ -437,11 +457,11 @@ def compare_names(group: HostGroup, folder: Path, lists: list[NameLists]) -> Non
     Raises:
         ValueError: On all ranks, naming them.
     """
-    unknown = [sorted(set(each.stored) - set(each.own)) for each in lists]
-    told = group.all_messages(unknown if any(unknown) else None)
+    unknown = {each.what: sorted(set(each.stored) - set(each.own)) for each in lists}
+    told: list[dict[str, list[str]]] = group.all_messages(unknown)
     with group.agreed():
-        for number, each in enumerate(lists):
-            unexpected = set.intersection(*(set(ranks[number] if ranks else ()) for ranks in told))
+        for each in lists:
+            unexpected = set.intersection(*(set(u[each.what]) for u in told if each.what in u))
             found = {"missing": set(each.own) - set(each.stored), "unexpected": unexpected}
             parts = [f"{kind}: {_listing(sorted(names))}" for kind, names in found.items() if names]
             if parts:

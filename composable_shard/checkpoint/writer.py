@@ -82,7 +82,7 @@ class SavePlan:
     def copy_to_host(self) -> None:
         """Copy all values, so that training may overwrite the tensors."""
         for item in self.items:
-            item.values = item.values.to("cpu", copy=True)
+            item.values = local_part(item.values).to("cpu", copy=True)
 
 
 def plan_save(
@@ -125,8 +125,6 @@ def plan_save(
         chosen = group.on_first(lambda: assign(samples))
     content = {"tree": draft.tree, "tensors": draft.tensors}
     own = [items[index] for index in chosen[group.rank]]
-    for item in own:
-        item.values = local_part(item.values)
     # Wide dtypes first: each piece is aligned in the file.
     own.sort(key=lambda item: -item.values.dtype.itemsize)
     return SavePlan(step, own, Path(path), group.run, content)
@@ -262,10 +260,11 @@ def _write_data(path: Path, items: list[Item]) -> dict[str, Any]:
         files.write(file, header)
         offset = len(header)
         for item, region in placed:
-            checksums = _write_values(file, item.values)
+            values = local_part(item.values)
+            checksums = _write_values(file, values)
             box = [] if region.box == whole_box(item.shape) else [region.box]
             pieces.append([item.name, offset, region.start, region.end, checksums, *box])
-            offset += item.values.nbytes
+            offset += values.nbytes
     return {"name": path.name, "nbytes": offset, "pieces": pieces}
 
 

@@ -2,6 +2,7 @@
 
 Decoding executes nothing. It returns numbers, strings, lists, tuples, dicts, sets, bytes,
 `collections.Counter` (torch's schedulers have some), and tensors that the caller looks up by name.
+What comes back is equal to what was encoded; of a subclass, such as a named tuple, the plain class.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-_MARKS = frozenset(
-    {"__tensor__", "__dict__", "__tuple__", "__set__", "__bytes__", "__float__", "__counter__"}
-)
+from composable_shard.tensor import FlatShard
+
+_SEQUENCES = {"__tuple__": tuple, "__set__": set, "__frozenset__": frozenset}
+_MAX_BITS = 14_000  # Python reads no longer numbers: sys.get_int_max_str_digits()
+_MARKS = frozenset({"__tensor__", "__dict__", "__bytes__", "__float__", "__counter__", *_SEQUENCES})
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -30,12 +35,13 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     match value:
         case None | bool() | str():
             return value
-        case int():
+        case int() if value.bit_length() <= _MAX_BITS:
             return int(value)
         case float():
             number = float(value)
             return number if math.isfinite(number) else {"__float__": repr(number)}
         case Tensor():
+            _check_has_elements(value, path)
             tensors[path] = value
             return {"__tensor__": path}
         case dict():
@@ -46,8 +52,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             is_set = isinstance(value, set | frozenset)
             items = sorted(value, key=repr) if is_set else value
             encoded = [encode(item, f"{path}/{n}", tensors) for n, item in enumerate(items)]
-            is_list = isinstance(value, list)
-            return encoded if is_list else {"__set__" if is_set else "__tuple__": encoded}
+            mark = next((m for m, kind in _SEQUENCES.items() if isinstance(value, kind)), None)
+            return encoded if mark is None else {mark: encoded}
     raise ValueError(
         f"can't save '{path}', a {type(value).__module__}.{type(value).__qualname__}: a checkpoint "
         "holds tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them. "
@@ -56,16 +62,33 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
+def _check_has_elements(value: Tensor, path: str) -> None:
+    """Check that a tensor has its elements in memory, where they can be read and written again."""
+    is_dense = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
+    is_whole = not isinstance(value, FlatShard | DTensor)
+    # A subclass that wraps other tensors has no memory of its own.
+    is_dense &= not (is_whole and value.numel() > 0 and is_dense and value.data_ptr() == 0)
+    if not is_dense or value.is_meta:
+        kind = "on the meta device" if value.is_meta else f"of the layout {value.layout}"
+        raise ValueError(
+            f"can't save '{path}', a {type(value).__qualname__} {kind}: only dense tensors with "
+            "elements in memory can be saved. Save what it consists of instead."
+        )
+
+
 def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
     pairs = [
         (key, encode(item, f"{path}/{_component(key, path)}", tensors))
         for key, item in value.items()
     ]
-    if isinstance(value, Counter):
-        return {"__counter__": [[encode(key, path, tensors), item] for key, item in pairs]}
-    if all(isinstance(key, str) for key, _ in pairs) and not _MARKS & value.keys():
+    is_counter = isinstance(value, Counter)
+    if all(isinstance(key, str) for key, _ in pairs) and not (is_counter or _MARKS & value.keys()):
         return dict(pairs)
-    return {"__dict__": [[encode(key, path, tensors), item] for key, item in pairs]}
+    in_keys: dict[str, Tensor] = {}
+    encoded = [[encode(key, path, in_keys), item] for key, item in pairs]
+    if in_keys:
+        raise ValueError(f"can't save '{path}': a key of it has a tensor in it")
+    return {"__counter__" if is_counter else "__dict__": encoded}
 
 
 def _component(key: Any, path: str) -> str:
@@ -106,15 +129,20 @@ def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
     if mark in ("__dict__", "__counter__"):
         pairs = {decode(key, find_tensor): decode(item, find_tensor) for key, item in content}
         return Counter(pairs) if mark == "__counter__" else pairs
-    items = [decode(item, find_tensor) for item in content]
-    return set(items) if mark == "__set__" else tuple(items)
+    return _SEQUENCES[mark](decode(item, find_tensor) for item in content)
 
 
-def merge(first: Any, second: Any) -> Any:
-    """Return an encoded tree with the entries of both; the first's wins where both have one."""
-    if not (isinstance(first, dict) and isinstance(second, dict)):
+def merge(first: Any, second: Any, depth: int) -> Any:
+    """Return an encoded tree with the entries of both; the first's wins where both have one.
+
+    Args:
+        first: A tree.
+        second: Another one.
+        depth: Number of levels whose dicts are joined; below that a value is whole.
+    """
+    if depth == 0 or not (isinstance(first, dict) and isinstance(second, dict)):
         return first
     if _MARKS & (first.keys() | second.keys()):
         return first
-    merged = {key: merge(item, second.get(key, item)) for key, item in first.items()}
+    merged = {key: merge(item, second.get(key, item), depth - 1) for key, item in first.items()}
     return merged | {key: item for key, item in second.items() if key not in first}

@@ -263,7 +263,8 @@ def local_part(tensor: Tensor) -> Tensor:
     if isinstance(tensor, FlatShard):
         return tensor._local.detach()  # 1-D also where this rank holds all of it
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().contiguous().view(-1)
+    # Conjugated or negated views are marks on memory that has other values.
+    return local.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def find_places(target: Region, source: Region, start: int, end: int) -> tuple[Tensor, Tensor]:

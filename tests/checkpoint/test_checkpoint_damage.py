@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate
+from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_shard import FlatShard, find_checkpoint, load_checkpoint, save_checkpoint
 from composable_shard.checkpoint import files
@@ -389,6 +390,14 @@ class _Thing:
     pass
 
 
+class _Saved:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": self.value}
+
+
 @distributed(2)
 def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
     """On all ranks, also where one rank alone has it."""
@@ -403,12 +412,38 @@ def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
         ({"step": rank}, r"different values of step: \[0, 1\]"),
         ({"step": -1}, "number of steps taken, got -1"),
         ({"keep_last": 0}, "keep_last to be at least 1"),
-        ({"extra": torch.zeros(2 + rank)}, r"rank 1 has 'extra' as .*another rank as"),
+        ({"scheduler": _Saved(torch.zeros(2 + rank))}, r"rank 1 has 'scheduler/a' as .*another"),
+        ({"extra": [2**20_000 if rank else 3]}, r"can't save 'extra/0', a builtins.int"),
+        ({"extra": {(torch.ones(1),): 1}}, "'extra': a key of it has a tensor in it"),
+        ({"extra": torch.eye(2).to_sparse()}, r"'extra', a Tensor of the layout torch.sparse_coo"),
+        ({"extra": torch.empty(2, device="meta")}, "'extra', a Tensor on the meta device"),
+        ({"extra": TwoTensor(torch.ones(2), torch.ones(2))}, "'extra', a TwoTensor of the layout"),
+        (
+            {"scheduler": {1: _Saved(0), "1": _Saved(1)}},
+            r"names that differ as text, got \[1, '1'\]",
+        ),
+        ({"optimizer": optimizer if rank else None}, r"different optimizers: \[\[\], \[''\]\]"),
     ]
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
-            save_checkpoint(tmp_path, model, optimizer, **{"step": 1, **options})
+            save_checkpoint(tmp_path, model, **{"step": 1, "optimizer": optimizer, **options})
     assert list(tmp_path.iterdir()) == []
+    kinds = {"share memory": torch.ones(1).expand(4)}
+    with torch.inference_mode():
+        kinds["in inference mode"] = torch.ones(4)
+    for text, buffer in kinds.items():
+        model.register_buffer("buffer", torch.ones(4))
+        path = save_checkpoint(tmp_path / text, model, step=1)
+        model.register_buffer("buffer", buffer)
+        with pytest.raises(ValueError, match=f"can't save 'buffer', which .*{text}"):
+            save_checkpoint(tmp_path, model, step=1)
+        with pytest.raises(ValueError, match=f"does not fit the model: 'buffer' .*{text}"):
+            load_checkpoint(path, model)
+    del model.buffer
+    for param in model.parameters():
+        optimizer.state[param]["step"] = None
+    with pytest.raises(ValueError, match=r"the optimizer state 'step' of '.*' is a NoneType"):
+        save_checkpoint(tmp_path, model, optimizer, step=1)
 
 
 # --- parts ---
@@ -425,6 +460,8 @@ def test_a_tree_comes_back_as_it_was() -> None:
         "marks": {"__tensor__": "x", "other": 1},
         "counter": Counter({30: 1, 80: 2}),
         "ordered": OrderedDict(b=1, a=2),
+        "frozen": {frozenset({1, (2,)}), frozenset()},
+        "frozen key": {(1, frozenset({2})): 3},
     }
     assert decode(json.loads(json.dumps(encode(tree, "t", {}))), lambda name: None) == tree
     found = decode(encode([float("nan")], "t", {}), lambda name: None)
@@ -438,11 +475,10 @@ def test_a_tree_comes_back_as_it_was() -> None:
     encoded = encode(weird, "t", tensors)
     assert len(tensors) == 4
     assert decode(encoded, tensors.__getitem__) == weird
-    assert merge({"a": 1, "b": {"c": 2}}, {"a": 5, "b": {"d": 3}, "e": [4]}) == {
-        "a": 1,
-        "b": {"c": 2, "d": 3},
-        "e": [4],
-    }
+    trees = {"a": 1, "b": {"c": 2}}, {"a": 5, "b": {"d": 3}, "e": [4]}
+    assert merge(*trees, depth=2) == {"a": 1, "b": {"c": 2, "d": 3}, "e": [4]}
+    assert merge(*trees, depth=1) == {"a": 1, "b": {"c": 2}, "e": [4]}
+    assert merge(*trees, depth=0) == trees[0]
 
 
 def test_places_are_those_of_an_index_tensor() -> None:

@@ -180,6 +180,48 @@ def test_a_name_that_no_rank_has_is_unexpected(tmp_path: Path) -> None:
     load_checkpoint(tmp_path, own, strict=False)
 
 
+def _make_own_stage(
+    rank: int, mesh: DeviceMesh
+) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    """Return a stage, with optimizers and schedulers of its own beside those that all have."""
+    model = nn.ModuleDict({str(rank): nn.Linear(3, 3)})
+    if rank == 0:
+        model["first"] = nn.Linear(3, 3)
+    fully_shard(list(model.values()), mesh=mesh)
+    optimizers: dict[str, Any] = {"all": torch.optim.SGD(model[str(rank)].parameters(), lr=0.1)}
+    if rank == 0:
+        optimizers["first"] = torch.optim.Adam(model["first"].parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    schedulers = {}
+    for name, optimizer in optimizers.items():
+        optimizer.step()
+        schedulers[name] = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return model, optimizers, schedulers
+
+
+@distributed(2)
+def test_stages_may_have_optimizers_of_their_own(tmp_path: Path) -> None:
+    """The checkpoint has all of them; what no rank wants is named."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    model, optimizers, schedulers = _make_own_stage(dist.get_rank(), mesh)
+    save_checkpoint(tmp_path, model, optimizers, scheduler=schedulers, step=1)
+    for optimizer in optimizers.values():
+        optimizer.param_groups[0]["lr"] = 7.0
+    load_checkpoint(tmp_path, model, optimizers, scheduler=schedulers)
+    assert {n: o.param_groups[0]["lr"] for n, o in optimizers.items()} == {
+        name: {"all": 0.1, "first": 0.001}[name] for name in optimizers
+    }
+    whole = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("0", "first", "1")})
+    fully_shard(list(whole.values()))
+    every = {"all": torch.optim.SGD([*whole["0"].parameters(), *whole["1"].parameters()], lr=3.0)}
+    with pytest.raises(ValueError, match=r"\['all', 'first'\] were saved .* got \['all'\]"):
+        load_checkpoint(tmp_path, whole, every)
+    every["first"] = torch.optim.Adam(whole["first"].parameters())
+    load_checkpoint(tmp_path, whole, every)
+    assert every["all"].param_groups[0]["lr"] == 0.1
+
+
 _SPLITS = {
     (2, 2, 1): [(1, 2, 1), (4, 1, 1), (2, 1, 2)],
     (2, 1, 2): [(2, 2, 1)],

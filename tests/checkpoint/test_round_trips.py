@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from composable_shard import (
     set_optimizer_state_dict,
 )
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, loss_of, make_net
+from tests.models import Net, Tied, loss_of, make_net, shard_blocks
 
 _Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -158,6 +159,97 @@ class _HasExtra(Net):
         self.extra = state
 
 
+@distributed(2)
+def test_views_that_stand_for_other_values_are_saved_by_value(tmp_path: Path) -> None:
+    """A conjugated or negated view has other elements in memory; it is no copy of its base."""
+    torch.manual_seed(0)
+    base = torch.randn(4, dtype=torch.complex64)
+    views = {"base": base, "conjugated": base.conj(), "negated": base.conj().imag}
+    model = Net()
+    for name, value in views.items():
+        model.register_buffer(name, value)
+    fully_shard(model)
+    save_checkpoint(tmp_path, model, step=1, extra=views)
+    other = Net()
+    for name, value in views.items():
+        other.register_buffer(name, torch.zeros_like(value.resolve_conj().resolve_neg()))
+    fully_shard(other)
+    loaded = load_checkpoint(tmp_path, other)
+    for name, value in views.items():
+        expected = value.resolve_conj().resolve_neg()
+        assert_equal(other.get_buffer(name), expected, name)
+        assert_equal(loaded.extra[name], expected, name)
+
+
+class _Object:
+    """A scheduler or scaler with any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@distributed(2)
+def test_values_that_differ_between_ranks_are_the_first_ones(tmp_path: Path) -> None:
+    """Whole: dicts of two ranks with different keys are not joined, nor need tensors fit."""
+    rank = dist.get_rank()
+    value = {f"of {rank}": rank, "both": {f"inner {rank}": 1}}
+    model = _HasExtra(value)
+    fully_shard(model)
+    objects = {"scheduler": _Object(value), "scaler": _Object({} if rank == 0 else {"scale": 1.0})}
+    extra = {**value, "data": torch.full((2 + rank,), float(rank))}
+    save_checkpoint(tmp_path, model, step=1, extra=extra, **objects)
+    model.extra = objects["scheduler"].state = objects["scaler"].state = None
+    loaded = load_checkpoint(tmp_path, model, **objects)
+    assert_equal(loaded.extra.pop("data"), torch.zeros(2), "data")
+    first = {"of 0": 0, "both": {"inner 0": 1}}
+    assert model.extra == objects["scheduler"].state == loaded.extra == first
+    assert objects["scaler"].state == {}
+
+
+@distributed(2)
+def test_options_of_one_name_may_have_other_types_in_other_groups(tmp_path: Path) -> None:
+    """Each is compared with that of its own group."""
+    model = make_net()
+    params = list(model.parameters())
+    tags: list[dict[str, Any]] = [{"tag": "decay", "lr": torch.tensor(0.1)}, {"tag": 3, "lr": 0.2}]
+    parts = params[:2], params[2:]
+    groups = [{"params": part, **tag} for part, tag in zip(parts, tags, strict=True)]
+    optimizer = torch.optim.AdamW(groups, foreach=False)
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 3
+    load_checkpoint(tmp_path, model, optimizer)
+    for group, tag in zip(optimizer.param_groups, tags, strict=True):
+        assert _plain(group["lr"]) == _plain(tag["lr"])
+
+
+@distributed(2)
+def test_tied_tensors_take_one_value(tmp_path: Path) -> None:
+    """Equal ones of an untied checkpoint; different ones are refused, as one would be lost."""
+    models: list[nn.Module] = [Net(), Tied()]
+    for model in models:
+        shard_blocks(model)
+    with torch.no_grad():
+        models[0].blocks[1].up.weight.copy_(models[0].blocks[0].up.weight)
+    expected = models[0].blocks[0].up.weight.full_tensor()
+    save_checkpoint(tmp_path, models[0], step=1)
+    load_checkpoint(tmp_path, models[1])
+    assert_equal(models[1].blocks[1].up.weight.full_tensor(), expected)
+    with torch.no_grad():
+        models[0].blocks[1].up.weight.zero_()
+    save_checkpoint(tmp_path, models[0], step=2)
+    text = "'blocks.1.up.weight' and 'blocks.0.up.weight' are one tensor in the model"
+    with pytest.raises(ValueError, match=text):
+        load_checkpoint(tmp_path, models[1])
+    assert_equal(models[1].blocks[1].up.weight.full_tensor(), expected)
+
+
 _EXTRA: dict[str, tuple[Any, Any]] = {
     "None": (None, 3),
     "number": (3, None),
@@ -230,10 +322,20 @@ def _run(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
         "scaler": {"scaler": ShardedGradScaler("cpu", init_scale=8.0)},
         "disabled scaler": {"scaler": ShardedGradScaler("cpu", enabled=False)},
         "raising": {"scheduler": [schedulers.StepLR(optimizer, 3), _Raises()]},
+        "lambda": {"scheduler": schedulers.LambdaLR(optimizer, lambda step: 0.9**step)},
+        "factor": {"scheduler": schedulers.MultiplicativeLR(optimizer, lambda step: 0.9)},
+        "in turn": {"scheduler": _in_turn(optimizer, is_reversed=False)},
+        "in other turn": {"scheduler": _in_turn(optimizer, is_reversed=True)},
         "none": {},
     }
     _take_step(model, optimizer, 0)
     return model, optimizer, objects[kind]
+
+
+def _in_turn(optimizer: torch.optim.Optimizer, *, is_reversed: bool) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    parts = [schedulers.StepLR(optimizer, 3), schedulers.ConstantLR(optimizer)]
+    return schedulers.SequentialLR(optimizer, parts[::-1] if is_reversed else parts, [2])
 
 
 class _Raises:
@@ -249,6 +351,12 @@ class _Raises:
 _REFUSED = [
     ("step", "cosine", "is not that of a CosineAnnealingLR"),
     ("cosine", "step", "is not that of a StepLR"),
+    ("lambda", "factor", "is not that of a MultiplicativeLR but of a LambdaLR"),
+    (
+        "in turn",
+        "in other turn",
+        r"of \(ConstantLR, StepLR\) but of a .* of \(StepLR, ConstantLR\)",
+    ),
     ("disabled scaler", "scaler", "source state dict is empty"),
     ("raising", "raising", "takes nothing"),
     ("none", "step", "expected the same schedulers"),
@@ -272,6 +380,56 @@ def test_a_load_that_is_refused_changes_nothing(
     with pytest.raises((ValueError, RuntimeError), match=text):
         load_checkpoint(tmp_path, model, optimizer, **objects)
     assert repr([each.state_dict() for each in parts]) == repr(before)
+
+
+@distributed(2)
+def test_a_scheduler_for_another_number_of_groups_is_refused(tmp_path: Path) -> None:
+    """Its next step would fail, after everything has been loaded."""
+    model = make_net()
+    params = list(model.parameters())
+    make_optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    runs = []
+    for groups in ([{"params": params}], [{"params": params[:2]}, {"params": params[2:]}]):
+        optimizer = make_optimizer(groups)
+        runs.append((optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)))
+    save_checkpoint(tmp_path, model, runs[0][0], scheduler=runs[0][1], step=1)
+    text = r"is for \[1\] parameter groups, and the optimizer here has \[2\]"
+    with pytest.raises(ValueError, match=text):
+        load_checkpoint(tmp_path, model, runs[1][0], scheduler=runs[1][1])
+
+
+class _MayRefuse(_HasExtra):
+    is_refusing = False
+
+    def set_extra_state(self, state: Any) -> None:
+        if self.is_refusing:
+            raise RuntimeError("takes nothing")
+        super().set_extra_state(state)
+
+
+@pytest.mark.parametrize("who", ["the model", "the optimizer"])
+@distributed(2)
+def test_code_of_users_that_raises_on_one_rank_undoes_the_load(who: str, tmp_path: Path) -> None:
+    """A module's `set_extra_state`, an optimizer's hook: all ranks raise, nothing has changed."""
+    torch.manual_seed(0)
+    is_odd = dist.get_rank() == 1
+    model = _MayRefuse(3)
+    fully_shard(model)
+    optimizers = [_adamw(lr=rate)(part) for part, rate in ((model.inp, 0.1), (model.out, 0.2))]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 3)
+    _take_step(model, optimizers[0], 0)
+    save_checkpoint(tmp_path, model, optimizers, scheduler=scheduler, step=1)
+    model.is_refusing = is_odd and who == "the model"
+    if is_odd and who == "the optimizer":
+        optimizers[1].register_load_state_dict_post_hook(_Raises().load_state_dict)
+    _take_step(model, optimizers[0], 1)
+    scheduler.step()
+    model.extra = 4
+    parts: list[Any] = [model, *optimizers, scheduler]
+    before = repr([copy.deepcopy(each.state_dict()) for each in parts])
+    with pytest.raises(RuntimeError, match="takes nothing"):
+        load_checkpoint(tmp_path, model, optimizers, scheduler=scheduler)
+    assert repr([each.state_dict() for each in parts]) == before
 
 
 @distributed(2)

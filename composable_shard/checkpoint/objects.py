@@ -1,0 +1,228 @@
+"""The parts of a run beside model and optimizers: schedulers, scalers, random number generators."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from composable_shard.checkpoint.file_format import METADATA
+from composable_shard.checkpoint.reader import CheckpointReader
+from composable_shard.comm import HostGroup
+from composable_shard.state_dict import json_tree
+from composable_shard.torch_private import schedulers_in
+
+OneOrMore = Any  # an object, or a list or dict of objects
+# What returns the present state of an object, what gives it another one, and that one.
+Change = tuple[Callable[[], Any], Callable[[Any], object], Any]
+
+
+def as_dict(objects: OneOrMore) -> dict[str, Any]:
+    """Return one object, or several, by name."""
+    if objects is None:
+        return {}
+    if isinstance(objects, Mapping):
+        if len({str(name) for name in objects}) < len(objects):
+            raise ValueError(f"expected names that differ as text, got {list(objects)}")
+        return {str(name): each for name, each in objects.items()}
+    if isinstance(objects, Sequence):
+        return {str(number): each for number, each in enumerate(objects)}
+    return {"": objects}
+
+
+def find_stored(reader: CheckpointReader, kind: str) -> dict[str, Any]:
+    """Return the encoded states of all objects of a kind, by name.
+
+    Raises:
+        ValueError: If the checkpoint has none, not even an empty dict.
+    """
+    stored = reader.metadata.tree.get(kind)
+    if not isinstance(stored, dict):
+        raise ValueError(f"{reader.folder / METADATA} is damaged: it has no '{kind}'")
+    return stored
+
+
+def check_names(
+    group: HostGroup, reader: CheckpointReader, wanted: Mapping[str, Iterable[str]]
+) -> None:
+    """Check that a checkpoint has what each rank wants, and that some rank wants each part of it.
+
+    Kinds that no rank wants are not checked. Ranks may want different parts: pipeline stages have
+    optimizers of their own.
+
+    Args:
+        group: All ranks.
+        reader: The checkpoint.
+        wanted: This rank's names of objects by kind.
+
+    Raises:
+        ValueError: On all ranks, with the names.
+    """
+    own = {kind: sorted(names) for kind, names in wanted.items()}
+    told = group.all_messages(own if any(own.values()) else None)
+    for kind in own:
+        stored = find_stored(reader, kind)
+        everyones = {name for each in told if each for name in each[kind]}
+        if everyones and everyones != stored.keys():
+            raise ValueError(
+                f"expected the same {kind}s as in {reader.folder}: {sorted(stored)} were saved "
+                f"(one alone is called ''), got {sorted(everyones)}"
+            )
+
+
+def stage_objects(
+    reader: CheckpointReader, kind: str, objects: dict[str, Any], *, is_strict: bool
+) -> list[Change]:
+    """Return how to give schedulers or a scaler their new states.
+
+    Raises:
+        ValueError: If a state is that of a scheduler of another kind.
+    """
+    saved = reader.metadata.tree.get(kind)
+    if kind == "scaler" and bool(objects) != bool(saved):
+        text = (
+            f"{reader.folder} has no state of a scaler: it begins anew"
+            if objects
+            else f"{reader.folder} has the state of a scaler, and none was passed: it is not loaded"
+        )
+        warnings.warn(text, UserWarning, stacklevel=4)
+        return []
+    stored = find_stored(reader, kind)
+    if not stored.keys() >= objects.keys():
+        raise ValueError(f"{reader.folder} has no {kind} called {sorted(objects)}")
+    states = {name: json_tree.decode(stored[name], reader.read_whole) for name in objects}
+    kinds = reader.metadata.tree.get("scheduler_kinds", {})
+    for name, each in objects.items() if is_strict else ():
+        if isinstance(each, LRScheduler):
+            problem = _scheduler_problem(each, states[name], kinds.get(name))
+            if problem:
+                raise ValueError(
+                    f"the state of a {kind} in {reader.folder} {problem}. Build the {kind} that "
+                    "was saved, or pass strict=False."
+                )
+    return [(each.state_dict, each.load_state_dict, states[n]) for n, each in objects.items()]
+
+
+def _scheduler_problem(scheduler: LRScheduler, state: dict[str, Any], kind: str | None) -> str:
+    """Return why a scheduler can't take a state, or an empty text."""
+    own, own_kind = scheduler.state_dict(), kind_of(scheduler)
+    more, less = sorted(state.keys() - own.keys()), sorted(own.keys() - state.keys())
+    if more or less or (kind is not None and kind != own_kind):
+        saved = f" but of a {kind}" if kind else f": it has {more} and lacks {less}"
+        return f"is not that of a {own_kind}{saved}"
+    sizes = _num_groups(state), _num_groups(own)
+    if sizes[0] == sizes[1]:
+        return ""
+    return f"is for {sizes[0]} parameter groups, and the optimizer here has {sizes[1]}"
+
+
+def kind_of(scheduler: Any) -> str:
+    """Return the name of a scheduler's class, with those of the schedulers it is made of."""
+    parts = ", ".join(map(kind_of, schedulers_in(scheduler)))
+    return type(scheduler).__name__ + (f" of ({parts})" if parts else "")
+
+
+def _num_groups(state: Any) -> list[int]:
+    """Return for how many parameter groups a scheduler has rates, and those it is made of."""
+    if isinstance(state, dict):
+        own = [len(rates)] if isinstance(rates := state.get("base_lrs"), list) else []
+        return own + [number for part in state.values() for number in _num_groups(part)]
+    parts = state if isinstance(state, list) else []
+    return [number for part in parts for number in _num_groups(part)]
+
+
+@contextmanager
+def changed(group: HostGroup, changes: list[Change], *others: Callable[[], None]) -> Iterator[None]:
+    """Give objects new states, on all ranks, and their old ones if that or the body fails.
+
+    Args:
+        group: All ranks.
+        changes: What to write, and how.
+        others: To call with that; the caller undoes it.
+    """
+    before: list[tuple[Callable[[Any], object], Any]] = []
+    try:
+        with group.agreed():
+            before += [(write, copy.deepcopy(read())) for read, write, _ in changes]
+            for _, write, state in changes:
+                write(state)
+            for other in others:
+                other()
+        yield
+    except BaseException:
+        for write, state in before:
+            with suppress(Exception):
+                write(state)
+        raise
+
+
+@contextmanager
+def kept_on_error(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Give optimizers their old state if the body fails: a load makes new dicts and lists."""
+    before = [(each, each.state, each.param_groups) for each in optimizers]
+    try:
+        yield
+    except BaseException:
+        for each, state, param_groups in before:
+            each.state, each.param_groups = state, param_groups
+        raise
+
+
+# Random number generators
+
+
+def get_rng_state() -> dict[str, Any]:
+    """Return the states of Python, of torch, of its accelerator, and of numpy if it is loaded."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (device := _accelerator()) is not None:
+        state["accelerator"] = device.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (str(kind), keys.tolist(), *rest)
+    for name in state.keys() & {"torch", "accelerator"}:
+        state[name] = bytes(state[name].cpu().tolist())
+    return state
+
+
+def check_rng_state(state: dict[str, Any]) -> None:
+    """Check that the generators accept the states; changes nothing.
+
+    Raises:
+        ValueError: If a state is invalid.
+    """
+    try:
+        random.Random().setstate(state["python"])
+        torch.Generator().set_state(_to_tensor(state["torch"]))
+        if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.RandomState().set_state(state["numpy"])
+    except Exception as error:
+        raise ValueError(f"no state of a random number generator: {error}") from error
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore the states of generators; a generator without one stays unchanged."""
+    random.setstate(state["python"])
+    torch.set_rng_state(_to_tensor(state["torch"]))
+    if "accelerator" in state and (device := _accelerator()) is not None:
+        device.set_rng_state(_to_tensor(state["accelerator"]))
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(state["numpy"])
+
+
+def _accelerator() -> Any:
+    kind = torch.accelerator.current_accelerator()
+    is_there = kind is not None and torch.accelerator.is_available()
+    return torch.get_device_module(kind) if is_there else None
+
+
+def _to_tensor(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
