@@ -1,10 +1,10 @@
 """Directories of safetensors files, as Hugging Face's libraries write them, and their Trainer.
 
-Read `api`; `files` knows the format, `conversion` other names, `trainer` their training loops.
+Read `api`; `files` knows the format and the names there, `trainer` their training loops.
 """
 
 from composable_shard.huggingface.api import load_safetensors, save_pretrained, save_safetensors
-from composable_shard.huggingface.conversion import Joined
+from composable_shard.huggingface.files import Joined
 from composable_shard.huggingface.trainer import TrainerMixin, keep_unwrapped
 
 __all__ = [

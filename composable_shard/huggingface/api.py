@@ -24,10 +24,11 @@ from torch.distributed.tensor import DTensor
 from composable_shard.checkpoint import byte_view
 from composable_shard.comm import HOST, Ranks
 from composable_shard.flat_param import FlatParamHandle
-from composable_shard.huggingface.conversion import Source, find_sources
 from composable_shard.huggingface.files import (
+    Source,
     TensorFiles,
     TensorWriter,
+    find_sources,
     parse_nbytes,
     require_safetensors,
 )
