@@ -16,7 +16,6 @@ from composable_shard.optim import init_state
 from composable_shard.options import StateDictOptions
 from composable_shard.runtime import check_whole
 from composable_shard.state_dict import json_tree
-from composable_shard.state_dict.flat_form import flatten
 from composable_shard.state_dict.full_values import (
     Shares,
     copied,
@@ -41,6 +40,7 @@ from composable_shard.state_dict.model_tensors import (
 )
 from composable_shard.state_dict.optimizer_load import prepare_load
 from composable_shard.state_dict.optimizer_state import read_optimizers
+from composable_shard.state_dict.torch_calls import flatten
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import IncompatibleKeys
 

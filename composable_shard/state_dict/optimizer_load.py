@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from composable_shard.optim import find_scalar_keys
 from composable_shard.options import StateDictOptions
-from composable_shard.state_dict.flat_form import is_flat, unflatten
 from composable_shard.state_dict.full_values import decode, describe_shard, encode, scatter_full
 from composable_shard.state_dict.model_tensors import ModelRanks
 from composable_shard.state_dict.optimizer_state import (
@@ -23,6 +22,7 @@ from composable_shard.state_dict.optimizer_state import (
     names_by_handle,
     view_optimizers,
 )
+from composable_shard.state_dict.torch_calls import is_flat, unflatten
 from composable_shard.tensor import (
     FlatShard,
     has_fitting_shape,
