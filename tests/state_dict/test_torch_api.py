@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -130,6 +131,34 @@ def test_optimizer_state_in_flat_form_is_loaded(is_flat: bool, from_first: bool)
     fresh = _train_in_two_groups(other, 0)
     set_optimizer_state_dict(other, fresh, again)
     _assert_same_form(get_optimizer_state_dict(other, fresh, options=EVERYWHERE), expected)
+
+
+@distributed(2)
+def test_torchs_options_mean_the_same_in_the_rest_of_our_functions() -> None:
+    """Submodules with and without prefixes, `strict`, and the field that is refused by name."""
+    torch_options: Any = torch_state_dict.StateDictOptions
+    plain, model = seeded(Net, seed=1), make_net()
+    for keeps in (True, False):
+        options = torch_options(keep_submodule_prefixes=keeps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's: submodules are deprecated
+            expected = torch_state_dict.get_model_state_dict(
+                plain, submodules={plain.blocks[0]}, options=options
+            )
+        found = get_model_state_dict(model, submodules={model.blocks[0]}, options=options)
+        assert list(found) == list(expected)
+    values = dict(plain.state_dict(), other=torch.ones(1))
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"other"'):
+        set_model_state_dict(model, values, options=torch_options())
+    set_model_state_dict(model, values, options=torch_options(strict=False))
+    assert_holds(model.state_dict(), plain)
+    odd = torch_options(dsd_fqn_modifiers="names")
+    for call in (
+        get_model_state_dict,
+        functools.partial(set_model_state_dict, model_state_dict={}),
+    ):
+        with pytest.raises(ValueError, match=r"dsd_fqn_modifiers.*Rename the keys"):
+            call(model, options=odd)
 
 
 _TORCHS = {
