@@ -381,6 +381,8 @@ def main() -> int:
         # Mounts of its own, which end with it.
         command = [sys.executable, "-m", "benchmarks.checkpoint_writers", "--inside"]
         os.execvp("unshare", ["unshare", "-m", *command, *sys.argv[1:]])
+    if args.inside:
+        sys.argv.remove("--inside")  # the report says what was typed
     torch.set_num_threads(1)
     places = [place for place in PLACES if args.inside or not place.mount]
     with tempfile.TemporaryDirectory() as name:
@@ -388,7 +390,7 @@ def main() -> int:
         rows = [run_race(race, make_folder(next(folders))) for race in RACES[:: args.every]]
         more = [run_place(place, make_folder(next(folders))) for place in places[:: args.every]]
     text = header(
-        "Who may write into a run's directory",
+        "Who may write into a run's directory, and what lies there",
         f"two jobs of one rank, {NUM_SAVES} saves each at the same time; refused: by name, as the "
         "other job holds the lock (after 1 s instead of 300); lost: returned by a save and not "
         "there; wrong: with other values",
