@@ -341,7 +341,7 @@ def run_place(place: Place, folder: Path) -> list[str]:
     before = contents(outside)
     started = time.monotonic()
     children = [fork(lambda rank=rank: save_and_load(place, folder, rank)) for rank in (0, 1)]  # type: ignore[misc]
-    texts = [text.split("\n") for text in join(children)]
+    texts = [text.replace(f"{folder}/", "").split("\n") for text in join(children)]
     seconds = time.monotonic() - started
     if place.mount:
         subprocess.run(["umount", "-l", str(run)], check=False, stderr=subprocess.DEVNULL)
