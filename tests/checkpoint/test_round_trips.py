@@ -324,15 +324,15 @@ def _run(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
         "raising": {"scheduler": [schedulers.StepLR(optimizer, 3), _Raises()]},
         "lambda": {"scheduler": schedulers.LambdaLR(optimizer, lambda step: 0.9**step)},
         "factor": {"scheduler": schedulers.MultiplicativeLR(optimizer, lambda step: 0.9)},
-        "in turn": {"scheduler": _in_turn(optimizer, is_reversed=False)},
-        "in other turn": {"scheduler": _in_turn(optimizer, is_reversed=True)},
+        "in turn": {"scheduler": _in_sequence(optimizer, is_reversed=False)},
+        "in other turn": {"scheduler": _in_sequence(optimizer, is_reversed=True)},
         "none": {},
     }
     _take_step(model, optimizer, 0)
     return model, optimizer, objects[kind]
 
 
-def _in_turn(optimizer: torch.optim.Optimizer, *, is_reversed: bool) -> Any:
+def _in_sequence(optimizer: torch.optim.Optimizer, *, is_reversed: bool) -> Any:
     schedulers = torch.optim.lr_scheduler
     parts = [schedulers.StepLR(optimizer, 3), schedulers.ConstantLR(optimizer)]
     return schedulers.SequentialLR(optimizer, parts[::-1] if is_reversed else parts, [2])
