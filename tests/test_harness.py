@@ -123,7 +123,7 @@ def _run_pytest(
 
 def _run_pytest_here(args: list[str]) -> tuple[int, str]:
     os.chdir(ROOT)
-    helpers._PRELOADED = ()
+    helpers._PRELOADED, helpers.NUM_SERVERS = (), 1  # which start sooner
     helpers._pools = helpers._Pools()  # the servers of the test's own process are not this one's
     with redirect_stdout(io.StringIO()) as output:
         status = pytest.main(args)
