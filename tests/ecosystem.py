@@ -266,10 +266,12 @@ def run_generate() -> None:
 
 def run_torchao() -> None:
     """8-bit, 4-bit and float8 AdamW: beside FSDP2 and one process."""
-    # The caches take a DTensor of one of these classes for one of another.
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    from torch._inductor import config
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
     from torchao import optim
+
+    # The caches take a DTensor of one of these classes for one of another.
+    config.force_disable_caches = True
 
     def make() -> nn.Module:
         torch.manual_seed(0)
