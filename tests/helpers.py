@@ -667,6 +667,22 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return kinds[0] == kinds[1] and torch.equal(one, other)
 
 
+def assert_within(
+    actual: torch.Tensor, expected: torch.Tensor, what: str, *, atol: float, rtol: float = 0.0
+) -> None:
+    """Assert the same shape, dtype and device, and values that differ by a tolerance at most."""
+    __tracebackhide__ = True
+    is_plain = type(actual) is type(expected) is torch.Tensor and actual.is_floating_point()
+    kinds = [(each.shape, each.dtype, each.device, each.layout) for each in (actual, expected)]
+    if is_plain and kinds[0] == kinds[1]:
+        difference = (actual.detach() - expected.detach()).abs()
+        if bool((difference <= atol + rtol * expected.detach().abs()).all()):
+            return  # in a thirtieth of the time
+    torch.testing.assert_close(
+        actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
+    )
+
+
 def run_benchmark(name: str, options: Sequence[str]) -> dict[str, Any]:
     """Run a benchmark that ends with a line of JSON, in a process of its own; return that."""
     process = subprocess.run(

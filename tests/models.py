@@ -31,7 +31,7 @@ from composable_shard.comm.collectives import CollectiveLog
 from composable_shard.options import Granularity
 from composable_shard.planning import ShardingPlan
 from composable_shard.runtime.unit import ShardState, TrainingState
-from tests.helpers import assert_equal
+from tests.helpers import assert_equal, assert_within
 
 __all__ = [
     "EVERYWHERE",
@@ -422,9 +422,7 @@ def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
     if dist.get_world_size() <= 2:
         assert_equal(actual, expected, what)
     else:
-        torch.testing.assert_close(
-            actual, expected, rtol=0, atol=1e-6, msg=lambda text: f"{what}: {text}"
-        )
+        assert_within(actual, expected, what, atol=1e-6)
 
 
 def average_gradients(params: Iterable[nn.Parameter]) -> None:

@@ -42,7 +42,7 @@ from composable_shard import (
 from composable_shard.comm import algorithms, devices
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.planning import by_class
-from tests.helpers import assert_equal, distributed, peak_bytes
+from tests.helpers import assert_equal, assert_within, distributed, peak_bytes
 from tests.models import (
     CheckpointsBlocks,
     EqualBlocks,
@@ -161,7 +161,7 @@ def _assert_close_in_policy(actual: Tensor, expected: Tensor, what: str, policy:
     else:
         low = policy.param_dtype or policy.reduce_dtype or policy.gather_dtype
         tolerance = 1e-6 if low is None else 8 * torch.finfo(low).eps
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=what)
+        assert_within(actual, expected, what, atol=tolerance, rtol=tolerance)
 
 
 def _train_beside_reference(
