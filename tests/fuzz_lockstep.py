@@ -28,9 +28,6 @@ from tests.differences import DIFFERENCES, Cell, Chain, Difference, Run
 
 # Where ranks may do these differently and every strategy ends right or says so.
 _LEFT_OUT = {
-    # Nothing can tell, without a hook on every optimizer of the process.
-    "step_twice",
-    "write_a_parameter",
     # Collectives of the program's own, which carry no identity.
     "barrier_of_torch",
     "all_reduce_of_torch",

@@ -38,7 +38,7 @@ from composable_shard.comm.devices import (
     copies_for,
     make_streams,
 )
-from composable_shard.comm.flags import FlagReduction, Proposal
+from composable_shard.comm.flags import MAX_COUNT, FlagReduction, Proposal, StepFacts
 from composable_shard.comm.groups import ShardGroup, SmallGroup
 from composable_shard.comm.hooks import (
     CommHook,
@@ -59,6 +59,7 @@ from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_n
 
 __all__ = [
     "HOST",
+    "MAX_COUNT",
     "MAX_EXCHANGE_SIZE",
     "QUANTISED",
     "UNITS",
@@ -78,6 +79,7 @@ __all__ = [
     "ShardGroup",
     "SmallGroup",
     "StageKey",
+    "StepFacts",
     "StreamPoint",
     "Streams",
     "Waitable",

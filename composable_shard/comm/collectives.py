@@ -71,7 +71,9 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return resolve_process_group(name)
 
 
-def _note(group: dist.ProcessGroup, kind: str, nbytes: int, what: str | None) -> GroupOrder:
+def _note(
+    group: dist.ProcessGroup, kind: str, nbytes: int, what: str | None, digest_nbytes: int = 0
+) -> GroupOrder:
     """Record a collective that is issued now; return the group's order.
 
     Args:
@@ -79,11 +81,13 @@ def _note(group: dist.ProcessGroup, kind: str, nbytes: int, what: str | None) ->
         kind: For the log.
         nbytes: Of the full-size payload.
         what: What it is for; None to name the function that the program has called.
+        digest_nbytes: Sent beside it.
     """
     if trace.logs:
         trace.record(kind, group.group_name, nbytes)
     order = order_of(group)
     is_of_step = kind == "all_reduce" and what is not None
+    nbytes += digest_nbytes
     order.note(identify(what or function_called(), kind, nbytes, is_of_step=is_of_step))
     return order
 
@@ -339,7 +343,7 @@ def all_reduce(
         digest_nbytes: How many bytes are no payload, for the log: [Note: Digest of a step].
         scratch: Memory of as many elements, for an `ExchangedAllReduce`.
     """
-    order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what)
+    order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what, digest_nbytes)
     if is_exchange(group, tensor.device):
         return ExchangedAllReduce(tensor, group, op, order, scratch)
     if order.is_exchanged:

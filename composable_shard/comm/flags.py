@@ -46,6 +46,30 @@ class Proposal:
     accept: Callable[[], None]
 
 
+class _Named(Protocol):
+    """A parameter."""
+
+    @property
+    def label(self) -> object: ...
+
+
+MAX_COUNT = 250  # of writes, at which a count begins anew
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What a program has done since the last backward.
+
+    Attributes:
+        line: The same on all ranks.
+        writes: For each flat parameter the ranks that share it or have copies, for each parameter
+            how often this rank has written it, and one more, or 0 for any number; and parameters.
+    """
+
+    line: str
+    writes: Sequence[tuple[_HasGroups, list[int], Sequence[_Named]]]
+
+
 class _StepRecord:
     """What the ranks of a mesh compare when a backward ends.
 
@@ -54,10 +78,11 @@ class _StepRecord:
     maximum over the ranks is the same as each rank's own only if all ranks have the same: no rank
     publishes gradients otherwise. The digest is that of the collectives that all data-parallel
     ranks issue in a step, and of facts that only a program can make different: whether parameters
-    were written since the last backward, and whether they have gradients. An accelerator's host
-    does not wait for it: it looks when the next backward ends. A proposal has a digest of its own,
-    in which ranks may differ. A byte says whether a rank has issued something new, so that all of
-    them exchange identities again. [Note: First steps]
+    were written since the last backward, and whether they have gradients. How often a parameter was
+    written is compared where several ranks hold parts of it: those that don't send 0 for the number
+    and 0 for its complement. An accelerator's host does not wait: it looks when the next backward
+    ends. A proposal has a digest of its own, in which ranks may differ. A byte says whether a rank
+    has issued something new, so that all of them exchange identities again. [Note: First steps]
     """
 
     NBYTES = 8
@@ -65,19 +90,22 @@ class _StepRecord:
     def __init__(
         self,
         groups: Iterable[dist.ProcessGroup],
-        facts: Sequence[str],
+        key: _GroupTuple,
+        facts: StepFacts,
         proposal: Proposal | None,
     ) -> None:
         """Begin a new step of the groups, and sum up the last one."""
         orders = [order_of(group) for group in dict.fromkeys(groups)]
-        digest = zlib.crc32("".join(facts).encode())
+        digest = zlib.crc32(facts.line.encode())
         has_news = False
         for order in orders:
             digest = zlib.crc32(order.fold().to_bytes(4, "little"), digest)
             has_news = has_news or order.has_news
-        self._orders, self._facts = orders, facts
-        self.proposal = proposal
-        self.sent = [*_with_complement(digest), int(has_news)]
+        self._orders, self._facts, self.proposal = orders, facts, proposal
+        self._writes = [each for each in facts.writes if each[0].joint_groups == key]
+        self._counts = [count for _, counts, _ in self._writes for count in counts]
+        complements = [255 - count if count else 0 for count in self._counts]
+        self.sent = [*_with_complement(digest), int(has_news), *self._counts, *complements]
         if proposal is not None:
             self.sent += _with_complement(proposal.digest)
 
@@ -85,7 +113,26 @@ class _StepRecord:
         """Return all of it as text, for the error."""
         steps = [each for order in self._orders for each in order.last_step]
         issued = [describe(each).rpartition(" (")[0] for each in steps]
-        return [*self._facts, *issued]
+        return [self._facts.line, *issued]
+
+    def other_writes(self, received: Sequence[int]) -> list[str]:
+        """Return what this rank has done with the first parameter that ranks wrote unequally often.
+
+        Args:
+            received: The maximum of what the ranks have sent.
+        """
+        start, num = self.NBYTES + 1, len(self._counts)
+        highest = received[start : start + num]
+        lowest = received[start + num : start + 2 * num]
+        sums = [a + b for a, b in zip(highest, lowest, strict=True)]
+        if max(sums, default=0) <= 255:
+            return []
+        index = next(index for index, total in enumerate(sums) if total > 255)
+        params = [param for _, counts, params in self._writes for param in params]
+        times, name = self._counts[index] - 1, params[index].label
+        if times < 0:
+            return [f"a backward, and holds nothing of '{name}'"]
+        return [f"a backward after {times} writes to '{name}' (by optimizer.step() or edits)"]
 
     def exchange_again(self) -> None:
         """Exchange identities on all groups."""
@@ -131,7 +178,7 @@ class FlagReduction:
         values: Sequence[tuple[_HasGroups, list[int]]],
         *,
         highest: int,
-        facts: Sequence[str] | None = None,
+        facts: StepFacts | None = None,
         proposal: Proposal | None = None,
     ) -> None:
         """Start the all-reduces.
@@ -153,7 +200,7 @@ class FlagReduction:
                 sent = [n for g, numbers in values if g.joint_groups == key for n in numbers]
                 step = None
                 if facts is not None:
-                    step = _StepRecord(_groups_of(values, key), facts, proposal)
+                    step = _StepRecord(_groups_of(values, key), key, facts, proposal)
                 self._meshes[key] = _MeshReduction(key, sent, highest, group.device, step)
 
     def finish(self) -> list[list[int]]:
@@ -248,14 +295,15 @@ class _MeshReduction:
             return
         step, received = before
         numbers, size = received.tolist(), _StepRecord.NBYTES
-        if not _is_same(numbers[:size]):
+        lines = step.lines() if not _is_same(numbers[:size]) else step.other_writes(numbers)
+        if lines:
             ranks = Ranks(self._groups, self._device)
-            lines = ranks.all_messages([ranks.rank, step.lines()])
-            text = _describe_difference([own for _, own in lines], [rank for rank, _ in lines])
+            found = ranks.all_messages([ranks.rank, lines])
+            text = _describe_difference([own for _, own in found], [rank for rank, _ in found])
             raise RuntimeError(text)
         if numbers[size]:
             step.exchange_again()
-        if step.proposal is not None and _is_same(numbers[size + 1 :]):
+        if step.proposal is not None and _is_same(numbers[-size:]):
             step.proposal.accept()
 
     def abandon(self) -> None:

@@ -20,6 +20,7 @@ from composable_shard.tensor import (
     FlatShardOfDTensor,
     ParamLabel,
     ShardSpec,
+    SharedGuard,
     WriteGuard,
     rebind,
 )
@@ -256,6 +257,7 @@ class ParamEntry:
     unsharded: nn.Parameter | None = field(default=None, repr=False)
     shard_view: Tensor | None = None  # (spec's local numel,) view of the local shard
     runs_hooks: bool = False  # `unsharded` runs the hooks that users registered on `sharded`
+    shared_guard: SharedGuard | None = None  # where other ranks hold parts of it too
 
     @property
     def label(self) -> ParamLabel:
@@ -291,7 +293,7 @@ class ParamEntry:
     def view_in(self, shard: Tensor, guard: WriteGuard) -> None:
         """Make the sharded parameter a view of its part of a new shard."""
         self.shard_view = self.slice_of(shard)
-        param, view = self.sharded, self.shard_view
+        param, view, guard = self.sharded, self.shard_view, self.shared_guard or guard
         if (
             param.dtype != view.dtype
             or param.device != view.device
@@ -299,6 +301,14 @@ class ParamEntry:
         ):
             self.remake(guard)
         rebind(param, view, self.spec, guard)
+
+    def watch_writes(self, guard: WriteGuard) -> None:
+        """Count the writes to the parameter, if other ranks hold parts of it too."""
+        start, end = self.spec.range_of(self.spec.rank)
+        is_shared = 0 < end - start < self.spec.numel
+        if is_shared and self.shared_guard is None and self.shard_view is not None:
+            self.shared_guard = SharedGuard(guard)
+            rebind(self.sharded, self.shard_view, self.spec, self.shared_guard)
 
     def remake(self, guard: WriteGuard) -> None:
         """Make the sharded parameter what the entry says: of another dtype, or another shape."""

@@ -99,8 +99,10 @@ class ShownParams:
         self.set_flat(flat, shows_flat=shows_flat)
 
     def note_agreement(self) -> None:
-        """Note that all ranks have the `requires_grad` flags of now."""
+        """Note that all ranks have the parameters and `requires_grad` flags of now."""
         self.agreed_flags = trainable_flags(self)
+        for entry in self.at_rest:
+            entry.watch_writes(self.guard)
 
     def set_flat(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
         """Choose what is at rest; shows nothing."""

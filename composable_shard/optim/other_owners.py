@@ -134,7 +134,8 @@ def _ids_of(wanted: nn.Module | Iterable[nn.Module | Tensor]) -> set[int]:
 def handles_of(params: Sequence[Tensor]) -> list[FlatParamHandle]:
     """Return the handles of sharded parameters, each once."""
     guards = {param._guard: param for param in params if isinstance(param, FlatShard)}
-    return [handle for param in guards.values() if (handle := handle_of(param)) is not None]
+    found = [handle_of(param) for param in guards.values()]
+    return [handle for handle in dict.fromkeys(found) if handle is not None]
 
 
 def _check_sharing(params: list[Tensor], handles: list[FlatParamHandle], taken: set[int]) -> None:

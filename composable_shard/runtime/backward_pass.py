@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
-from composable_shard.comm import FlagReduction, Proposal, ShardGroup, trace
+from composable_shard.comm import FlagReduction, Proposal, ShardGroup, StepFacts, trace
 from composable_shard.flat_param import (
     FlatParamHandle,
     mark_pending,
@@ -147,7 +147,7 @@ class BackwardPass:
         values: Sequence[tuple[ShardGroup, list[int]]],
         *,
         highest: int,
-        facts: Sequence[str] | None = None,
+        facts: StepFacts | None = None,
         proposal: Proposal | None = None,
     ) -> FlagReduction:
         flags = FlagReduction(values, highest=highest, facts=facts, proposal=proposal)

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composable_shard.comm import MAX_COUNT, StepFacts
 from composable_shard.comm import note_setting as enter_setting
 from composable_shard.flat_param import (
     FlatParamHandle,
@@ -431,12 +432,13 @@ def _find_nonfinite(handle: FlatParamHandle) -> int | None:
     return int(largest.isfinite().logical_not().nonzero()[-1])
 
 
-def step_facts(context: TreeContext) -> list[str]:
+def step_facts(context: TreeContext) -> StepFacts:
     """Return what the program has done since the last backward, for all ranks to compare.
 
     Parameters that one rank owns whole are left out: only its owner's are stepped. So are those
-    with hooks in backward, which may be on some ranks only. Writes are not counted: an optimizer
-    may leave out shards that are empty on its rank.
+    with hooks in backward, which may be on some ranks only. Writes to a parameter are counted where
+    this rank and others hold parts of it: an optimizer may leave out shards that are empty. Where
+    each rank holds all, writes to the handle are.
     """
     handles = [
         handle
@@ -444,12 +446,30 @@ def step_facts(context: TreeContext) -> list[str]:
         for handle in state.handles
         if not (handle.layout.owners or handle.has_early_hooks)
     ]
-    num_writes = context.count_writes(sum([handle.guard.num_writes for handle in handles]))
-    has_grads = any([h.shown.at_rest[0].sharded.grad is not None for h in handles])
-    return [
-        f"a backward with{'' if num_writes else 'out'} writes to parameters since the last one (by "
+    before, now, counts = context.writes, {h.guard: h.guard.num_writes for h in handles}, []
+    has_writes = any([before.get(guard, number) != number for guard, number in now.items()])
+    for handle in handles:
+        whole = handle.guard if handle.shard_group.size == 1 else None
+        numbers = [0] * len(handle.entries)
+        for index, entry in enumerate(handle.shown.at_rest):
+            guard = entry.shared_guard if whole is None else whole
+            if guard is not None:
+                now[guard] = guard.num_writes
+                if guard in before:
+                    numbers[index] = 1 + (now[guard] - before[guard]) % MAX_COUNT
+            if whole is not None:
+                break
+        counts.append((handle.shard_group, numbers, handle.entries))
+    context.writes = now
+    # Of the first parameter with elements here: optimizers may leave out the others.
+    all_entries = [handle.shown.at_rest for handle in handles]
+    first = [next((e for e in es if e.sharded._local.numel()), es[0]) for es in all_entries]
+    has_grads = any([entry.sharded.grad is not None for entry in first])
+    line = (
+        f"a backward with{'' if has_writes else 'out'} writes to parameters since the last one (by "
         f"optimizer.step() or edits), with{'' if has_grads else 'out'} earlier gradients"
-    ]
+    )
+    return StepFacts(line, counts)
 
 
 def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:

@@ -23,7 +23,7 @@ from composable_shard.runtime.buckets import Buckets
 from composable_shard.runtime.buffers import BufferBroadcast
 from composable_shard.runtime.reads import CallHooks, LearntReads
 from composable_shard.runtime.reduction_order import ReductionOrder
-from composable_shard.tensor import PendingNotice
+from composable_shard.tensor import PendingNotice, WriteGuard
 from composable_shard.torch_private import backward_hooks_of
 
 Unit = TypeVar("Unit")
@@ -413,7 +413,7 @@ class TreeContext:
         self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.prefetched: dict[ShardState, bool] = {}
         self.notice: PendingNotice | None = None
-        self._num_writes = -1  # of all parameters, when the last backward ended
+        self.writes: dict[WriteGuard, int] = {}  # counted when the last backward ended
         self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
         trees.add(self)
 
@@ -488,11 +488,6 @@ class TreeContext:
         """Note whether there still may be graphs, on any rank: until parameters are written."""
         num_writes = sum(handle.guard.num_writes for handle in self.live_handles())
         self.serves_graphs = num_writes == self._graph_writes
-
-    def count_writes(self, num_writes: int) -> int:
-        """Note how often parameters have been written; return how often since the last backward."""
-        before, self._num_writes = self._num_writes, num_writes
-        return 0 if before == -1 else num_writes - before
 
     def warns_of_host_memory(self) -> bool:
         """Return True the first time, for a warning that is given once."""

@@ -24,6 +24,7 @@ from composable_shard.tensor.gradient_rules import (
 )
 from composable_shard.tensor.op_rules import register_op_rules
 from composable_shard.tensor.operands import (
+    SharedGuard,
     find_places,
     has_fitting_shape,
     local_part,
@@ -51,6 +52,7 @@ __all__ = [
     "PendingNotice",
     "PendingState",
     "ShardSpec",
+    "SharedGuard",
     "Slices",
     "WriteGuard",
     "find_places",

@@ -89,6 +89,11 @@ class WriteGuard:
             self._run_at_write()
 
     @property
+    def whole(self) -> WriteGuard:
+        """The guard of all of the shard."""
+        return self
+
+    @property
     def is_backward_running(self) -> bool:
         """Whether a backward that still needs the parameters is running, on the thread that asks.
 
@@ -466,7 +471,6 @@ class FlatShardOfDTensor(FlatShard, DTensorSlots):
 
 def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
     """Return `FlatShard(local, spec)`; for results of ops, where every microsecond counts."""
-    # By position: names cost as much as the rest.
     shard: FlatShard = make_wrapper(
         FlatShard, spec.shape, spec.stride, None, None, local.dtype, torch.strided, local.device
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.layout import Region, whole
-from composable_shard.tensor.flat_shard import FlatShard
+from composable_shard.tensor.flat_shard import FlatShard, WriteGuard
 from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec, local_box
 from composable_shard.torch_private import (
@@ -53,6 +53,30 @@ def binding(func: OpOverload) -> Callable[..., Any]:
 
 def _is_method(name: str) -> bool:
     return name.endswith("_") and not name.startswith("_")
+
+
+class SharedGuard(WriteGuard):
+    """The guard of a parameter of which several ranks hold parts: all of them write it alike."""
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, whole: WriteGuard) -> None:
+        super().__init__(whole.owner)
+        self._whole = whole
+
+    @property
+    def whole(self) -> WriteGuard:
+        """The guard of all of the shard."""
+        return self._whole
+
+    def note_write(self, fqn: str) -> None:
+        """Count a write to the parameter, and to the shard."""
+        self._whole.note_write(fqn)
+        self.num_writes += 1
+
+    def note_attributes(self, are_new: bool) -> None:
+        """Note for all of the shard whether there are attributes to adopt."""
+        self._whole.note_attributes(are_new)
 
 
 def note_write(shard: FlatShard) -> None:

@@ -1,0 +1,48 @@
+"""Parameters that ranks share are written equally often, or the next backward says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_shard import ShardingStrategy, fully_shard
+from tests import differences
+from tests.helpers import distributed
+from tests.models import rank_input
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("name", ["step_twice", "write_a_parameter"])
+def test_l_alone_writes_of_one_rank_are_named(name: str, strategy: str) -> None:
+    """Alone: an optimizer step, or an edit, on one rank; both trained on with other weights."""
+    cell = differences.measure(name, strategy, timeout_s=20)
+    assert cell.kind == "error", cell
+    assert "rank 0 is in a backward after " in cell.texts[0]
+    assert "rank 1 is in a backward after " in cell.texts[0]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+@distributed(2, 3)
+def test_optimizers_may_leave_out_empty_shards(
+    world_size: int, strategy: ShardingStrategy, foreach: bool, use_orig_params: bool
+) -> None:
+    """They write to other parameters on each rank, in groups that are written differently often."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3), nn.LayerNorm(3))
+    fully_shard([model[0], model[1]], strategy=strategy, use_orig_params=use_orig_params)
+    fully_shard(model, strategy=strategy, use_orig_params=use_orig_params)
+    params = [param for param in model.parameters() if param.to_local().numel()]
+    groups = [
+        {"params": [param for param in params if param.ndim > 1], "weight_decay": 0.1},
+        {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([each for each in groups if each["params"]], foreach=foreach)
+    assert world_size == dist.get_world_size()
+    for _ in range(3):
+        model(rank_input(4, 7)).square().mean().backward()
+        optimizer.step()
+        model.zero_grad()
