@@ -130,6 +130,7 @@ class Difference:
     is_plain: bool = True  # a plain model can do it too, so there is a right result
     strategies: tuple[str, ...] = ()  # all
     units: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (3,))  # the blocks of each
+    has_root: bool = True
 
 
 DIFFERENCES: dict[str, Difference] = {}
@@ -168,6 +169,9 @@ for _name, _order in {
     "repeat_for_another": (0, 1, 1, 3),
 }.items():
     DIFFERENCES[_name] = Difference(_ordered_step(*_order))
+DIFFERENCES["swap_equal_units_without_a_root"] = Difference(
+    _ordered_step(1, 0, 2, 3), has_root=False
+)
 DIFFERENCES["skip_different_units"] = Difference(
     _ordered_step(0, 2, 3), others=_ordered_step(0, 1, 3)
 )
@@ -582,7 +586,8 @@ def _make_peer(rank: int, name: str, strategy: str, directory: str) -> Run:
     mesh = init_device_mesh("cpu", (2,))
     for unit in DIFFERENCES[name].units:
         fsdp.fully_shard([run.model.blocks[index] for index in unit], mesh=mesh)
-    fsdp.fully_shard(run.model, mesh=mesh)
+    has_root = DIFFERENCES[name].has_root
+    fsdp.fully_shard(run.model if has_root else run.model.head, mesh=mesh)
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
     return run
 
@@ -597,7 +602,7 @@ def _make_run(rank: int, name: str, strategy: str, directory: str) -> Run:
     model = Chain()
     for unit in DIFFERENCES[name].units:
         fully_shard([model.blocks[index] for index in unit], **options)
-    fully_shard(model, **options)
+    fully_shard(model if DIFFERENCES[name].has_root else model.head, **options)
     run = Run(model, rank)
     run.directory = directory
     return run

@@ -40,7 +40,7 @@ from composable_shard.runtime.buffers import is_never_written, place_buffers
 from composable_shard.runtime.casts import iter_tensors
 from composable_shard.runtime.prefetch import release_handle
 from composable_shard.runtime.reduction_order import ReductionOrder
-from composable_shard.runtime.tree import find_unmanaged, get_states, raise_unmanaged
+from composable_shard.runtime.tree import find_unmanaged, get_states, name_apart, raise_unmanaged
 from composable_shard.runtime.unit import (
     ShardState,
     StateRef,
@@ -114,6 +114,7 @@ def join(context: TreeContext, other: TreeContext) -> TreeContext:
         return other
     context.take_over(other)
     states = context.live_states()
+    name_apart(states)
     join_tree([handle for state in states for handle in state.handles])
     for state in states:
         is_kept = state.reshard_after_forward is None and not state.is_in_pass

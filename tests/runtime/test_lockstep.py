@@ -25,6 +25,7 @@ from tests.helpers import distributed
     ("name", "strategy", "sides"),
     [
         ("swap_equal_units", "FULL_SHARD", ["gather of unit 'blocks.0'", "of unit 'blocks.1'"]),
+        ("swap_equal_units_without_a_root", "FULL_SHARD", ["unit 'Linear'", "unit 'Linear (2)'"]),
         ("skip_the_wide_unit", "SHARD_GRAD_OP", ["unit 'blocks.3'", "unit 'blocks.2'"]),
         ("full_tensor", "FULL_SHARD", ["full_tensor() of 'blocks.0.weight'", "forward gather"]),
         ("clip_for_full_tensor", "SHARD_OPTIM", ["full_tensor() of", "clip_grad_norm_(max_norm"]),
