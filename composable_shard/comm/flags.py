@@ -53,7 +53,7 @@ class _Named(Protocol):
     def label(self) -> object: ...
 
 
-MAX_COUNT = 250  # of writes, at which a count begins anew
+MAX_COUNT = 250  # at which a number of `StepFacts.writes` begins anew; even
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ class StepFacts:
 
     Attributes:
         line: The same on all ranks.
-        writes: For each flat parameter the ranks that share it or have copies, for each parameter
-            how often this rank has written it, and one more, or 0 for any number; and parameters.
+        writes: For each flat parameter the ranks that share it or have copies; for each parameter
+            1, 2 for each time that this rank has written it, and 1 if it has a gradient, or just 0
+            for anything; and the parameters.
     """
 
     line: str
@@ -78,9 +79,9 @@ class _StepRecord:
     maximum over the ranks is the same as each rank's own only if all ranks have the same: no rank
     publishes gradients otherwise. The digest is that of the collectives that all data-parallel
     ranks issue in a step, and of facts that only a program can make different: whether parameters
-    were written since the last backward, and whether they have gradients. How often a parameter was
-    written is compared where several ranks hold parts of it: those that don't send 0 for the number
-    and 0 for its complement. An accelerator's host does not wait: it looks when the next backward
+    were written since the last backward. How often a parameter was, and whether it has a gradient,
+    is compared where several ranks hold parts of it: those that don't send 0 for the number and 0
+    for its complement. An accelerator's host does not wait: it looks when the next backward
     ends. A proposal has a digest of its own, in which ranks may differ. A byte says whether a rank
     has issued something new, so that all of them exchange identities again. [Note: First steps]
     """
@@ -129,10 +130,13 @@ class _StepRecord:
             return []
         index = next(index for index, total in enumerate(sums) if total > 255)
         params = [param for _, counts, params in self._writes for param in params]
-        times, name = self._counts[index] - 1, params[index].label
+        times, has_grad = divmod(self._counts[index] - 1, 2)
         if times < 0:
-            return [f"a backward, and holds nothing of '{name}'"]
-        return [f"a backward after {times} writes to '{name}' (by optimizer.step() or edits)"]
+            return [f"a backward, and holds nothing of '{params[index].label}'"]
+        return [
+            f"a backward after {times} writes to '{params[index].label}' (by optimizer.step() or "
+            f"edits), which had {'an earlier' if has_grad else 'no'} gradient"
+        ]
 
     def exchange_again(self) -> None:
         """Exchange identities on all groups."""

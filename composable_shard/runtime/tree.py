@@ -451,9 +451,9 @@ def step_facts(context: TreeContext) -> StepFacts:
     """Return what the program has done since the last backward, for all ranks to compare.
 
     Parameters that one rank owns whole are left out: only its owner's are stepped. So are those
-    with hooks in backward, which may be on some ranks only. Writes to a parameter are counted where
-    this rank and others hold parts of it: an optimizer may leave out shards that are empty. Where
-    each rank holds all, writes to the handle are.
+    with hooks in backward, which may be on some ranks only. Writes to a parameter are counted, and
+    its gradient is looked for, where this rank and others hold parts of it: an optimizer may leave
+    out shards that are empty. Where each rank holds all, writes to the handle are.
     """
     handles = [
         handle
@@ -471,18 +471,18 @@ def step_facts(context: TreeContext) -> StepFacts:
             if guard is not None:
                 now[guard] = guard.num_writes
                 if guard in before:
-                    numbers[index] = 1 + (now[guard] - before[guard]) % MAX_COUNT
+                    num_writes, has_grad = (
+                        now[guard] - before[guard],
+                        entry.sharded.grad is not None,
+                    )
+                    numbers[index] = 1 + (2 * num_writes + has_grad) % MAX_COUNT
             if whole is not None:
                 break
         counts.append((handle.shard_group, numbers, handle.entries))
     context.writes = now
-    # Of the first parameter with elements here: optimizers may leave out the others.
-    all_entries = [handle.shown.at_rest for handle in handles]
-    first = [next((e for e in es if e.sharded._local.numel()), es[0]) for es in all_entries]
-    has_grads = any([entry.sharded.grad is not None for entry in first])
     line = (
         f"a backward with{'' if has_writes else 'out'} writes to parameters since the last one (by "
-        f"optimizer.step() or edits), with{'' if has_grads else 'out'} earlier gradients"
+        "optimizer.step() or edits)"
     )
     return StepFacts(line, counts)
 

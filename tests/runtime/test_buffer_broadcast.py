@@ -501,11 +501,11 @@ def test_error_leaves_the_next_step_right(strategy: ShardingStrategy) -> None:
             loss_of(each, step).backward()
         calls: list[int] = []
 
-        def failing(*args: Any, step: int = step, calls: list[int] = calls) -> Any:
+        def failing(*args: Any, step: int = step, calls: list[int] = calls, **options: Any) -> Any:
             calls.append(step)
             if len(calls) > step:
                 raise Planned
-            return broadcast(*args)
+            return broadcast(*args, **options)
 
         before = [buffer.clone() for buffer in model.buffers()]
         with pytest.MonkeyPatch.context() as patch:
