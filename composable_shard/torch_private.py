@@ -146,6 +146,8 @@ unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 # Of the frame in which every optimizer runs its step.
 STEP_CODE = Optimizer.profile_hook_step(lambda: None).__code__
+# Whose frames lie around parts of a step, once anything has been compiled.
+COMPILER_MODULE = "torch._dynamo.eval_frame"
 
 PARAMETER_CODE = nn.Parameter.__new__.__code__
 # Whether a profiler runs on this thread.

@@ -25,7 +25,13 @@ from torch.optim import Optimizer
 
 from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor, wrap
 from composable_shard.tensor.shard_spec import ShardSpec
-from composable_shard.torch_private import STEP_CODE, OpOverload, make_wrapper, schema_of
+from composable_shard.torch_private import (
+    COMPILER_MODULE,
+    STEP_CODE,
+    OpOverload,
+    make_wrapper,
+    schema_of,
+)
 
 
 class PendingNotice:
@@ -216,6 +222,7 @@ def _is_read_by_step(frame: FrameType | None) -> bool:
         if frame.f_code is STEP_CODE:
             return True
         is_own = isinstance(frame.f_locals.get("self"), Optimizer) and name != "zero_grad"
+        is_own = is_own or frame.f_globals.get("__name__") == COMPILER_MODULE
         if not is_own and name not in ("<listcomp>", "<genexpr>"):
             return False
         frame = frame.f_back

@@ -455,6 +455,21 @@ def test_c7_a_step_without_reduced_gradients_warns_once(
 
 
 @distributed(2)
+def test_c7_a_step_warns_where_something_was_compiled() -> None:
+    """Case 7: torch's compiler then puts frames of its own between a step and what it reads."""
+    torch.compile(nn.Identity(), backend="eager")(torch.ones(1))
+    model = _three_layers()
+    shard_children(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with no_sync(model):
+        _run_microbatch(model, 0)
+    with pytest.warns(UserWarning, match="skips parameters such as '0.*reduce_pending_gradients"):
+        optimizer.step()
+    assert not optimizer.state
+    reduce_pending_gradients(model)
+
+
+@distributed(2)
 def test_c7_a_closure_inside_a_step_drops_and_reduces() -> None:
     """Case 7: what a closure does is not taken for the step's own."""
 
