@@ -51,6 +51,9 @@ def _finish(process: subprocess.Popen[str], timeout: float = 90) -> str:
     return output
 
 
+_kept: list[dict[str, object]] = []
+
+
 def _run_here(script: Path, arguments: list[str], folder: Path) -> tuple[int, str]:
     """Run the script as this process' program; return its exit code, and what it printed."""
     os.chdir(folder)
@@ -59,7 +62,8 @@ def _run_here(script: Path, arguments: list[str], folder: Path) -> tuple[int, st
     code, output = 0, io.StringIO()
     with redirect_stdout(output):
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            # Kept, as at the end of a process: torch's DDP may hang where it dies after its group.
+            _kept.append(runpy.run_path(str(script), run_name="__main__"))
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return code, output.getvalue()
