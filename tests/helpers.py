@@ -472,11 +472,23 @@ def _answer(call: _Call, config: pytest.Config) -> bytes:
             torch.manual_seed(0)
             random.seed(0)
             args, kwargs = pickle.loads(call.payload)
-            value = _resolve(call.module, call.qualname)(*args, **kwargs)
+            with _undoing((*args, *kwargs.values())):
+                value = _resolve(call.module, call.qualname)(*args, **kwargs)
             unraisable.check()
             return pickle.dumps(_Answer(value=value))
     except BaseException:  # SystemExit and pytest's outcomes too: the parent waits for an answer
         return pickle.dumps(_Answer(error=traceback.format_exc()))
+
+
+@contextmanager
+def _undoing(arguments: Iterable[Any]) -> Iterator[None]:
+    """Undo what copies of the fixture `monkeypatch` have set in this process."""
+    try:
+        yield
+    finally:
+        for argument in arguments:
+            if isinstance(argument, pytest.MonkeyPatch):
+                argument.undo()
 
 
 class _Unraisable:

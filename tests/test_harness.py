@@ -61,6 +61,14 @@ def _crash() -> None:
     ctypes.string_at(0)
 
 
+def _set_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARNESS_TEST", "set")
+
+
+def _variable() -> str | None:
+    return os.environ.get("HARNESS_TEST")
+
+
 def _warn() -> None:
     warnings.warn("a warning nobody expects", UserWarning, stacklevel=1)
 
@@ -202,6 +210,12 @@ def test_every_failing_rank_is_reported_once() -> None:
 def test_failed_assert_shows_its_values() -> None:
     """Asserts of test modules are rewritten in the workers as they are in the parent."""
     assert "assert 5 == 2" in _rank_error(1, _compare, 2, 3).errors[0]
+
+
+def test_workers_undo_what_monkeypatch_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a test decides what the tests after it in the same workers measure."""
+    run_ranks(2, _set_variable, monkeypatch)
+    assert run_ranks(2, _variable) == [None, None]
 
 
 def test_call_after_a_failure_uses_fresh_workers() -> None:
