@@ -321,8 +321,10 @@ def _publish(
         pointer = path / temporary_name(LATEST)
         if os.path.lexists(pointer):
             _remove(pointer)
-        known = {each: run for each, run in read_history(path).items() if (path / each).is_dir()}
-        lines = [f"{each} {run}\n" for each, run in ({name: plan.run} | known).items()]
+        # An entry of this name is that of a removed one, of another run perhaps.
+        earlier = read_history(path).items()
+        known = [each for each in earlier if each[0] != name and (path / each[0]).is_dir()]
+        lines = [f"{each} {run}\n" for each, run in [(name, plan.run), *known]]
         with _created(pointer) as file:
             files.write(file, "".join(lines).encode())
         files.rename(pointer, path / LATEST)

@@ -13,6 +13,8 @@ from torch import nn
 
 from composable_shard import fully_shard, load_checkpoint, save_checkpoint
 from composable_shard.checkpoint import writer
+from composable_shard.checkpoint.reader import read_history
+from composable_shard.comm import get_host_group
 from tests.helpers import distributed, run_processes
 
 
@@ -43,6 +45,22 @@ def test_two_jobs_that_save_into_one_directory_lose_nothing(tmp_path: Path) -> N
     names = {name for each in kept for name in each}
     assert len(names) == 4
     assert set(os.listdir(tmp_path)) == names | {"latest", ".lock"}
+
+
+def test_the_name_of_a_removed_checkpoint_may_be_another_runs(tmp_path: Path) -> None:
+    """`latest` still lists what was removed after it was written; so runs took one another's."""
+    group = get_host_group()
+    for run, steps in {"first": (0, 1, 2), "second": (0, 3)}.items():
+        group.continue_run(run)
+        for step in steps:
+            save_checkpoint(tmp_path, _model(step), step=step, keep_last=2)
+    runs = {folder.name: read_history(tmp_path)[folder.name] for folder in tmp_path.glob("step_*")}
+    assert runs == {
+        "step_00000000": "second",
+        "step_00000001": "first",
+        "step_00000002": "first",
+        "step_00000003": "second",
+    }
 
 
 def _hold_lock(path: Path) -> str:
