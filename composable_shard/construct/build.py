@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from composable_shard.runtime import (
     place_buffers,
     post_forward,
     pre_forward,
+    read_state,
     watch_meta_buffers,
 )
 from composable_shard.state_dict import (
@@ -326,6 +328,35 @@ def register_hooks(module: nn.Module, state: ShardState) -> None:
     module.register_forward_pre_hook(partial(pre_forward, state), prepend=True)
     # always_call: the hook runs when the forward, or another hook, has raised.
     module.register_forward_hook(partial(post_forward, state), always_call=True)
+    module.__dict__["extra_repr"] = _UnitPrinter(module, vars(module).get("extra_repr"))
+
+
+class _UnitPrinter:
+    """Stands in for a module's `extra_repr`: what it returns, and a line on the unit."""
+
+    def __init__(self, module: nn.Module, own: Callable[[], str] | None) -> None:
+        self._module = weakref.ref(module)  # which holds this object
+        self._own = own
+
+    def __call__(self) -> str:
+        module: Any = self._module()
+        own = type(module).extra_repr(module) if self._own is None else self._own()
+        return f"{own}\n{_unit_line(read_state(module))}".lstrip()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._module(), self._own)
+
+
+def _unit_line(state: Any) -> str:
+    # Without its name: ModuleList prints neighbours with the same text once.
+    num_params = sum(len(handle.entries) for handle in state.handles)
+    numel = sum(handle.layout.unpadded_numel for handle in state.handles)
+    line = f"unit: {state.options.strategy.name}, {num_params} parameter{'s' * (num_params != 1)}"
+    for group in [handle.shard_group for handle in state.handles][:1]:
+        num_copies = group.num_ranks // group.size
+        line += f", {numel:,} elements" + f" over {group.size} ranks" * (group.size > 1)
+        line += f" in {num_copies} copies" * (num_copies > 1)
+    return line
 
 
 def register_state_dict_hooks(
