@@ -171,6 +171,13 @@ non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter(
     "_non_persistent_buffers_set"
 )
 load_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_load_state_dict_pre_hooks")
+load_post_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter(
+    "_load_state_dict_post_hooks"
+)
+# An optimizer's hooks before and after its `load_state_dict`.
+load_hooks_of: Callable[[Optimizer], tuple[dict[int, Any], ...]] = attrgetter(
+    "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
+)
 backward_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]] = attrgetter(
     "_backward_hooks", "_backward_pre_hooks"
 )

@@ -7,8 +7,10 @@ import functools
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -55,6 +57,7 @@ __all__ = [
     "every_granularity",
     "fingerprint",
     "full_tensor_of",
+    "in_two_passes",
     "loss_of",
     "make_net",
     "net_without_first_rank",
@@ -541,3 +544,11 @@ def saved(model: nn.Module) -> nn.Module:
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+@contextmanager
+def in_two_passes() -> Iterator[None]:
+    """Load checkpoints of any size as large ones: verified, and then read into place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("composable_shard.checkpoint.reader.STAGED_NBYTES", 0)
+        yield

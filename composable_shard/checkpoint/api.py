@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_shard.checkpoint.assignment import SaveArguments, list_items
+from composable_shard.checkpoint.assignment import ModelOwners, SaveArguments, list_items
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.objects import (
     OneOrMore,
@@ -37,15 +37,14 @@ from composable_shard.checkpoint.reader import (
     reading,
 )
 from composable_shard.checkpoint.run_state import (
-    ModelOwners,
     StagedModel,
+    StagedOptimizer,
     check_is_number,
     check_optimizers,
     check_state,
     compare_names,
     describe_model,
     list_names,
-    read_optimizer,
 )
 from composable_shard.checkpoint.writer import plan_save, write_checkpoint
 from composable_shard.comm import HostGroup, get_host_group
@@ -119,7 +118,7 @@ class LoadedCheckpoint:
         path: Its directory.
         world_size: Number of ranks that saved it.
         is_rng_restored: Whether the states of random number generators were restored.
-        nbytes_read: Bytes of tensors that this rank read.
+        nbytes_read: Bytes of tensors that this rank read, those that it read twice counted twice.
     """
 
     step: int
@@ -230,9 +229,11 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
 ) -> LoadedCheckpoint:
     """Load a checkpoint into any sharding and world size; call it on all ranks.
 
-    Each rank reads only its own shards, once. Everything is read into host memory and verified on
-    all ranks before anything changes. That takes the memory of this rank's part of the model and of
-    the optimizers' new state, which the optimizers then keep. Parameters and buffers on the meta
+    Each rank reads only its own shards. All of it is read and verified on all ranks before anything
+    changes, and then read again, straight into its place, so that a load takes no memory but for
+    state that an optimizer does not have yet. A model or optimizer with code of its own in a load
+    (`_load_from_state_dict`, hooks) is read once, into host memory, and so is a checkpoint of up to
+    16 MiB. Parameters and buffers on the meta
     device get memory on the mesh's device and their values, one flat parameter at a time, so that a
     rank never holds more than its shards and one unit. Random number generators are restored if the
     world size is the same. State of objects that are not passed is not read. Nothing in the files
@@ -252,6 +253,8 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         ValueError: On all ranks, if there is no such checkpoint, if a file is damaged, naming it,
             or if the checkpoint does not fit, naming parameters. Nothing has changed then.
         RuntimeError: If a model without units is on the meta device, or in a forward or backward.
+            On all ranks, if a rank can't read its verified part a second time: the message says
+            what has changed, and a checkpoint must be loaded again.
     """
     group = _quiet_group()
     text: list[str] = group.on_first(lambda: _find(path, step))
@@ -266,32 +269,19 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         names = list_names(reader, model, own, optimizers, trees)
     if strict:
         compare_names(group, reader.folder, names)
-    with reader, group.agreed(), _parsing(reader.folder / METADATA):
-        staged = StagedModel.read(reader, model, own, is_strict=strict)
-        states = [
-            read_optimizer(reader, model, own, each, tree)
-            for each, tree in zip(optimizers.values(), trees, strict=True)
-        ]
-        objects = stage_objects(reader, "scheduler", schedulers, is_strict=strict)
-        objects += stage_objects(reader, "scaler", as_dict(scaler), is_strict=strict)
-        tree = reader.metadata.tree
-        extra = json_tree.decode(tree["extra"], reader.read_whole)
-        rng_state = _read_rng_state(reader, group)
-    lenient = StateDictOptions(strict=False)
-    with changed(group, objects), kept_on_error(optimizers.values()):
-        if staged.meta is not None:
-            staged.apply()  # optimizers look at their parameters
-        with group.agreed(), torch.no_grad():
-            # After the check above, because its collectives use training's groups.
-            check_optimizers(model, optimizers)
-            load_optimizers = [
-                prepare_load(model, [each], state, lenient, is_given_away=True)
-                for each, state in zip(optimizers.values(), states, strict=True)
-            ]
-        # Code of users runs before anything that can't be undone.
-        with changed(group, staged.extra_changes(), *load_optimizers):
-            if staged.meta is None:
-                staged.apply()
+    with reader:
+        with group.agreed(), _parsing(reader.folder / METADATA):
+            staged = StagedModel.read(reader, model, own, is_strict=strict)
+            states = {
+                name: StagedOptimizer.read(reader, model, own, optimizers[name], tree)
+                for name, tree in zip(optimizers, trees, strict=True)
+            }
+            objects = stage_objects(reader, "scheduler", schedulers, is_strict=strict)
+            objects += stage_objects(reader, "scaler", as_dict(scaler), is_strict=strict)
+            extra = json_tree.decode(reader.metadata.tree["extra"], reader.read_whole)
+            rng_state = _read_rng_state(reader, group)
+        with changed(group, objects), kept_on_error(optimizers.values()):
+            _change(group, reader, staged, states)
     if rng_state is not None:
         set_rng_state(rng_state)
     group.continue_run(read_history(reader.folder.parent).get(reader.folder.name, ""))
@@ -373,6 +363,49 @@ def _parsing(path: Path) -> Iterator[None]:
         if isinstance(error, ValueError) and str(path.parent) in str(error):
             raise
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _change(
+    group: HostGroup,
+    reader: CheckpointReader,
+    staged: StagedModel,
+    optimizers: dict[str, StagedOptimizer],
+) -> None:
+    """Load a model and optimizers; if that fails, the caller gives optimizers their old state."""
+    if staged.meta is not None:
+        staged.apply()  # optimizers look at their parameters
+    with group.agreed(), torch.no_grad():
+        # After the first pass, because its collectives use training's groups.
+        check_optimizers(staged.model, optimizers)
+        lenient = StateDictOptions(strict=False)
+        load_optimizers = [
+            prepare_load(staged.model, [each.optimizer], each.state, lenient, is_given_away=True)
+            for each in optimizers.values()
+        ]
+    # Code of users runs before anything that can't be undone.
+    with changed(group, staged.extra_changes(), *load_optimizers):
+        with group.agreed(), _second_pass(reader.folder):
+            staged.fill(reader)
+            for each in optimizers.values():
+                each.fill(reader, staged.model)
+        if staged.meta is None:
+            with group.agreed():
+                staged.apply()
+
+
+@contextmanager
+def _second_pass(folder: Path) -> Iterator[None]:
+    """Say what has been changed if reading into place fails. [Note: Two passes]"""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    except Exception as error:
+        raise RuntimeError(
+            f"the load of {folder} was cut off in the middle: {error}. All of it had been read and "
+            "verified before, and it can't be read a second time. Parameters, buffers and optimizer"
+            " state are partly the checkpoint's now, and all else is as before. Call "
+            "load_checkpoint again before anything else."
+        ) from error
 
 
 def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:

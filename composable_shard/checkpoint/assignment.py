@@ -10,21 +10,23 @@ must have equal values, of which samples are compared. Anything else would be lo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.checkpoint.file_format import dtype_name
 from composable_shard.checkpoint.reader import byte_view
 from composable_shard.layout import Region
-from composable_shard.state_dict import json_tree
+from composable_shard.state_dict import canonical, json_tree, mesh_groups, params_by_fqn
 from composable_shard.tensor import FlatShard, local_part, region_of
 
 Owners = tuple[str, ...]  # names of the process groups that share a tensor
@@ -34,6 +36,47 @@ _MAX_NAMES = 8  # in a message
 # Levels of the tree at which ranks may own different names; a value below is one rank's whole.
 _LEVELS = {"model": 1, "optimizer": 4, "scheduler": 1, "scaler": 1, "extra": 0}
 _LEVELS |= {"scheduler_kinds": 1}
+
+
+class ModelOwners:
+    """Which process groups share the tensors of a model. [Note: Owners]"""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = {
+            fqn: _name_groups(mesh_groups([param.handle]))
+            for fqn, param in params_by_fqn(model).items()
+        }
+        groups = dict.fromkeys(name for names in self._params.values() for name in names)
+        # Not the names of the groups: that two groups share a model joins none of its parameters.
+        self._model = tuple(f"model {name}" for name in groups) or ("any model",)
+        self._unmanaged = {canonical(n) for n, _ in model.named_parameters()} - self._params.keys()
+
+    def of(self, fqn: str, value: Any) -> Owners:
+        """Return the owners of a parameter or buffer, or of what belongs to it."""
+        if fqn in self._params:
+            return self._params[fqn]
+        if isinstance(value, DTensor):
+            return _name_groups(value.device_mesh.get_all_groups())
+        return () if fqn in self._unmanaged else self._model
+
+    def of_model(self, tree: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Owners]:
+        """Return the owners of an encoded model's tensors, by their names in a checkpoint."""
+        named = ((fqn, json_tree.tensor_name(value)) for fqn, value in tree.items())
+        return {name: self.of(fqn, tensors[name]) for fqn, name in named if name is not None}
+
+    def of_optimizer(self, tree: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Owners]:
+        """Return the owners of an encoded optimizer's tensors, those of options included."""
+        found = dict.fromkeys(tensors, self._model)
+        for fqn, state in tree["state"].items():
+            for name in filter(None, map(json_tree.tensor_name, state.values())):
+                found[name] = self.of(fqn, tensors[name])
+        return found
+
+
+def _name_groups(groups: Iterable[dist.ProcessGroup]) -> Owners:
+    """Return a name for each group that all of its ranks, and no other group, have."""
+    ranks = [",".join(map(str, dist.get_process_group_ranks(group))) for group in groups]
+    return tuple(hashlib.sha256(each.encode()).hexdigest()[:16] for each in ranks if "," in each)
 
 
 @dataclass

@@ -1,4 +1,13 @@
-"""Read regions of the tensors of a checkpoint: no more bytes than needed, each one verified."""
+"""Read regions of the tensors of a checkpoint: no more bytes than needed, each one verified.
+
+[Note: Two passes]
+A load that held what it reads until everything is verified would need as much memory as this rank's
+part of the run. So a first pass verifies all bytes, and keeps only what has no memory yet in the
+run (the state of an optimizer that has taken no step). When all ranks agree that everything fits, a
+second pass reads the rest into its place, and checks it again. Only a file that can't be read a
+second time cuts a load off in the middle. Checkpoints of at most `STAGED_NBYTES` are kept in the
+first pass, and so are models with code of their own in a load, which must see all values.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +18,12 @@ import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from composable_shard.checkpoint.file_format import (
     LATEST,
@@ -24,9 +35,10 @@ from composable_shard.checkpoint.file_format import (
     parse_metadata,
 )
 from composable_shard.layout import Region, intersect, overlap, whole
-from composable_shard.tensor import find_places
+from composable_shard.tensor import FlatShard, find_places, region_of
 
-_BLOCK_NUMEL = 1 << 20  # elements located at a time
+STAGED_NBYTES = 1 << 24  # [Note: Two passes]
+_BLOCK_NUMEL = 1 << 20  # elements located, or moved to another dtype or device, at a time
 _MAX_LINES = 100_000
 
 
@@ -143,6 +155,7 @@ class CheckpointReader:
         self.folder = folder
         self.nbytes_read = 0
         self._files: dict[str, tuple[Path, int]] = {}
+        self._buffer = bytearray()
         path = folder / METADATA
         if metadata_text is None:
             with reading(path):
@@ -155,6 +168,11 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         while self._files:
             os.close(self._files.popitem()[1][1])
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all ranks hold what they read in memory. [Note: Two passes]"""
+        return sum(self.metadata.files.values()) <= STAGED_NBYTES
 
     def check_files(self) -> None:
         """Check that all data files exist and have the right length.
@@ -183,46 +201,87 @@ class CheckpointReader:
             ValueError: If a file is missing, truncated or damaged, naming it, or if elements are
                 in no piece.
         """
-        stored = self.metadata.tensors.get(name)
-        if stored is None:
-            raise ValueError(f"{self.folder} has no tensor '{name}'")
-        region = whole(stored.shape) if region is None else region
-        output = torch.empty(region.numel, dtype=stored.dtype)
-        num_found = sum(self._read_piece(stored, piece, region, output) for piece in stored.pieces)
-        if num_found < region.numel:
-            raise ValueError(
-                f"{self.folder / METADATA} is damaged: {region.numel - num_found} elements of "
-                f"'{name}' are in no file"
-            )
+        region = whole(self._find(name).shape) if region is None else region
+        output = torch.empty(region.numel, dtype=self._find(name).dtype)
+        self._read_region(name, region, output)
         return output
 
     def read_whole(self, name: str) -> Tensor:
         """Read all of a tensor, in its shape."""
         return self.read(name).view(self.metadata.tensors[name].shape)
 
+    def verify(self, name: str, region: Region) -> None:
+        """Read what `read` would read, and keep nothing.
+
+        Raises:
+            ValueError: As `read`.
+        """
+        self._read_region(name, region, None)
+
+    def read_into(self, name: str, place: Tensor) -> None:
+        """Read this rank's elements into a tensor of any kind, dtype and device.
+
+        Raises:
+            ValueError: As `read`; some elements may have been written then.
+        """
+        region = region_of(place)
+        local = place._local if isinstance(place, FlatShard) else place
+        local = (local.to_local() if isinstance(local, DTensor) else local).detach()
+        if not local.is_contiguous() or local.is_conj() or local.is_neg():
+            local.copy_(self.read(name, region).view(local.shape))
+        elif local.is_cpu and local.dtype == self._find(name).dtype:
+            self._read_region(name, region, local.view(-1))
+        else:
+            parts = local.view(-1).split(_BLOCK_NUMEL)
+            for number, part in enumerate(parts):
+                start = region.start + number * _BLOCK_NUMEL
+                part.copy_(self.read(name, replace(region, start=start, end=start + len(part))))
+
+    def _find(self, name: str) -> StoredTensor:
+        if (stored := self.metadata.tensors.get(name)) is None:
+            raise ValueError(f"{self.folder} has no tensor '{name}'")
+        return stored
+
+    def _read_region(self, name: str, target: Region, output: Tensor | None) -> None:
+        """Read and verify elements; without an output, only that."""
+        stored = self._find(name)
+        num_found = sum(self._read_piece(stored, piece, target, output) for piece in stored.pieces)
+        if num_found < target.numel:
+            raise ValueError(
+                f"{self.folder / METADATA} is damaged: {target.numel - num_found} elements of "
+                f"'{name}' are in no file"
+            )
+
     def _read_piece(
-        self, stored: StoredTensor, piece: Piece, target: Region, output: Tensor
+        self, stored: StoredTensor, piece: Piece, target: Region, output: Tensor | None
     ) -> int:
         """Read the elements of the target that are in a piece; return their number."""
         itemsize = stored.dtype.itemsize
         common = overlap(target, piece.region)
         if common is not None:
             if common.numel:
-                part = output[common.target_start :][: common.numel]
-                self._read_bytes(piece, common.source_start * itemsize, byte_view(part))
+                first = common.source_start * itemsize
+                ends = first, first + common.numel * itemsize
+                part = None
+                if output is not None:
+                    part = byte_view(output[common.target_start :][: common.numel])
+                self._read_bytes(piece, ends, part)
             return common.numel
         num_found = 0
         for start in range(0, target.numel, _BLOCK_NUMEL):
             end = min(start + _BLOCK_NUMEL, target.numel)
             places, sources = find_places(target, piece.region, start, end)
             if len(places):
-                output[places] = self._read_scattered(stored, piece, sources)
+                values = self._read_scattered(stored, piece, sources)
+                if output is not None:
+                    output[places] = values
                 num_found += len(places)
         return num_found
 
     def _read_scattered(self, stored: StoredTensor, piece: Piece, sources: Tensor) -> Tensor:
         """Read the chunks that hold some elements of a piece; return these elements."""
-        chunk_numel = self.metadata.chunk_nbytes // stored.dtype.itemsize
+        itemsize = stored.dtype.itemsize
+        chunk_numel = self.metadata.chunk_nbytes // itemsize
         values = torch.empty(len(sources), dtype=stored.dtype)
         numbers = sources // chunk_numel
         for number in numbers.unique().tolist():
@@ -230,24 +289,27 @@ class CheckpointReader:
             start = number * chunk_numel
             numel = min(chunk_numel, piece.region.numel - start)
             chunk = torch.empty(numel, dtype=stored.dtype)
-            self._read_bytes(piece, start * stored.dtype.itemsize, byte_view(chunk))
+            ends = start * itemsize, (start + numel) * itemsize
+            self._read_bytes(piece, ends, byte_view(chunk))
             values[is_in] = chunk[sources[is_in] - start]
         return values
 
-    def _read_bytes(self, piece: Piece, start: int, output: memoryview) -> None:
+    def _read_bytes(self, piece: Piece, ends: tuple[int, int], output: memoryview | None) -> None:
         """Read bytes of a piece, chunk by chunk; whole chunks go straight into the output."""
         chunk_nbytes = self.metadata.chunk_nbytes
-        nbytes = len(output)
-        for number in range(start // chunk_nbytes, -(-(start + nbytes) // chunk_nbytes)):
+        for number in range(ends[0] // chunk_nbytes, -(-ends[1] // chunk_nbytes)):
             low = number * chunk_nbytes
             high = min(low + chunk_nbytes, piece.nbytes)
-            from_, to = intersect((low, high), (start, start + nbytes))
-            part = output[from_ - start : to - start]
-            if len(part) == high - low:
+            from_, to = intersect((low, high), ends)
+            part = None if output is None else output[from_ - ends[0] : to - ends[0]]
+            if part is not None and len(part) == high - low:
                 self._read_chunk(piece, number, low, part)
-            else:
-                chunk = memoryview(bytearray(high - low))
-                self._read_chunk(piece, number, low, chunk)
+                continue
+            if len(self._buffer) < high - low:
+                self._buffer = bytearray(high - low)
+            chunk = memoryview(self._buffer)[: high - low]
+            self._read_chunk(piece, number, low, chunk)
+            if part is not None:
                 part[:] = chunk[from_ - low : to - low]
 
     def _open(self, name: str) -> tuple[Path, int]:

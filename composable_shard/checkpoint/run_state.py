@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_shard.checkpoint.assignment import Owners
 from composable_shard.checkpoint.objects import Change
 from composable_shard.checkpoint.reader import CheckpointReader
 from composable_shard.comm import HostGroup
@@ -29,9 +26,11 @@ from composable_shard.state_dict import (
     handles_of,
     is_extra_state,
     json_tree,
+    keeps_tensors,
     materialize,
-    mesh_groups,
+    own_tensors,
     params_by_fqn,
+    runs_own_code,
     set_model_state_dict,
     view_optimizers,
 )
@@ -41,47 +40,6 @@ _MAX_NAMES = 8  # in a message
 
 
 # Saving
-
-
-class ModelOwners:
-    """Which process groups share the tensors of a model. [Note: Owners]"""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._params = {
-            fqn: _name_groups(mesh_groups([param.handle]))
-            for fqn, param in params_by_fqn(model).items()
-        }
-        groups = dict.fromkeys(name for names in self._params.values() for name in names)
-        # Not the names of the groups: that two groups share a model joins none of its parameters.
-        self._model = tuple(f"model {name}" for name in groups) or ("any model",)
-        self._unmanaged = {canonical(n) for n, _ in model.named_parameters()} - self._params.keys()
-
-    def of(self, fqn: str, value: Any) -> Owners:
-        """Return the owners of a parameter or buffer, or of what belongs to it."""
-        if fqn in self._params:
-            return self._params[fqn]
-        if isinstance(value, DTensor):
-            return _name_groups(value.device_mesh.get_all_groups())
-        return () if fqn in self._unmanaged else self._model
-
-    def of_model(self, tree: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Owners]:
-        """Return the owners of an encoded model's tensors, by their names in a checkpoint."""
-        named = ((fqn, json_tree.tensor_name(value)) for fqn, value in tree.items())
-        return {name: self.of(fqn, tensors[name]) for fqn, name in named if name is not None}
-
-    def of_optimizer(self, tree: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Owners]:
-        """Return the owners of an encoded optimizer's tensors, those of options included."""
-        found = dict.fromkeys(tensors, self._model)
-        for fqn, state in tree["state"].items():
-            for name in filter(None, map(json_tree.tensor_name, state.values())):
-                found[name] = self.of(fqn, tensors[name])
-        return found
-
-
-def _name_groups(groups: Iterable[dist.ProcessGroup]) -> Owners:
-    """Return a name for each group that all of its ranks, and no other group, have."""
-    ranks = [",".join(map(str, dist.get_process_group_ranks(group))) for group in groups]
-    return tuple(hashlib.sha256(each.encode()).hexdigest()[:16] for each in ranks if "," in each)
 
 
 def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -149,25 +107,27 @@ def check_optimizers(model: nn.Module, names: Iterable[str]) -> None:
 
 @dataclass
 class StagedModel:
-    """A model's new state in host memory.
+    """A model's new state, in host memory or verified. [Note: Two passes]
 
     Attributes:
         model: The model to load.
         state: By name, without extra state; empty after `apply`.
         extra: What modules' `set_extra_state` get, by name.
         meta: The model's tensors, if any is on the meta device.
+        places: Names in the checkpoint, and the tensors of `state` that `fill` reads them into.
     """
 
     model: nn.Module
     state: dict[str, Any]
     extra: dict[str, Any]
     meta: ModelTensors | None
+    places: list[tuple[str, Tensor]]
 
     @classmethod
     def read(
         cls, reader: CheckpointReader, model: nn.Module, state: dict[str, Any], *, is_strict: bool
     ) -> StagedModel:
-        """Read and verify this rank's part; changes nothing.
+        """Verify this rank's part, and read what `fill` will not; changes nothing.
 
         Args:
             reader: The checkpoint.
@@ -196,23 +156,30 @@ class StagedModel:
             raise ValueError(f"{reader.folder} does not fit the model: {_listing(named)}")
         meta = _find_meta(reader, model, state, common)
         staged: dict[str, Any] = {}
-        places = params_by_fqn(model)
+        places: list[tuple[str, Tensor]] = []
+        is_kept = reader.is_small or meta is not None or runs_own_code(model)
+        params = params_by_fqn(model)
         known: dict[Any, tuple[str, str]] = {}  # name in the checkpoint, FQN
         for fqn, name in common.items():
             if name is None:
                 staged[fqn] = json_tree.decode(tree[fqn], _no_tensor)
                 continue
-            tied = places.get(fqn) or _memory(state[fqn]) or fqn
+            tied = params.get(fqn) or _memory(state[fqn]) or fqn
             first, same = known.setdefault(tied, (name, fqn))
-            if fqn == same or name != first:  # tied parameters are read once
-                staged[fqn] = _read_like(reader, name, state[fqn])
-                if not _has_same_bytes(staged[fqn], staged[same]):
-                    raise ValueError(
-                        f"'{fqn}' and '{same}' are one tensor in the model, and have different "
-                        f"values in {reader.folder}"
-                    )
+            if fqn == same:  # tied parameters are read once
+                staged[fqn] = state[fqn]
+                if is_kept:
+                    staged[fqn] = _read_like(reader, name, state[fqn])
+                else:
+                    reader.verify(name, region_of(state[fqn]))
+                    places.append((name, state[fqn]))
+            elif not _is_equal(reader, (name, first), state[fqn]):
+                raise ValueError(
+                    f"'{fqn}' and '{same}' are one tensor in the model, and have different "
+                    f"values in {reader.folder}"
+                )
             staged[fqn] = staged[same]
-        return cls(model, staged, extra, meta)
+        return cls(model, staged, extra, meta, places)
 
     def extra_changes(self) -> list[Change]:
         """Return how to change the extra state of each module that has some."""
@@ -222,6 +189,14 @@ class StagedModel:
             if key in self.extra:
                 found.append((module.get_extra_state, module.set_extra_state, self.extra[key]))
         return found
+
+    def fill(self, reader: CheckpointReader) -> None:
+        """Read values into the model's own tensors. [Note: Two passes]"""
+        for handle in handles_of(self.model):
+            if not handle.shown.is_in_scope:
+                handle.guard.note_write(handle.name)  # on all ranks, also if reading fails
+        for name, place in self.places:
+            reader.read_into(name, place)
 
     def apply(self) -> None:
         """Load the values into the model, and release them."""
@@ -276,45 +251,83 @@ def _find_meta(
     return found
 
 
-def read_optimizer(
-    reader: CheckpointReader,
-    model: nn.Module,
-    params: dict[str, Any],
-    optimizer: Optimizer,
-    tree: Any,
-) -> dict[str, Any]:
-    """Read and verify this rank's part of an optimizer's state, by name; changes nothing.
+@dataclass
+class StagedOptimizer:
+    """An optimizer's new state.
 
-    State of a parameter's shape is read in the parameter's sharding, other state whole.
-
-    Raises:
-        ValueError: If the checkpoint does not fit or is damaged.
+    Attributes:
+        optimizer: The optimizer to load.
+        state: As `get_optimizer_state_dict` returns it. Values that `fill` will read are the
+            optimizer's own tensors.
+        places: Names in the checkpoint, and FQNs and names of the state that `fill` reads.
     """
-    groups = json_tree.decode(tree["param_groups"], reader.read_whole)
-    view = view_optimizers(model, [optimizer])
-    own = [group.fqns for group in view]
-    _compare_groups(reader, own, groups)
-    homes = {fqn: group.options for group in view for fqn in group.fqns}
-    for group in groups:
-        known = next((homes[fqn] for fqn in group["params"] if fqn in homes), {})
-        for name, value in group.items():
-            _check_option(name, value, known.get(name))
-    wanted = {fqn for fqns in own for fqn in fqns}
-    state: dict[str, dict[str, Any]] = {}
-    for fqn, entries in tree["state"].items():
-        if fqn in wanted:
-            find = partial(_read_state, reader, params[fqn])
-            state[fqn] = json_tree.decode(entries, find)
-            check_state(fqn, state[fqn])
-    return {"state": state, "param_groups": groups}
 
+    optimizer: Optimizer
+    state: dict[str, Any]
+    places: list[tuple[str, str, str]]
 
-def _read_state(reader: CheckpointReader, param: Tensor, name: str) -> Tensor:
-    stored = reader.metadata.tensors.get(name)
-    # State of one element may be a number, which is the same on all ranks.
-    if stored is not None and stored.shape == param.shape and param.numel() != 1:
-        return _read_like(reader, name, param, stored.dtype)
-    return reader.read_whole(name)
+    @classmethod
+    def read(
+        cls,
+        reader: CheckpointReader,
+        model: nn.Module,
+        params: dict[str, Any],
+        optimizer: Optimizer,
+        tree: Any,
+    ) -> StagedOptimizer:
+        """Verify this rank's part, and read what `fill` will not; changes nothing.
+
+        State of a parameter's shape is read in the parameter's sharding, other state whole.
+
+        Raises:
+            ValueError: If the checkpoint does not fit or is damaged.
+        """
+        groups = json_tree.decode(tree["param_groups"], reader.read_whole)
+        view = view_optimizers(model, [optimizer])
+        own = [group.fqns for group in view]
+        _compare_groups(reader, own, groups)
+        homes = {fqn: group.options for group in view for fqn in group.fqns}
+        for group in groups:
+            known = next((homes[fqn] for fqn in group["params"] if fqn in homes), {})
+            for name, value in group.items():
+                _check_option(name, value, known.get(name))
+        found = cls(optimizer, {"state": {}, "param_groups": groups}, [])
+        is_kept = reader.is_small or not keeps_tensors(optimizer)
+        tensors = {} if is_kept else own_tensors(view)
+        for fqn, entries in tree["state"].items():
+            if fqn in homes:
+                at = {json_tree.tensor_name(encoded): key for key, encoded in entries.items()}
+                find = partial(found._find, reader, params[fqn], fqn, at, tensors.get(fqn, {}))
+                found.state["state"][fqn] = json_tree.decode(entries, find)
+                check_state(fqn, found.state["state"][fqn])
+        return found
+
+    def _find(
+        self,
+        reader: CheckpointReader,
+        param: Tensor,
+        fqn: str,
+        keys: Mapping[str | None, str],
+        own: Mapping[str, Tensor],
+        name: str,
+    ) -> Tensor:
+        stored = reader.metadata.tensors.get(name)
+        # State of one element may be a number, which is the same on all ranks.
+        if stored is None or stored.shape != param.shape or param.numel() == 1:
+            return reader.read_whole(name)
+        place = own.get(keys.get(name, ""))
+        is_same = place is not None and place.dtype == stored.dtype == param.dtype
+        if not is_same or type(place) is not type(param) or region_of(place) != region_of(param):
+            return _read_like(reader, name, param, stored.dtype)
+        reader.verify(name, region_of(param))
+        self.places.append((name, fqn, keys[name]))
+        return place
+
+    def fill(self, reader: CheckpointReader, model: nn.Module) -> None:
+        """Read values into the optimizer's tensors, after it has loaded. [Note: Two passes]"""
+        tensors = own_tensors(view_optimizers(model, [self.optimizer]))
+        for name, fqn, key in self.places:
+            reader.read_into(name, tensors[fqn][key])
 
 
 def check_state(fqn: str, state: dict[str, Any]) -> None:
@@ -379,10 +392,11 @@ def _read_like(
     return values.view(target.shape)
 
 
-def _has_same_bytes(first: Tensor, second: Tensor) -> bool:
-    if first is second:
+def _is_equal(reader: CheckpointReader, names: tuple[str, str], target: Tensor) -> bool:
+    """Return whether this rank's parts of two tensors have the same bytes."""
+    if names[0] == names[1]:
         return True
-    parts = [local_part(each).view(torch.uint8) for each in (first, second)]
+    parts = [local_part(_read_like(reader, name, target)).view(torch.uint8) for name in names]
     return torch.equal(*parts)
 
 

@@ -15,6 +15,7 @@ from composable_shard.state_dict.model_state import (
     adopt_new_data,
     load_values,
     materialize,
+    runs_own_code,
     show_shards,
 )
 from composable_shard.state_dict.model_tensors import (
@@ -29,8 +30,8 @@ from composable_shard.state_dict.model_tensors import (
     mesh_groups,
     params_by_fqn,
 )
-from composable_shard.state_dict.optimizer_load import prepare_load
-from composable_shard.state_dict.optimizer_state import view_optimizers
+from composable_shard.state_dict.optimizer_load import keeps_tensors, prepare_load
+from composable_shard.state_dict.optimizer_state import own_tensors, view_optimizers
 from composable_shard.state_dict.torch_calls import check_torch_call, show_whole_values
 
 __all__ = [
@@ -49,11 +50,14 @@ __all__ = [
     "handles_of",
     "is_extra_state",
     "json_tree",
+    "keeps_tensors",
     "load_values",
     "materialize",
     "mesh_groups",
+    "own_tensors",
     "params_by_fqn",
     "prepare_load",
+    "runs_own_code",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "show_shards",

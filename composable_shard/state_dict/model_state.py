@@ -41,6 +41,7 @@ from composable_shard.tensor import (
 )
 from composable_shard.torch_private import (
     load_from_state_dict_of,
+    load_post_hooks_of,
     load_pre_hooks_of,
     locals_of_caller,
     parameters_of,
@@ -121,6 +122,11 @@ def _find_name_problems(
     return [
         f"{kind} key(s) in state_dict: {_quoted(each)}." for kind, each in lists.items() if each
     ]
+
+
+def runs_own_code(model: nn.Module) -> bool:
+    """Return whether code that is not torch's sees, or changes, the values of a load."""
+    return any(_translates(each) or load_post_hooks_of(each) for each in model.modules())
 
 
 def _translates(module: nn.Module) -> bool:
@@ -441,7 +447,9 @@ def write_shard(handle: FlatParamHandle, pieces: Iterable[tuple[int, Tensor]]) -
     for index, piece in pieces:
         entry = handle.entries[index]
         handle.guard.note_write(entry.label.fqn)
-        entry.slice_of(handle.local_shard).copy_(piece)
+        place = entry.slice_of(handle.local_shard)
+        if piece.data_ptr() != place.data_ptr():  # torch's load functions fill it themselves
+            place.copy_(piece)
 
 
 def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None) -> None:

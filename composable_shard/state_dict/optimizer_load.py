@@ -29,6 +29,7 @@ from composable_shard.tensor import (
     needs_gather,
     slice_given,
 )
+from composable_shard.torch_private import load_hooks_of
 
 _KEPT_OPTIONS = ("params", "param_names")
 
@@ -63,7 +64,13 @@ def prepare_load(
     else:
         given.cut(ranks)
     with ranks.agreed():
-        joined = [[join_state(m, given.states) for m in group.members] for group in groups]
+        joined = [
+            [
+                join_state(m, given.states, group.optimizer.state.get(m.param, {}))
+                for m in group.members
+            ]
+            for group in groups
+        ]
 
     def load() -> None:
         for handle in ranks.handles:
@@ -72,6 +79,13 @@ def prepare_load(
             _load(optimizer, groups, joined, given.options)
 
     return load
+
+
+def keeps_tensors(optimizer: Optimizer) -> bool:
+    """Return whether torch's own code alone loads state, so that it may be filled afterwards."""
+    methods = optimizer.load_state_dict, optimizer.__setstate__
+    is_torchs = all(method.__module__.startswith("torch.optim.") for method in methods)
+    return is_torchs and not any(load_hooks_of(optimizer))
 
 
 def _load(

@@ -163,10 +163,29 @@ def _cut_flat(member: Member, name: str, value: Any, index: int) -> Any:
     return value
 
 
-def join_state(member: Member, states: States) -> dict[str, Any]:
+def own_tensors(groups: Iterable[Group]) -> States:
+    """Return the tensors of optimizers' state by name; a flat parameter's cut, sharing memory."""
+    found: States = {}
+    for group in groups:
+        for member in group.members:
+            state = dict(group.optimizer.state.get(member.param, {}))
+            for name, value in list(state.items()):
+                is_cut = isinstance(value, FlatShard) and value.shape == member.param.shape
+                if not (is_cut if member.is_flat else isinstance(value, Tensor)):
+                    del state[name]
+            found |= split_state(member, state)
+    return found
+
+
+def join_state(member: Member, states: States, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state for one parameter: the reverse of `split_state`.
 
     A flat parameter gets zeros for originals without state.
+
+    Args:
+        member: The parameter.
+        states: By name.
+        own: Its present state; returned where the given values share all of its memory.
 
     Raises:
         ValueError: If originals of one flat parameter have different numbers.
@@ -187,12 +206,27 @@ def join_state(member: Member, states: States) -> dict[str, Any]:
             _check_equal(name, values)
             joined[name] = first
             continue
+        if _is_own(member, name, own.get(name), values):
+            joined[name] = own[name]
+            continue
         whole = torch.zeros_like(handle.local_shard, dtype=first.dtype)
         for fqn, index in zip(member.fqns, member.indices, strict=True):
             if fqn in values:
                 handle.entries[index].slice_of(whole).copy_(values[fqn]._local)
         joined[name] = FlatShard(handle.shown.flat.slice_of(whole), handle.shown.flat.spec)
     return joined
+
+
+def _is_own(member: Member, name: str, own: Any, values: dict[str, Any]) -> bool:
+    """Return whether values are the parts of a flat parameter's own state, in its memory."""
+    if not isinstance(own, FlatShard) or values.keys() != set(member.fqns):
+        return False
+    cuts = split_state(member, {name: own})
+    return all(
+        isinstance(value, FlatShard)
+        and value._local.data_ptr() == cuts[fqn][name]._local.data_ptr()
+        for fqn, value in values.items()
+    )
 
 
 def _check_equal(name: str, values: dict[str, Any]) -> None:
