@@ -1,10 +1,5 @@
 """What the ranks do when a collective fails: each says where it is, and all raise the same error.
 
-[Note: Watch].
-
-- Each backward compares a digest of what was issued since the last one, before it publishes
-  gradients. [Note: Digest of a step]
-
 [Note: Watch]
 A thread looks twice a second whether this rank issues collectives. When none has come for a second,
 it writes into the store of the default process group what the rank last issued and which line of

@@ -471,10 +471,8 @@ def step_facts(context: TreeContext) -> StepFacts:
             if guard is not None:
                 now[guard] = guard.num_writes
                 if guard in before:
-                    num_writes, has_grad = (
-                        now[guard] - before[guard],
-                        entry.sharded.grad is not None,
-                    )
+                    num_writes = now[guard] - before[guard]
+                    has_grad = entry.sharded.grad is not None
                     numbers[index] = 1 + (2 * num_writes + has_grad) % MAX_COUNT
             if whole is not None:
                 break
