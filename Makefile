@@ -57,10 +57,11 @@ clean:
 		.import_linter_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Of torch and what it needs, most modules are never imported: the others compile when they are.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --editable '.[test,check,tutorial]'
 	@touch $@
 

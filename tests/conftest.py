@@ -57,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     args += [f"-c{config.inipath}"] if config.inipath else []
     args += [f"-W{option}" for option in config.getoption("pythonwarnings") or ()]
     helpers.configure_workers(args)
+    helpers.seed_the_host_alone()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
