@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
 
-from composable_shard.comm import ShardGroup
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
     FlatShard,
@@ -411,50 +407,3 @@ def unhide(param: FlatShard) -> None:
 def set_requires_grad(param: FlatShard, flag: bool) -> None:
     """Set the flag of a parameter, which may be hidden and refuse that to users."""
     FlatShard.requires_grad.__set__(param, flag)  # type: ignore[attr-defined]
-
-
-def flat_spec(
-    specs: Sequence[ShardSpec], layout: FlatLayout, shard_group: ShardGroup, name: str
-) -> ShardSpec:
-    """Return the spec of the flat parameter that holds parameters of these specs.
-
-    Raises:
-        RuntimeError: If parameters of a tensor-parallel mesh lie on it in different ways.
-    """
-    shape, tensor_parallel = torch.Size([layout.end]), specs[0].tensor_parallel
-    if tensor_parallel is not None:
-        mesh, placements = tensor_parallel
-        numel, placements = _flat_placement(layout.end, mesh, placements)
-        shape, tensor_parallel = torch.Size([numel]), (mesh, placements)
-    total = sum(spec.shape.numel() for spec in specs)
-    is_even = total * layout.end == sum(layout.numels) * shape.numel()
-    if len({spec.tensor_parallel for spec in specs}) > 1 or not is_even:
-        raise RuntimeError(
-            f"the parameters {[spec.label.fqn for spec in specs]} lie on their tensor-parallel "
-            "mesh in different ways, or unevenly, so they can't be one flat parameter. Pass "
-            "use_orig_params=True, or make them units of their own."
-        )
-    return ShardSpec(
-        shape=shape,
-        dense_shape=torch.Size([layout.end]),
-        dense_stride=(1,),
-        layout=layout,
-        index=None,
-        rank=shard_group.rank,
-        group_name=shard_group.name,
-        tensor_parallel=tensor_parallel,
-        label=ParamLabel(name, specs[0].label.owned),
-    )
-
-
-def _flat_placement(
-    numel: int, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> tuple[int, tuple[Placement, ...]]:
-    """Return the elements of a mesh's flat parameters together, and how they lie on the mesh."""
-    flat: list[Placement] = []
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            numel *= mesh.size(axis)
-            placement = Shard(0)
-        flat.append(placement)
-    return numel, tuple(flat)

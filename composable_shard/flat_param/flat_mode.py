@@ -7,12 +7,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from composable_shard.flat_param.entries import FlatEntry, flat_spec
+from composable_shard.flat_param.entries import FlatEntry
 from composable_shard.flat_param.grad_pieces import local_gradient
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.pending import settled
 from composable_shard.flat_param.shown import check_flags, take_flags
-from composable_shard.tensor import FlatShard, ShardSpec, reduced_gradient, wrap
+from composable_shard.tensor import FlatShard, ShardSpec, flat_spec, reduced_gradient, wrap
 from composable_shard.torch_private import post_accumulate_hooks_of
 
 
@@ -36,8 +36,7 @@ def make_flat_entry(handle: FlatParamHandle) -> FlatEntry:
 
 
 def _flat_spec(handle: FlatParamHandle) -> ShardSpec:
-    specs = [entry.spec for entry in handle.entries]
-    return flat_spec(specs, handle.layout, handle.shard_group, handle.shown.flat_slot.name)
+    return flat_spec([entry.spec for entry in handle.entries], handle.shown.flat_slot.name)
 
 
 def check_can_show_flat(handle: FlatParamHandle) -> None:

@@ -25,12 +25,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from composable_shard.comm import ShardGroup, compare_lines
-from composable_shard.flat_param.entries import flat_spec
 from composable_shard.flat_param.full_values import FullValues
 from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.shard import LocalShard
 from composable_shard.layout import FlatLayout, balance, fullest
+from composable_shard.tensor import flat_spec
 
 
 def change_owners(handle: FlatParamHandle, owners: Sequence[int]) -> None:
@@ -86,8 +86,7 @@ def _take_layout(
         entry.view_in(shard.values, handle.guard)
     flat = handle.shown.flat
     if flat is not None:
-        specs = [entry.spec for entry in handle.entries]
-        spec = flat_spec(specs, layout, handle.shard_group, flat.label.fqn)
+        spec = flat_spec([entry.spec for entry in handle.entries], flat.label.fqn)
         flat.spec = replace(spec, label=flat.label)
         flat.used = [flat.used[index] for index in order]
         flat.view_in(shard.values, handle.guard)

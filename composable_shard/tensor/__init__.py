@@ -42,7 +42,7 @@ from composable_shard.tensor.pending import (
     show_pending,
 )
 from composable_shard.tensor.reduction_rules import max_over, reduction_groups, sum_over
-from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec, user_attributes
+from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec, flat_spec, user_attributes
 
 __all__ = [
     "DTensorSlots",
@@ -56,6 +56,7 @@ __all__ = [
     "Slices",
     "WriteGuard",
     "find_places",
+    "flat_spec",
     "group_slices",
     "has_fitting_shape",
     "hide_pending",
