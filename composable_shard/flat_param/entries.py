@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.layout import FlatLayout
+from composable_shard.options import HIDDEN, advise
 from composable_shard.tensor import (
     FlatShard,
     FlatShardOfDTensor,
@@ -21,9 +22,11 @@ from composable_shard.tensor import (
     rebind,
 )
 from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
     buffers_of,
     flat_weights_names_of,
     flat_weights_of,
+    make_wrapper,
     modules_of,
     parameters_of,
     post_accumulate_hooks_of,
@@ -79,10 +82,11 @@ class _Container(Protocol):
     def __setitem__(self, key: Any, value: Any, /) -> None: ...
 
 
-Slot = tuple[_Container, Any]  # container[key] is where a module shows a parameter
+# container[key] is where a module shows a parameter; the module, if the key is an attribute's name
+Slot = tuple[_Container, Any, "ModuleItems | None"]
 
 
-class _ModuleItems:
+class ModuleItems:
     """A container that is found through its module on every access.
 
     Holds the module weakly: the module's hooks lead to the handle that holds the slot, and a
@@ -90,45 +94,45 @@ class _ModuleItems:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
 
     def _get(self) -> nn.Module:
-        module = self._module()
+        module = self.module()
         if module is None:
             raise RuntimeError("the module that shows this parameter was deleted")
         return module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleItems:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleItems:
         # Hooks are copied before child modules, so the module may not have been reached yet.
-        return type(self)(copy.deepcopy(self._get(), memo))
+        return type(self)(copy.deepcopy(self.module() or nn.Module(), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._get(),)
+        return type(self), (self.module() or nn.Module(),)
 
 
-class _Attributes(_ModuleItems):
+class _Attributes(ModuleItems):
     """The parameters of a module that overrides `__setattr__`."""
 
     def __getitem__(self, name: str) -> Any:
         return parameters_of(self._get())[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if (module := self._module()) is not None:
+        if (module := self.module()) is not None:
             setattr(module, name, value)
 
 
-class _FlatWeights(_ModuleItems):
+class _FlatWeights(ModuleItems):
     """The list that an RNN's forward reads; RNNBase makes a new one in `.to()` and `to_empty()`."""
 
     def __getitem__(self, position: int) -> Any:
         return flat_weights_of(self._get())[position]
 
     def __setitem__(self, position: int, value: Any) -> None:
-        if (module := self._module()) is not None:
+        if (module := self.module()) is not None:
             flat_weights_of(module)[position] = value
 
 
-class FlatSlot(_ModuleItems):
+class FlatSlot(ModuleItems):
     """The place where a unit's module shows its flat parameter: an entry of `_parameters`."""
 
     def __init__(self, module: nn.Module, name: str, is_ours: bool = False) -> None:
@@ -147,7 +151,7 @@ class FlatSlot(_ModuleItems):
         """Show `flat`, or nothing, in a place among the parameters that it then keeps."""
         if flat is None and not self._is_ours:
             return
-        if self._module() is None:
+        if self.module() is None:
             return  # deleted, as by replacing it in its parent
         self._shown = flat
         attributes = self._get().__dict__
@@ -161,7 +165,7 @@ class FlatSlot(_ModuleItems):
 
     def remove(self) -> None:
         """Give up the place."""
-        if self._is_ours and (module := self._module()) is not None:
+        if self._is_ours and (module := self.module()) is not None:
             self._is_ours = False
             parameters_of(module).pop(self.name, None)
 
@@ -180,7 +184,7 @@ class FlatSlot(_ModuleItems):
 
     def is_around(self, module: nn.Module) -> bool:
         """Return whether `module` is in the unit's first module, or is it."""
-        outer = self._module()
+        outer = self.module()
         return outer is not None and any(each is module for each in outer.modules())
 
     def keep_reachable(self, flat: Tensor) -> None:
@@ -196,17 +200,18 @@ class FlatSlot(_ModuleItems):
 
 def find_slots(module: nn.Module, name: str) -> list[Slot]:
     """Return every place where `module` itself keeps its parameter `name`."""
+    place = ModuleItems(module)
     if isinstance(module, nn.RNNBase):
         position = flat_weights_names_of(module).index(name)
-        return [(parameters_of(module), name), (_FlatWeights(module), position)]
+        return [(parameters_of(module), name, place), (_FlatWeights(module), position, None)]
     if type(module).__setattr__ is nn.Module.__setattr__:
-        return [(parameters_of(module), name)]
-    return [(_Attributes(module), name)]
+        return [(parameters_of(module), name, place)]
+    return [(_Attributes(module), name, place)]
 
 
 def slot_key(slot: Slot) -> tuple[int, Any]:
     """Return what identifies a slot that is an entry of a module's `_parameters`."""
-    container, key = slot
+    container, key, _ = slot
     if isinstance(container, _Attributes):
         container = parameters_of(container._get())
     return id(container), key
@@ -249,6 +254,7 @@ class ParamEntry:
     sharded: FlatShard  # the original Parameter object; spec.shape
     spec: ShardSpec
     slots: list[Slot] = field(default_factory=list)  # every place that shows it; several if tied
+    hidden: HiddenParam | None = None  # what stands for it where it is hidden
     # spec.shape, a view of the unsharded buffer; printing it without storage would crash
     unsharded: nn.Parameter | None = field(default=None, repr=False)
     shard_view: Tensor | None = None  # (spec's local numel,) view of the local shard
@@ -269,6 +275,10 @@ class ParamEntry:
         start, end = spec.layout.local_range(spec.index, spec.rank)
         return shard[start:end]
 
+    def hidden_at(self, place: ModuleItems | None) -> HiddenParam | None:
+        """Return what a slot holds where the parameter is hidden: None where it is registered."""
+        return self.hidden if place is None else None
+
     def add_slots(self, slots: list[Slot]) -> None:
         """Let the parameter be shown in further places."""
         self.slots = self.slots + slots
@@ -280,6 +290,7 @@ class ParamEntry:
         """
         take_place(original, self.sharded)
         self.sharded = original  # type: ignore[assignment]
+        self.hidden = HiddenParam(self.sharded)
         if self.shard_view is None or original.dtype != self.shard_view.dtype:
             raise RuntimeError(
                 f"parameter '{self.label}' has {original.dtype} after it was sharded, not that of "
@@ -325,6 +336,69 @@ class FlatEntry(ParamEntry):
     """
 
     used: list[bool] = field(default_factory=list)  # whose gradients are in its `.grad`
+
+
+class HiddenParam(Tensor):
+    """What modules have in the place of a hidden original: a size, and errors for other uses.
+
+    [Note: Hidden originals]
+    The modules register None meanwhile: names keep their order, and no list of parameters has the
+    originals. A layer that found None would compute without its weight, as norms do. So there is a
+    plain attribute, which is found first. The shard itself would be a trap: after `.to()` or
+    `to_empty()` its slice is that of before until the next forward.
+    """
+
+    _hidden: FlatShard
+
+    @staticmethod
+    def __new__(cls, hidden: FlatShard) -> HiddenParam:
+        """Stand for a parameter."""
+        self: HiddenParam = make_wrapper(cls, hidden.shape)
+        self._hidden = hidden
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override] # a plain attribute in the stub
+        """The parameter's."""
+        return self._hidden.dtype
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Tell the size, raise for anything else."""
+        if func not in _SIZES:
+            cls.__torch_dispatch__(func, types, args, kwargs)
+        with DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub lacks `func`
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Raise: there are no values."""
+        given = [*args, *(kwargs or {}).values()]
+        flat = [item for arg in given for item in (arg if isinstance(arg, list | tuple) else [arg])]
+        label = next((str(item) for item in flat if isinstance(item, HiddenParam)), "?")
+        raise RuntimeError(
+            f"parameter '{label}' has no values of its own: its unit shows one flat parameter "
+            f"(use_orig_params=False). {advise(HIDDEN)}"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return type(self), (self._hidden,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HiddenParam:
+        return type(self)(copy.deepcopy(self._hidden, memo))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # as FlatShard's
+        return str(self._hidden._shard_spec.label)
+
+
+_SIZES = {
+    *(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "ndim", "shape")),
+    *(getattr(Tensor, name) for name in ("dim", "numel", "size")),
+}
 
 
 class _HiddenShard(FlatShard):

@@ -213,7 +213,7 @@ class FlatParamHandle:
             "offload": self.offload,
             "requires_grad": self.requires_grad,
             "has_fixed_owners": self.has_fixed_owners,
-            "entries": [(entry.sharded, entry.slots) for entry in self.entries],
+            "entries": [(entry.sharded, entry.slots, entry.hidden) for entry in self.entries],
             "parts": (
                 self.full.small_group,
                 self.grads.reduction.divide_factor,
@@ -228,8 +228,8 @@ class FlatParamHandle:
         self.__dict__.update(state)
         self.entries = [
             # The parameter's own spec: optimizers compare specs by identity first.
-            ParamEntry(sharded, sharded._shard_spec, slots)
-            for sharded, slots in state["entries"]
+            ParamEntry(sharded, sharded._shard_spec, slots, hidden)
+            for sharded, slots, hidden in state["entries"]
         ]
         if flat is not None:
             sharded, used = flat

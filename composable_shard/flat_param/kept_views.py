@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from composable_shard.flat_param.entries import HiddenParam
 from composable_shard.flat_param.full_values import FullValues
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.torch_private import DisableTorchFunctionSubclass
@@ -85,7 +86,8 @@ def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
             found = item if isinstance(item, (list, tuple)) else (item,)
             if isinstance(item, Mapping):
                 found = list(item.values())
-            yield from (value for value in found if isinstance(value, Tensor))
+            tensors = (value for value in found if isinstance(value, Tensor))
+            yield from (value for value in tensors if not isinstance(value, HiddenParam))
 
 
 def guard_kept_views(handles: Sequence[FlatParamHandle], module: nn.Module) -> int:

@@ -2,8 +2,8 @@
 
 At rest they show the sharded parameters: the originals, or the one flat parameter instead of
 them. In forward, backward and after `unshard` they show the unsharded originals, and inside
-`unshard_params` the parameters of that scope. Hidden originals leave None in `_parameters`, so that
-names keep their order when they come back.
+`unshard_params` the parameters of that scope. Hidden originals leave None in `_parameters` and a
+plain attribute that raises, see [Note: Hidden originals].
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class ShownParams:
         self.agreed_flags: list[bool] | None = None
         # container, key, at rest, unsharded
         self._slots: list[tuple[Any, Any, Tensor | None, Tensor | None]] = []
+        # Module, name, what stands for the original; none where originals are at rest
+        self._hidden: list[tuple[Any, str, Tensor | None]] = []
         self.set_flat(flat, shows_flat=shows_flat)
 
     def note_agreement(self) -> None:
@@ -115,11 +117,13 @@ class ShownParams:
 
     def index_slots(self) -> None:
         """Refresh the flat list that registration walks; call after `entries[i].slots` changed."""
-        self._slots = [
-            (container, key, None if self.shows_flat else entry.sharded, entry.unsharded)
-            for entry in self.entries
-            for container, key in entry.slots
-        ]
+        self._slots, self._hidden = [], []
+        for entry in self.entries:
+            for container, key, place in entry.slots:
+                at_rest = entry.hidden_at(place) if self.shows_flat else entry.sharded
+                self._slots.append((container, key, at_rest, entry.unsharded))
+                if self.shows_flat and place is not None:
+                    self._hidden.append((place.module, key, entry.hidden))
         if self.shows_flat and self.flat is not None:
             slot = self.flat_slot
             self._slots.append((slot.take(), slot.name, self.flat.sharded, None))
@@ -145,6 +149,9 @@ class ShownParams:
             self.show_unsharded_as(None)
         for container, key, _, unsharded in self._slots:
             container[key] = unsharded
+        for module_ref, name, _ in self._hidden:
+            if (module := module_ref()) is not None:
+                module.__dict__.pop(name, None)
         self.state = UNSHARDED
 
     def show_sharded(self) -> None:
@@ -155,6 +162,9 @@ class ShownParams:
             self.show_unsharded_as(None)
         for container, key, at_rest, _ in self._slots:
             container[key] = at_rest
+        for module_ref, name, hidden in self._hidden:
+            if (module := module_ref()) is not None:
+                module.__dict__[name] = hidden
         self.state = SHARDED
 
     def show_unsharded_as(self, flat: nn.Parameter | None) -> None:
@@ -173,13 +183,27 @@ class ShownParams:
         self._show(None, None)
         for container, key, at_rest, unsharded in self._slots:
             container[key] = unsharded if self.state is UNSHARDED else at_rest
+        if self.state is UNSHARDED or not self.shows_flat:
+            self._hide(False)
 
     def _show(self, originals: Sequence[Tensor] | None, flat: Tensor | None) -> None:
         """Make the modules show these parameters: one for each entry, or none of them."""
         for index, entry in enumerate(self.entries):
-            for container, key in entry.slots:
-                container[key] = None if originals is None else originals[index]
+            for container, key, place in entry.slots:
+                hidden = entry.hidden_at(place)
+                container[key] = hidden if originals is None else originals[index]
+        self._hide(originals is None)
         self.flat_slot.show(flat)
+
+    def _hide(self, flag: bool) -> None:
+        """Make the originals plain attributes, or leave only what is registered."""
+        for entry in self.entries:
+            for _, key, place in entry.slots:
+                module = None if place is None else place.module()
+                if module is not None and flag:
+                    vars(module)[key] = entry.hidden
+                elif module is not None:
+                    vars(module).pop(key, None)
 
     def check_registered(self) -> None:
         """Check that the modules still show our parameters.
@@ -212,7 +236,7 @@ class ShownParams:
     def _label_at(self, container: Any, key: Any) -> object:
         """Return the name of the parameter that is shown in a slot."""
         for entry in self.entries:
-            if any(container is other and key == name for other, name in entry.slots):
+            if any(container is other and key == name for other, name, _ in entry.slots):
                 return entry.label
         return key if self.flat is None else self.flat.label
 
@@ -235,7 +259,7 @@ class ShownParams:
         slots = [
             (container, key, container[key])
             for entry in self.entries
-            for container, key in entry.slots
+            for container, key, _ in entry.slots
         ]
         if flat is not None:
             slots.append((self.flat_slot.take(), self.flat_slot.name, flat))

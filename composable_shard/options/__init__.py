@@ -5,6 +5,7 @@ Read `unit_options` first, then `strategy` (what each strategy keeps, frees and 
 
 from composable_shard.options.advice import (
     FULL_SIZE,
+    HIDDEN,
     METHOD,
     VALUES,
     advise,
@@ -39,6 +40,7 @@ from composable_shard.options.unit_options import (
 __all__ = [
     "DEFAULT_STRATEGY",
     "FULL_SIZE",
+    "HIDDEN",
     "METHOD",
     "PRECISIONS",
     "VALUES",

@@ -131,6 +131,13 @@ ANYTHING = Advice(
     f"p.full_tensor() for one whole tensor, on all ranks. {_IN_TRAINING}.",
     _never,
 )
+HIDDEN = Advice(
+    "the same with `use_orig_params=False`",
+    "",
+    "Read and edit the module's full parameters inside unshard_params(module), or call "
+    f"register_orig_params(module) to have shards of them at rest. {_IN_TRAINING}.",
+    _never,
+)
 FULL_SIZE = Advice(
     "a sharded parameter with a tensor of its whole size, such as optimizer state made before: "
     "`p + full`",
@@ -202,7 +209,7 @@ FUNCTIONS = Advice(
 
 # What the page lists, and, of these, what frames tell; the first one that fits.
 CALLS = (
-    *(LAYER, METHOD, ANYTHING, FULL_SIZE, VALUES, SAVE, SAFETENSORS),
+    *(LAYER, METHOD, ANYTHING, HIDDEN, FULL_SIZE, VALUES, SAVE, SAFETENSORS),
     *(WRAPPED, LINE_SEARCH, MATRICES, FUNCTIONS, NOTEBOOK),
 )
 _FOUND = (SAFETENSORS, WRAPPED, LINE_SEARCH, MATRICES, METHOD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import re
 import time
 import warnings
 import weakref
@@ -30,6 +31,8 @@ from composable_shard import (
     get_states,
     is_sharded,
     no_sync,
+    register_flat_param,
+    register_orig_params,
     shard_model,
     unshard,
     unshard_params,
@@ -617,8 +620,7 @@ def test_one_parameter_for_each_handle_is_shown() -> None:
     ]
     assert [param.requires_grad for param in model.parameters()] == [True, True, True, False]
     assert all(param.dim() == 1 for param in model.parameters())
-    assert model[0].fp32.weight is None
-    assert "weight" in model[0].fp32._parameters
+    assert model[0].fp32._parameters["weight"] is None
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
 
@@ -658,7 +660,7 @@ def test_originals_are_shown_while_a_unit_runs() -> None:
     assert model.seen == [("forward", expected), ("backward", expected)] * 2
     assert inner == [names(Layer())] * 4
     assert names(model) == _FLAT_NAMES
-    assert model.inp.weight is None
+    assert model.inp._parameters["weight"] is None
     assert model._flat_param is shown[0]
     assert next(model.blocks[0].parameters()) is shown[1]
 
@@ -1008,13 +1010,88 @@ def test_replaced_flat_parameter_is_named() -> None:
     assert_flat_at_rest(model)
 
 
+class _OwnWays(nn.Module):
+    """One layer of each kind that computes with a parameter in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.embedding = nn.Linear(4, 4), nn.Embedding(5, 4)
+        self.layer_norm, self.rms_norm = nn.LayerNorm(4), nn.RMSNorm(4)
+        self.batch_norm, self.group_norm = nn.BatchNorm1d(4), nn.GroupNorm(2, 4)
+        self.attention, self.prelu = nn.MultiheadAttention(4, 2), nn.PReLU()
+        self.lstm = nn.LSTM(4, 4)
+        self.scales = nn.ParameterList([torch.ones(4)])
+
+    def encode(self, x: Tensor) -> Tensor:
+        y: Tensor = x * self.scales[0]
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer_norm(self.linear(x)) + self.embedding(x[:, 0].long() % 5)
+        x = self.group_norm(self.batch_norm(self.rms_norm(x)))
+        x = self.attention(self.prelu(x), x, x)[0]
+        y: Tensor = self.lstm(self.encode(x))[0]
+        return y
+
+
+def _called_outside(model: nn.Module, x: Tensor) -> dict[str, str]:
+    """Return what each layer of the first block says where the program calls it."""
+    found = {}
+    for name, layer in model[0].named_children():
+        args = (
+            (x, x, x) if name == "attention" else (x.long() % 5,) if name == "embedding" else (x,)
+        )
+        run = model[0].encode if name == "scales" else layer
+        with pytest.raises(RuntimeError) as caught:
+            run(*(args if name != "scales" else (x,)))
+        found[name] = str(caught.value)
+    return found
+
+
 @distributed(2)
-def test_unit_at_rest_says_none_where_originals_were() -> None:
-    """A matrix product with None names what is missing; nothing is changed by it."""
-    model = make_flat(Layer, shard_root)
-    with pytest.raises(TypeError, match="NoneType"):
-        model.up(rank_input(4, 15))
-    model(rank_input(4, 15)).sum().backward()
+def test_l_whole_layer_outside_its_unit_says_what_to_do() -> None:
+    """Lockstep: with a flat parameter as with originals. Norms ran without their weights."""
+    model = nn.Sequential(_OwnWays(), _OwnWays())
+    plain = [repr(layer) for layer in model[0].children()]
+    shard_children(model, use_orig_params=False)
+    x = rank_input(3, 4)
+    for step in range(3):
+        found = _called_outside(model if step < 2 else copy.deepcopy(model), x)
+        for name, text in found.items():
+            assert re.match(rf"parameter '0\.{name}\.\w+' has no values of its own: its unit", text)
+            what = (
+                "_OwnWays.encode"
+                if name == "scales"
+                else f"{type(model[0].get_submodule(name)).__name__}.forward"
+            )
+            assert f"{what}() ran outside" in text
+            assert "unshard(model, recurse=True)" in text
+        printed = [repr(layer).replace("Tensor c", "Parameter c") for layer in model[0].children()]
+        assert printed == plain
+        model(x).sum().backward()
+    assert_flat_at_rest(model)
+
+
+@distributed(2)
+def test_hidden_parameter_is_used_for_nothing() -> None:
+    """Values written to it would be lost, and those read might be of before a change of dtype."""
+    model = make_flat()
+    weight = model.inp.weight
+    for use in (weight.zero_, weight.clone, weight.tolist, lambda: weight + 1, lambda: weight.grad):
+        with pytest.raises(
+            RuntimeError, match=r"'inp\.weight' has no values of its own.*register_o"
+        ):
+            use()
+    assert weight.shape == (15, 5)
+    assert pickled(model).inp.weight.shape == (15, 5)
+    register_orig_params(model)
+    assert isinstance(model.inp.weight, FlatShard)
+    register_flat_param(model)
+    with unshard_params(model, writeback=False):
+        assert isinstance(model.inp.weight, nn.Parameter)
+        register_flat_param(model)
+        with pytest.raises(RuntimeError, match=r"'inp\.weight' has no values of its own"):
+            model.inp(rank_input(4, 5))
     assert_flat_at_rest(model)
 
 
