@@ -61,7 +61,13 @@ def check_torch_call(state: ShardState) -> dict[str, str]:
             "(use_orig_params=False)"
         )
     info = locals_of_caller("_get_optim_state_dict", _MODULE).get("info")
-    is_load = bool(locals_of_caller("_load_optim_state_dict", _MODULE))
+    loads = [
+        locals_of_caller(f"set_{each}", _MODULE) for each in ("optimizer_state_dict", "state_dict")
+    ]
+    is_load = any(loads)
+    is_flat = any(getattr(e.get("options"), "flatten_optimizer_state_dict", False) for e in loads)
+    if is_load and not is_flat and any(handle.layout.owners for handle in state.needed):
+        problem = 'misses the state of parameters that other ranks own whole (granularity="param")'
     if getattr(info, "full_state_dict", False) and not is_load:
         problem = "would return shards of optimizer state for whole tensors"
     if problem:

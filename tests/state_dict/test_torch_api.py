@@ -207,6 +207,31 @@ def test_torchs_full_optimizer_state_is_refused_out_and_right_in(on_host: bool) 
     _assert_same_form(found["state"], expected["state"])
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+@distributed(2)
+def test_torchs_optimizer_load_refuses_whole_parameters(is_full: bool) -> None:
+    """It wants each rank to have all state, and ended in a KeyError; the flat form works."""
+    model = make_net(granularity="param")
+    optimizer = _train_in_two_groups(model, 0)
+    expected = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)
+    state = torch_state_dict.get_optimizer_state_dict(model, optimizer)
+    options: Any = torch_state_dict.StateDictOptions(full_state_dict=is_full)
+    for from_first in (False, True) if is_full else (False,):
+        options.broadcast_from_rank0 = from_first
+        with pytest.raises(
+            NotImplementedError, match=r"misses the state.* own whole .*Call the fun"
+        ):
+            torch_state_dict.set_optimizer_state_dict(
+                model, optimizer, expected if is_full else state, options=options
+            )
+    flat: Any = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+    state = torch_state_dict.get_optimizer_state_dict(model, optimizer, options=flat)
+    other = make_net(granularity="param")
+    used = _train_in_two_groups(other, 1)
+    torch_state_dict.set_optimizer_state_dict(other, used, state, options=flat)
+    _assert_same_form(get_optimizer_state_dict(other, used, options=EVERYWHERE), expected)
+
+
 @pytest.mark.parametrize("is_strict", [True, False])
 @pytest.mark.parametrize("way", ["of the model", "ours"])
 @pytest.mark.parametrize("layout", ["blocks", "flat"])
