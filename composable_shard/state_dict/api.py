@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,6 +28,7 @@ from composable_shard.state_dict.model_state import (
     agree_on_values,
     find_problems,
     make_whole,
+    runs_own_code,
     write_shard,
 )
 from composable_shard.state_dict.model_tensors import (
@@ -36,13 +39,14 @@ from composable_shard.state_dict.model_tensors import (
     find_params,
     handles_of,
     is_extra_state,
+    iter_slots,
     params_by_fqn,
 )
 from composable_shard.state_dict.optimizer_load import prepare_load
 from composable_shard.state_dict.optimizer_state import read_optimizers
 from composable_shard.state_dict.torch_calls import flatten
 from composable_shard.tensor import FlatShard
-from composable_shard.torch_private import IncompatibleKeys
+from composable_shard.torch_private import IncompatibleKeys, buffers_of, parameters_of
 
 _Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -193,7 +197,8 @@ def set_model_state_dict(
 
     Raises:
         RuntimeError: On all ranks, if values are missing, unexpected or wrongly shaped on any rank,
-            naming them; the model is unchanged then. Inside forward or backward.
+            naming them, or if code of the model (`_load_from_state_dict`, `set_extra_state`, hooks)
+            raises; the model is unchanged then. Inside forward or backward.
         NotImplementedError: With `broadcast_from_rank0`, if the meshes of the units begin with
             different ranks.
     """
@@ -215,10 +220,61 @@ def set_model_state_dict(
         agree_on_values(model, params, given, "", problems)
     if isinstance(given, dict):
         make_whole(model, given)
-    return cast(IncompatibleKeys, model.load_state_dict(given, strict=options.strict))
+    with _undone_on_error(model, given):
+        return cast(IncompatibleKeys, model.load_state_dict(given, strict=options.strict))
 
 
 _COMPILED = "_orig_mod."
+
+
+@contextmanager
+def _undone_on_error(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Give a model its old values on all ranks if its own code raises in a load on any rank.
+
+    Parameters, buffers and extra state are copied before, if it has such code. One all-gather of 31
+    bytes for each process group.
+
+    Args:
+        model: The model to load in the body.
+        names: Of the values to load.
+    """
+    ranks, extra = ModelRanks(model), []
+    is_copied = runs_own_code(model)
+    if any(map(is_extra_state, names)):
+        is_copied, modules = (
+            True,
+            [m for m in model.modules() if type(m).get_extra_state is not _NO_EXTRA],
+        )
+        extra = [(each, copy.deepcopy(each.get_extra_state())) for each in modules]
+    shards = [
+        (h, h.local_shard.clone()) for h in ranks.handles if is_copied and not h.shown.is_in_scope
+    ]
+    others = []
+    for _, module, name in iter_slots(model) if is_copied else ():
+        slots = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
+        if isinstance(value := slots[name], Tensor):
+            old = None if isinstance(value, FlatShard) else value.detach().clone()
+            others.append((slots, name, value, old))
+    try:
+        with ranks.agreed():
+            yield
+    except Exception:
+        with torch.inference_mode(False), torch.no_grad():
+            for handle, shard in shards:
+                write_shard(handle, ())
+                handle.guard.note_write(handle.name)
+                handle.local_shard.copy_(shard)
+            for slots, name, value, old in others:
+                slots[name] = value
+                if old is not None:
+                    value.copy_(old)
+        for module, state in extra:
+            with suppress(Exception):
+                module.set_extra_state(state)
+        raise
+
+
+_NO_EXTRA = nn.Module.get_extra_state
 
 
 # From the first rank
@@ -261,7 +317,7 @@ def _broadcast_model(
     mine = [names, missing, extra, encoded, empty] if ranks.is_first else None
     told = next(message for message in ranks.all_messages(mine) if message is not None)
     names, missing, extra, encoded, empty = told
-    with torch.inference_mode(False), torch.no_grad():
+    with _undone_on_error(model, names), torch.inference_mode(False), torch.no_grad():
         _scatter_params(ranks, model, state_dict, set(names))
         tensors = {
             key: _broadcast(ranks, _empty(shape, dtype), inside.get(key))

@@ -25,7 +25,7 @@ from composable_shard import (
     set_optimizer_state_dict,
 )
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, Tied, loss_of, make_net, shard_blocks
+from tests.models import EVERYWHERE, FROM_RANK0, Net, Tied, loss_of, make_net, shard_blocks
 
 _Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -430,6 +430,68 @@ def test_code_of_users_that_raises_on_one_rank_undoes_the_load(who: str, tmp_pat
     with pytest.raises(RuntimeError, match="takes nothing"):
         load_checkpoint(tmp_path, model, optimizers, scheduler=scheduler)
     assert repr([each.state_dict() for each in parts]) == before
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("takes nothing")
+
+
+class _Translates(nn.Linear):
+    """Loads by code of its own, after the layer before it."""
+
+    is_refusing = False
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.seen.add_(1.0)
+        if self.is_refusing:
+            raise KeyError("takes nothing")
+
+
+_LOADS: dict[str, Callable[..., object]] = {
+    "set_model_state_dict": set_model_state_dict,
+    "from rank 0": functools.partial(set_model_state_dict, options=FROM_RANK0),
+    "load_checkpoint": lambda model, state: load_checkpoint(*state),
+}
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("way", _LOADS)
+@distributed(2)
+def test_a_module_that_raises_while_it_is_loaded_undoes_the_load(
+    way: str, use_orig_params: bool, tmp_path: Path
+) -> None:
+    """On one rank, in its `_load_from_state_dict` or in a hook after that: all ranks raise."""
+    torch.manual_seed(dist.get_rank())  # values that a broadcast would change
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), _Translates(4, 2))
+    model[2].register_buffer("seen", torch.zeros(()))
+    fully_shard(model[2], use_orig_params=use_orig_params, check_initial_values=False)
+    fully_shard(model, use_orig_params=use_orig_params, check_initial_values=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    saved = get_model_state_dict(model, options=EVERYWHERE)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    state: Any = (tmp_path, model, optimizer) if way == "load_checkpoint" else saved
+    if way == "from rank 0" and dist.get_rank() > 0:
+        state = {}
+    before = repr([model.state_dict(), optimizer.state_dict()])
+    handle = None
+    for hooked in (False, True):
+        model[2].is_refusing = dist.get_rank() == 1 and not hooked
+        if hooked and dist.get_rank() == 1:
+            handle = model[2].register_load_state_dict_post_hook(_refuse)
+        with pytest.raises(RuntimeError, match="takes nothing"):
+            _LOADS[way](model, state)
+        assert repr([model.state_dict(), optimizer.state_dict()]) == before
+    if handle is not None:
+        handle.remove()
+    _LOADS[way](model, state)
+    found = get_model_state_dict(model, options=EVERYWHERE)
+    assert_equal(found["2.weight"], saved["2.weight"])
+    assert_equal(found["1.weight"], saved["1.weight"])
 
 
 @distributed(2)
