@@ -9,7 +9,8 @@ Files go to a directory of `--folder`, by default in memory, so that a disk's mo
 - dcp load: state dicts, `torch.distributed.checkpoint.load`, and setting them
 - full: `get_model_state_dict` with `full_state_dict` and `cpu_offload`, to rank 0
 - checkpoint: `save_checkpoint` and `load_checkpoint`, ours alone; model and optimizer, with
-  checksums; their ratio is to FSDP2 with DCP
+  checksums; their ratio is to FSDP2 with DCP. "At once" holds all that it reads until it is
+  verified, as small checkpoints are loaded, where a load otherwise reads twice
 - safetensors: `save_safetensors` and `load_safetensors`, ours alone; the model
 
 Read and written: bytes of one rank's `read` and `write` calls (/proc/self/io), the highest; what is
@@ -42,11 +43,18 @@ import composable_shard
 from benchmarks import malloc_counter, peers, report
 from benchmarks.models import make_batch, make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
+from composable_shard.checkpoint import reader
 
 Way = Callable[[], Any]
 LIBRARIES: dict[str, Any] = {"fsdp2": torch_state_dict, "ours": composable_shard}
 PAIRS = ("dcp save", "dcp load", "full")
-OWN = ("checkpoint save", "checkpoint load", "safetensors save", "safetensors load")
+OWN = (
+    "checkpoint save",
+    "checkpoint load",
+    "checkpoint load at once",
+    "safetensors save",
+    "safetensors load",
+)
 
 
 class Trainer:
@@ -88,6 +96,13 @@ class Trainer:
     def checkpoint_load(self) -> None:
         composable_shard.load_checkpoint(self.folder / "own", self.model, self.optimizer)
 
+    def checkpoint_load_at_once(self) -> None:
+        limit, reader.STAGED_NBYTES = reader.STAGED_NBYTES, sys.maxsize
+        try:
+            self.checkpoint_load()
+        finally:
+            reader.STAGED_NBYTES = limit
+
     def safetensors_save(self) -> None:
         composable_shard.save_safetensors(self.model, self.folder / "safetensors")
 
@@ -120,11 +135,15 @@ def run_once(way: Way) -> list[float]:
     return used.tolist()
 
 
-def measure_times(rank: int, model_name: str, folder: str, rounds: int) -> Any:
+def measure_times(rank: int, model_name: str, folder: str, rounds: int, only: str) -> Any:
     """Return the seconds of each way by round, the least CPU time, and bytes of the last round."""
     trainers = {peer: Trainer(peer, model_name, Path(folder)) for peer in LIBRARIES}
     ways = {(name, peer): trainers[peer].way(name) for name in PAIRS for peer in LIBRARIES}
     ways |= {(name, "ours"): trainers["ours"].way(name) for name in OWN}
+    if only:  # saves come first, for what loads
+        for name, peer in [key for key in ways if " save" in key[0]]:
+            ways.pop((name, peer))()
+        ways = {key: way for key, way in ways.items() if only in key[0]}
     times: dict[str, list[float]] = {" / ".join(key): [] for key in ways}
     rest: dict[str, list[float]] = {}
     for number in range(-1, rounds):
@@ -144,8 +163,8 @@ def measure_peak(rank: int, model_name: str, folder: str, peer: str, name: str) 
     """Return the bytes that one way holds at its peak, beyond those held before it."""
     trainer = Trainer(peer, model_name, Path(folder))
     way = trainer.way(name)
-    if name.endswith("load"):
-        trainer.way(name.replace("load", "save"))()
+    if " load" in name:
+        trainer.way(name.split()[0] + " save")()
     way()
     gc.collect()
     dist.barrier()
@@ -161,13 +180,14 @@ def main() -> None:
     parser.add_argument("--model", default="110m", help="out of 110m, 50m, std, tiny, micro")
     parser.add_argument("--world-size", type=int, default=2, help="gloo ranks")
     parser.add_argument("--rounds", type=int, default=10, help="rounds after one to warm up")
+    parser.add_argument("--only", default="", help="ways whose names contain this, and saves")
     parser.add_argument("--no-peaks", action="store_true", help="leave the last column out")
     parser.add_argument("--folder", default="/dev/shm", help="where files go")
     args = parser.parse_args()
     size = param_nbytes(make_llama(args.model))
     run = partial(run_ranks, args.world_size, deadline=3600.0)
     with TemporaryDirectory(dir=args.folder) as folder:
-        result = run(measure_times, args.model, folder, args.rounds)
+        result = run(measure_times, args.model, folder, args.rounds, args.only)
         shutil.rmtree(folder)
         peaks: dict[str, int] = {}
         with malloc_counter.preloaded():
@@ -179,7 +199,8 @@ def main() -> None:
     rows = []
     for key, seconds in result["seconds"].items():
         name, peer = key.split(" / ")
-        theirs = result["seconds"].get(f"{name.replace('checkpoint', 'dcp')} / fsdp2")
+        rival = name.replace("checkpoint", "dcp").removesuffix(" at once")
+        theirs = result["seconds"].get(f"{rival} / fsdp2")
         cpu, read, written = result["rest"][key]
         ratios = [a / b for a, b in zip(seconds, theirs, strict=True)] if theirs else None
         rows.append(
