@@ -642,7 +642,9 @@ def peak_bytes() -> Iterator[MemoryCount]:
     be in flight at the end: gloo's threads and the profiler would race, and corrupt the heap.
     """
     memory = MemoryCount()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    activities = [ProfilerActivity.CPU]
+    # acc_events: torch 2.11 warns without it.
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         yield memory
     sizes: dict[int, int] = {}
     for address, size in _cpu_allocations(profiler):

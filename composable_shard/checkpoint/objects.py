@@ -219,9 +219,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _accelerator() -> Any:
-    kind = torch.accelerator.current_accelerator()
-    is_there = kind is not None and torch.accelerator.is_available()
-    return torch.get_device_module(kind) if is_there else None
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return None if kind is None else torch.get_device_module(kind)
 
 
 def _to_tensor(state: bytes) -> Tensor:

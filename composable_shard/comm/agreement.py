@@ -369,7 +369,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     try:
         backend_of(group, HOST)
     except RuntimeError:
-        return torch.accelerator.current_accelerator() or HOST
+        return torch.accelerator.current_accelerator(check_available=True) or HOST
     return HOST
 
 

@@ -350,7 +350,7 @@ def _group_of_all_ranks(is_replicated: bool, spans_replicas: bool) -> ShardGroup
     world = dist.group.WORLD
     assert world is not None
     known = _groups_of_world.setdefault(world, WeakValueDictionary())
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     backend = dist.get_backend()
     device_type = "cpu" if accelerator is None or backend == "gloo" else accelerator.type
     key = device_type, is_replicated, spans_replicas

@@ -40,6 +40,7 @@ from composable_shard import (
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.tensor.pending import PendingGradient
+from tests.fake_group import fake_group
 from tests.helpers import assert_equal, distributed, peak_bytes, run_processes, run_ranks
 from tests.models import (
     CheckpointsBlocks,
@@ -152,6 +153,19 @@ def test_print_shows_units() -> None:
     assert freed() is None
     for each in (copied, pickled):
         assert str(each) == _UNITS_PRINTED
+
+
+@pytest.mark.fast
+def test_a_build_for_gpus_serves_machines_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one that PyPI has: units of all ranks compute on the CPU."""
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    with fake_group(2):
+        [handle] = get_handles(fully_shard(Layer()))
+    assert handle.local_shard.device.type == "cpu"
 
 
 @distributed(2)
