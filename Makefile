@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Three at a time on two cores, each with ranks of its own: some tests wait for timeouts. The longest
 # files first, as tests/conftest.py orders them, so that all end at the same time.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
@@ -12,7 +13,7 @@ ARGS ?=
 # the package and the test files again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-fast test-poison check docs house coverage clean
+.PHONY: train test test-torch test-fast test-poison check docs house coverage clean
 
 train: $(STAMP)
 	@procs=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
@@ -22,6 +23,10 @@ train: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
+
+# On another torch, in an environment of its own:  make test-torch VERSION=2.11.0
+test-torch:
+	@$(MAKE) --no-print-directory test VENV=.venv-$(VERSION)
 
 # For the inner loop, in less than a minute: what is marked "fast". That is all that needs no ranks
 # and little time, and of each other test file some tests that compare a step, a file or a message.
@@ -53,7 +58,7 @@ coverage: $(STAMP)
 	@$(BIN)/coverage report
 
 clean:
-	rm -rf $(VENV) build docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-* build docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -61,8 +66,9 @@ clean:
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
+	@sed 's/^torch==.*/torch==$(VERSION)/' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
-		--constraint constraints.txt --editable '.[test,check,tutorial]'
+		--constraint $(VENV)/constraints.txt --editable '.[test,check,plot]'
 	@touch $@
 
 # Not the package itself: `make test` may be importing it.

@@ -181,7 +181,7 @@ def size_rows(costs: dict[tuple[int, int], Costs]) -> list[list[str]]:
 
 
 def draw(path: Path, samples: Samples, sizes: dict[tuple[int, int], Costs], num_units: int) -> None:
-    """Write the curves as a PNG; with matplotlib, of the `tutorial` extra."""
+    """Write the curves as a PNG; with matplotlib, of the `plot` extra."""
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.5))
     for axis, key, title in (

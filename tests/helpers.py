@@ -569,7 +569,8 @@ def _share_gloo_device() -> None:
     gloo = dist.ProcessGroupGloo
     original_init, device = gloo.__init__, gloo.create_default_device()
 
-    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    # torch 2.15 passes enable_reconfigure too, which is False.
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         options = gloo._Options()
         options._devices, options._timeout = [device], timeout
         original_init(self, store, rank, size, options)
