@@ -1,12 +1,13 @@
 """Every private name of torch that this library uses; no other module spells one.
 
-Each name was checked on torch 2.13 by the suite. A torch without one of them fails here, at import,
-instead of in the middle of a step.
+Each name was checked on torch 2.13 by the suite, and on 2.11 and 2.15 by a part of it. A torch
+without one of them fails here, at import, instead of in the middle of a step.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -53,6 +54,24 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+_NEWEST_TRIED = (2, 15)
+
+
+def warn_of_newer(version: str) -> None:
+    """Warn of a torch that is newer than the newest one tried."""
+    major, minor, *_ = version.split(".")
+    if (int(major), int(minor)) > _NEWEST_TRIED:
+        newest = ".".join(map(str, _NEWEST_TRIED))
+        warnings.warn(
+            f"composable_shard was tried on torch up to {newest}, and this is {version}. It uses "
+            f"private names of torch. If something fails, install torch<={newest}, or run "
+            f"`make test-torch VERSION={version}` in a clone of it.",
+            stacklevel=2,
+        )
+
+
+warn_of_newer(torch.__version__)
 
 # Autograd. `current_backward_id()` is -1 outside of a backward pass, on the thread that asks.
 current_backward_id: Callable[[], int] = torch._C._current_graph_task_id

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 
 import pytest
 
 import composable_shard
+from composable_shard.torch_private import warn_of_newer
 
 TOP = [
     "Block",
@@ -131,3 +133,13 @@ def test_packages_for_users_export_nothing_else(package: str) -> None:
     """Each name is at the top or listed here."""
     module = importlib.import_module(f"composable_shard.{package}")
     assert set(module.__all__) <= {*TOP, *BELOW.get(package, [])}
+
+
+def test_a_torch_newer_than_those_tried_is_warned_of() -> None:
+    """By name and version, with what to do."""
+    with pytest.warns(UserWarning, match=r"tried on torch up to 2\.15, and this is 3\.0\.0a0\+git"):
+        warn_of_newer("3.0.0a0+git")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for version in ("2.11.0", "2.15.1+cu132"):
+            warn_of_newer(version)
