@@ -95,6 +95,8 @@ def _relink(text: str, folder: Path) -> str:
         target = (folder / path).resolve()
         if target == ROOT / "README.md":
             return "](generated/readme.md)"
+        if target.parent == DOCS / "pictures":
+            return f"](/pictures/{target.name})"
         if target.parent == DOCS and target.suffix == ".md":
             return f"](/{target.name}{'#' + anchor if anchor else ''})"
         return f"]({SOURCE}{target.relative_to(ROOT)})"
