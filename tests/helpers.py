@@ -162,7 +162,12 @@ def seed_the_host_alone() -> None:
     For each kind of them torch keeps the stack, as text: of the suite's CPU time that took 13 %.
     """
     if not torch.accelerator.is_available():
-        torch.manual_seed = torch.random.manual_seed = torch.default_generator.manual_seed
+        torch.manual_seed = torch.random.manual_seed = _seed_the_host
+
+
+def _seed_the_host(seed: int) -> torch.Generator:
+    # A function of Python: torch's compiler sets attributes of it.
+    return torch.default_generator.manual_seed(seed)
 
 
 def configure_workers(pytest_args: Sequence[str]) -> None:
