@@ -140,6 +140,15 @@ def unobserved() -> AbstractContextManager[Any] | None:
     return _pop_mode_temporarily() if is_selective else None
 
 
+def is_in_function() -> bool:
+    """Return whether the forward of a `torch.autograd.Function` runs.
+
+    So a reentrant checkpoint, whose backward runs the forward again, differs from an evaluation:
+    autograd switches forward-mode differentiation off there, `no_grad` does not.
+    """
+    return not (is_forward_grad_enabled() or torch.is_inference_mode_enabled())
+
+
 # That of `forward_ad.dual_level`, -1 outside of one.
 current_dual_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
 

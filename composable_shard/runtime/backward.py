@@ -29,43 +29,47 @@ class CallReached:
 
     Keeps the unit alive as long as the graph, so that a backward works after `del model`.
 
+    A call inside another one announces that first, if it was not yet. A loss may be made of what
+    the inner call returned alone; and where the outer one hides its output, ranks that read other
+    parameters of it would differ in which of the two they read first.
+
+    Args:
+        state: The unit, whose call begins.
+        outer: That of the call around it.
+        end: Where the call has ended.
+
     Attributes:
+        state, outer: The same.
         reads: What the call's saved-tensor hooks know of it, if they were in force.
+        backward_id: Of the last backward to which it was announced.
+        end: `context.num_forwards` when the call has ended, -1 while it runs.
+        runs_alone: Whether no other unit ran in this call, [Note: Buckets].
     """
 
-    __slots__ = ("_end", "_num_writes", "_runs_alone", "_start", "_state", "reads")
+    __slots__ = (
+        "_num_writes",
+        "_start",
+        "backward_id",
+        "end",
+        "outer",
+        "reads",
+        "runs_alone",
+        "state",
+    )
 
-    def __init__(
-        self,
-        state: ShardState,
-        end: int = -1,
-        *,
-        runs_alone: bool = False,
-        reads: CallReads | None = None,
-    ) -> None:
-        """Take down what the backward must know of the unit's call.
-
-        Args:
-            state: The unit.
-            end: `context.num_forwards` when the call has ended, -1 while it runs.
-            runs_alone: Whether no other unit ran in this call, [Note: Buckets].
-            reads: Of the call.
-        """
-        self._state = state
+    def __init__(self, state: ShardState, outer: CallReached | None, end: int = -1) -> None:
+        self.state, self.outer = state, outer
         self._num_writes = _count_writes(state)
         # [Note: End of a unit]
-        self._start, self._end = state.call_number, end
-        self._runs_alone = runs_alone
-        self.reads = reads
+        self._start, self.end = state.call_number, end
+        self.runs_alone = False
+        self.reads: CallReads | None = None
+        self.backward_id = -1
 
     @property
     def name(self) -> str:
         """The unit's."""
-        return self._state.name
-
-    def end_call(self, end: int, *, runs_alone: bool) -> None:
-        """Take down that the call has ended, as in the constructor."""
-        self._end, self._runs_alone = end, runs_alone
+        return self.state.name
 
     def announce_read(self) -> None:
         """Make the unit ready for a read of its full values, see [Note: Reads].
@@ -74,8 +78,8 @@ class CallReached:
             RuntimeError: If a sharded parameter was written since the forward, or if it is not a
                 backward that reads, and the values are not there.
         """
-        state, reads = self._state, self.reads
-        if self._end == -1:
+        state, reads = self.state, self.reads
+        if self.end == -1:
             return  # the call still runs, and its unit has its values
         if current_backward_id() == -1:
             for handle in state.needed:
@@ -87,12 +91,18 @@ class CallReached:
             return
         context = state.context
         backward = None if context is None else context.backward
-        if reads is None or backward is None or reads.backward_id != backward.graph_task_id:
+        if reads is None or backward is None or self.backward_id != backward.graph_task_id:
             if reads is not None:
                 reads.is_early = True
             self()
         elif state.training_state is not TrainingState.PRE_BACKWARD or state.borrowed:
             self()
+
+    @property
+    def is_announceable(self) -> bool:
+        """Whether a call inside may announce it: else only a read of its values does, or raises."""
+        is_over = self.end != -1 and not self.state.is_in_scope
+        return is_over and _count_writes(self.state) == self._num_writes
 
     def __call__(self, *_: Any) -> None:
         """End the units that are over; make the unit of the call ready.
@@ -103,12 +113,15 @@ class CallReached:
         Raises:
             RuntimeError: If a sharded parameter was written since the forward.
         """
-        state = self._state
+        state, outer = self.state, self.outer
         context = state.context
         if context is None:
             raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
         _check_not_in_scope(state)
         backward: BackwardPass = context.backward or begin_backward(context)
+        self.backward_id = backward.graph_task_id
+        if outer is not None and outer.backward_id != self.backward_id and outer.is_announceable:
+            outer()
         if torch.is_grad_enabled():
             if not backward.makes_graph:
                 backward.make_graph()
@@ -117,11 +130,10 @@ class CallReached:
             for handle in state.needed:
                 handle.full.note_unseen_read()
         if self.reads is not None:
-            self.reads.backward_id = backward.graph_task_id
             backward.reads[self.reads] = None
-        backward.reach(state, self._start, self._end)
+        backward.reach(state, self._start, self.end)
         if state.buckets is not None:
-            is_safe = self._runs_alone and backward.is_sure_to_reduce
+            is_safe = self.runs_alone and backward.is_sure_to_reduce
             is_safe = is_safe and not (len(tree_refs) > 1 and _may_reach_others(context))
             queue = _ending_next(backward, state, self._start) if is_safe else []
             state.buckets.reach(self._start if is_safe else None, queue)
@@ -139,7 +151,7 @@ class CallReached:
         _unshard(backward, state)
 
 
-def begin_hooks(state: ShardState, top: Hooks | None) -> None:
+def begin_hooks(state: ShardState, announcement: CallReached, top: Hooks | None) -> None:
     """Let autograd tell of the reads of the call's full values, see [Note: Reads]."""
     needs_own, outer, others = choose_hooks(state.learnt, top)
     state.is_checkpointed = others is not None
@@ -147,29 +159,25 @@ def begin_hooks(state: ShardState, top: Hooks | None) -> None:
     if needs_own:
         starts = [(handle.full.output.data_ptr(), handle) for handle in state.needed]
         extents = [(start, start + handle.full.nbytes, handle) for start, handle in starts]
-        announcement = CallReached(state, reads=CallReads(state.learnt))
+        announcement.reads = CallReads(state.learnt)
         own = ReadHooks(announcement, extents, outer, others)
     if own is not None or outer is not None:
         state.hooks = CallHooks(own, outer)
 
 
-def end_hooks(context: TreeContext, state: ShardState, hooks: CallHooks) -> CallReached | None:
-    """Take the hooks of a call out of force; return its announcement, if it had hooks."""
+def end_hooks(state: ShardState, hooks: CallHooks) -> None:
+    """Take the hooks of a call out of force."""
     hooks.end()
     state.hooks = None
     if hooks.own is None:
-        return None
+        return
     if hooks.own.others is None:
         state.learnt.learn_refusal(sys.exc_info()[1], state.name)
-    announcement = hooks.own.announcement
-    assert isinstance(announcement, CallReached)
-    announcement.end_call(context.num_forwards, runs_alone=runs_alone(context, state))
-    reads = announcement.reads
+    reads = hooks.own.announcement.reads
     if reads is not None:
         reads.num_nodes = next_sequence_nr() - state.call_sequence_nr
         if reads.num_nodes == 0:
             state.learnt.learn(reads)  # no backward ever reaches a frozen unit
-    return announcement
 
 
 def runs_alone(context: TreeContext, state: ShardState) -> bool:

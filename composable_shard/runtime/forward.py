@@ -61,7 +61,7 @@ from composable_shard.torch_private import (
     count_uses,
     current_backward_id,
     current_dual_level,
-    is_forward_grad_enabled,
+    is_in_function,
     next_sequence_nr,
     num_dispatch_modes,
     outside_transforms,
@@ -114,7 +114,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         _leave_failed_call(context, state, call)
         raise
     state.transition(TrainingState.FORWARD)
-    _number_call(context, state)
+    _number_call(context, state, call)
     if trace.logs:
         trace.record("compute", state.name)
 
@@ -151,7 +151,7 @@ def _begin_call(
     return call
 
 
-def _number_call(context: TreeContext, state: ShardState) -> None:
+def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
     """Note which calls of units a backward may reach, and in which order they began."""
     context.num_calls += 1
     state.last_call = context.num_calls
@@ -164,21 +164,13 @@ def _number_call(context: TreeContext, state: ShardState) -> None:
         state.call_number = context.num_forwards
         state.call_sequence_nr = next_sequence_nr()
         context.num_forwards += 1
+        call.innermost = CallReached(state, call.innermost)
         top = top_saved_tensors_hooks(False)
         state.is_checkpointed = False
         if top is not None or not state.learnt.is_trusted:
-            begin_hooks(state, top)
-    elif any([handle.has_early_hooks for handle in state.needed]) and _is_in_function():
+            begin_hooks(state, call.innermost, top)
+    elif any([handle.has_early_hooks for handle in state.needed]) and is_in_function():
         context.may_recompute.add(state.ref)
-
-
-def _is_in_function() -> bool:
-    """Return whether the forward of a `torch.autograd.Function` runs.
-
-    So a reentrant checkpoint, whose backward runs the forward again, differs from an evaluation:
-    autograd switches forward-mode differentiation off there, `no_grad` does not.
-    """
-    return not (is_forward_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
@@ -250,11 +242,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     are views of a parameter are replaced by copies: the parameter's storage is about to be freed.
     """
     if are_transforms_active():
-        if output is not None and state.context is not None:
-            state.context.serve_graphs(state.needed)
-        with outside_transforms():
-            post_forward(state, module, args, None)
-        return output
+        return _leave_transforms(state, module, args, output)
     if num_dispatch_modes() and (outside := unobserved()) is not None:
         with outside:
             return post_forward(state, module, args, output)
@@ -266,15 +254,19 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     context = state.context
     call = context.call
     is_leader = call is not None and call.leader is state.ref
+    reached: CallReached | None = None if call is None else call.innermost
+    if call is not None and reached is not None and reached.state is state:
+        call.innermost, reached.end = reached.outer, context.num_forwards
+    else:
+        reached = None  # this call records no graph
     state.transition(TrainingState.IDLE)
     state.modules_to_run -= 1
     is_armed = False
     try:
-        announcement = None if state.hooks is None else end_hooks(context, state, state.hooks)
+        if state.hooks is not None:
+            end_hooks(state, state.hooks)
         if output is not None:
-            if current_dual_level() >= 0:
-                context.serve_graphs(state.needed)  # [Note: Transforms]
-            output, is_armed = _arm(context, state, module, output, announcement)
+            output, is_armed = _arm(context, state, module, output, reached)
     finally:
         if state.modules_to_run == 0 or is_leader:
             keeps = state.reshard_after_forward is False or (
@@ -289,13 +281,23 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     return output
 
 
+def _leave_transforms(state: ShardState, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    if out is not None and state.context is not None:
+        state.context.serve_graphs(state.needed)
+    with outside_transforms():
+        post_forward(state, module, args, None)
+    return out
+
+
 def _arm(
     context: TreeContext,
     state: ShardState,
     module: nn.Module,
     output: Any,
-    announcement: CallReached | None,
+    reached: CallReached | None,
 ) -> tuple[Any, bool]:
+    if current_dual_level() >= 0:
+        context.serve_graphs(state.needed)  # [Note: Transforms]
     num_nodes = next_sequence_nr() - state.call_sequence_nr
     num_uses = sum([count_uses(handle.full.storage) for handle in state.needed])
     if (num_nodes, num_uses) not in state.learnt.num_uses:
@@ -320,14 +322,14 @@ def _arm(
     if call is not None:
         call.output_sequence_nr = state.output_sequence_nr = next_sequence_nr()
     state.call_end = context.num_forwards
-    if announcement is None and num_nodes not in state.learnt.num_nodes:
+    if (reached is None or reached.reads is None) and num_nodes not in state.learnt.num_nodes:
         # [Note: Reads]: too late for hooks in this call. Most losses are kept on modules.
         state.learnt.begin_anew(is_changed=True)
         for handle in state.needed:
             handle.full.params.note_late_reads()
         newest = state.call_sequence_nr
         tensors = [*tensors, *(t for t in kept_tensors(module) if not _is_older(t, newest))]
-    return output, _register(context, state, tensors, announcement)
+    return output, _register(context, state, tensors, reached)
 
 
 def _register(
@@ -337,14 +339,15 @@ def _register(
     hook: CallReached | None,
 ) -> bool:
     """Let the backward tell when it reaches outputs of the unit; return whether it may."""
-    is_armed = hook is not None and hook.reads is not None and hook.reads.num_reads > 0
-    if hook is not None and hook.reads is not None:
+    hook = hook or CallReached(state, None, context.num_forwards)
+    hook.runs_alone = state.buckets is not None and runs_alone(context, state)
+    is_armed = False
+    if hook.reads is not None:
+        # A unit inside announces it too, which ranks must expect alike, whatever they read here.
+        is_armed = hook.reads.num_reads > 0 or context.num_calls != state.last_call
         hook.reads.note_outputs(state.name, tensors, state.call_sequence_nr)
     for tensor in tensors:
         if tensor.requires_grad and tensor.grad_fn is not None:
-            if hook is None:
-                is_alone = state.buckets is not None and runs_alone(context, state)
-                hook = CallReached(state, context.num_forwards, runs_alone=is_alone)
             tensor.grad_fn.register_prehook(hook)
             base = base_of(tensor)
             if base is not None and not _is_older(base, state.call_sequence_nr) and base.grad_fn:
@@ -454,7 +457,7 @@ def _recover_interrupted_call(context: TreeContext) -> None:
         drop_aborted(context)
     for other in reversed(context.entered_states()):
         if other.hooks is not None:
-            end_hooks(context, other, other.hooks)
+            end_hooks(other, other.hooks)
         if other.depth > 0:
             # A call that was interrupted past the hooks (KeyboardInterrupt) never ended.
             other.depth = 0
@@ -492,10 +495,7 @@ def check_is_idle(context: TreeContext, what: str) -> None:
 
 
 def _is_running(state: ShardState) -> bool:
-    """Return whether a call of the unit really is in progress, for a unit that says so.
-
-    This tells an interrupted call from a module that calls itself.
-    """
+    """Return whether the unit is called, and no exception has interrupted the call it tells of."""
     return state.depth > 0 and _count_calls(state) > 1
 
 

@@ -224,7 +224,6 @@ class CallReads:
         num_reads: How many there are.
         num_unread: How many no backward has made yet.
         num_nodes: How many nodes the call recorded.
-        backward_id: Of the backward that has announced the unit.
         is_early: One came before the unit's output was reached, or a backward has run a node of
             the call that no output leads to.
         saved: Numbers of the nodes that have saved tensors; None where this is known of the unit.
@@ -232,7 +231,6 @@ class CallReads:
     """
 
     __slots__ = (
-        "backward_id",
         "beside",
         "is_early",
         "learnt",
@@ -247,7 +245,6 @@ class CallReads:
         self.saved: set[int] | None = set() if learnt.needs_nodes else None
         self.beside: set[int] = set()
         self.num_reads = self.num_unread = self.num_nodes = 0
-        self.backward_id = -1
         self.is_early = False
 
     def note_outputs(self, name: str, outputs: Sequence[Tensor], first: int) -> None:
@@ -266,6 +263,7 @@ class CallReads:
                 f"the forward of unit '{name}' saved full parameters for its backward, which "
                 "set_unshard_in_backward(module, False) leaves without them. Call it with True."
             )
+        self.is_early |= not outputs  # nothing but reads announces it, on this rank perhaps none
         if self.saved:
             self.beside = self.saved - _numbers_behind(outputs, first)
             self.saved = None

@@ -329,9 +329,10 @@ class ForwardCall:
         prefetched: Units whose gathers were issued ahead, until they run; True for those that the
             user chose.
         broadcast: Units whose buffers were broadcast, if that was due.
+        innermost: What will announce the running call of a unit to a backward, if it may reach it.
     """
 
-    __slots__ = ("broadcast", "leader", "order", "output_sequence_nr", "prefetched")
+    __slots__ = ("broadcast", "innermost", "leader", "order", "output_sequence_nr", "prefetched")
 
     def __init__(
         self,
@@ -344,6 +345,7 @@ class ForwardCall:
         self.output_sequence_nr = 0
         self.prefetched = prefetched
         self.broadcast: set[ShardState] = set()
+        self.innermost: Any = None  # its module is above this one
 
 
 class TreeContext:

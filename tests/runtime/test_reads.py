@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributions import Independent, Normal
 from torch.utils.checkpoint import checkpoint
 
-from composable_shard import ShardingStrategy, get_states
+from composable_shard import ShardingStrategy, fully_shard, get_states
 from composable_shard.flat_param import LOCKED
 from composable_shard.torch_private import top_saved_tensors_hooks
 from tests import claims
@@ -304,6 +305,87 @@ def test_c2_tensors_at_any_depth_of_an_output(form: str, strategy: ShardingStrat
         lambda model, number: model(_input(number)).square().mean().backward(),
         shard=shard_layers,
         strategy=strategy,
+    )
+
+
+class _UnevenAround(nn.Module):
+    """Reads a parameter after a unit inside it, on the first rank only; its output is hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.extra = Layer(), nn.Parameter(torch.randn(15))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inner(x)
+        return _InSlot(y * self.extra if dist.get_rank() == 0 else y)
+
+
+class _FindingOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = _UnevenAround(), nn.Linear(15, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.layer(x).hidden)
+        return y
+
+
+@claims.strategies
+@distributed(2)
+def test_c2_hidden_output_of_a_unit_that_ranks_read_in_another_order(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """C2: a unit inside is announced by its output, perhaps before any read of the outer one."""
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        for unit in (model.layer.inner, model.layer, model):
+            fully_shard(unit, **options)
+
+    claims.assert_right(
+        _FindingOne,
+        lambda model, number: model(_input(number)).square().mean().backward(),
+        shard=shard,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+class _RegionAndUnit(nn.Module):
+    """A checkpointed region of its own parameters, then a unit, whose output is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region, self.unit, self.last = Layer(), Layer(), nn.Linear(15, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.unit(checkpoint(self.region, x, use_reentrant=True))
+        y: Tensor = self.last(self.kept)
+        return y
+
+
+@claims.variants
+@distributed(2)
+def test_c2_loss_of_an_inner_output_alone_after_the_first_steps(
+    strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """C2: the root's outputs announced all reads until a loss is made of what a unit in it gave."""
+
+    def program(model: nn.Module, number: int) -> None:
+        y = model(_input(number).requires_grad_())
+        (y if number < 5 else model.kept).square().mean().backward()
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        for unit in (model.unit, model):
+            fully_shard(unit, **options)
+
+    claims.assert_right(
+        _RegionAndUnit,
+        program,
+        shard=shard,
+        steps=4,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+        accumulates=accumulates,
     )
 
 
