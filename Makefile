@@ -73,7 +73,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Not the package itself: `make test` may be importing it.
 $(VENV)/.docs: $(STAMP)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt \
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --constraint constraints.txt \
 		$$($(BIN)/python -c "from importlib.metadata import requires; \
 		print(*(r.split(';')[0] for r in requires('composable_shard') if '\"docs\"' in r))")
 	@touch $@
