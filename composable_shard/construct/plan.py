@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -295,8 +296,9 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
             )
         if param.layout is not torch.strided or not _is_supported_type(param):
             raise NotImplementedError(
-                f"parameter '{fqn}' is a {type(param).__name__} with layout {param.layout}; only "
-                "dense tensors and DTensors can be sharded. Pass it in ignored_params."
+                f"parameter '{fqn}' is a {_kind_of(param).__name__} with layout {param.layout}; "
+                "only dense tensors and DTensors can be sharded, of no class of their own: FSDP2's "
+                "fsdp_pre_all_gather is not called here. Pass it in ignored_params."
             )
         if use_count_of(param) > 1:
             raise RuntimeError(
@@ -363,9 +365,18 @@ def _is_uneven(original: Original) -> bool:
     return False
 
 
+def _kind_of(param: nn.Parameter) -> type:
+    """Return the class of a parameter's values, of a DTensor's that of its local ones."""
+    values = cast(DTensor, param.detach()).to_local() if isinstance(param, DTensor) else param
+    if type(values) is nn.Parameter or hasattr(values, "fsdp_pre_all_gather"):
+        return type(values)
+    return type(values.data)
+
+
 def _is_supported_type(param: nn.Parameter) -> bool:
-    data_type = type(param.data) if type(param) is not nn.Parameter else Tensor
-    return data_type is Tensor or issubclass(data_type, (nn.Parameter, DTensor))
+    kind = _kind_of(param)
+    is_plain = kind is Tensor or issubclass(kind, nn.Parameter)
+    return is_plain and not hasattr(kind, "fsdp_pre_all_gather")
 
 
 def _check_devices(originals: list[Original], shard_group: ShardGroup | None) -> None:

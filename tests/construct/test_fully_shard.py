@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import pickle
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_shard import (
     FlatParamHandle,
@@ -300,6 +303,25 @@ class _TableElsewhere(nn.Linear):
         self.table = nn.Parameter(torch.ones(2, device="meta"))
 
 
+class _Gathered(nn.Parameter):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any: ...
+
+
+def _of_own_class(name: str) -> nn.Module:
+    model = nn.Linear(4, 4)
+    values = model.weight.detach()
+    wrapper = TwoTensor(values, values.clone())
+    if name == "wrapper":
+        model.weight = nn.Parameter(wrapper)
+    elif name == "in a DTensor":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        local = DTensor.from_local(wrapper, mesh, [Replicate()], run_check=False)
+        model.weight = nn.Parameter(local)
+    else:
+        model.weight = _Gathered(values)
+    return model
+
+
 def _sparse() -> nn.Module:
     module = nn.Linear(2, 2)
     module.weight = nn.Parameter(torch.eye(2).to_sparse())
@@ -381,8 +403,24 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         {},
         NotImplementedError,
         "parameter 'weight' is a Parameter with layout torch.sparse_coo; only dense tensors and "
-        "DTensors can be sharded. Pass it in ignored_params.",
+        "DTensors can be sharded, of no class of their own: FSDP2's fsdp_pre_all_gather is not "
+        "called here. Pass it in ignored_params.",
     ),
+    **{
+        f"a class of its own: {name}": (
+            functools.partial(_of_own_class, name),
+            {},
+            NotImplementedError,
+            f"parameter 'weight' is a {kind} with layout torch.strided; only dense tensors and "
+            "DTensors can be sharded, of no class of their own: FSDP2's fsdp_pre_all_gather is not "
+            "called here. Pass it in ignored_params.",
+        )
+        for name, kind in (
+            ("wrapper", "TwoTensor"),
+            ("in a DTensor", "TwoTensor"),
+            ("with FSDP2's methods", "_Gathered"),
+        )
+    },
     "live graph": (
         _in_graph,
         {},
