@@ -7,6 +7,7 @@ beside what the library does by itself.
 from __future__ import annotations
 
 import copy
+import io
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,12 +26,16 @@ from composable_shard import (
     StateDictOptions,
     fully_shard,
     get_model_state_dict,
+    get_optimizer_state_dict,
     register_forward_method,
+    save_checkpoint,
+    set_optimizer_state_dict,
     unshard_params,
 )
 from composable_shard.huggingface import TrainerMixin, keep_unwrapped, save_pretrained
 from composable_shard.optim import with_local_state
 from tests.helpers import run_ranks, shut_down_workers
+from tests.models import EVERYWHERE
 
 WORDS = 32
 
@@ -305,6 +311,29 @@ def run_torchao() -> None:
         assert any("OptimState" in type(state).__name__ for state in states)
         torch.testing.assert_close(losses[1], losses[2], rtol=0, atol=1e-6)
         torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-6)
+        _check_states(models[1], optimizers[1])
+
+
+def _check_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """State dicts keep quantised state bitwise, whole ones in fp32; a checkpoint is refused."""
+    whole = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)["state"]
+    file = io.BytesIO()
+    torch.save(get_optimizer_state_dict(model, optimizer), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=False)
+    other = copy.deepcopy(state)
+    for each in other["state"].values():
+        each["exp_avg"] = torch.zeros(each["exp_avg"].shape)
+    for given, is_same in ((other, False), (state, True)):
+        set_optimizer_state_dict(model, optimizer, given)
+        found = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)["state"]
+        kinds = {type(s["exp_avg"].to_local()).__name__ for s in optimizer.state.values()}
+        assert any("OptimState" in kind for kind in kinds)
+        for fqn, values in whole.items():
+            assert torch.equal(found[fqn]["exp_avg"], values["exp_avg"]) is is_same
+            assert torch.equal(found[fqn]["exp_avg_sq"], values["exp_avg_sq"])
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError, match="quantised"):
+        save_checkpoint(folder, model, optimizer, step=1)
 
 
 RUNS = {

@@ -64,15 +64,17 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 def _check_has_elements(value: Tensor, path: str) -> None:
     """Check that a tensor has its elements in memory, where they can be read and written again."""
+    if isinstance(value, FlatShard | DTensor):
+        value = value.to_local()
     is_dense = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
-    is_whole = not isinstance(value, FlatShard | DTensor)
     # A subclass that wraps other tensors has no memory of its own.
-    is_dense &= not (is_whole and value.numel() > 0 and is_dense and value.data_ptr() == 0)
+    is_dense &= not (value.numel() > 0 and is_dense and value.data_ptr() == 0)
     if not is_dense or value.is_meta:
         kind = "on the meta device" if value.is_meta else f"of the layout {value.layout}"
         raise ValueError(
             f"can't save '{path}', a {type(value).__qualname__} {kind}: only dense tensors with "
-            "elements in memory can be saved. Save what it consists of instead."
+            "elements in memory can be saved. Save what it consists of instead; of quantised "
+            "optimizer state, plain tensors: get_optimizer_state_dict(full_state_dict=True)."
         )
 
 

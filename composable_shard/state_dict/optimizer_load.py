@@ -25,11 +25,12 @@ from composable_shard.state_dict.optimizer_state import (
 from composable_shard.state_dict.torch_calls import is_flat, unflatten
 from composable_shard.tensor import (
     FlatShard,
+    cloned,
     has_fitting_shape,
     needs_gather,
     slice_given,
 )
-from composable_shard.torch_private import load_hooks_of
+from composable_shard.torch_private import is_traceable_wrapper_subclass, load_hooks_of
 
 _KEPT_OPTIONS = ("params", "param_names")
 
@@ -248,7 +249,8 @@ class _Given:
                     # torch.distributed.checkpoint fills the optimizer's own tensors.
                     if (tensor := value.tensor) is not own:
                         spec = self._specs[fqn]
-                        tensor = FlatShard(self._owned(slice_given(tensor, spec)), spec)
+                        local = self._owned(slice_given(tensor, spec))
+                        tensor = FlatShard(_quantised_as(own, local), spec)
                     state[name] = tensor
                 elif self._is_scattered(fqn, value):
                     state[name] = value.full_tensor()
@@ -256,7 +258,7 @@ class _Given:
                     state[name] = value if value is own else self._owned(value)
 
     def _owned(self, value: Tensor) -> Tensor:
-        return value if self._is_given_away else value.clone()
+        return value if self._is_given_away else cloned(value)
 
     def spread(self, ranks: ModelRanks) -> None:
         """Give every rank its shards of the first rank's state, one handle at a time."""
@@ -310,6 +312,13 @@ class _Given:
         if ranks.is_first:
             value.copy_(self.states[fqn][name])
         return ranks.copy_from_first(value)
+
+
+def _quantised_as(own: Any, local: Tensor) -> Tensor:
+    """Return values in the form of an optimizer's own, which may be quantised."""
+    like = own._local if isinstance(own, FlatShard) else local
+    is_same = type(like) is type(local) or not is_traceable_wrapper_subclass(like)
+    return local if is_same else cloned(like).copy_(local)
 
 
 def _moved_to(own: Any, value: Any) -> Any:

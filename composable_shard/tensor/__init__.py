@@ -42,7 +42,13 @@ from composable_shard.tensor.pending import (
     show_pending,
 )
 from composable_shard.tensor.reduction_rules import max_over, reduction_groups, sum_over
-from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec, flat_spec, user_attributes
+from composable_shard.tensor.shard_spec import (
+    ParamLabel,
+    ShardSpec,
+    cloned,
+    flat_spec,
+    user_attributes,
+)
 
 __all__ = [
     "DTensorSlots",
@@ -55,6 +61,7 @@ __all__ = [
     "SharedGuard",
     "Slices",
     "WriteGuard",
+    "cloned",
     "find_places",
     "flat_spec",
     "group_slices",

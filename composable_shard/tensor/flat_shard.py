@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
 from composable_shard.options import warn_of_partial_save
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
-from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, user_attributes
+from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, cloned, user_attributes
 from composable_shard.torch_private import (
     OpOverload,
     bump_version,
@@ -376,7 +376,7 @@ class FlatShard(Checkpointable):
             warn_of_partial_save()
         is_of_dtensor = isinstance(self, FlatShardOfDTensor)
         state = (is_of_dtensor, self.requires_grad, user_attributes(self))
-        return _rebuild_flat_shard, (self._local.clone(), self._shard_spec.to_plain(), state)
+        return _rebuild_flat_shard, (cloned(self._local), self._shard_spec.to_plain(), state)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # the stub returns Any
         """Describe this rank's part; no communication."""

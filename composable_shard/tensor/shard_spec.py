@@ -37,7 +37,10 @@ from composable_shard.layout import (
     whole_box,
 )
 from composable_shard.options import VALUES, advise
-from composable_shard.torch_private import compute_local_shape_and_global_offset
+from composable_shard.torch_private import (
+    compute_local_shape_and_global_offset,
+    is_traceable_wrapper_subclass,
+)
 
 
 class ParamLabel:
@@ -235,6 +238,17 @@ def local_box(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placemen
 _OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
 
 
+def cloned(tensor: Tensor) -> Tensor:
+    """Return a copy; of a subclass that wraps other tensors, which may know no clone, of those."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.clone()
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name).clone() for name in names}
+    kind: Any = type(tensor)
+    copy: Tensor = kind.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    return copy
+
+
 def user_attributes(shard: Tensor) -> dict[str, Any]:
     """Return the attributes that are not ours, `_is_param` of nn.Parameter among them."""
     return {name: value for name, value in shard.__dict__.items() if name not in _OWN_FIELDS}
@@ -341,7 +355,7 @@ class Checkpointable(Tensor):
                 f"expected a leaf tensor to deep-copy, got one computed from "
                 f"'{self._shard_spec.label.fqn}': call detach() first"
             )
-        local = self._local.clone()
+        local = cloned(self._local)
         make: Callable[..., Any] = type(self)
         twin = make(local, self._shard_spec, requires_grad=self.requires_grad)
         memo[id(self)] = twin

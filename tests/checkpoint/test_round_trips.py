@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_shard import (
+    FlatShard,
     ShardedGradScaler,
     StateDictOptions,
     fully_shard,
@@ -430,6 +432,29 @@ def test_code_of_users_that_raises_on_one_rank_undoes_the_load(who: str, tmp_pat
     with pytest.raises(RuntimeError, match="takes nothing"):
         load_checkpoint(tmp_path, model, optimizers, scheduler=scheduler)
     assert repr([each.state_dict() for each in parts]) == before
+
+
+@distributed(2)
+def test_state_that_wraps_other_tensors_is_refused_at_save(tmp_path: Path) -> None:
+    """By name, as torchao's quantised state; state dicts keep its form, also from whole values."""
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _take_step(model, optimizer, 0)
+    param = model.out.weight
+    values = optimizer.state[param]["exp_avg"].to_local()
+    wrapped = FlatShard(TwoTensor(values, values.clone()), param._shard_spec)
+    optimizer.state[param]["exp_avg"] = wrapped
+    text = r"can't save 'optimizer/state/out.weight/exp_avg', a TwoTensor .* quantised"
+    with pytest.raises(ValueError, match=text):
+        save_checkpoint(tmp_path, model, optimizer, step=1)
+    assert list(tmp_path.iterdir()) == []
+    whole = get_optimizer_state_dict(model, optimizer)
+    whole["state"]["out.weight"]["exp_avg"] = FlatShard(values, param._shard_spec)
+    for state in (get_optimizer_state_dict(model, optimizer), whole):
+        set_optimizer_state_dict(model, optimizer, state)
+        found = optimizer.state[param]["exp_avg"].to_local()
+        assert type(found) is TwoTensor
+        assert_equal(found.a, values)
 
 
 def _refuse(*_: Any) -> None:
