@@ -6,6 +6,7 @@ import ast
 import csv
 import importlib
 import io
+import json
 import os
 import re
 import runpy
@@ -178,6 +179,30 @@ def test_tutorial_prints_what_its_text_says(name: str, num_ranks: int, tmp_path:
     assert [line for line in printed if line in map(_without_digits, lines)] == [
         _without_digits(line) for line in lines
     ]
+
+
+NOTEBOOK = TUTORIALS / "13_in_a_notebook.ipynb"
+
+
+def _run_cells(codes: list[str]) -> list[str]:
+    """Run the code of cells one after another; return what each prints."""
+    names: dict[str, object] = {}
+    printed = []
+    for code in codes:
+        output = io.StringIO()
+        with redirect_stdout(output):
+            exec(code, names)
+        printed.append(output.getvalue())
+    return printed
+
+
+def test_the_notebook_prints_what_it_shows() -> None:
+    """On one process that nobody told of ranks; the digits may differ."""
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if "outputs" in cell]
+    [printed] = run_processes([{}], _run_cells, ["".join(cell["source"]) for cell in cells])
+    for cell, output in zip(cells, printed, strict=True):
+        shown = ["".join(each.get("text", "")) for each in cell["outputs"]]
+        assert _without_digits(output) == _without_digits("".join(shown))
 
 
 def test_tutorials_are_numbered_and_short() -> None:
