@@ -50,6 +50,7 @@ from composable_shard.checkpoint.writer import plan_save, write_checkpoint
 from composable_shard.comm import HostGroup, get_host_group
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (
+    check_values,
     get_model_state_dict,
     get_optimizer_state_dict,
     json_tree,
@@ -372,10 +373,13 @@ def _change(
     optimizers: dict[str, StagedOptimizer],
 ) -> None:
     """Load a model and optimizers; if that fails, the caller gives optimizers their old state."""
-    if staged.meta is not None:
-        staged.apply()  # optimizers look at their parameters
+    # After the first pass, because its collectives use training's groups.
+    with group.agreed():
+        if staged.meta is None:
+            check_values(staged.model, staged.state, is_strict=False)
+        else:
+            staged.apply()  # optimizers look at their parameters
     with group.agreed(), torch.no_grad():
-        # After the first pass, because its collectives use training's groups.
         check_optimizers(staged.model, optimizers)
         lenient = StateDictOptions(strict=False)
         load_optimizers = [

@@ -5,6 +5,7 @@ Read `api`, `model_state` and `optimizer_state` first.
 
 from composable_shard.state_dict import json_tree
 from composable_shard.state_dict.api import (
+    check_values,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -43,6 +44,7 @@ __all__ = [
     "adopt_new_data",
     "canonical",
     "check_torch_call",
+    "check_values",
     "extra_state_name",
     "gather_full",
     "get_model_state_dict",

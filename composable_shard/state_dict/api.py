@@ -206,18 +206,7 @@ def set_model_state_dict(
     check_model_is_idle(model, "a state dict can't be loaded")
     if options.broadcast_from_rank0:
         return _broadcast_model(model, model_state_dict, is_strict=options.strict)
-    raw = {name.replace(_COMPILED, ""): name for name in model.state_dict()}
-    given = model_state_dict
-    if isinstance(given, Mapping):
-        given = {raw.get(key, key): value for key, value in given.items()}
-    handles = handles_of(model)
-    if handles and not any(handle.shown.is_in_scope for handle in handles):
-        for handle in handles:
-            handle.adopt_changes()
-        # For the whole model: the hook of a unit sees only its own module.
-        params = find_params(model)
-        problems = find_problems(model, params, given, is_strict=options.strict)
-        agree_on_values(model, params, given, "", problems)
+    given = check_values(model, model_state_dict, is_strict=options.strict)
     if isinstance(given, dict):
         make_whole(model, given)
     with _undone_on_error(model, given):
@@ -225,6 +214,32 @@ def set_model_state_dict(
 
 
 _COMPILED = "_orig_mod."
+
+
+def check_values(
+    model: nn.Module, state_dict: Mapping[str, Any], *, is_strict: bool
+) -> Mapping[str, Any]:
+    """Check a state dict as `set_model_state_dict` does, on all ranks; changes nothing.
+
+    Returns:
+        The state dict with the names that the model's modules have.
+
+    Raises:
+        RuntimeError: On all ranks.
+    """
+    given = state_dict
+    if isinstance(given, Mapping):
+        raw = {name.replace(_COMPILED, ""): name for name in model.state_dict()}
+        given = {raw.get(key, key): value for key, value in given.items()}
+    handles = handles_of(model)
+    if handles and not any(handle.shown.is_in_scope for handle in handles):
+        for handle in handles:
+            handle.adopt_changes()
+        # For the whole model: the hook of a unit sees only its own module.
+        params = find_params(model)
+        problems = find_problems(model, params, given, is_strict=is_strict)
+        agree_on_values(model, params, given, "", problems)
+    return given
 
 
 @contextmanager
@@ -246,13 +261,12 @@ def _undone_on_error(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
             [m for m in model.modules() if type(m).get_extra_state is not _NO_EXTRA],
         )
         extra = [(each, copy.deepcopy(each.get_extra_state())) for each in modules]
-    shards = [
-        (h, h.local_shard.clone()) for h in ranks.handles if is_copied and not h.shown.is_in_scope
-    ]
+    handles = [h for h in ranks.handles if not (h.shown.is_in_scope or h.local_shard.is_meta)]
+    shards = [(handle, handle.local_shard.clone()) for handle in handles if is_copied]
     others = []
     for _, module, name in iter_slots(model) if is_copied else ():
         slots = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
-        if isinstance(value := slots[name], Tensor):
+        if isinstance(value := slots[name], Tensor) and not value.is_meta:
             old = None if isinstance(value, FlatShard) else value.detach().clone()
             others.append((slots, name, value, old))
     try:

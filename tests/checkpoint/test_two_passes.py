@@ -16,7 +16,9 @@ from composable_shard import (
     ShardingStrategy,
     fully_shard,
     load_checkpoint,
+    reshard,
     save_checkpoint,
+    unshard,
 )
 from composable_shard.checkpoint.reader import CheckpointReader
 from tests.helpers import assert_equal, distributed, peak_bytes
@@ -75,6 +77,56 @@ def test_a_load_takes_no_memory_beyond_the_run(kind: str, tmp_path: Path) -> Non
     plain = _trained(0)[0]
     with torch.no_grad():
         assert_equal(model(torch.ones(1, 256)), plain(torch.ones(1, 256)))
+
+
+class _Odd(nn.Module):
+    """Tensors that can't be read into as they lie in memory."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(4, 6, 3, dtype=dtype).to(memory_format=torch.channels_last)
+        self.lin = nn.Linear(40, 30, dtype=dtype)
+        self.register_buffer("turned", torch.randn(30, 20, dtype=dtype).t())
+        self.register_buffer("conjugate", torch.randn(30, dtype=torch.complex64).conj())
+        self.register_buffer("scalar", torch.randn((), dtype=dtype))
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@distributed(2)
+def test_values_are_read_into_any_memory(is_sharded: bool, tmp_path: Path) -> None:
+    """Of another dtype, block by block; transposed, channels last, conjugated, of no dims."""
+    saved = _Odd(0, torch.float32)
+    save_checkpoint(tmp_path, saved, step=1)
+    model = _Odd(1, torch.float64)
+    if is_sharded:
+        fully_shard(model.lin, granularity="row")
+        fully_shard(model.conv)
+    strides = [each.stride() for each in model.state_dict().values()]
+    with pytest.MonkeyPatch.context() as patch, in_two_passes():
+        patch.setattr("composable_shard.checkpoint.reader._BLOCK_NUMEL", 101)
+        load_checkpoint(tmp_path, model)
+    assert [each.stride() for each in model.state_dict().values()] == strides
+    for name, value in model.state_dict().items():
+        found = value.full_tensor() if isinstance(value, FlatShard) else value
+        assert_equal(found.to(torch.complex64), saved.state_dict()[name].to(torch.complex64), name)
+
+
+@distributed(2)
+def test_a_model_that_shows_full_parameters_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    """What the last step of a load would refuse is known before the first."""
+    model, optimizer = _trained(0, granularity="row")
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    model, optimizer = _trained(1, granularity="row")
+    before = [each.clone() for each in _places(model, optimizer)]
+    unshard(model)
+    with in_two_passes(), pytest.raises(RuntimeError, match=r"shows its full .* Call reshard"):
+        load_checkpoint(tmp_path, model, optimizer)
+    reshard(model)
+    for value, other in zip(_places(model, optimizer), before, strict=True):
+        assert_equal(value, other)
 
 
 @pytest.mark.parametrize("failing", [1, 5])
