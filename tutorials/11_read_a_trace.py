@@ -1,7 +1,7 @@
 """See when a step gathers, computes and reduces: a trace of torch's profiler, unit by unit.
 
     torchrun --standalone --nproc-per-node 2 tutorials/11_read_a_trace.py
-    python tutorials/11_read_a_trace.py                       # one rank
+    python tutorials/11_read_a_trace.py                       # one rank: nothing is sent
 
 With a profiler on, each gather and reduction is a range with the name of its unit, and so is each
 wait for one. Three things to look for, in `trace.json` (open it in ui.perfetto.dev) or in the lines

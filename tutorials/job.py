@@ -38,7 +38,7 @@ def parse_args(options: list[str], description: str = "") -> argparse.Namespace:
     add("--dim", type=int, default=384, help="width of the model, a multiple of 64 (the heads)")
     add("--length", type=int, default=128, help="bytes per training sequence")
     add("--batch", type=int, default=8, help="sequences per step, at least ranks x microbatches")
-    add("--microbatches", type=int, default=2, help="pieces in which a rank works off its share")
+    add("--microbatches", type=int, default=2, help="forwards and backwards of a rank in one step")
     add("--steps", type=int, default=220, help="optimizer steps")
     add("--warmup", type=int, default=20, help="steps in which the learning rate rises")
     add("--learning-rate", type=float, default=6e-4, help="the peak; a cosine ends at its tenth")
@@ -180,8 +180,8 @@ def run(train: Callable[[World, Journal, argparse.Namespace], int], script: str,
         return launch(script, args.ranks, options)
     start = time.perf_counter()
     with join_world(args.device) as world:
-        pieces = world.size * args.microbatches
-        args.batch = pieces * math.ceil(args.batch / pieces)
+        multiple = world.size * args.microbatches
+        args.batch = multiple * math.ceil(args.batch / multiple)
         journal = Journal(world, args)
         try:
             code = train(world, journal, args)

@@ -154,7 +154,7 @@ class Journal:
 
 
 def introduce(journal: Journal, num_bytes: int, entropy: float, num_held_out: int) -> None:
-    """Say what is read, by whom, and in which pieces."""
+    """Say what is read, by which ranks, and in which batches."""
     world, args = journal.world, journal.args
     world.say(
         f"text: {num_bytes:,} bytes, unigram entropy {entropy:.4f} nats per byte; "

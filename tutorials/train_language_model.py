@@ -166,8 +166,8 @@ def train(world: World, journal: Journal, args: argparse.Namespace) -> int:
     model = shard(make_model(args, world.device), world, keep_unsharded=args.keep_unsharded)
     optimizer = make_optimizer(model, args)
     world.say(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, sharded in "
-        f"{len(get_handles(model))} pieces; MB per rank: parameters + optimizer state"
+        f"{sum(p.numel() for p in model.parameters()):,} parameters in "
+        f"{len(get_handles(model))} flat parameters; MB per rank: parameters + optimizer state"
     )
     if is_resumed:
         reference = resume(model, optimizer, journal)
