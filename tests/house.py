@@ -103,9 +103,9 @@ GOALS = {
 REACHED = {
     "modules": 101,
     "warm step: files": 18,
-    "warm step: calls between files": 243,
+    "warm step: calls between files": 240,
     "set-up and first step: files": 43,
-    "lines": 31_726,
+    "lines": 31_780,
 }
 
 _MAX_METHODS = GOALS["methods of a class, most"]

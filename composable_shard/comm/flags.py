@@ -63,8 +63,8 @@ class StepFacts:
     Attributes:
         line: The same on all ranks.
         writes: For each flat parameter the ranks that share it or have copies; for each parameter
-            1, 2 for each time that this rank has written it, and 1 if it has a gradient, or just 0
-            for anything; and the parameters.
+            of which several ranks hold parts 1, 2 for each time that this rank has written it, and
+            1 if it has a gradient, or just 0 for anything; and these parameters.
     """
 
     line: str
@@ -179,7 +179,7 @@ class FlagReduction:
 
     def __init__(
         self,
-        values: Sequence[tuple[_HasGroups, list[int]]],
+        values: Sequence[tuple[_HasGroups, Sequence[int]]],
         *,
         highest: int,
         facts: StepFacts | None = None,
@@ -234,7 +234,7 @@ class FlagReduction:
 
 
 def _groups_of(
-    values: Sequence[tuple[_HasGroups, list[int]]], key: _GroupTuple
+    values: Sequence[tuple[_HasGroups, Sequence[int]]], key: _GroupTuple
 ) -> list[dist.ProcessGroup]:
     """Return all process groups of the flat parameters whose flags travel together."""
     found = dict.fromkeys(group for group, _ in values if group.joint_groups == key)

@@ -305,7 +305,8 @@ class FullValues:
             trace.record("issue_gather", self.name)
         self.move(GATHERING)
         try:
-            gather = self._issue(streams, when)
+            is_plain = streams is None and self.is_sharded
+            gather = self._start(when) if is_plain else self._issue(streams, when)
             if Poison.is_on and gather is not None:
                 gather = _PoisonedGather(gather, self.output, self.own_part)
             self._gather = gather
@@ -320,11 +321,9 @@ class FullValues:
             self.wait()
 
     def _issue(self, streams: Streams | None, when: str) -> Waitable | None:
-        if not self.is_sharded:
+        if streams is None or not self.is_sharded:  # the shard is all
             self.shard.fill(self.own_part)
             return None
-        if streams is None:
-            return self._start(when)
         stream = streams.unshard_stream
         # The shard may just have been written by the optimizer, and the memory that the gather
         # gets may still be read by the last unit's compute: both are on the current stream.

@@ -34,8 +34,13 @@ from torch.distributed.tensor import DTensor
 from composable_shard.comm import ShardGroup
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import FlatShard, ShardSpec, rebind, wrap_all
-from composable_shard.torch_private import storage_uses_of, use_count_of
+from composable_shard.tensor import FlatShard, ShardSpec, rebind
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    make_wrapper,
+    storage_uses_of,
+    use_count_of,
+)
 
 
 class AwaitedGradients:
@@ -128,6 +133,25 @@ class GradPieces:
         self._shard, self._views, self._pieces = None, [], []
 
 
+def wrap_all(
+    locals_: Sequence[Tensor | None], specs: Sequence[ShardSpec]
+) -> list[FlatShard | None]:
+    """Return shards of these specs; None for no tensor, and for a parameter of another owner.
+
+    As `wrap` does, of tensors of one dtype and device: each call and question takes its time.
+    """
+    first = next((each for each in locals_ if each is not None), None)
+    kind = () if first is None else (first.dtype, torch.strided, first.device)
+    shards: list[FlatShard | None] = []
+    for local, spec in zip(locals_, specs, strict=True):
+        shard = None
+        if local is not None and not spec.is_owned_by_other_rank:
+            shard = make_wrapper(FlatShard, spec.shape, spec.stride, None, None, *kind)
+            shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}
+        shards.append(shard)
+    return shards
+
+
 def packing_scale(
     group: ShardGroup, reduce_dtype: torch.dtype, *, is_cast: bool
 ) -> tuple[float, Tensor]:
@@ -162,20 +186,21 @@ def set_gradients(
     Raises:
         RuntimeError: If one that a parameter has is not a shard like the parameter.
     """
-    for param, shard, is_used in zip(params, shards, used, strict=True):
-        if not is_used or shard is None:
-            continue
-        grad = param.grad
-        if grad is None:
-            param.grad = shard
-        elif isinstance(grad, FlatShard) and grad._local.shape == shard._local.shape:
-            grad._local.add_(shard._local)
-        else:
-            raise RuntimeError(
-                f"expected .grad of parameter '{param._shard_spec.label}' to be None or a "
-                f"FlatShard, got {type(grad).__name__}. Let backward() set it, or assign a "
-                "FlatShard."
-            )
+    with DisableTorchFunctionSubclass():  # [Note: Many getters]
+        for param, shard, is_used in zip(params, shards, used, strict=True):
+            if not is_used or shard is None:
+                continue
+            grad = param.grad
+            if grad is None:
+                param.grad = shard
+            elif isinstance(grad, FlatShard) and grad._local.shape == shard._local.shape:
+                grad._local.add_(shard._local)
+            else:
+                raise RuntimeError(
+                    f"expected .grad of parameter '{param._shard_spec.label}' to be None or a "
+                    f"FlatShard, got {type(grad).__name__}. Let backward() set it, or assign a "
+                    "FlatShard."
+                )
 
 
 def note_used(flat: FlatEntry, used: list[bool]) -> list[bool]:

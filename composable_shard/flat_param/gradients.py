@@ -30,13 +30,14 @@ from composable_shard.flat_param.grad_pieces import (
     packing_scale,
     set_gradients,
     sized,
+    wrap_all,
     write_gradient,
 )
 from composable_shard.flat_param.reduction import FlatReduction, ScratchPool
 from composable_shard.flat_param.shard import HostGradient
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import FlatShard, PendingState, refuse_graphs, wrap_all
+from composable_shard.tensor import FlatShard, PendingState, refuse_graphs
 from composable_shard.torch_private import storage_uses_of
 
 
@@ -235,7 +236,7 @@ class FlatGradients:
                 and (full.state is CURRENT or full.state is STALE)
                 and full.num_claims == 0
                 and not full.params.has_late_reads
-                and True not in [getattr(e.unsharded, "has_hidden_alias", False) for e in entries]
+                and not full.params.aliases.are_hidden
             )
         view = self.views[index]  # type: ignore[index]
         if self.arrived[index]:
@@ -251,10 +252,8 @@ class FlatGradients:
     def pack_further(self, index: int) -> bool:
         """Pack a gradient into the open round, or return False where `pack` must be called."""
         param = self._shown.entries[index].unsharded
-        gradient = None if param is None else param.grad
-        if self.views is None or self.arrived[index] or not self._is_plain or gradient is None:
-            return False
-        if gradient.is_sparse or torch.is_grad_enabled():
+        gradient = None if param is None or torch.is_grad_enabled() else param.grad
+        if gradient is None or self.views is None or self.arrived[index] or gradient.is_sparse:
             return False
         param.grad = None  # type: ignore[union-attr]
         if self._factor is None:

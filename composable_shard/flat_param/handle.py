@@ -43,7 +43,11 @@ from composable_shard.tensor import (
     WriteGuard,
     note_steps,
 )
-from composable_shard.torch_private import version_of, will_run_node
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    version_of,
+    will_run_node,
+)
 
 GradientHook = Callable[["FlatParamHandle", int], None]
 
@@ -431,15 +435,18 @@ class FlatParamHandle:
         """
         full, flat = self.full, self.shown.flat
         params = full.params
-        if [param.requires_grad for param in params.built] != params.flags:
+        with DisableTorchFunctionSubclass():  # [Note: Many getters]
+            flags = [param.requires_grad for param in params.built]
+        if flags != params.flags:
             self._adopt_shown_flags(where)
         if full.is_locked:
             return  # nobody could edit them, or a backward wrote gradients in their place
-        is_edited = [version_of(tensor) for tensor in params.watched] != params.versions
-        is_edited = is_edited or True in [
-            getattr(param, "has_hidden_alias", False) for param in params.built
-        ]
-        if is_edited or (flat is not None and flat.unsharded is not None):
+        is_edited = [*map(version_of, params.watched)] != params.versions
+        if (
+            is_edited
+            or params.aliases.are_hidden
+            or (flat is not None and flat.unsharded is not None)
+        ):
             full.warn_of_edits(flat, where)
 
     def fix_owners(self) -> None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +27,11 @@ from composable_shard.flat_param.entries import (
     unhide,
 )
 from composable_shard.tensor import WriteGuard
-from composable_shard.torch_private import post_accumulate_hooks_of, pre_accumulate_hooks_of
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    post_accumulate_hooks_of,
+    pre_accumulate_hooks_of,
+)
 
 
 class Shown(Enum):
@@ -74,6 +79,7 @@ class ShownParams:
         scope: The open `unshard_params` scope, if any.
         flat_slot: Where the unit's module shows the flat parameter.
         agreed_flags: `requires_grad` of the entries on all ranks; None before they compared it.
+        shared: The originals of which several ranks own parts; empty before then.
     """
 
     flat_slot: FlatSlot
@@ -94,6 +100,7 @@ class ShownParams:
         self.at_rest: Sequence[ParamEntry] = entries
         self.scope: Scope | None = None
         self.agreed_flags: list[bool] | None = None
+        self.shared: Sequence[ParamEntry] = ()
         # container, key, at rest, unsharded
         self._slots: list[tuple[Any, Any, Tensor | None, Tensor | None]] = []
         # Module, name, what stands for the original; none where originals are at rest
@@ -105,6 +112,10 @@ class ShownParams:
         self.agreed_flags = trainable_flags(self)
         for entry in self.at_rest:
             entry.watch_writes(self.guard)
+        if not self.shared:
+            specs = [each.spec for each in self.entries]
+            cut = [spec.layout.is_cut(place) for place, spec in enumerate(specs)]
+            self.shared = list(compress(self.entries, cut))
 
     def set_flat(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
         """Choose what is at rest; shows nothing."""
@@ -341,17 +352,21 @@ class ShownParams:
     @property
     def has_gradient_hooks(self) -> bool:
         """Whether `run_gradient_hooks` has any to run."""
-        return any(post_accumulate_hooks_of(entry.sharded) for entry in self.at_rest)
+        return bool(_with_hooks(self.at_rest))
 
     def run_gradient_hooks(self) -> None:
         """Run the hooks that users put on the sharded parameters with
         `register_post_accumulate_grad_hook`, once, with the final gradient.
         """
-        for entry in self.at_rest:
-            hooks = post_accumulate_hooks_of(entry.sharded)
-            if hooks and entry.sharded.grad is not None:
-                for hook in list(hooks.values()):
+        for entry in _with_hooks(self.at_rest):
+            if entry.sharded.grad is not None:
+                for hook in list((post_accumulate_hooks_of(entry.sharded) or {}).values()):
                     hook(entry.sharded)
+
+
+def _with_hooks(entries: Sequence[ParamEntry]) -> list[ParamEntry]:
+    with DisableTorchFunctionSubclass():  # [Note: Many getters]
+        return [each for each in entries if post_accumulate_hooks_of(each.sharded)]
 
 
 def trainable_flags(shown: ShownParams) -> list[bool]:

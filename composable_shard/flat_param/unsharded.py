@@ -28,6 +28,19 @@ from composable_shard.torch_private import (
 LOCKED = 1_000_000_000
 
 
+class Aliases:
+    """What the parameters of one flat parameter have noted together.
+
+    Attributes:
+        are_hidden: Someone took an alias of one of them that autograd can't see.
+    """
+
+    __slots__ = ("are_hidden",)
+
+    def __init__(self) -> None:
+        self.are_hidden = False
+
+
 class UnshardedParameter(nn.Parameter):
     """A parameter that remembers whether anyone took an alias of it that autograd can't see.
 
@@ -37,7 +50,7 @@ class UnshardedParameter(nn.Parameter):
     """
 
     shard_label: object = "?"
-    has_hidden_alias: bool = False
+    aliases: Aliases = Aliases()
     is_repointed: bool = False  # `param.data = x`: it is no view of the buffer any more
     data_alias: Tensor | None = None  # whose version counts the edits through `.data`
 
@@ -53,13 +66,13 @@ class UnshardedParameter(nn.Parameter):
                 "freed after the forward. Compute with the parameter itself, or make one of a "
                 "copy: nn.Parameter(weight.detach().clone())."
             )
-        self.has_hidden_alias = True
+        self.aliases.are_hidden = True
         return super().detach()
 
     @property
     def data(self) -> Tensor:
         """A detached alias with a version counter of its own, as any tensor's is."""
-        self.has_hidden_alias = True
+        self.aliases.are_hidden = True
         alias = self.data_alias
         if alias is None or self.is_repointed:
             alias = self.data_alias = super().data
@@ -116,6 +129,7 @@ class UnshardedParams:
         versions: Theirs, while the values are there.
         locked: Theirs, while they are not, see [Note: Locked versions].
         flags: Which of them are trainable, as it was last adopted.
+        aliases: What they have noted.
         has_late_reads: A graph from before the next backward may read a value though its gradient
             is complete, see [Note: Packing in place]: some were frozen, or nobody knows it.
     """
@@ -128,15 +142,17 @@ class UnshardedParams:
         self.versions: list[int] = []
         self.flags: list[bool] = []
         self.has_late_reads = False
+        self.aliases = Aliases()
         self.built: list[nn.Parameter] = []
         self.locked: tuple[int, ...] = ()
 
     def build(self, entries: Sequence[ParamEntry]) -> None:
         """Make the unsharded parameters of entries, trainable; the buffer must have memory."""
-        self._entries = entries
+        self._entries, self.aliases = entries, Aliases()
         for index, entry in enumerate(entries):
             entry.unsharded = _make_unsharded(self._view(index, entry))
-            entry.unsharded.shard_label = entry.label  # type: ignore[attr-defined]
+            noted = {"shard_label": entry.label, "aliases": self.aliases}
+            entry.unsharded.__dict__.update(noted)
             # What a forward asks of a parameter: how tensor parallelism split it, for example.
             for name, value in user_attributes(entry.sharded).items():
                 entry.unsharded.__dict__.setdefault(name, value)
@@ -184,19 +200,13 @@ class UnshardedParams:
         flat = self._buffer.data[start : start + self._layout.numels[index]]
         return entry.spec.unflatten(flat)
 
-    @property
-    def has_hidden_alias(self) -> bool:
-        """Whether the value of any parameter may be used where autograd can't see it."""
-        return any([getattr(param, "has_hidden_alias", False) for param in self.built])
-
     def note_hidden_alias(self) -> None:
         """Note that a graph has saved an alias which it does not connect with its parameter."""
-        for param in self.built[:1]:
-            param.has_hidden_alias = True  # type: ignore[attr-defined]
+        self.aliases.are_hidden = True
 
     def are_saved(self) -> bool:
         """Return whether a graph may still read the values, see [Note: Graphs of gradients]."""
-        return self.has_hidden_alias or any([_is_saved(param) for param in self.built])
+        return self.aliases.are_hidden or any([_is_saved(param) for param in self.built])
 
     def expire(self) -> None:
         """Make autograd refuse to read the values for the graphs that exist."""

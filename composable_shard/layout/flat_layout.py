@@ -242,6 +242,12 @@ class FlatLayout:
     def _start_of(self, index: int) -> int:
         return self.offsets[index] if index < len(self.offsets) else self.span
 
+    def is_cut(self, index: int) -> bool:
+        """Return whether several ranks own elements of parameter `index`."""
+        start = self.offsets[index]
+        following = bisect_right(range(self.world_size), start, key=self.cut)
+        return following < self.world_size and self.cut(following) < start + self.numels[index]
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the flat range that `rank` owns."""
         return self.cut(rank), self.cut(rank + 1)

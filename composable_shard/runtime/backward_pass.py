@@ -144,7 +144,7 @@ class BackwardPass:
 
     def _reduce_flags(
         self,
-        values: Sequence[tuple[ShardGroup, list[int]]],
+        values: Sequence[tuple[ShardGroup, Sequence[int]]],
         *,
         highest: int,
         facts: StepFacts | None = None,
@@ -200,7 +200,9 @@ class BackwardPass:
                 # second stage must be issued before. [Note: Two stages]
                 self._advance_in_flight()
             self.positions[handle] = position
-            insort(self.open_handles, (position, owner, handle), key=lambda item: -item[0])
+            handles = self.open_handles
+            start = len(handles) if handles and handles[-1][0] >= position else 0  # mostly the end
+            insort(handles, (position, owner, handle), start, key=lambda item: -item[0])
 
     def close(self, handle: FlatParamHandle) -> None:
         """Take a handle out of those that are open."""
@@ -364,10 +366,8 @@ class BackwardPass:
                 handle.adopt_changes()
         for handle in turns + still_open + unsynced:
             handle.grads.pack_rest(may_overwrite=not self._keeps_values(handle))
-        handles = list(dict.fromkeys([*turns, *self._reduced, *still_open, *unsynced]))
-        if self.early is None:
-            return handles
-        ready = {handle for handle, _ in self.early.ready}
+        ready = () if self.early is None else {handle for handle, _ in self.early.ready}
+        handles = dict.fromkeys([*turns, *self._reduced, *still_open, *unsynced])
         return [handle for handle in handles if handle not in ready]
 
     def _find_unsynced(self) -> list[tuple[ShardState, FlatParamHandle]]:
@@ -504,7 +504,7 @@ def _note_abort(
                 handle.shown.show_sharded()
 
 
-def _use_flags(handle: FlatParamHandle, is_bucket: bool) -> list[int]:
+def _use_flags(handle: FlatParamHandle, is_bucket: bool) -> Sequence[int]:
     params = [entry.unsharded for entry in handle.entries] if is_bucket else []
     is_late = any(param is not None and param.grad is not None for param in params)
-    return [LATE if used and is_late else int(used) for used in handle.grads.used]
+    return [LATE * used for used in handle.grads.used] if is_late else handle.grads.used

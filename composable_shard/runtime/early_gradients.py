@@ -74,7 +74,7 @@ class EarlyGradients:
             may_change: Whether no gradient of it can be called final.
         """
         if may_change or (
-            handle.is_kept and not handle.full.is_cast and handle.full.params.has_hidden_alias
+            handle.is_kept and not handle.full.is_cast and handle.full.params.aliases.are_hidden
         ):
             statuses = [_MAY_CHANGE] * len(handle.entries)
         else:

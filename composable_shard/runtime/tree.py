@@ -453,7 +453,7 @@ def step_facts(context: TreeContext) -> StepFacts:
     Parameters that one rank owns whole are left out: only its owner's are stepped. So are those
     with hooks in backward, which may be on some ranks only. Writes to a parameter are counted, and
     its gradient is looked for, where this rank and others hold parts of it: an optimizer may leave
-    out shards that are empty. Where each rank holds all, writes to the handle are.
+    out shards that are empty. Where each rank holds all, writes to the handle are, as one number.
     """
     handles = [
         handle
@@ -464,9 +464,11 @@ def step_facts(context: TreeContext) -> StepFacts:
     before, now, counts = context.writes, {h.guard: h.guard.num_writes for h in handles}, []
     has_writes = any([before.get(guard, number) != number for guard, number in now.items()])
     for handle in handles:
-        whole = handle.guard if handle.shard_group.size == 1 else None
-        numbers = [0] * len(handle.entries)
-        for index, entry in enumerate(handle.shown.at_rest):
+        shown, whole = handle.shown, handle.guard if handle.shard_group.size == 1 else None
+        named = shown.shared or handle.entries[:1]
+        numbers = [0] * len(named)
+        is_one = shown.shows_flat or whole is not None
+        for index, entry in enumerate(shown.at_rest[:1] if is_one else shown.shared):
             guard = entry.shared_guard if whole is None else whole
             if guard is not None:
                 now[guard] = guard.num_writes
@@ -474,9 +476,7 @@ def step_facts(context: TreeContext) -> StepFacts:
                     num_writes = now[guard] - before[guard]
                     has_grad = entry.sharded.grad is not None
                     numbers[index] = 1 + (2 * num_writes + has_grad) % MAX_COUNT
-            if whole is not None:
-                break
-        counts.append((handle.shard_group, numbers, handle.entries))
+        counts.append((handle.shard_group, numbers, named))
     context.writes = now
     line = (
         f"a backward with{'' if has_writes else 'out'} writes to parameters since the last one (by "

@@ -12,7 +12,6 @@ from composable_shard.tensor.flat_shard import (
     is_owned_by_other_rank,
     rebind,
     wrap,
-    wrap_all,
 )
 from composable_shard.tensor.gradient_rules import (
     Slices,
@@ -87,5 +86,4 @@ __all__ = [
     "total_norms",
     "user_attributes",
     "wrap",
-    "wrap_all",
 ]

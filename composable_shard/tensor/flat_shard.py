@@ -11,7 +11,7 @@ unchanged to the rules, which also raise the errors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -482,16 +482,6 @@ def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
 def rebind(shard: FlatShard, local: Tensor, spec: ShardSpec, guard: WriteGuard | None) -> None:
     """Let a shard of the same dtype and device hold other data."""
     shard._local, shard._shard_spec, shard._guard = local, spec, guard
-
-
-def wrap_all(
-    locals_: Sequence[Tensor | None], specs: Sequence[ShardSpec]
-) -> list[FlatShard | None]:
-    """Return shards of these specs; None for no tensor, and for a parameter of another owner."""
-    return [
-        None if local is None or spec.is_owned_by_other_rank else wrap(local, spec)
-        for local, spec in zip(locals_, specs, strict=True)
-    ]
 
 
 def _rebuild_flat_shard(

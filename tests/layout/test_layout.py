@@ -57,6 +57,16 @@ few = settings(max_examples=60, deadline=None)
 
 
 @few
+@given(st.one_of(layouts(64), cut_layouts(64).map(lambda drawn: drawn[0])))
+def test_a_parameter_is_cut_where_several_ranks_own_elements(layout: FlatLayout) -> None:
+    """As each rank's range of it says, which is not asked: there may be thousands of ranks."""
+    for index in range(len(layout.numels)):
+        ranges = [layout.world_range(index, rank) for rank in range(layout.world_size)]
+        num_owners = sum(start < end for start, end in ranges)
+        assert layout.is_cut(index) == (num_owners > 1)
+
+
+@few
 @given(layouts())
 def test_parameters_lie_in_order_without_overlap(layout: FlatLayout) -> None:
     """Each parameter ends before the next starts, and the last one inside the buffer."""
