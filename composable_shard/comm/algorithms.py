@@ -284,7 +284,7 @@ class AllGather:
         if len(order.issued) > MAX_ISSUED:
             order.fold()
         order.issued.append(identity)
-        if self._exchange is not None and (is_rare or order.is_exchanged):
+        if self._exchange is not None and (is_rare or order.is_checked):
             self._exchange(is_rare)
         return self._algorithm.start()
 
@@ -503,6 +503,6 @@ class ReduceScatter:
         if len(order.issued) > MAX_ISSUED:
             order.fold()
         order.issued.append(identity)
-        if self._exchange is not None and order.is_exchanged:
+        if self._exchange is not None and order.is_checked:
             self._exchange(False)
         return self._algorithm.start(output, input, scratch, scale)

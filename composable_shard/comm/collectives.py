@@ -346,7 +346,7 @@ def all_reduce(
     order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what, digest_nbytes)
     if is_exchange(group, tensor.device):
         return ExchangedAllReduce(tensor, group, op, order, scratch)
-    if order.is_exchanged:
+    if order.is_checked:
         exchange_identity(group, order, tensor.device, is_rare=False)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)

@@ -11,7 +11,8 @@ kind and its bytes, in short a number of 32 bits, the same on all ranks.
   wait, and find out for what: [Note: Watch].
 
 - Collectives of a backend, as NCCL's, carry nothing. In the first steps the ranks exchange
-  identities before each of them. [Note: First steps]
+  identities before each of them. [Note: First steps] Gloo's abort the process where sizes differ,
+  so there the ranks exchange them later too, before what has not always followed what came before.
 
 - Each backward compares a digest of what was issued since the last one, before it publishes
   gradients. [Note: Digest of a step]
@@ -44,6 +45,7 @@ _NUM_RECENT = 64
 
 # By identity. There are as many as a program has collectives of different kinds.
 _texts: dict[int, str] = {}
+_sizes: dict[int, tuple[str, int]] = {}
 _of_steps: set[int] = set()
 _OF_STEP = 1 << 32
 
@@ -64,7 +66,7 @@ def identify(what: str, kind: str, nbytes: int, *, is_of_step: bool = False) -> 
         identity += _OF_STEP * (zlib.crc32(what.encode()) | 1)
         if kind:
             _of_steps.add(identity)
-    _texts[identity] = text
+    _texts[identity], _sizes[identity] = text, (kind, nbytes)
     return identity
 
 
@@ -82,6 +84,7 @@ class GroupOrder:
         last_step: Those of the last step that all data-parallel ranks issue.
         failure: Why no further collective can succeed, None while nothing has failed.
         is_exchanged: Identities go ahead of a backend's collectives, [Note: First steps].
+        is_checked: Identities may go ahead of a backend's collectives.
         has_news: The step before the last `fold` has issued something new.
     """
 
@@ -90,7 +93,9 @@ class GroupOrder:
         self.num_folded = 0
         self.failure: str | None = None
         self.last_step: list[int] = []
-        self.is_exchanged = True
+        self.is_exchanged = self.is_checked = True
+        self._checks_next = False
+        self._next: dict[int, set[int]] = {}  # what has followed each, as all ranks know
         self._is_always_exchanged = False
         self._agreed: set[int] = set()  # on all ranks, by an exchange
         self._num_again = 0  # how many since the last one that was new
@@ -121,14 +126,34 @@ class GroupOrder:
         identity = self.issued[-1]
         if identity not in self._agreed:
             self._agreed.add(identity)
+            self._next.clear()
             self._num_again = 0
+        self._next.setdefault(self._before, set()).add(identity)
         self._num_again += 1
         is_over = self._num_again > 2 * len(self._agreed)
         self.is_exchanged = self._is_always_exchanged or not is_over
+        self.is_checked = self.is_exchanged or self._checks_next
+
+    def check_next(self) -> None:
+        """Let `is_checked` be, also when identities are not exchanged any more."""
+        self._checks_next = self.is_checked = True
+
+    @property
+    def _before(self) -> int:
+        """What was issued before the last one."""
+        issued = self.issued if len(self.issued) > 1 else [*self._recent[-1:], *self.issued]
+        return issued[-2] if len(issued) > 1 else 0
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether ranks that differ would issue a collective of the size of the last one."""
+        known = self._next.get(self._before, ())
+        return self.issued[-1] in known and len({_sizes[each] for each in known}) == 1
 
     def exchange_again(self, *, always: bool = False) -> None:
         """Exchange identities from now on; call on all ranks at one point of the order."""
-        self.is_exchanged, self._num_again = True, 0
+        self.is_exchanged = self.is_checked = True
+        self._num_again = 0
         self._is_always_exchanged = self._is_always_exchanged or always
 
     def take_late(self, step: Any, received: Tensor) -> tuple[Any, Tensor] | None:

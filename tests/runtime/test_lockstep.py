@@ -143,7 +143,7 @@ def test_ranks_agree_on_tags_only_in_step() -> None:
             ["gather of unit 'blocks.3'", "unit 'blocks.2'"],
         ),
         ("full_tensors_of_others", "FULL_SHARD/later", ["of 'blocks.0.weight'", "of 'blocks.1"]),
-        ("swap_equal_units", "FULL_SHARD/later", ["unit 'blocks.1'", "No gradient was published"]),
+        ("swap_unequal_units", "FULL_SHARD/later", ["unit 'blocks.2'", "unit 'blocks.3'"]),
         ("clip_for_full_tensor", "SHARD_OPTIM/always", ["full_tensor() of", "clip_grad_norm_(max"]),
     ],
 )
@@ -154,6 +154,32 @@ def test_l_order_of_a_backends_collectives(name: str, strategy: str, sides: list
     assert cell.seconds < 10
     for side in ["rank 0 is in", "rank 1 is in", *sides]:
         assert side in cell.texts[0]
+
+
+@pytest.mark.fast
+def test_l_order_of_what_may_follow_a_collective_is_known() -> None:
+    """Order: where gloo's own may differ in size between ranks, they exchange what they are."""
+    order = GroupOrder()
+    first, same = identify("first", "all_gather", 8), identify("same", "all_gather", 8)
+    wide, late = identify("wide", "all_gather", 80), identify("late", "all_gather", 8)
+
+    def issue(*identities: int, agreed: bool = False) -> list[bool]:
+        found = []
+        for identity in identities:
+            order.note(identity)
+            found.append(order.is_expected)
+            if agreed:
+                order.note_agreed()
+        return found
+
+    issue(first, same, wide, *[first, same, wide] * 3, agreed=True)
+    order.fold()
+    assert issue(first, same, wide) == [True] * 3
+    assert issue(first, wide) == [True, False]  # a rank that has left the order knows it
+    assert issue(first, late, agreed=True) == [True, False]
+    assert issue(first, same) == [False, False]  # what is new makes them learn anew
+    issue(*[first, same, wide, same] * 2, agreed=True)
+    assert issue(first, same, wide) == [False, True, False]  # either may follow `same`
 
 
 @pytest.mark.parametrize("check_order", ["first", "always"])
