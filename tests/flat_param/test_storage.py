@@ -178,8 +178,8 @@ class _Strict(nn.Module):
 def test_plain_module_keeps_a_parameter_in_one_place() -> None:
     """The slot is the module's own dict, which costs no attribute look-up."""
     module = nn.Linear(2, 3)
-    assert find_slots(module, "weight") == [(module._parameters, "weight")]
-    ((container, key),) = find_slots(module, "bias")
+    assert [slot[:2] for slot in find_slots(module, "weight")] == [(module._parameters, "weight")]
+    ((container, key, _),) = find_slots(module, "bias")
     replacement = nn.Parameter(torch.ones(3))
     container[key] = replacement
     assert module.bias is replacement
@@ -193,7 +193,7 @@ def test_rnn_keeps_a_parameter_in_two_places(kind: type[nn.RNNBase]) -> None:
     assert len(slots) == 2
     module.to(torch.float64)
     replacement = nn.Parameter(torch.ones_like(module.weight_hh_l1))
-    for container, key in slots:
+    for container, key, _ in slots:
         container[key] = replacement
     position = module._flat_weights_names.index("weight_hh_l1")
     assert module.weight_hh_l1 is replacement
@@ -203,7 +203,7 @@ def test_rnn_keeps_a_parameter_in_two_places(kind: type[nn.RNNBase]) -> None:
 def test_module_with_its_own_setattr_is_asked() -> None:
     """Its `__setattr__` sees every change of registration."""
     module = _Strict()
-    ((container, key),) = find_slots(module, "weight")
+    ((container, key, _),) = find_slots(module, "weight")
     replacement = nn.Parameter(torch.ones(2))
     container[key] = replacement
     assert container[key] is module.weight is replacement
@@ -215,7 +215,7 @@ def test_slots_hold_their_module_weakly(module: nn.Module) -> None:
     """A handle holds slots, and a module's hooks hold the handle: no cycle."""
     module = copy.deepcopy(module)
     name = next(iter(module._parameters))
-    container, key = find_slots(module, name)[-1]
+    container, key, _ = find_slots(module, name)[-1]
     del module
     with pytest.raises(RuntimeError, match="the module that shows this parameter was deleted"):
         container[key]
@@ -236,8 +236,8 @@ def test_copied_slots_belong_to_the_copied_module(
     copied = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
     twin, slots = copied[:: 1 if is_module_first else -1]
     replacement = nn.Parameter(torch.ones(1))
-    for container, key in slots:
+    for container, key, _ in slots:
         container[key] = replacement
-    assert all(container[key] is replacement for container, key in slots)
+    assert all(container[key] is replacement for container, key, _ in slots)
     assert getattr(twin, name) is replacement
-    assert all(container[key] is not replacement for container, key in find_slots(module, name))
+    assert all(container[key] is not replacement for container, key, _ in find_slots(module, name))
