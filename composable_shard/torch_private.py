@@ -60,18 +60,17 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-_NEWEST_TRIED = (2, 15)
+_NEWEST_TRIED = "2.15"
 
 
 def warn_of_newer(version: str) -> None:
     """Warn of a torch that is newer than the newest one tried."""
-    major, minor, *_ = version.split(".")
-    if (int(major), int(minor)) > _NEWEST_TRIED:
-        newest = ".".join(map(str, _NEWEST_TRIED))
+    this, newest = (tuple(map(int, v.split(".")[:2])) for v in (version, _NEWEST_TRIED))
+    if this > newest:
         warnings.warn(
-            f"composable_shard was tried on torch up to {newest}, and this is {version}. It uses "
-            f"private names of torch. If something fails, install torch<={newest}, or run "
-            f"`make test-torch VERSION={version}` in a clone of it.",
+            f"composable_shard was tried on torch up to {_NEWEST_TRIED}, and this is {version}. It "
+            f"uses private names of torch. If something fails, take torch=={_NEWEST_TRIED}.*, or "
+            f"run `make test-torch VERSION={version}` in a clone of it.",
             stacklevel=2,
         )
 

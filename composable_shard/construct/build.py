@@ -335,11 +335,12 @@ class _UnitPrinter:
     """Stands in for a module's `extra_repr`: what it returns, and a line on the unit."""
 
     def __init__(self, module: nn.Module, own: Callable[[], str] | None) -> None:
-        self._module = weakref.ref(module)  # which holds this object
-        self._own = own
+        self._module, self._own = weakref.ref(module), own  # it holds this object
 
     def __call__(self) -> str:
         module: Any = self._module()
+        if module is None:
+            return ""  # of a shallow copy
         own = type(module).extra_repr(module) if self._own is None else self._own()
         return f"{own}\n{_unit_line(read_state(module))}".lstrip()
 

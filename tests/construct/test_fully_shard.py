@@ -151,9 +151,11 @@ def test_print_shows_units() -> None:
     fully_shard(model, strategy="shard_optim")
     assert str(model) == _UNITS_PRINTED
     copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    freed = weakref.ref(model)
+    shallow, freed = copy.copy(model.norm), weakref.ref(model)
+    assert str(shallow) == str(model.norm)
     del model, block
     assert freed() is None
+    assert str(shallow) == "LayerNorm()"
     for each in (copied, pickled):
         assert str(each) == _UNITS_PRINTED
 
