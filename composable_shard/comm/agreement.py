@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -255,6 +256,11 @@ class HostGroup(Ranks):
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of its messages has failed on this rank: then all later ones do."""
+        return self._group is not None and order_of(self._group).failure is not None
+
     def continue_run(self, run: str) -> None:
         """Take the name of an earlier run over; "" leaves the name as it is."""
         self.run = run or self.run
@@ -343,21 +349,26 @@ def get_host_group() -> HostGroup:
 
     The first call makes it, on all ranks, with the timeout of the default group. Without a default
     process group it is this process alone. Each call counts as a collective of the default group,
-    so that ranks that differ find out.
+    so that ranks that differ find out; one all-gather tells whether any rank has seen the group
+    fail, which is then made anew.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
-    known = _groups.get(0)
+    known = _groups.get(os.getpid())
+    is_usable = known is not None and known[0] is world
     if world is not None:
         begin_watch()
         note_setting(function_called(with_arguments=False), [world])
-    if known is None or known[0] is not world:
+        if known is not None and is_usable:
+            ranks = Ranks([world], _device_of(world))
+            is_usable = not ranks.compare(None, known[1].has_failed)[1]
+    if known is None or not is_usable:
         group = None
         if world is not None:
             # Named, if a rank does not come: to make a group says nothing.
             Ranks([world], _device_of(world)).all_messages(None)
             group = dist.new_group(backend="gloo", timeout=timeout_of(world))
         before = None if known is None else known[1]
-        _groups[0] = known = world, HostGroup(group)
+        _groups[os.getpid()] = known = world, HostGroup(group)
         if before is not None:
             known[1].take_pending(before.take_pending(None))  # it continues on the earlier group
             known[1].continue_run(before.run)
@@ -373,7 +384,8 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return HOST
 
 
-# The one in use with its default group, which a program may destroy and make anew.
+# By process, as one that was forked is a run of its own: the one in use with its default group,
+# which a program may destroy and make anew.
 _groups: dict[int, tuple[dist.ProcessGroup | None, HostGroup]] = {}
 
 

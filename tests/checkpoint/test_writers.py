@@ -14,7 +14,7 @@ from torch import nn
 from composable_shard import fully_shard, load_checkpoint, save_checkpoint
 from composable_shard.checkpoint import writer
 from composable_shard.checkpoint.reader import read_history
-from composable_shard.comm import get_host_group
+from composable_shard.comm import get_host_group, lockstep
 from tests.helpers import distributed, run_processes
 
 
@@ -61,6 +61,41 @@ def test_the_name_of_a_removed_checkpoint_may_be_another_runs(tmp_path: Path) ->
         "step_00000002": "first",
         "step_00000003": "second",
     }
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_is_a_run_of_its_own() -> None:
+    """It had its parent's name, so keep_last of both removed each other's checkpoints."""
+    run = get_host_group().run
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, get_host_group().run.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    found = os.read(reading, 100).decode()
+    os.close(reading)
+    os.close(writing)
+    assert len(found) == 12
+    assert found != run == get_host_group().run
+
+
+@distributed(2)
+def test_a_save_after_one_whose_group_failed_gets_another(tmp_path: Path) -> None:
+    """One rank's error closed the connections, and every later save of the process failed."""
+    model = fully_shard(_model(1.0))
+    save_checkpoint(tmp_path, model, step=1)
+    group = get_host_group()._group
+    assert group is not None
+    if dist.get_rank() == 1:
+        lockstep._close(group, "planned")
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="a collective has failed"):
+        save_checkpoint(tmp_path, model, step=2)
+    dist.barrier()
+    assert get_host_group()._group is not group
+    path = save_checkpoint(tmp_path, model, step=3)
+    assert load_checkpoint(path, model).step == 3
 
 
 def _hold_lock(path: Path) -> str:
