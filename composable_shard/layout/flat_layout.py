@@ -243,10 +243,9 @@ class FlatLayout:
         return self.offsets[index] if index < len(self.offsets) else self.span
 
     def is_cut(self, index: int) -> bool:
-        """Return whether several ranks own elements of parameter `index`."""
-        start = self.offsets[index]
-        following = bisect_right(range(self.world_size), start, key=self.cut)
-        return following < self.world_size and self.cut(following) < start + self.numels[index]
+        """Return whether several ranks own elements of parameter `index`, or may: uneven shards."""
+        start, size = self.offsets[index], max(1, self.span // self.world_size)
+        return not self.is_even or start // size < (start + self.numels[index] - 1) // size
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the flat range that `rank` owns."""
