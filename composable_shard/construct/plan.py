@@ -295,10 +295,11 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
                 "fully_shard."
             )
         if param.layout is not torch.strided or not _is_supported_type(param):
+            own = ", of no class of their own (fsdp_pre_all_gather is never called)"
             raise NotImplementedError(
                 f"parameter '{fqn}' is a {_kind_of(param).__name__} with layout {param.layout}; "
-                "only dense tensors and DTensors can be sharded, of no class of their own: FSDP2's "
-                "fsdp_pre_all_gather is not called here. Pass it in ignored_params."
+                "only dense tensors and DTensors can be sharded"
+                f"{own * (param.layout is torch.strided)}. Pass it in ignored_params."
             )
         if use_count_of(param) > 1:
             raise RuntimeError(
@@ -368,9 +369,8 @@ def _is_uneven(original: Original) -> bool:
 def _kind_of(param: nn.Parameter) -> type:
     """Return the class of a parameter's values, of a DTensor's that of its local ones."""
     values = cast(DTensor, param.detach()).to_local() if isinstance(param, DTensor) else param
-    if type(values) is nn.Parameter or hasattr(values, "fsdp_pre_all_gather"):
-        return type(values)
-    return type(values.data)
+    is_own = type(values) is nn.Parameter or hasattr(values, "fsdp_pre_all_gather")
+    return type(values if is_own else values.data)
 
 
 def _is_supported_type(param: nn.Parameter) -> bool:

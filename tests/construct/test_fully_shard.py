@@ -405,8 +405,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         {},
         NotImplementedError,
         "parameter 'weight' is a Parameter with layout torch.sparse_coo; only dense tensors and "
-        "DTensors can be sharded, of no class of their own: FSDP2's fsdp_pre_all_gather is not "
-        "called here. Pass it in ignored_params.",
+        "DTensors can be sharded. Pass it in ignored_params.",
     ),
     **{
         f"a class of its own: {name}": (
@@ -414,8 +413,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
             {},
             NotImplementedError,
             f"parameter 'weight' is a {kind} with layout torch.strided; only dense tensors and "
-            "DTensors can be sharded, of no class of their own: FSDP2's fsdp_pre_all_gather is not "
-            "called here. Pass it in ignored_params.",
+            "DTensors can be sharded, of no class of their own (fsdp_pre_all_gather is never "
+            "called). Pass it in ignored_params.",
         )
         for name, kind in (
             ("wrapper", "TwoTensor"),
