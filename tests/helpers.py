@@ -313,8 +313,7 @@ class _Pool:
 
     @property
     def is_alive(self) -> bool:
-        """Whether no worker has ended: its pipe would have."""
-        return not any(worker.connection.poll() for worker in self._workers)
+        return all(worker.process.poll() is None for worker in self._workers)
 
     def round(self, call: _Call, timeout: float, *, name: str = "") -> list[Any]:
         """Return every rank's value of `call`; raise `RankError` if one has none in time."""
