@@ -497,7 +497,9 @@ def _assert_state_at_rest(state: ShardState, *, is_kept: bool) -> None:
         assert handle.full.num_claims == 0, handle.name
         assert not handle.grads.reduction.output is not None, handle.name
         if not handle.grads.is_persistent:
-            assert handle.grads._own.untyped_storage().size() == 0, f"{handle.name}: reduce buffer"
+            assert handle.grads._own.buffer.untyped_storage().size() == 0, (
+                f"{handle.name}: reduce buffer"
+            )
         assert all(e.unsharded is None or e.unsharded.grad is None for e in handle.entries)
         if not handle.is_kept and not is_kept:
             assert handle.unsharded.untyped_storage().size() == 0, f"{handle.name}: full values"

@@ -133,6 +133,67 @@ class GradPieces:
         self._shard, self._views, self._pieces = None, [], []
 
 
+class OwnBuffer:
+    """Where gradients are packed that are not packed in place, and where persistent results are.
+
+    Attributes:
+        buffer: Shape `(padded_numel,)`; storage size 0 unless a round needs it.
+        views: The places of the parameters, in their dense shapes.
+        part: Shape `(shard_numel,)`: this rank's part, where a reduction ends in place; else None.
+        result: Shape `(shard_numel,)`: persistent memory of the main dtype, where it is needed.
+    """
+
+    def __init__(self) -> None:
+        self.buffer = self.result = torch.empty(0)
+        self.views: list[Tensor] = []
+        self.part: Tensor | None = None
+        self._num_uses = 0  # of the buffer's storage, by what is here
+
+    def replace(
+        self,
+        buffer: Tensor,
+        entries: Sequence[ParamEntry],
+        layout: FlatLayout,
+        part: tuple[int, int] | None,
+    ) -> None:
+        """Take a buffer, and make its views.
+
+        Args:
+            buffer: With memory, of shape `(layout.padded_numel,)`.
+            entries: The parameters.
+            layout: Where they lie.
+            part: This rank's part, where a reduction ends in place.
+        """
+        self.buffer = buffer
+        self.views = [
+            buffer.as_strided(each.spec.dense_shape, each.spec.dense_stride, offset)
+            for each, offset in zip(entries, layout.offsets, strict=True)
+        ]
+        self.part = None if part is None else buffer[slice(*part)]
+        self._num_uses = storage_uses_of(buffer)
+
+    def is_lost(self, pieces: GradPieces, params: Sequence[FlatShard]) -> bool:
+        """Move results out of persistent memory; return whether somebody else holds that, too.
+
+        Then pieces forget it, and so does `result`; where there is none, replace the buffer.
+        """
+        is_cast = self.result.numel() > 0
+        memory = self.result if is_cast else self.buffer
+        move_out_gradients(params, memory)
+        if not pieces.are_held(memory, 1 if is_cast else self._num_uses):
+            return False
+        pieces.forget()
+        if is_cast:
+            self.result = torch.empty_like(self.result)
+        return not is_cast
+
+    def result_of(self, numel: int) -> Tensor:
+        """Return `result`, and make it first where it was never used."""
+        if not self.result.numel():
+            self.result = self.result.new_empty(numel)
+        return self.result
+
+
 def wrap_all(
     locals_: Sequence[Tensor | None], specs: Sequence[ShardSpec]
 ) -> list[FlatShard | None]:
@@ -298,11 +359,6 @@ class LocalGradients:
     def drop(self) -> None:
         """Forget all."""
         self._held.clear()
-
-
-def sized(memory: Tensor, numel: int) -> Tensor:
-    """Return memory, or new memory of so many elements where it has none."""
-    return memory if memory.numel() else memory.new_empty(numel)
 
 
 def write_gradient(view: Tensor, gradient: Tensor, factor: Tensor | None) -> None:

@@ -23,13 +23,12 @@ from composable_shard.flat_param.grad_pieces import (
     AwaitedGradients,
     GradPieces,
     LocalGradients,
+    OwnBuffer,
     join,
     local_gradient,
-    move_out_gradients,
     note_used,
     packing_scale,
     set_gradients,
-    sized,
     wrap_all,
     write_gradient,
 )
@@ -38,7 +37,6 @@ from composable_shard.flat_param.shard import HostGradient
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, PendingState, refuse_graphs
-from composable_shard.torch_private import storage_uses_of
 
 
 class FlatGradients:
@@ -96,12 +94,8 @@ class FlatGradients:
         self.awaited = AwaitedGradients(len(layout.numels))
         self.local = LocalGradients()
         self.host: HostGradient | None = None
-        self._own = torch.empty(0)  # (padded_numel,), storage size 0 unless a round needs it
-        self._own_uses = 0  # of its storage, by what is here
-        self._own_part: Tensor | None = None  # (shard_numel,), where a reduction ends in place
-        self._result = self._own  # (shard_numel,), persistent memory of the main dtype, if needed
+        self._own = OwnBuffer()
         self.can_share = True
-        self._own_views: list[Tensor] = []  # by parameter, in its dense shape
         self._shared_views: list[Tensor] = []  # of the values; they share the parameters' versions
         self.views: list[Tensor] | None = None
         self.prescale = 1.0
@@ -126,10 +120,9 @@ class FlatGradients:
             reduce_dtype: The own buffer's.
             is_pinned: Whether host memory for offloaded gradients is pinned.
         """
-        before, views, arrived, was_used = self._own, self.views, self.arrived, self.was_used
-        partial, prescale = self.reduction.partial, self.prescale
-        if views is not None:
-            self._own = torch.empty(0)  # not freed: it holds what waits
+        before, views, arrived = self._own.buffer, self.views, self.arrived
+        was_used, partial, prescale = self.was_used, self.reduction.partial, self.prescale
+        self._own = OwnBuffer()  # the old one may hold what waits
         self._forget()
         group, self._full = self._shard_group, full
         values, main_dtype, copies = full.output, full.shard.values.dtype, full.shard.copies
@@ -137,7 +130,7 @@ class FlatGradients:
         if copies is not None:
             numel = full.shard.values.numel()
             self.host = HostGradient(numel, main_dtype, copies, is_pinned=is_pinned)
-        self._result = values.new_empty(0, dtype=main_dtype)
+        self._own.result = values.new_empty(0, dtype=main_dtype)
         self.reduction.bind(reduce_dtype, main_dtype, values.device)
         self.can_share = reduce_dtype == values.dtype
         self._make_own(torch.empty_like(values, dtype=reduce_dtype))
@@ -151,30 +144,22 @@ class FlatGradients:
         if partial is not None:
             self.reduction.partial = partial.to(values.device, main_dtype)
         if views is not None:
-            alloc_storage(self._own)
-            self._own.copy_(before)
+            alloc_storage(self._own.buffer)
+            self._own.buffer.copy_(before)
             if self.prescale != prescale:
-                self._own.mul_(self.prescale / prescale)
-            self.views, self.arrived = self._own_views, arrived
+                self._own.buffer.mul_(self.prescale / prescale)
+            self.views, self.arrived = self._own.views, arrived
 
     def _make_own(self, buffer: Tensor) -> None:
-        """Take an own buffer, without storage, and make its views."""
-        self._own, self._own_part = buffer, None
-        self._own_views = [
-            buffer.as_strided(each.spec.dense_shape, each.spec.dense_stride, offset)
-            for each, offset in zip(self._shown.entries, self._layout.offsets, strict=True)
-        ]
-        if self.is_persistent and self.reduction.output_dtype == buffer.dtype:
-            start, end = self._layout.shard_range(self._shard_group.rank)
-            self._own_part = buffer[start:end]
-        self._own_uses = storage_uses_of(buffer)
+        ends_in_place = self.is_persistent and self.reduction.output_dtype == buffer.dtype
+        part = self._layout.shard_range(self._shard_group.rank) if ends_in_place else None
+        self._own.replace(buffer, self._shown.entries, self._layout, part)
         free_storage(buffer)
 
     def release(self) -> None:
         """Give up the buffers, of parameters that are frozen now; published gradients stay."""
         self._forget()
-        self._own = self._result = torch.empty(0)
-        self._own_part, self._own_views, self._shared_views, self.is_bound = None, [], [], False
+        self._own, self._shared_views, self.is_bound = OwnBuffer(), [], False
 
     @property
     def used(self) -> list[bool]:
@@ -212,7 +197,7 @@ class FlatGradients:
         assert full is not None
         self.has_graph = self.has_graph or gradient.requires_grad
         if self.is_alone:
-            self.local.hold(index, entry, gradient, self._own.dtype)
+            self.local.hold(index, entry, gradient, self._own.buffer.dtype)
             self.arrived[index] = True
             return
         if self.views is None:
@@ -276,15 +261,9 @@ class FlatGradients:
         if self.reduction.output is not None:
             self.finish()
         if self.is_persistent:
-            is_cast = self._result.numel() > 0
-            memory = self._result if is_cast else self._own
-            move_out_gradients([each.sharded for each in self._shown.at_rest], memory)
-            if self._pieces.are_held(memory, 1 if is_cast else self._own_uses):
-                self._pieces.forget()
-                if is_cast:
-                    self._result = torch.empty_like(self._result)
-                else:
-                    self._make_own(torch.empty_like(self._own))
+            params = [each.sharded for each in self._shown.at_rest]
+            if self._own.is_lost(self._pieces, params):
+                self._make_own(torch.empty_like(self._own.buffer))
             if self.host is not None:
                 self.host.reuse_sources()
 
@@ -296,8 +275,8 @@ class FlatGradients:
             self._full.hold_gradients(are_packed=True)
             self.views = self._shared_views
         else:
-            alloc_storage(self._own)
-            self.views = self._own_views
+            alloc_storage(self._own.buffer)
+            self.views = self._own.views
 
     def move_out(self) -> None:
         """Move gradients packed in place to the own buffer: the values are wanted again."""
@@ -305,7 +284,7 @@ class FlatGradients:
             return
         self._open(in_place=False)
         for own, shared, has_arrived in zip(
-            self._own_views, self._shared_views, self.arrived, strict=True
+            self._own.views, self._shared_views, self.arrived, strict=True
         ):
             if has_arrived:
                 own.copy_(shared)
@@ -348,11 +327,11 @@ class FlatGradients:
                     view.zero_()
         if trace.logs:
             trace.record("issue_reduce", self.name)
-        output = self._own_part
+        output = self._own.part
         if output is None and self.is_persistent:
-            output = self._result = sized(self._result, self.reduction.own_numel)
+            output = self._own.result_of(self.reduction.own_numel)
         self.reduction.start(
-            full.output if self.views is self._shared_views else self._own,
+            full.output if self.views is self._shared_views else self._own.buffer,
             self._take_scratch(full, scratch, may_share=not (full.is_kept or keep_unsharded)),
             streams,
             output=output,
@@ -369,13 +348,13 @@ class FlatGradients:
             return None
         numel = self._num_terms * self.reduction.own_numel
         if self.is_persistent:
-            return pool.take(numel, self._own)
+            return pool.take(numel, self._own.buffer)
         is_in_place = self.views is self._shared_views
-        scratch = self._own if is_in_place else full.output
+        scratch = self._own.buffer if is_in_place else full.output
         may_share = is_in_place or (may_share and self.can_share)
         may_share = may_share and self._num_terms == self._shard_group.size
         if not may_share or numel > scratch.numel():  # as with an uneven shard, and a large one
-            return self._own.new_empty(numel)
+            return scratch.new_empty(numel, dtype=self._own.buffer.dtype)
         if not is_in_place:
             full.hold_gradients(are_packed=False)
         alloc_storage(scratch)
@@ -397,7 +376,7 @@ class FlatGradients:
     def free_buffers(self) -> None:
         """Free the buffers; persistent ones stay."""
         if not self.is_persistent:
-            free_storage(self._own)
+            free_storage(self._own.buffer)
         if self._full is not None:
             self._full.end_gradients()
 
@@ -416,8 +395,7 @@ class FlatGradients:
             trace.record("wait_reduce", self.name)
         if output is not None and output.dtype != self.reduction.main_dtype:
             if self.is_persistent:
-                self._result = sized(self._result, self.reduction.own_numel)
-                output = self._result.copy_(output)
+                output = self._own.result_of(self.reduction.own_numel).copy_(output)
             else:
                 output = output.to(self.reduction.main_dtype)
         if output is not None:

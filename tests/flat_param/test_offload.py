@@ -208,7 +208,7 @@ def _assert_same_lists(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 def _device_addresses(handle: FlatParamHandle) -> set[int]:
     """Return the addresses of device storages of a handle."""
-    found = [handle.unsharded, handle.grads._own, handle.grads._result]
+    found = [handle.unsharded, handle.grads._own.buffer, handle.grads._own.result]
     found += [] if handle.shard.device_copy is None else [handle.shard.device_copy]
     return {tensor.untyped_storage().data_ptr() for tensor in found} - {0}
 
@@ -454,7 +454,7 @@ def _device_nbytes(model: nn.Module) -> int:
     held = [h.unsharded for h in handles] + [
         h.shard.device_copy for h in handles if h.shard.device_copy is not None
     ]
-    held += [t for h in get_handles(model) for t in (h.grads._own, h.grads._result)]
+    held += [t for h in get_handles(model) for t in (h.grads._own.buffer, h.grads._own.result)]
     return sum(tensor.untyped_storage().size() for tensor in held)
 
 

@@ -158,7 +158,7 @@ def _snapshot_of_scope(model: nn.Module) -> list[Any]:
         (
             handle.unsharded.untyped_storage().size(),
             handle.local_shard.untyped_storage().data_ptr(),
-            handle.grads._own.untyped_storage().size(),
+            handle.grads._own.buffer.untyped_storage().size(),
             handle.shown.is_unsharded,
             handle.shown.shows_flat,
             handle.shown.is_in_scope,
