@@ -9,8 +9,9 @@ from composable_shard.checkpoint.api import (
     load_checkpoint,
     save_checkpoint,
 )
+from composable_shard.checkpoint.file_format import byte_view
 from composable_shard.checkpoint.files import sync_path
-from composable_shard.checkpoint.reader import byte_view, find_checkpoint
+from composable_shard.checkpoint.reader import find_checkpoint
 
 __all__ = [
     "CheckpointSave",

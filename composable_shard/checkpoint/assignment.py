@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.checkpoint.file_format import dtype_name
-from composable_shard.checkpoint.reader import byte_view
+from composable_shard.checkpoint.file_format import byte_view, dtype_name
 from composable_shard.layout import Region
 from composable_shard.state_dict import canonical, json_tree, mesh_groups, params_by_fqn
 from composable_shard.tensor import FlatShard, local_part, region_of

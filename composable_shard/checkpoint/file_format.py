@@ -11,17 +11,24 @@
 A data file is a valid safetensors file with one 1-D entry for each piece. `metadata.json` begins
 with a checksum of the rest of its text. It holds all values as a JSON tree, with tensors by name,
 and for each tensor its shape, dtype, order in memory and pieces. A piece has a file, an offset, a
-region, and one CRC-32 for each chunk, so that a reader verifies exactly the bytes it reads. CRC-32
-finds damage, not forgery. A forged checkpoint can give wrong numbers, but no more: nothing in it is
-executed, and no file outside of its directory is opened.
+region, and one checksum for each chunk, so that a reader verifies exactly the bytes it reads.
+Checksums find damage, not forgery. A forged checkpoint can give wrong numbers, but no more: nothing
+in it is executed, and no file outside of its directory is opened.
 
 A directory has a temporary name until all of it is on disk, so a directory `step_...` with metadata
 is complete. Saving the same step again makes `step_00000100.1`. A run has a random name, which it
 takes over from the checkpoint that it loads: `keep_last` removes no checkpoint of another run.
+
+[Note: Checksums]
+A chunk, with zeros after it, is a matrix of 64-bit words with 128 columns. Its checksum is the
+CRC-32 of the sums (mod 2**64) of its columns and then of its rows. It costs a fifth of the time
+that the CRC-32 of all bytes takes. Damage of one word or one row, zeros or rows of another place
+change some sum. Version 1 of the format had the CRC-32 of all bytes, which readers still verify.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import zlib
@@ -31,6 +38,7 @@ from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from composable_shard.layout import Bounds, Region, intersect, whole_box
 
@@ -39,7 +47,9 @@ METADATA = "metadata.json"
 LATEST = "latest"
 LOCK = ".lock"
 _FORMAT = "composable_shard checkpoint"
-_VERSION = 1
+_VERSION = 2
+_NUM_COLUMNS = 128  # [Note: Checksums]
+_ROW_NBYTES = 8 * _NUM_COLUMNS
 _FOLDER = re.compile(r"step_(\d{8,12})(?:\.(\d{1,6}))?")
 _DATA_FILE = re.compile(r"rank_\d{1,9}_of_\d{1,9}\.safetensors")
 
@@ -74,7 +84,7 @@ class Piece(NamedTuple):
     offset: int  # of the first byte in the file
     nbytes: int
     region: Region
-    checksums: tuple[int, ...]  # CRC-32 of each chunk
+    checksums: tuple[int, ...]  # of each chunk
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,7 @@ class Metadata:
     """The content of `metadata.json`.
 
     Attributes:
+        version: Of the format.
         step: Number of steps taken.
         world_size: Number of ranks that wrote it.
         chunk_nbytes: Bytes for each checksum.
@@ -100,6 +111,7 @@ class Metadata:
         tree: All values, encoded, with tensors by name.
     """
 
+    version: int
     step: int
     world_size: int
     chunk_nbytes: int
@@ -159,6 +171,38 @@ def make_header(entries: Sequence[tuple[str, torch.dtype, int]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+# Checksums
+
+
+def checksums(
+    data: memoryview, chunk_nbytes: int = CHUNK_NBYTES, version: int = _VERSION
+) -> list[int]:
+    """Return the checksum of each chunk; the last one may be shorter. [Note: Checksums]"""
+    if version == 1:
+        return [zlib.crc32(data[i : i + chunk_nbytes]) for i in range(0, len(data), chunk_nbytes)]
+    whole_nbytes = len(data) // chunk_nbytes * chunk_nbytes
+    rest = bytearray(data[whole_nbytes:])
+    rest += bytes(-len(rest) % _ROW_NBYTES)
+    return [*_digests(data[:whole_nbytes], chunk_nbytes), *_digests(rest, len(rest))]
+
+
+def _digests(data: memoryview | bytearray, nbytes: int) -> list[int]:
+    """Return the checksum of each part of `nbytes`, all of them whole rows."""
+    if not data:
+        return []
+    words = torch.frombuffer(data, dtype=torch.int64).view(-1, nbytes // _ROW_NBYTES, _NUM_COLUMNS)
+    sums = torch.cat([words.sum(1), words.sum(2)], 1)
+    view, size = byte_view(sums), sums.nbytes // len(sums)
+    return [zlib.crc32(view[start : start + size]) for start in range(0, len(view), size)]
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """Return the memory of a dense CPU tensor; the tensor must outlive it."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
 # Metadata
 
 
@@ -187,10 +231,10 @@ def parse_metadata(text: bytes, path: str) -> Metadata:
         raise ValueError(f"{path} is damaged: its checksum does not match its text")
     try:
         content = json.loads(text)
-        if content["format"] != _FORMAT or content["version"] != _VERSION:
+        if content["format"] != _FORMAT or content["version"] not in (1, _VERSION):
             raise ValueError(
                 f"format {content['format']!r} version {content['version']!r}, expected "
-                f"{_FORMAT!r} version {_VERSION}"
+                f"{_FORMAT!r} version 1 or {_VERSION}"
             )
         return _parse_content(content)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
@@ -201,8 +245,9 @@ def parse_metadata(text: bytes, path: str) -> Metadata:
 
 def _parse_content(content: dict[str, Any]) -> Metadata:
     chunk_nbytes = _count(content["chunk_nbytes"])
-    if chunk_nbytes < 64 or chunk_nbytes % 64:
-        raise ValueError(f"chunk_nbytes {chunk_nbytes}, expected a multiple of 64")
+    factor = 64 if content["version"] == 1 else _ROW_NBYTES
+    if chunk_nbytes < factor or chunk_nbytes % factor:
+        raise ValueError(f"chunk_nbytes {chunk_nbytes}, expected a multiple of {factor}")
     files = {_file_name(name): _count(nbytes) for name, nbytes in content["files"]}
     names = list(files)
     tensors = {}
@@ -211,7 +256,8 @@ def _parse_content(content: dict[str, Any]) -> Metadata:
     if not isinstance(content["tree"], dict):
         raise ValueError("expected a dict as tree")
     step, world_size = _count(content["step"]), _count(content["world_size"])
-    return Metadata(step, world_size, chunk_nbytes, files, tensors, content["tree"])
+    sizes = step, world_size, chunk_nbytes
+    return Metadata(content["version"], *sizes, files, tensors, content["tree"])
 
 
 def _parse_tensor(

@@ -11,11 +11,10 @@ first pass, and so are models with code of their own in a load, which must see a
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import operator
 import os
 import stat
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +30,8 @@ from composable_shard.checkpoint.file_format import (
     Metadata,
     Piece,
     StoredTensor,
+    byte_view,
+    checksums,
     parse_folder_name,
     parse_metadata,
 )
@@ -39,6 +40,7 @@ from composable_shard.tensor import FlatShard, find_places, region_of
 
 STAGED_NBYTES = 1 << 24  # [Note: Two passes]
 _BLOCK_NUMEL = 1 << 20  # elements located, or moved to another dtype or device, at a time
+_READ_NBYTES = 1 << 20  # read and verified at a time, while a cache of the processor has them
 _MAX_LINES = 100_000
 
 
@@ -74,13 +76,6 @@ def read_bytes(path: Path) -> bytes:
     """
     with os.fdopen(open_to_read(path), "rb") as file:
         return file.read()
-
-
-def byte_view(tensor: Tensor) -> memoryview:
-    """Return the memory of a dense CPU tensor; the tensor must outlive it."""
-    if tensor.nbytes == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def list_checkpoints(path: Path) -> list[tuple[int, int, Path]]:
@@ -295,22 +290,24 @@ class CheckpointReader:
         return values
 
     def _read_bytes(self, piece: Piece, ends: tuple[int, int], output: memoryview | None) -> None:
-        """Read bytes of a piece, chunk by chunk; whole chunks go straight into the output."""
+        """Read bytes of a piece, some chunks at a time; whole ones go straight into the output."""
         chunk_nbytes = self.metadata.chunk_nbytes
-        for number in range(ends[0] // chunk_nbytes, -(-ends[1] // chunk_nbytes)):
+        step = max(1, _READ_NBYTES // chunk_nbytes)
+        stop = -(-ends[1] // chunk_nbytes)
+        for number in range(ends[0] // chunk_nbytes, stop, step):
             low = number * chunk_nbytes
-            high = min(low + chunk_nbytes, piece.nbytes)
+            high = min(min(number + step, stop) * chunk_nbytes, piece.nbytes)
             from_, to = intersect((low, high), ends)
             part = None if output is None else output[from_ - ends[0] : to - ends[0]]
             if part is not None and len(part) == high - low:
-                self._read_chunk(piece, number, low, part)
+                self._read_chunks(piece, number, part)
                 continue
             if len(self._buffer) < high - low:
                 self._buffer = bytearray(high - low)
-            chunk = memoryview(self._buffer)[: high - low]
-            self._read_chunk(piece, number, low, chunk)
+            chunks = memoryview(self._buffer)[: high - low]
+            self._read_chunks(piece, number, chunks)
             if part is not None:
-                part[:] = chunk[from_ - low : to - low]
+                part[:] = chunks[from_ - low : to - low]
 
     def _open(self, name: str) -> tuple[Path, int]:
         """Return a data file's path and descriptor."""
@@ -321,10 +318,11 @@ class CheckpointReader:
                 found = self._files[name] = path, open_to_read(path)
         return found
 
-    def _read_chunk(self, piece: Piece, number: int, start: int, output: memoryview) -> None:
-        """Read a whole chunk and verify it."""
+    def _read_chunks(self, piece: Piece, number: int, output: memoryview) -> None:
+        """Read whole chunks from the one of a number on, and verify them."""
         path, descriptor = self._open(piece.file)
-        position = piece.offset + start
+        chunk_nbytes = self.metadata.chunk_nbytes
+        position = piece.offset + number * chunk_nbytes
         filled = 0
         with reading(path):
             while filled < len(output):
@@ -335,8 +333,12 @@ class CheckpointReader:
         self.nbytes_read += filled
         if filled < len(output):
             raise ValueError(f"{path} is damaged: it ends at byte {position + filled}")
-        if zlib.crc32(output) != piece.checksums[number]:
-            raise ValueError(
-                f"{path} is damaged: bytes {position} to {position + len(output)} do not match "
-                "their checksum"
-            )
+        found = checksums(output, chunk_nbytes, self.metadata.version)
+        saved = piece.checksums[number : number + len(found)]
+        for index, is_same in enumerate(map(operator.eq, found, saved)):
+            if not is_same:
+                first = position + index * chunk_nbytes
+                end = min(first + chunk_nbytes, position + len(output))
+                raise ValueError(
+                    f"{path} is damaged: bytes {first} to {end} do not match their checksum"
+                )

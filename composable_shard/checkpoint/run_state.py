@@ -199,7 +199,9 @@ class StagedModel:
             reader.read_into(name, place)
 
     def apply(self) -> None:
-        """Load the values into the model, and release them."""
+        """Load the values into the model, and release them, unless `fill` has done it."""
+        if self.places:
+            return
         if self.meta is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self._fill_meta(self.meta)

@@ -20,7 +20,6 @@ import os
 import socket
 import time
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -43,6 +42,8 @@ from composable_shard.checkpoint.file_format import (
     LATEST,
     LOCK,
     METADATA,
+    byte_view,
+    checksums,
     data_file_name,
     folder_name,
     make_header,
@@ -50,7 +51,7 @@ from composable_shard.checkpoint.file_format import (
     temporary_name,
     write_metadata,
 )
-from composable_shard.checkpoint.reader import byte_view, list_checkpoints, read_history
+from composable_shard.checkpoint.reader import list_checkpoints, read_history
 from composable_shard.comm import HostGroup
 from composable_shard.layout import whole_box
 from composable_shard.tensor import local_part
@@ -261,9 +262,9 @@ def _write_data(path: Path, items: list[Item]) -> dict[str, Any]:
         offset = len(header)
         for item, region in placed:
             values = local_part(item.values)
-            checksums = _write_values(file, values)
+            written = _write_values(file, values)
             box = [] if region.box == whole_box(item.shape) else [region.box]
-            pieces.append([item.name, offset, region.start, region.end, checksums, *box])
+            pieces.append([item.name, offset, region.start, region.end, written, *box])
             offset += values.nbytes
     return {"name": path.name, "nbytes": offset, "pieces": pieces}
 
@@ -281,17 +282,14 @@ def _created(path: Path) -> Iterator[BinaryIO]:
 
 def _write_values(file: BinaryIO, values: Tensor) -> str:
     """Write a piece; return the checksums of its chunks, 8 hexadecimal digits each."""
-    checksums = []
+    found = []
     step = _BUFFER_NBYTES // values.dtype.itemsize
     for start in range(0, values.numel(), step):
         part = values[start : start + step].cpu()
         data = byte_view(part)
         files.write(file, data)
-        checksums += [
-            f"{zlib.crc32(data[low : low + CHUNK_NBYTES]):08x}"
-            for low in range(0, len(data), CHUNK_NBYTES)
-        ]
-    return "".join(checksums)
+        found += [f"{each:08x}" for each in checksums(data)]
+    return "".join(found)
 
 
 def _publish(
