@@ -256,10 +256,8 @@ def _undone_on_error(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
     ranks, extra = ModelRanks(model), []
     is_copied = runs_own_code(model)
     if any(map(is_extra_state, names)):
-        is_copied, modules = (
-            True,
-            [m for m in model.modules() if type(m).get_extra_state is not _NO_EXTRA],
-        )
+        is_copied = True
+        modules = [m for m in model.modules() if type(m).get_extra_state is not _NO_EXTRA]
         extra = [(each, copy.deepcopy(each.get_extra_state())) for each in modules]
     handles = [h for h in ranks.handles if not (h.shown.is_in_scope or h.local_shard.is_meta)]
     shards = [(handle, handle.local_shard.clone()) for handle in handles if is_copied]

@@ -41,24 +41,24 @@ def test_a_checksum_is_that_of_sums_of_rows_and_columns(nbytes: int) -> None:
 _Damage = Callable[[bytearray], None]
 
 
-def _swap(data: bytearray, first: int, second: int, nbytes: int) -> None:
+def _swap_parts(data: bytearray, first: int, second: int, nbytes: int) -> None:
     a, b = slice(first, first + nbytes), slice(second, second + nbytes)
     data[a], data[b] = data[b], data[a]
 
 
-def _flip(data: bytearray, *positions: int) -> None:
+def _flip_highest(data: bytearray, *positions: int) -> None:
     for position in positions:
         data[position] ^= 0x80
 
 
 _DAMAGES: dict[str, _Damage] = {
-    "one bit": lambda data: _flip(data, 7),
-    "the highest bits of two words of a row": lambda data: _flip(data, 7, 15),
-    "the highest bits of two words of a column": lambda data: _flip(data, 7, 1031),
-    "two words of a row in each other's place": lambda data: _swap(data, 8, 80, 8),
-    "two words of a column in each other's place": lambda data: _swap(data, 8, 8 + 2048, 8),
-    "two rows in each other's place": lambda data: _swap(data, 0, 1024, 1024),
-    "two blocks in each other's place": lambda data: _swap(data, 512, 8192, 4096),
+    "one bit": lambda data: _flip_highest(data, 7),
+    "the highest bits of two words of a row": lambda data: _flip_highest(data, 7, 15),
+    "the highest bits of two words of a column": lambda data: _flip_highest(data, 7, 1031),
+    "two words of a row in each other's place": lambda data: _swap_parts(data, 8, 80, 8),
+    "two words of a column in each other's place": lambda data: _swap_parts(data, 8, 8 + 2048, 8),
+    "two rows in each other's place": lambda data: _swap_parts(data, 0, 1024, 1024),
+    "two blocks in each other's place": lambda data: _swap_parts(data, 512, 8192, 4096),
     "a row of zeros": lambda data: data.__setitem__(slice(1024, 2048), bytes(1024)),
     "the end is zeros": lambda data: data.__setitem__(slice(10000, 16384), bytes(6384)),
     "bytes moved on by one": lambda data: data.insert(0, data.pop()),
