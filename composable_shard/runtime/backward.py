@@ -249,7 +249,8 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
     position = backward.positions[handle]
     backward.accumulates = True
     if state.buckets is not None and state.buckets.is_issued(handle):
-        return  # [Note: Buckets]: a late gradient stays where it is
+        state.learnt.runs_backwards = True
+        return  # [Note: Buckets]: a late gradient, of a nested backward, stays where it is
     if backward.early is not None:
         backward.early.note_accumulated(handle, index)
     counts_each = state.buckets is not None or position == -1 or handle.has_early_hooks
@@ -288,6 +289,9 @@ def _pack(
         with torch.no_grad():
             handle.grads.pack(index, may_overwrite=False)
         return
+    # A backward nested in this one, as reentrant checkpointing runs it, finishes a parameter that
+    # this one, or another such, may use again.
+    state.learnt.runs_backwards |= current_backward_id() != backward.graph_task_id
     # A value that gave way to a gradient, on some ranks only, would be gathered for a recomputation
     # by these ranks alone.
     may_overwrite = (
@@ -295,21 +299,12 @@ def _pack(
         and handle.reshards_after_backward
         and not handle.full.serves_graphs
         and not any(state.backward_hooks)
-        and _is_outermost(backward)
+        and not state.learnt.runs_backwards
         and (state in backward.recomputed or not state.is_checkpointed)
     )
     handle.grads.pack(index, may_overwrite=may_overwrite)
-    if not counts_each:
+    if not (counts_each or handle.full.params.has_late_reads):
         handle.grads.take_directly(True)
-
-
-def _is_outermost(backward: BackwardPass) -> bool:
-    """Return whether no node of this backward will want the value of a finished parameter.
-
-    A backward nested in another, as reentrant checkpointing runs it, finishes a parameter that
-    the outer one may use again.
-    """
-    return current_backward_id() == backward.graph_task_id
 
 
 def _end_unannounced(backward: BackwardPass, state: ShardState, handle: FlatParamHandle) -> None:

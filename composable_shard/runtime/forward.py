@@ -345,7 +345,9 @@ def _register(
     if hook.reads is not None:
         # A unit inside announces it too, which ranks must expect alike, whatever they read here.
         is_armed = hook.reads.num_reads > 0 or context.num_calls != state.last_call
-        hook.reads.note_outputs(state.name, tensors, state.call_sequence_nr)
+        if hook.reads.note_outputs(state.name, tensors, state.call_sequence_nr):
+            for handle in state.needed:
+                handle.full.params.note_late_reads()
     for tensor in tensors:
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(hook)

@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from composable_shard.flat_param import LOCKED, FlatParamHandle
@@ -68,6 +69,8 @@ class LearntReads:
         reads_nothing: The user says that no backward reads any.
         is_changed: The last forward of a trusted unit recorded another number, and no backward
             has shown since whether this holds.
+        runs_backwards: A node of it runs a backward of its own, as reentrant checkpoints do.
+        searched: Numbers of nodes of forwards of which a backward has shown whether one does.
     """
 
     __slots__ = (
@@ -79,14 +82,17 @@ class LearntReads:
         "num_uses",
         "reads_nothing",
         "refuses_hooks",
+        "runs_backwards",
+        "searched",
     )
 
     def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
         """Begin without knowledge of a unit of these modules, but for what their code says."""
-        self.is_trusted = self.is_changed = self.reads_nothing = False
+        self.is_trusted = self.is_changed = self.reads_nothing = self.runs_backwards = False
         self.refuses_hooks = any(map(_names_transforms, modules))
         self.num_nodes: set[int] = set()
         self.num_uses: set[tuple[int, int]] = set()
+        self.searched: set[int] = set()
         self._num_clean = 0
         self._was_read_early = False
 
@@ -105,6 +111,8 @@ class LearntReads:
         """Learn from a backward that has reached a call."""
         self.is_changed = False
         self._was_read_early |= reads.is_early
+        if not reads.num_unread:
+            self.searched.add(reads.num_nodes)
         if reads.is_early or reads.num_unread:
             self.begin_anew()
             return
@@ -230,15 +238,7 @@ class CallReads:
         beside: Those that no output leads to.
     """
 
-    __slots__ = (
-        "beside",
-        "is_early",
-        "learnt",
-        "num_nodes",
-        "num_reads",
-        "num_unread",
-        "saved",
-    )
+    __slots__ = ("beside", "is_early", "learnt", "num_nodes", "num_reads", "num_unread", "saved")
 
     def __init__(self, learnt: LearntReads) -> None:
         self.learnt = learnt
@@ -247,8 +247,10 @@ class CallReads:
         self.num_reads = self.num_unread = self.num_nodes = 0
         self.is_early = False
 
-    def note_outputs(self, name: str, outputs: Sequence[Tensor], first: int) -> None:
+    def note_outputs(self, name: str, outputs: Sequence[Tensor], first: int) -> bool:
         """Find the nodes beside the outputs: a loss of them alone may come in any later step.
+
+        Return whether one behind them may run a backward, which reads what has its gradient.
 
         Args:
             name: The unit's.
@@ -264,27 +266,31 @@ class CallReads:
                 "set_unshard_in_backward(module, False) leaves without them. Call it with True."
             )
         self.is_early |= not outputs  # nothing but reads announces it, on this rank perhaps none
-        if self.saved:
-            self.beside = self.saved - _numbers_behind(outputs, first)
-            self.saved = None
+        if not self.saved and self.num_nodes in self.learnt.searched:
+            return False
+        numbers, has_functions = _search(outputs, first)
+        self.beside, self.saved = (self.saved or set()) - numbers, None
+        return has_functions and self.num_nodes not in self.learnt.searched
 
 
-def _numbers_behind(outputs: Sequence[Tensor], first: int) -> set[int]:
+def _search(outputs: Sequence[Tensor], first: int) -> tuple[set[int], bool]:
+    """Return the numbers of the nodes behind outputs, and whether some are a user's functions."""
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen, numbers = set(nodes), set()
+    seen, numbers, has_functions = set(nodes), set(), False
     while nodes:
         node = nodes.pop()
         number = sequence_nr_of(node)
         if number < first:
             continue
         numbers.add(number)
+        has_functions |= isinstance(node, BackwardCFunction)
         if node.name() == "CopySlices":
             numbers.add(number - 1)  # the operation in place, which it holds
         for before, _ in node.next_functions:
             if before is not None and before not in seen:
                 seen.add(before)
                 nodes.append(before)
-    return numbers
+    return numbers, has_functions
 
 
 class Announcement(Protocol):

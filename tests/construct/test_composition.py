@@ -173,7 +173,7 @@ def _make_reentrant(make: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("where", sorted(CHECKPOINTED.keys() - {"inside and outside"}))
+@pytest.mark.parametrize("where", CHECKPOINTED)
 @distributed(2)
 def test_reentrant_checkpointing_changes_nothing(where: str) -> None:
     """Its recomputation runs a backward within the backward."""
@@ -182,32 +182,6 @@ def test_reentrant_checkpointing_changes_nothing(where: str) -> None:
         # What reentrant checkpointing says about being nested; the gradients are right.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         train_twins(twins)
-
-
-@distributed(2)
-def test_parameter_used_inside_and_outside_of_a_reentrant_checkpoint_is_named() -> None:
-    """Its value is gone when the recomputation comes; a unit of its own is gathered again."""
-    model = _make_reentrant(_RootInsideAndOutside)
-    shard_blocks(model)
-    with pytest.raises(RuntimeError) as caught:
-        loss_of(model, 0).backward()
-    assert str(caught.value) == (
-        "parameter 'out.bias' was used inside and outside of a reentrant checkpoint: its "
-        "recomputation ran after the value had given way to the gradient. Pass "
-        "use_reentrant=False to torch.utils.checkpoint, or call fully_shard on the module that "
-        "holds the parameter, so that it is gathered again."
-    )
-    # Two reductions for one parameter: equal but for the rounding of sums.
-    twins = Twins(partial(_make_reentrant, _RootInsideAndOutside), _shard_out_and_blocks)
-    for twin in twins:
-        twins.backward(twin, loss_of(twin, 0))
-    for param, expected in zip(twins.sharded.parameters(), twins.plain.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
-
-
-def _shard_out_and_blocks(model: nn.Module) -> None:
-    fully_shard(model.out)
-    shard_blocks(model)
 
 
 @pytest.mark.fast

@@ -250,3 +250,43 @@ def test_c17_tied_weight_that_reentrant_regions_read(
     claims.assert_right(
         _Tied, program, shard=shard, strategy=strategy, use_orig_params=use_orig_params
     )
+
+
+class _RunsAgainTwice(nn.Module):
+    """Uses a layer in two reentrant regions and outside of them, and a parameter on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = _WithExtra()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the regions, then the layer again."""
+        for _ in range(2):
+            x = again_nested(self.shared, x)
+        y: Tensor = self.shared.layer(x) * self.scale
+        return y
+
+
+@claims.variants
+@distributed(2)
+def test_c17_parameter_inside_and_outside_of_reentrant_regions(
+    strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """C17: its value stays until no region needs it, whichever ranks use it."""
+
+    def program(model: nn.Module, number: int) -> None:
+        x = rank_input(3, 6, step=number, dtype=torch.float64).requires_grad_()
+        square_mean(model(x)).backward()
+
+    for bucket_cap_mb in (None, 1e-6):
+        claims.assert_right(
+            _RunsAgainTwice,
+            program,
+            shard=fully_shard,
+            accumulates=accumulates,
+            steps=2,
+            strategy=strategy,
+            use_orig_params=use_orig_params,
+            bucket_cap_mb=bucket_cap_mb,
+        )
