@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -232,11 +232,25 @@ def schedulers_in(scheduler: object) -> list[Any]:
 def set_state_dict_guard(module: nn.Module, guard: Callable[[], dict[str, str]]) -> None:
     """Let torch.distributed.checkpoint.state_dict call a function when it looks into a module.
 
-    Its functions ask modules for this attribute, which tells new names of parameters, and nothing
-    else of torch does. A module's own stays.
+    Its functions ask a module with children for `_fqn_modifiers`, which tells new names of
+    parameters; a module's own stays. They look for each name of any module in its
+    `_non_persistent_buffers_set`.
     """
     if not hasattr(module, "_fqn_modifiers"):
         vars(module)["_fqn_modifiers"] = guard
+    module._non_persistent_buffers_set = _GuardedNames(module._non_persistent_buffers_set, guard)
+
+
+class _GuardedNames(set[str]):
+    def __init__(self, names: Iterable[str] = (), guard: Callable[[], object] = dict) -> None:
+        super().__init__(names)
+        self.guard = guard
+
+    def __contains__(self, name: object) -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if caller == "torch.distributed.checkpoint.state_dict":
+            self.guard()
+        return super().__contains__(name)
 
 
 def locals_of_caller(function: str, module: str) -> dict[str, Any]:

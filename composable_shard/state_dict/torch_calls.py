@@ -60,7 +60,7 @@ def check_torch_call(state: ShardState) -> dict[str, str]:
             "does not know the original parameters that a flat parameter stands for "
             "(use_orig_params=False)"
         )
-    info = locals_of_caller("_get_optim_state_dict", _MODULE).get("info")
+    asked = locals_of_caller("_verify_options", _MODULE)
     loads = [
         locals_of_caller(f"set_{each}", _MODULE) for each in ("optimizer_state_dict", "state_dict")
     ]
@@ -68,7 +68,8 @@ def check_torch_call(state: ShardState) -> dict[str, str]:
     is_flat = any(getattr(e.get("options"), "flatten_optimizer_state_dict", False) for e in loads)
     if is_load and not is_flat and any(handle.layout.owners for handle in state.needed):
         problem = 'misses the state of parameters that other ranks own whole (granularity="param")'
-    if getattr(info, "full_state_dict", False) and not is_load:
+    is_full = getattr(asked.get("options"), "full_state_dict", False)
+    if is_full and asked["optims"] and not is_load:
         problem = "would return shards of optimizer state for whole tensors"
     if problem:
         raise NotImplementedError(

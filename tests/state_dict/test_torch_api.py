@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from composable_shard import (
     StateDictOptions,
+    fully_shard,
     get_model_state_dict,
     get_optimizer_state_dict,
     register_orig_params,
@@ -189,6 +190,28 @@ def test_torchs_functions_refuse_flat_parameters_on_all_ranks(name: str) -> None
             _TORCHS[name](each, optimizer)
     register_orig_params(model)
     assert torch_state_dict.get_model_state_dict(model).keys() == seeded(Net).state_dict().keys()
+
+
+@pytest.mark.parametrize("name", _TORCHS)
+@distributed(2)
+def test_torchs_functions_see_a_unit_without_child_modules(name: str) -> None:
+    """They ask it for nothing but whether a parameter's name is that of a hidden buffer."""
+    model = nn.Linear(6, 5)
+    model.register_buffer("hidden", torch.ones(2), persistent=False)
+    fully_shard(model, use_orig_params=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for each in (model, copy.deepcopy(model)):
+        each.register_buffer("late", torch.ones(3), persistent=False)
+        with pytest.raises(NotImplementedError, match="function of the same name in composable_sh"):
+            _TORCHS[name](each, optimizer)
+        assert each.state_dict().keys() == {"weight", "bias"}
+    register_orig_params(model)
+    whole: Any = torch_state_dict.StateDictOptions(full_state_dict=True)
+    values = torch_state_dict.get_model_state_dict(model, options=whole)
+    assert {key: type(value) for key, value in values.items()} == dict.fromkeys(values, Tensor)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(NotImplementedError, match="return shards of optimizer state for whole"):
+        torch_state_dict.get_optimizer_state_dict(model, optimizer, options=whole)
 
 
 @pytest.mark.parametrize("on_host", [False, True])
