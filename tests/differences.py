@@ -11,6 +11,9 @@ this library, or those of the backend, as on accelerators, with identities excha
     FULL_SHARD/first     by the backend, after two steps: identities are exchanged then
     FULL_SHARD/later     by the backend, after ten steps: they are not any more
     FULL_SHARD/always    by the backend, after ten steps, with `check_order="always"`
+    FULL_SHARD/buckets   with an option of `OPTIONS`: reductions in buckets, hooks, mixed precision
+    FULL_SHARD/later/comm_hook    both
+    FULL_SHARD/mesh      four ranks, of which two and two hold copies
 
 Two processes train a small model. After two steps one of them deviates, in one of the ways below,
 and both train on. A cell of the table is one of:
@@ -52,8 +55,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import composable_shard as cs
-from composable_shard import ShardingStrategy, StateDictOptions, fully_shard
-from composable_shard.comm import devices
+from composable_shard import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictOptions,
+    fully_shard,
+    register_comm_hook,
+)
+from composable_shard.comm import ReductionStage, devices
 from tests import helpers
 from tests.helpers import Planned, RankError, run_processes
 
@@ -65,7 +75,26 @@ DEVIATION = 2  # the step in which the ranks differ
 FULL = StateDictOptions(full_state_dict=True)
 
 
-WAYS = {"": 0, "first": 0, "later": 8, "always": 8}  # steps before the first of `NUM_STEPS`
+WAYS = {"first": 0, "later": 8, "always": 8}  # steps before the first of `NUM_STEPS`
+# What units are sharded with. Double precision stands for mixed precision: it changes no value.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "buckets": {"bucket_cap_mb": 1e-5},  # one for each parameter
+    "mixed": {"mp_policy": MixedPrecisionPolicy(torch.float64, reduce_dtype=torch.float64)},
+    "offload": {"offload_policy": OffloadPolicy(params=True)},
+    "whole": {"granularity": "param"},
+    "flat": {"use_orig_params": False},
+    "kept": {"reshard_after_forward": False},
+    "nan": {"check_for_nan_in_grad": True},
+    "mesh": {},
+    "comm_hook": {},
+    "grad_hook": {},  # an optimizer in the backward
+    "collective": {},  # a hook on gradients that issues a collective
+}
+
+
+def num_ranks(strategy: str) -> int:
+    """Return how many ranks train, of whom the deviant is one."""
+    return 4 if "mesh" in strategy.split("/") else 2
 
 
 class Chain(nn.Module):
@@ -534,7 +563,7 @@ def _plain_values(name: str, warm_up: int) -> list[Tensor] | None:
     """Return the weights after all steps of plain models whose gradients are averaged."""
     if not DIFFERENCES[name].is_plain:
         return None
-    runs = [Run(Chain(), rank) for rank in range(2)]
+    runs = [Run(Chain(), rank) for rank in range(dist.get_world_size())]
     for index in range(-warm_up, NUM_STEPS):
         for run in runs:
             run.index = index
@@ -546,9 +575,10 @@ def _plain_values(name: str, warm_up: int) -> list[Tensor] | None:
                 run.step()
         for params in zip(*(run.model.parameters() for run in runs), strict=True):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            mean = torch.stack(grads).mean(0)
             for param in params:
                 with torch.no_grad():
-                    param.sub_(0.1 * (grads[0] + grads[1]) / 2)
+                    param.sub_(0.1 * mean)
                 param.grad = None
     return [param.detach() for param in runs[0].model.parameters()]
 
@@ -556,14 +586,15 @@ def _plain_values(name: str, warm_up: int) -> list[Tensor] | None:
 def join_ranks(rank: int, directory: str, timeout_s: int) -> None:
     """Make the process group of a cell."""
     os.environ["GROUP_TIMEOUT_S"] = str(timeout_s)
-    file = dist.FileStore(f"{directory}/store", 2)
+    size = int(os.environ["WORLD_SIZE"])
+    file = dist.FileStore(f"{directory}/store", size)
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         file.set("port", str(store.port))
     else:
-        store = dist.TCPStore("127.0.0.1", int(file.get("port")), 2, is_master=False)
+        store = dist.TCPStore("127.0.0.1", int(file.get("port")), size, is_master=False)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s)
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
 
 
@@ -595,24 +626,58 @@ def _make_peer(rank: int, name: str, strategy: str, directory: str) -> Run:
 def _make_run(rank: int, name: str, strategy: str, directory: str) -> Run:
     if strategy in PEERS:
         return _make_peer(rank, name, strategy, directory)
-    strategy, _, way = strategy.partition("/")
-    if way:
+    kinds = strategy.split("/")
+    if not WAYS.keys().isdisjoint(kinds):
         devices.MAX_EXCHANGE_SIZE = 0  # the backend's own collectives, as with many ranks
-    options: Any = {"strategy": strategy, "check_order": "always" if way == "always" else "first"}
+    options: Any = {
+        "strategy": kinds[0],
+        "check_order": "always" if "always" in kinds else "first",
+    }
+    for kind in kinds[1:]:
+        options.update(OPTIONS.get(kind, {}))
+    if "mesh" in kinds:
+        options["mesh"] = init_device_mesh("cpu", (2, 2))
     model = Chain()
     for unit in DIFFERENCES[name].units:
         fully_shard([model.blocks[index] for index in unit], **options)
     fully_shard(model if DIFFERENCES[name].has_root else model.head, **options)
     run = Run(model, rank)
     run.directory = directory
+    if "comm_hook" in kinds:
+        register_comm_hook(model, _reduce)
+    for param in model.parameters():
+        if "grad_hook" in kinds:
+            param.register_post_accumulate_grad_hook(_descend)
+        if "collective" in kinds:
+            param.register_post_accumulate_grad_hook(_take_norm)
     return run
+
+
+def _reduce(_: object, stage: ReductionStage) -> None:
+    """Reduce as a hook of a user does, by the backend's own collectives."""
+    dist.all_reduce(stage.gradient, group=stage.group)
+    if stage.kind == "reduce_scatter":
+        numels = stage.numels or [stage.output.numel()] * stage.group.size()
+        stage.output.copy_(stage.gradient.split(list(numels))[stage.group.rank()])
+
+
+def _descend(param: Tensor) -> None:
+    assert param.grad is not None
+    with torch.no_grad():
+        param.sub_(param.grad, alpha=0.1)
+    param.grad = None
+
+
+def _take_norm(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.norm()
 
 
 def run_cell(name: str, strategy: str, directory: str, timeout_s: int) -> None:
     """Train on one rank, deviate, and write down what came of it."""
     rank = int(os.environ["RANK"])
     join_ranks(rank, directory, timeout_s)
-    warm_up = WAYS[strategy.partition("/")[2]]
+    warm_up = max(WAYS.get(kind, 0) for kind in strategy.split("/"))
     expected = _plain_values(name, warm_up)
     run = _make_run(rank, name, strategy, directory)
 
@@ -693,14 +758,16 @@ class Cell:
 
 
 def measure(name: str, strategy: str, timeout_s: int = 5) -> Cell:
-    """Run one cell in two fresh processes."""
-    return measure_with(partial(run_cell, name, strategy), name, timeout_s)
+    """Run one cell in fresh processes."""
+    return measure_with(partial(run_cell, name, strategy), name, timeout_s, num_ranks(strategy))
 
 
-def measure_with(function: Callable[[str, int], None], name: str, timeout_s: int) -> Cell:
-    """Run a function, of a directory and the timeout, in two fresh processes."""
+def measure_with(
+    function: Callable[[str, int], None], name: str, timeout_s: int, size: int = 2
+) -> Cell:
+    """Run a function, of a directory and the timeout, in fresh processes."""
     directory = tempfile.mkdtemp(prefix="differences-")
-    environments = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    environments = [{"RANK": str(rank), "WORLD_SIZE": str(size)} for rank in range(size)]
     died: dict[int, str] = {}
     try:
         limit_s = 2 * timeout_s + 2 * SPARE_S
@@ -708,7 +775,7 @@ def measure_with(function: Callable[[str, int], None], name: str, timeout_s: int
     except RankError as error:
         died = {rank: text for rank, text in error.errors.items() if "exit status" in text}
     found = []
-    for rank in range(2):
+    for rank in range(size):
         path = Path(directory) / f"rank{rank}.json"
         if path.exists():
             found.append(json.loads(path.read_text()))
@@ -731,7 +798,7 @@ def _judge(name: str, found: list[dict[str, Any]], limit_s: float) -> Cell:
     seconds = max(each["seconds"] for each in found)
     is_killed = name.startswith("die_") or name == "end_early"
     if is_killed:  # only the other rank can tell
-        outcomes, texts = outcomes[:1], texts[:1]
+        del outcomes[DEVIANT], texts[DEVIANT]
     if "died" in outcomes:
         kind = "ABORT"
     elif "hang" in outcomes or seconds > limit_s:

@@ -56,6 +56,7 @@ __all__ = [
     "all_gather_uneven",
     "all_reduce",
     "all_to_all",
+    "announce",
     "broadcast",
     "count_collectives",
     "gather",
@@ -100,6 +101,20 @@ def _by_messages(
         return True
     exchange_identity(group, order, device, is_rare)
     return False
+
+
+def announce(
+    group: dist.ProcessGroup, device: torch.device, kind: str, nbytes: int, what: str
+) -> None:
+    """Enter a collective that somebody else is about to issue, in the middle of a step.
+
+    Raises:
+        RuntimeError: If the ranks are about to issue different ones, on all of them.
+    """
+    order = order_of(group)
+    order.note(identify(what, kind, nbytes, is_of_step=True))
+    order.check_next()
+    exchange_identity(group, order, device, is_rare=False)
 
 
 def all_gather(
@@ -213,15 +228,18 @@ def scatter(
     return exchange(enumerate(parts[1:], 1), [], group, order)
 
 
-def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Waitable:
+def all_to_all(
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, *, what: str | None = None
+) -> Waitable:
     """Start giving each rank its part of every rank's `input`.
 
     Args:
         output: Shape `(group.size() * part_numel,)`; what rank r sent lands in its r-th part.
         input: Likewise; its r-th part goes to rank r.
         group: The ranks that take part.
+        what: What it is for, for messages; None to name the function that was called.
     """
-    order = _note(group, "all_to_all", input.nbytes, None)
+    order = _note(group, "all_to_all", input.nbytes, what)
     if not _by_messages(group, output.device, order):
         # As bytes, which every backend carries.
         received, sent = (tensor.view(-1).view(torch.uint8) for tensor in (output, input))

@@ -62,6 +62,7 @@ class ReductionStage:
             in a `weakref.WeakKeyDictionary` it goes when the unit does.
         numels: Elements of each rank's part of `gradient`, one part behind the other from its
             start, where they differ; None where all are `gradient.numel() // group.size()`.
+        unit: Name of the unit.
     """
 
     kind: Literal["reduce_scatter", "all_reduce"]
@@ -71,6 +72,12 @@ class ReductionStage:
     scale: float
     key: StageKey
     numels: tuple[int, ...] | None = None
+    unit: str = "?"
+
+    @property
+    def what(self) -> str:
+        """What it is for, for messages."""
+        return f"the reduction of unit '{self.unit}'"
 
 
 CommHook = Callable[[Any, ReductionStage], Waitable | None]
@@ -86,9 +93,16 @@ class _Done:
 def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
     """Call a hook; return what to wait for.
 
+    A user's may call collectives of the backend, which carry no identity. So the ranks exchange
+    before it what it is about to reduce. [Note: First steps]
+
     Raises:
+        RuntimeError: If ranks are about to reduce different units, on all of them.
         TypeError: If the hook returned something else than None or an object with `wait()`.
     """
+    if hook not in _READY_MADE:
+        gradient = stage.gradient
+        collectives.announce(stage.group, gradient.device, stage.kind, gradient.nbytes, stage.what)
     # A backward with create_graph enables gradients.
     with torch.no_grad():
         work = hook(state, stage)
@@ -179,13 +193,12 @@ def _reduce_in(dtype: torch.dtype, stage: ReductionStage, factor: float) -> Wait
             if factor != 1.0:
                 output.div_(factor)
 
-        return _Then(
-            collectives.all_reduce(low, group, what="the reduction of a comm hook"), unpack
-        )
+        return _Then(collectives.all_reduce(low, group, what=stage.what), unpack)
     reduction = collectives.ReduceScatter(group, low.dtype, low.device, _part_numels(stage))
     num_parts = reduction.scratch_parts(in_place=True)
     scratch = low.new_empty(num_parts * output.numel()) if num_parts else None
-    return _Then(None, reduction.start(output, low, scratch, 1.0 / factor).finish)
+    started = reduction.start(output, low, scratch, 1.0 / factor, name=stage.unit)
+    return _Then(None, started.finish)
 
 
 class ErrorFeedback:
@@ -298,7 +311,7 @@ def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable
         state._decode(part_encoded, applied)
         part.sub_(applied).nan_to_num_(0.0, 0.0, 0.0)
     received = torch.empty_like(sent)
-    work = collectives.all_to_all(received, sent, group)
+    work = collectives.all_to_all(received, sent, group, what=stage.what)
 
     def add_up() -> None:
         own_numel = part_numels[group.rank()]
@@ -313,10 +326,15 @@ def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable
             output.copy_(total)
             return
         gathered = total.new_empty(numel)
-        collectives.all_gather(gathered, total, group, part_numels, is_of_step=True).wait()
+        collectives.all_gather(
+            gathered, total, group, part_numels, what=stage.what, is_of_step=True
+        ).wait()
         output.copy_(gathered)
 
     return _Then(work, add_up)
+
+
+_READY_MADE = (bf16_compress_hook, fp16_compress_hook, then_call_hook, error_feedback_hook)
 
 
 def _part_numels(stage: ReductionStage) -> Sequence[int] | None:

@@ -230,7 +230,9 @@ class FlatReduction:
             return self._reduce_scatter.start(output, buffer, scratch, scale, name=self.name)
         group, key = self._shard_group.group, self._keys[0]
         numels = self._layout.uneven_numels
-        stage = ReductionStage("reduce_scatter", buffer, output, group, scale, key, numels)
+        stage = ReductionStage(
+            "reduce_scatter", buffer, output, group, scale, key, numels, self.name
+        )
         return HookedReduction(call_hook(*self._hook, stage), stage)
 
     def _issue_all_reduce(self, output: Tensor, scratch: Tensor | None = None) -> None:
@@ -246,7 +248,9 @@ class FlatReduction:
         if self._hook is None:
             what = f"the reduction of unit '{self.name}'"
             return collectives.all_reduce(output, group, what=what, scratch=scratch)
-        stage = ReductionStage("all_reduce", output, output, group, self._scale, key)
+        stage = ReductionStage(
+            "all_reduce", output, output, group, self._scale, key, unit=self.name
+        )
         return call_hook(*self._hook, stage)
 
     def advance(self) -> None:

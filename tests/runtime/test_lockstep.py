@@ -145,6 +145,8 @@ def test_ranks_agree_on_tags_only_in_step() -> None:
         ("full_tensors_of_others", "FULL_SHARD/later", ["of 'blocks.0.weight'", "of 'blocks.1"]),
         ("swap_unequal_units", "FULL_SHARD/later", ["unit 'blocks.2'", "unit 'blocks.3'"]),
         ("clip_for_full_tensor", "SHARD_OPTIM/always", ["full_tensor() of", "clip_grad_norm_(max"]),
+        ("swap_unequal_units", "SHARD_GRAD_OP/comm_hook", ["unit 'blocks.2'", "unit 'blocks.3'"]),
+        ("swap_equal_units", "NO_SHARD/comm_hook/collective", ["'blocks.0'", "unit 'blocks.1'"]),
     ],
 )
 def test_l_order_of_a_backends_collectives(name: str, strategy: str, sides: list[str]) -> None:
