@@ -13,7 +13,7 @@ ARGS ?=
 # the package and the test files again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-torch test-fast test-poison check docs house coverage clean
+.PHONY: train test test-torch test-fast test-poison check docs package house coverage clean
 
 train: $(STAMP)
 	@procs=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
@@ -48,6 +48,15 @@ check: $(STAMP)
 docs: $(VENV)/.docs
 	@$(BIN)/python -m sphinx -q -W --keep-going -E -b html -d build/doctrees docs build/docs
 
+# The sdist and the wheel in dist/, checked, then the fast tests in the unpacked sdist.
+package: $(STAMP)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check build twine
+	@rm -rf dist build/sdist && mkdir -p build/sdist
+	@$(BIN)/python -m build . > build/package.log || { cat build/package.log; exit 1; }
+	@$(BIN)/python -m twine check --strict dist/*
+	@tar xf dist/*.tar.gz -C build/sdist --strip-components 1
+	@$(MAKE) --no-print-directory -C build/sdist test-fast
+
 house: $(STAMP)
 	@$(BIN)/python -m tests.house $(ARGS)
 
@@ -58,7 +67,7 @@ coverage: $(STAMP)
 	@$(BIN)/coverage report
 
 clean:
-	rm -rf .venv .venv-* build docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-* build dist docs/generated *.egg-info .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

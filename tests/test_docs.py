@@ -339,3 +339,12 @@ def test_metadata_is_complete() -> None:
     assert build["packages"]["find"]["include"] == ["composable_shard*"]
     assert {"keywords", "classifiers", "authors", "urls"} <= set(project)
     assert all(url.startswith("https://") for url in project["urls"].values())
+
+
+def test_the_sdist_holds_what_the_tests_need() -> None:
+    """MANIFEST.in names every folder of sources; what it names exists."""
+    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    named = {words[0]: set(words[1:]) for words in lines}
+    folders = {path.parent.name for path in ROOT.glob("[!.]*/*.py")} - {"composable_shard"}
+    assert {line[1] for line in lines if line[0] == "graft"} == folders
+    assert all((ROOT / name).is_file() for name in named["include"])
