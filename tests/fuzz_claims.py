@@ -139,6 +139,9 @@ def draw(seed: int, features: set[str]) -> Case:
         for micro in (micro for _, micros, _ in steps for micro in micros):
             micro.inputs = False
     is_uneven = "uneven" in features
+    if is_uneven and any(before == "freeze" for before, _, _ in steps):
+        for micro in (micro for _, micros, _ in steps for micro in micros):
+            micro.inputs = False  # which reach no node on a rank that uses none of the trainable
     return Case(blocks, _options(random, shared), has_root, is_uneven, steps)
 
 

@@ -3,6 +3,7 @@
 Read `unit` (a unit, a tree), `forward` and `backward_pass` first.
 """
 
+from composable_shard.runtime.aborts import note_setting
 from composable_shard.runtime.buckets import Buckets
 from composable_shard.runtime.buffers import (
     BufferBroadcast,
@@ -43,7 +44,6 @@ from composable_shard.runtime.tree import (
     is_sharded,
     iter_unmanaged_modules,
     managed_params,
-    note_setting,
     read_state,
     rename,
     select_states,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
+from composable_shard.comm import note_setting as enter_setting
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.prefetch import return_to_idle
@@ -33,6 +35,24 @@ def drop_aborted(context: TreeContext) -> None:
     learnt = {s.name: s.learnt for s in context.live_states() if s.needed}
     warn_of_reads(learnt)  # unless the abort has
     learn_anew(learnt)
+
+
+def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
+    """Let the ranks find out where one of them does not set this, once they have compared units.
+
+    Args:
+        states: The units that it is set on.
+        what: The setter, and the value.
+        is_new: Whether that changes anything.
+    """
+    agreed = [state for state in states if state.context and state.context.has_agreed]
+    if agreed and is_new:
+        for context in dict.fromkeys(state.context for state in agreed):
+            if context is not None and context.has_aborted:
+                drop_aborted(context)  # first: some ranks have issued what others are to catch up
+        groups = [handle.shard_group for state in agreed for handle in state.handles]
+        text = f"{what} of unit '{agreed[0].name}'"
+        enter_setting(text, [each for one in groups for each in (one.group, *one.joint_groups)])
 
 
 def note_unreached_call(context: TreeContext) -> None:

@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard.comm import MAX_COUNT, StepFacts
-from composable_shard.comm import note_setting as enter_setting
 from composable_shard.flat_param import (
     FlatParamHandle,
     ParamEntry,
@@ -483,18 +482,3 @@ def step_facts(context: TreeContext) -> StepFacts:
         "optimizer.step() or edits)"
     )
     return StepFacts(line, counts)
-
-
-def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
-    """Let the ranks find out where one of them does not set this, once they have compared units.
-
-    Args:
-        states: The units that it is set on.
-        what: The setter, and the value.
-        is_new: Whether that changes anything.
-    """
-    agreed = [state for state in states if state.context and state.context.has_agreed]
-    if agreed and is_new:
-        groups = [handle.shard_group for state in agreed for handle in state.handles]
-        text = f"{what} of unit '{agreed[0].name}'"
-        enter_setting(text, [each for one in groups for each in (one.group, *one.joint_groups)])
