@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -604,7 +603,7 @@ class _RepeatedRegion(nn.Module):
         return torch.tanh(self.shared(x))
 
 
-@pytest.mark.parametrize("strategy", [SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_a_gradient_that_comes_after_its_bucket_has_gone(strategy: ShardingStrategy) -> None:
     """On one rank: all reduce that bucket once more, and wait for the unit's end from then on."""
@@ -625,29 +624,6 @@ def test_a_gradient_that_comes_after_its_bucket_has_gone(strategy: ShardingStrat
     for ours, expected in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), expected.grad.full_tensor())
     assert_at_rest(models[1])
-
-
-class _RepeatedAndOutside(_RepeatedRegion):
-    """Uses the shared layer after the regions too."""
-
-    def forward(self, x: Tensor, num_uses: int) -> Tensor:
-        return self.shared(super().forward(x, num_uses))
-
-
-@distributed(2)
-def test_a_value_that_is_wanted_after_its_bucket_has_gone() -> None:
-    """It is an error that names the parameter, never a read of freed memory."""
-    model = _bucketed(_RepeatedAndOutside(), 64 / MIB)
-    x = rank_input(4, 5)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="shared"):
-            model(x, 1).sum().backward()
-        model.zero_grad()
-    twins = Twins(_RepeatedRegion, partial(_bucketed, cap=64 / MIB))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-        twins.step(lambda net: net(x, 1).square().mean())
-    assert_at_rest(twins.sharded)
 
 
 # --- memory ---
