@@ -514,6 +514,7 @@ _SETTINGS: dict[str, Callable[[Run], object]] = {
     "reshard_after_forward": lambda run: cs.set_reshard_after_forward(run.model, False),
     "divide_factor": lambda run: cs.set_gradient_divide_factor(run.model, 7.0),
     "frozen_unit": lambda run: run.model.blocks[1].requires_grad_(False),
+    "frozen_weight": lambda run: next(run.model.blocks[1].parameters()).requires_grad_(False),
 }
 for _name, _setting in _SETTINGS.items():
     # What a strategy has no use for changes nothing.

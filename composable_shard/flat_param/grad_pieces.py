@@ -71,6 +71,30 @@ class AwaitedGradients:
         self._is_awaited = [True] * self._num_awaited
 
 
+def copy_arrived(
+    target: Sequence[Tensor], source: Sequence[Tensor], arrived: Sequence[bool], scale: float
+) -> None:
+    """Copy the gradients that have arrived, times a scale."""
+    for to, view, has_arrived in zip(target, source, arrived, strict=True):
+        if has_arrived:
+            to.copy_(view)
+            if scale != 1.0:
+                to.mul_(scale)
+
+
+def move_shard(shard: Tensor, old: FlatLayout, new: FlatLayout, rank: int) -> Tensor:
+    """Return a shard of gradients in another layout, zero where parameters had no elements."""
+    if old == new:
+        return shard
+    start, end = new.shard_range(rank)
+    moved = shard.new_zeros(end - start)
+    for index, numel in enumerate(old.numels):
+        start, end = new.local_range(index, rank)
+        if numel:
+            moved[start:end] = shard[slice(*old.local_range(index, rank))]
+    return moved
+
+
 class GradPieces:
     """Cuts a gradient shard into those of the parameters, each a view.
 
@@ -102,12 +126,17 @@ class GradPieces:
             for piece, view in zip(self._pieces, self._views, strict=True)
         ):
             return self._pieces
-        parts = shard.split_with_sizes(self._sizes)
+        parts = shard.split_with_sizes(self._sizes)  # as `split`, without a call more
         views = [parts[index] for index in self._indices]
         pieces = wrap_all(views, specs)
         if self._is_kept:
             self._shard, self._pieces, self._views = shard, pieces, views
         return pieces
+
+    def split(self, shard: Tensor) -> list[Tensor]:
+        """Return the parameters' parts of a shard of shape `(layout.shard_numel,)`."""
+        parts = shard.split_with_sizes(self._sizes)
+        return [parts[index] for index in self._indices]
 
     def are_held(self, memory: Tensor, num_uses: int) -> bool:
         """Return whether anybody else holds pieces, or other views of their memory.
@@ -138,7 +167,7 @@ class OwnBuffer:
 
     Attributes:
         buffer: Shape `(padded_numel,)`; storage size 0 unless a round needs it.
-        views: The places of the parameters, in their dense shapes.
+        views: The places of the parameters, in their dense shapes; nothing for those without.
         part: Shape `(shard_numel,)`: this rank's part, where a reduction ends in place; else None.
         result: Shape `(shard_numel,)`: persistent memory of the main dtype, where it is needed.
     """
@@ -165,9 +194,12 @@ class OwnBuffer:
             part: This rank's part, where a reduction ends in place.
         """
         self.buffer = buffer
+        specs = [each.spec for each in entries]
         self.views = [
-            buffer.as_strided(each.spec.dense_shape, each.spec.dense_stride, offset)
-            for each, offset in zip(entries, layout.offsets, strict=True)
+            buffer.as_strided(spec.dense_shape, spec.dense_stride, offset)
+            if numel == spec.numel
+            else buffer[:0]
+            for spec, offset, numel in zip(specs, layout.offsets, layout.numels, strict=True)
         ]
         self.part = None if part is None else buffer[slice(*part)]
         self._num_uses = storage_uses_of(buffer)
@@ -211,6 +243,19 @@ def wrap_all(
             shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}
         shards.append(shard)
     return shards
+
+
+def check_has_place(layout: FlatLayout, index: int, entry: ParamEntry) -> None:
+    """Check that there is a place for the gradient of parameter `index`.
+
+    Raises:
+        RuntimeError: If it was frozen.
+    """
+    if layout.numels[index] != entry.spec.numel:
+        raise RuntimeError(
+            f"parameter '{entry.label}' got a gradient, and was frozen when the backward began. "
+            "Call requires_grad_(True) on it before the forward."
+        )
 
 
 def packing_scale(

@@ -24,8 +24,11 @@ from composable_shard.flat_param.grad_pieces import (
     GradPieces,
     LocalGradients,
     OwnBuffer,
+    check_has_place,
+    copy_arrived,
     join,
     local_gradient,
+    move_shard,
     note_used,
     packing_scale,
     set_gradients,
@@ -66,6 +69,7 @@ class FlatGradients:
         marks: Parameters whose `.grad` stands for what waits; positions of those it is about.
         is_bound: There are buffers for gradients.
         awaited: Counts the parameters whose gradient this backward has accumulated.
+        layout: That of the parameters, in which those that are frozen may have no elements.
         local: Gradients of a rank that trains alone.
         host: Where gradients are offloaded.
     """
@@ -84,7 +88,7 @@ class FlatGradients:
         self.reduction = FlatReduction(shard_group, layout)
         self.is_alone = shard_group.num_ranks == 1
         self.is_persistent = is_persistent
-        self._layout = layout
+        self.layout = layout
         self._shard_group = shard_group
         self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
         self.arrived, self.was_used = ([False] * len(layout.numels) for _ in range(2))
@@ -95,12 +99,11 @@ class FlatGradients:
         self.local = LocalGradients()
         self.host: HostGradient | None = None
         self._own = OwnBuffer()
-        self.can_share = True
+        self.can_share = self._can_lend = True
         self._shared_views: list[Tensor] = []  # of the values; they share the parameters' versions
         self.views: list[Tensor] | None = None
         self.prescale = 1.0
-        # The same, None for 1: a kernel takes a tensor of 0 dimensions fastest.
-        self._factor: Tensor | None = None
+        self._factor: Tensor | None = None  # the same, in 0 dimensions; None for 1
         self._is_plain = False  # gradients are copied as they are
         self._num_terms = 0  # shards' memory that a reduction needs beside the buffer
 
@@ -111,6 +114,7 @@ class FlatGradients:
         reduce_dtype: torch.dtype,
         *,
         is_pinned: bool,
+        before: FlatGradients,
     ) -> None:
         """Make the own buffer and its views anew; drops what was in flight, casts what waits.
 
@@ -119,41 +123,45 @@ class FlatGradients:
             shared_views: The buffer's part for each parameter, in the dense shape.
             reduce_dtype: The own buffer's.
             is_pinned: Whether host memory for offloaded gradients is pinned.
+            before: Where gradients wait: this object, or that of another layout.
         """
-        before, views, arrived = self._own.buffer, self.views, self.arrived
-        was_used, partial, prescale = self.was_used, self.reduction.partial, self.prescale
+        views, arrived, was_used = before.views, before.arrived, before.was_used
+        layouts, prescale = (before.layout, self.layout), before.prescale
+        shards = before.reduction.partial, before.reduced
         self._own = OwnBuffer()  # the old one may hold what waits
         self._forget()
         group, self._full = self._shard_group, full
         values, main_dtype, copies = full.output, full.shard.values.dtype, full.shard.copies
         self.host = None
         if copies is not None:
-            numel = full.shard.values.numel()
+            numel = self.reduction.own_numel
             self.host = HostGradient(numel, main_dtype, copies, is_pinned=is_pinned)
         self._own.result = values.new_empty(0, dtype=main_dtype)
         self.reduction.bind(reduce_dtype, main_dtype, values.device)
-        self.can_share = reduce_dtype == values.dtype
-        self._make_own(torch.empty_like(values, dtype=reduce_dtype))
+        is_whole, is_cast = self.layout == full.shard.layout, reduce_dtype != values.dtype
+        self.can_share, self._can_lend = is_whole and not is_cast, not is_cast
+        self._make_own(values.new_empty(self.layout.padded_numel, dtype=reduce_dtype))
         self._num_terms = self.reduction.scratch_parts(in_place=self.is_persistent)
         self._shared_views = shared_views
-        self.prescale, factor = packing_scale(group, reduce_dtype, is_cast=not self.can_share)
+        self.prescale, factor = packing_scale(group, reduce_dtype, is_cast=is_cast)
         self._factor = None if self.prescale == 1.0 else factor
-        self._is_plain = all(e.spec.tensor_parallel is None for e in self._shown.entries)
+        is_parallel = any(each.spec.tensor_parallel for each in self._shown.entries)
+        self._is_plain = is_whole and not is_parallel
         self.is_bound, self.was_used = True, was_used
         self.local.convert(values.device, reduce_dtype)
-        if partial is not None:
-            self.reduction.partial = partial.to(values.device, main_dtype)
+        self.reduction.partial, self.reduced = (
+            each if each is None else move_shard(each, *layouts, group.rank).to(self._own.result)
+            for each in shards
+        )
         if views is not None:
             alloc_storage(self._own.buffer)
-            self._own.buffer.copy_(before)
-            if self.prescale != prescale:
-                self._own.buffer.mul_(self.prescale / prescale)
+            copy_arrived(self._own.views, views, arrived, self.prescale / prescale)
             self.views, self.arrived = self._own.views, arrived
 
     def _make_own(self, buffer: Tensor) -> None:
         ends_in_place = self.is_persistent and self.reduction.output_dtype == buffer.dtype
-        part = self._layout.shard_range(self._shard_group.rank) if ends_in_place else None
-        self._own.replace(buffer, self._shown.entries, self._layout, part)
+        part = self.layout.shard_range(self._shard_group.rank) if ends_in_place else None
+        self._own.replace(buffer, self._shown.entries, self.layout, part)
         free_storage(buffer)
 
     def release(self) -> None:
@@ -165,6 +173,12 @@ class FlatGradients:
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank since the last `publish`."""
         return list(map(or_, self.was_used, self.arrived))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits, is in flight, or is reduced and not published."""
+        waiting = self.views, self.reduced, self.reduction.output, self.reduction.partial
+        return not self.is_unsynced and all(each is None for each in waiting)
 
     @property
     def is_in_place(self) -> bool:
@@ -206,6 +220,7 @@ class FlatGradients:
         unsharded.grad = None  # type: ignore[union-attr]
         if not self._is_plain:
             gradient = local_gradient(gradient, entry.spec)
+            check_has_place(self.layout, index, entry)
         if full.state is HOLDS_GRADIENTS and self.arrived[index]:
             raise RuntimeError(
                 f"parameter '{entry.label}' was used inside and outside of a reentrant checkpoint: "
@@ -283,11 +298,7 @@ class FlatGradients:
         if not self.is_in_place:
             return
         self._open(in_place=False)
-        for own, shared, has_arrived in zip(
-            self._own.views, self._shared_views, self.arrived, strict=True
-        ):
-            if has_arrived:
-                own.copy_(shared)
+        copy_arrived(self._own.views, self._shared_views, self.arrived, 1.0)
 
     def issue(
         self,
@@ -351,7 +362,7 @@ class FlatGradients:
             return pool.take(numel, self._own.buffer)
         is_in_place = self.views is self._shared_views
         scratch = self._own.buffer if is_in_place else full.output
-        may_share = is_in_place or (may_share and self.can_share)
+        may_share = is_in_place or (may_share and self._can_lend)
         may_share = may_share and self._num_terms == self._shard_group.size
         if not may_share or numel > scratch.numel():  # as with an uneven shard, and a large one
             return scratch.new_empty(numel, dtype=self._own.buffer.dtype)
@@ -415,7 +426,7 @@ class FlatGradients:
         """
         shown, full = self._shown, self._full
         assert full is not None
-        if self._layout.owners:
+        if self.layout.owners:
             full.expire()  # [Note: Writes by owners]
         if full.params.has_late_reads:
             full.params.note_graphs_end()
@@ -448,7 +459,8 @@ class FlatGradients:
             dtype, factor = full.shard.values.dtype, self.reduction.divide_factor
             own = [self.local.take(*item, dtype, factor) for item in enumerate(shown.entries)]
         if self.host is not None and not is_partial:
-            return self.host.pieces_of(shown.at_rest, shown.entries, own)
+            cut = None if shown.shows_flat else self._pieces.split
+            return self.host.pieces_of(shown.at_rest, shown.entries, own, cut)
         if not shown.shows_flat or shown.flat is None:
             return own
         whole = self.reduced
@@ -456,7 +468,7 @@ class FlatGradients:
             whole = join(shown.entries, own, torch.zeros_like(full.shard.values))
         if whole is None:
             return [None]
-        zero_gaps(whole, self._layout, self._shard_group.rank)  # nothing was packed there
+        zero_gaps(whole, self.layout, self._shard_group.rank)  # nothing was packed there
         return [shown.flat.slice_of(whole)]
 
     def drop(self) -> None:
@@ -485,3 +497,14 @@ class FlatGradients:
         self.arrived = [False] * len(self.arrived)
         self.views = None
         self.is_direct = False
+
+
+def in_layout(layout: FlatLayout, grads: FlatGradients) -> FlatGradients:
+    """Return gradients of another layout, with what users have set; to be bound to what waits."""
+    group, is_persistent = grads._shard_group, grads.is_persistent
+    other = FlatGradients(layout, group, grads._shown, is_persistent=is_persistent)
+    other.name = other.reduction.name = grads.name
+    other.marks, other.has_graph = grads.marks, grads.has_graph
+    other.is_unsynced = grads.is_unsynced
+    other.reduction.take_options(grads.reduction)
+    return other

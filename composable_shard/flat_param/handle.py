@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import or_
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from composable_shard.flat_param.full_values import (
     alloc_storage,
     free_storage,
 )
-from composable_shard.flat_param.gradients import FlatGradients
+from composable_shard.flat_param.gradients import FlatGradients, in_layout
 from composable_shard.flat_param.memory import MemoryPlan, Precision
 from composable_shard.flat_param.shard import InitialValues
 from composable_shard.flat_param.shown import (
@@ -282,11 +283,11 @@ class FlatParamHandle:
             self.grads.release()
 
     def _bind_gradients(self) -> None:
-        views, reduce_dtype = (
-            self.full.params.views(),
-            self.precision.reduces_in(self.shard.values.dtype),
-        )
-        self.grads.bind(self.full, views, reduce_dtype, is_pinned=self.memory.is_pinned)
+        views, before = self.full.params.views(), self.grads
+        layout = _gradient_layout(self)
+        self.grads = before if layout == before.layout else in_layout(layout, before)
+        dtype = self.precision.reduces_in(self.shard.values.dtype)
+        self.grads.bind(self.full, views, dtype, is_pinned=self.memory.is_pinned, before=before)
 
     def adopt_changes(self) -> None:
         """Take over what was done to the parameters: data, dtype, device, requires_grad, hooks.
@@ -339,25 +340,17 @@ class FlatParamHandle:
         if self.shard.values.is_meta:
             return
         self.full.params.set_flags(flags)
-        if self.requires_grad and not self.grads.is_bound:
+        is_fit = self.grads.is_bound and _gradient_layout(self) == self.grads.layout
+        if self.requires_grad and not is_fit:
             with torch.inference_mode(False), torch.no_grad():
+                self.grads.finish()
+                self.grads.move_out()
                 self._bind_gradients()
         if self.grads.is_persistent and not self.requires_grad and not self.grads.is_unsynced:
             self.grads.release()
 
     def _rebuild(self) -> None:
-        shown = self.shown.at_rest
-        kinds = {(each.sharded._local.dtype, each.sharded._local.device) for each in shown}
-        if len(kinds) > 1:
-            detail = ", ".join(
-                f"'{each.label}': {each.sharded._local.dtype} on {each.sharded._local.device}"
-                for each in shown
-            )
-            raise RuntimeError(
-                "expected the parameters of one unit that were sharded together to change dtype "
-                f"and device together, got {detail}. Convert the whole unit."
-            )
-        self.memory.check(shown[0], self.name)
+        self.memory.check(self.shown.at_rest, self.name)
         self.initial.forget()
         # No reference to a slice: each is freed as soon as it has been copied.
         with torch.inference_mode(False), torch.no_grad():
@@ -482,6 +475,15 @@ class FlatParamHandle:
             RuntimeError: If it should be pinned and is not, naming a parameter.
         """
         self.memory.check_pinned(self.shard.values, self.name)
+
+
+def _gradient_layout(handle: FlatParamHandle) -> FlatLayout:
+    """Return the layout in which what is frozen has no elements, as far as nothing waits."""
+    flags, grads = trainable_flags(handle.shown), handle.grads
+    if handle.guard.is_backward_running or not grads.is_idle:
+        flags = list(map(or_, flags, map(bool, grads.layout.numels)))
+    is_fixed = handle.shown.flat is not None or handle.shard_group.num_ranks == 1
+    return handle.layout if is_fixed else handle.layout.keep(flags)
 
 
 def handle_of(param: FlatShard) -> FlatParamHandle | None:

@@ -131,20 +131,30 @@ class MemoryPlan:
         """Whether host memory is to be pinned."""
         return self.offload.pin_memory and self.shard_group.device.type != HOST.type
 
-    def check(self, shown: ParamEntry, name: str) -> None:
-        """Check that a shard can have the dtype and be on the device of a parameter.
+    def check(self, shown: Sequence[ParamEntry], name: str) -> None:
+        """Check that a shard can have the dtype and be on the device of its parameters.
 
         Args:
-            shown: The parameter, which `.to()` may have given other data.
-            name: Its unit's.
+            shown: The parameters, which `.to()` may have given other data.
+            name: Their unit's.
 
         Raises:
-            RuntimeError: If an offloaded one is elsewhere, or the dtype is not the main one.
+            RuntimeError: If they differ, an offloaded one is elsewhere, or the dtype is not the
+                main one.
         """
-        device, dtype = shown.sharded._local.device, shown.sharded.dtype
+        kinds = [(each.sharded._local.dtype, each.sharded._local.device) for each in shown]
+        dtype, device = kinds[0]
+        if len(set(kinds)) > 1:
+            pairs = zip(shown, kinds, strict=True)
+            raise RuntimeError(
+                "expected the parameters of one unit that were sharded together to change dtype "
+                "and device together, got "
+                + ", ".join(f"'{each.label}': {kind[0]} on {kind[1]}" for each, kind in pairs)
+                + ". Convert the whole unit."
+            )
         if self.offload.is_active and device.type not in (HOST.type, "meta"):
             raise RuntimeError(
-                f"expected parameter '{shown.label}' of unit '{name}' on the CPU, where its "
+                f"expected parameter '{shown[0].label}' of unit '{name}' on the CPU, where its "
                 f"OffloadPolicy keeps it, got {device}, as after model.to(device). Call "
                 "model.cpu(), or model.to_empty(device='cpu') for a model from the meta device; "
                 "the unit computes on its mesh's device all the same."

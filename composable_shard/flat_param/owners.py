@@ -26,7 +26,7 @@ import torch
 
 from composable_shard.comm import ShardGroup, compare_lines
 from composable_shard.flat_param.full_values import FullValues
-from composable_shard.flat_param.gradients import FlatGradients
+from composable_shard.flat_param.gradients import in_layout
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.shard import LocalShard
 from composable_shard.layout import FlatLayout, balance, fullest
@@ -90,12 +90,7 @@ def _take_layout(
         flat.spec = replace(spec, label=flat.label)
         flat.used = [flat.used[index] for index in order]
         flat.view_in(shard.values, handle.guard)
-    grads = handle.grads
-    handle.grads = FlatGradients(
-        layout, handle.shard_group, handle.shown, is_persistent=grads.is_persistent
-    )
-    handle.grads.name = handle.name
-    handle.grads.reduction.take_options(grads.reduction)
+    handle.grads = in_layout(layout, handle.grads)
     handle.shown.index_slots()
 
 

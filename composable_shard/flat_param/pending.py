@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from composable_shard.flat_param.grad_pieces import move_shard
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.tensor import PendingNotice, hide_pending, show_pending
 
@@ -72,7 +73,8 @@ def _drop_one(handle: FlatParamHandle, index: int, *, keeps_zeros: bool) -> None
     if keeps_zeros and grads.views is not None and grads.arrived[index]:
         grads.views[index].zero_()
     if partial is not None:
-        handle.entries[index].slice_of(partial).zero_()
+        start, end = grads.layout.local_range(index, handle.shard_group.rank)
+        partial[start:end].zero_()
     grads.local.drop_one(index, keeps_zeros=keeps_zeros)
     if not keeps_zeros:
         grads.arrived[index] = grads.was_used[index] = False
@@ -118,6 +120,7 @@ def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
     partial = grads.reduction.partial
     if partial is None:
         return found
+    partial = move_shard(partial, grads.layout, handle.layout, group.rank)
     full = handle.shard.new_full()
     work = handle.shard.gather_into(full, partial, to_first=False)
     if work is not None:

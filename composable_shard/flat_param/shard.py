@@ -5,7 +5,7 @@ Copies to and from the host, and who waits for them: [Note: Copies and waits].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -335,6 +335,7 @@ class HostGradient:
         at_rest: Sequence[ParamEntry],
         entries: Sequence[ParamEntry],
         own: Sequence[Tensor | None] | None,
+        cut: Callable[[Tensor], Sequence[Tensor]] | None,
     ) -> list[Tensor | None] | None:
         """Return the gradients of what is shown at rest, complete; None if none came.
 
@@ -342,6 +343,7 @@ class HostGradient:
             at_rest: The entries, or the flat parameter.
             entries: The original parameters.
             own: Their gradients, where none came from a reduction.
+            cut: How the originals' gradients are cut from the memory; None for a flat parameter.
         """
         is_flat = at_rest is not entries
         if own is not None:
@@ -358,10 +360,11 @@ class HostGradient:
             spec = entries[0].spec
             zero_gaps(whole, spec.layout, spec.rank)
         pieces: list[Tensor | None] = []
-        for index, each in enumerate(at_rest):
-            piece = each.slice_of(whole)
+        cut = cut or (lambda memory: [at_rest[0].slice_of(memory)])
+        found, places = cut(whole), cut(self.memory)
+        for index, (each, piece, place) in enumerate(zip(at_rest, found, places, strict=True)):
             if whole is not self.memory and each.sharded.grad is None:
-                piece = each.slice_of(self.memory).copy_(piece)
+                piece = place.copy_(piece)
             is_there = own is None or is_flat or own[index] is not None
             pieces.append(piece if is_there else None)
         return pieces

@@ -112,6 +112,7 @@ class FlatLayout:
         blocks: Elements in a block of each parameter, where cuts are uneven; else empty.
         owners: The rank that owns each parameter, ascending, where they are owned whole; else
             empty.
+        base: The layout of which only some parameters are here, see `keep`; else None.
     """
 
     numels: tuple[int, ...]
@@ -121,6 +122,7 @@ class FlatLayout:
     alignment: int
     blocks: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
+    base: FlatLayout | None = None
 
     @classmethod
     def plan(
@@ -172,6 +174,26 @@ class FlatLayout:
             even, span=round_up(end, alignment), blocks=blocks
         )
 
+    def keep(self, flags: Sequence[bool]) -> FlatLayout:
+        """Return a layout in which only some parameters have elements, owned by the same ranks.
+
+        Args:
+            flags: For each parameter, whether it keeps its elements.
+
+        Example: of numels `(5, 3)` on two ranks, alignment 4, `keep([False, True])` has numels
+        `(0, 3)`, offsets `(0, 0)`, and rank 1 owns all three elements.
+        """
+        numels = tuple(numel * flag for numel, flag in zip(self.numels, flags, strict=True))
+        if numels == self.numels:
+            return self
+        offsets, end = [], 0
+        for numel in numels:
+            offsets.append(round_up(end, self.alignment))
+            end = offsets[-1] + numel
+        span, base = round_up(end, self.alignment), None if self.owners else self
+        places = numels, tuple(offsets), self.world_size, span
+        return FlatLayout(*places, self.alignment, (), self.owners, base)
+
     def as_tuple(self) -> tuple[Any, ...]:
         """Return plain data for `from_tuple`; a pickle stores it once for all parameters."""
         return tuple(getattr(self, field.name) for field in fields(self))
@@ -185,7 +207,7 @@ class FlatLayout:
     @property
     def is_even(self) -> bool:
         """Whether all shards have the same number of elements."""
-        return not (self.blocks or self.owners)
+        return not (self.blocks or self.owners or self.base)
 
     @cached_property
     def shard_numel(self) -> int:
@@ -231,6 +253,13 @@ class FlatLayout:
         """Return where the shard of `rank` begins; for `world_size`, where the last one ends."""
         if self.owners:
             return self._start_of(bisect_left(self.owners, rank)) if rank else 0
+        if self.base is not None:
+            cut = self.base.cut(rank)
+            index = bisect_right(self.base.offsets, cut) - 1
+            inside = cut - self.base.offsets[index]
+            if index < 0 or inside >= self.base.numels[index]:
+                return self._start_of(index + 1)
+            return self.offsets[index] + min(inside, self.numels[index])
         equal = rank * self.span // self.world_size
         if not self.blocks or equal == self.span:
             return equal

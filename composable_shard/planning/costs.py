@@ -138,6 +138,7 @@ class FlatParamCost:
         requires_grad: Whether its parameters are trainable.
         reshard_after_forward: True, False, or the size of a small group.
         rank: Which of the ranks that share it; bytes held are this one's.
+        trainable: The layout without what was frozen since; None: the same.
     """
 
     layout: FlatLayout
@@ -148,6 +149,7 @@ class FlatParamCost:
     requires_grad: bool = True
     reshard_after_forward: bool | int = True
     rank: int = 0
+    trainable: FlatLayout | None = None
 
     @property
     def param_nbytes(self) -> int:
@@ -172,14 +174,15 @@ class FlatParamCost:
 
         Offloaded shards are beside that buffer.
         """
-        shard, is_offloaded = self._shard_nbytes, self.options.offload_policy.is_active
+        shard = self._grad_shard_numel * self.main_dtype.itemsize
+        is_offloaded = self.options.offload_policy.is_active
         if not self.requires_grad:
             return 0
         if not (self.ranks.joint or self._shows_flat or is_offloaded):
-            return self.layout.unpadded_numel * self.main_dtype.itemsize
+            return self._grads.unpadded_numel * self.main_dtype.itemsize
         if not self._keeps_gradients:
             return shard
-        full = self.layout.padded_numel * self._reduce_dtype.itemsize
+        full = self._grads.padded_numel * self._reduce_dtype.itemsize
         return full + shard * ((self._reduce_dtype != self.main_dtype) + is_offloaded)
 
     @property
@@ -187,7 +190,7 @@ class FlatParamCost:
         """Two moments of what the rank owns, without padding."""
         if not self.requires_grad:
             return 0
-        owned = sum(self.layout.piece_numels(self.rank)[1::2])
+        owned = sum(self._grads.piece_numels(self.rank)[1::2])
         if self._shows_flat:
             start, end = self.layout.shard_range(self.rank)
             owned = max(min(end, self.layout.end) - start, 0)
@@ -198,7 +201,8 @@ class FlatParamCost:
         """Offloaded to host memory: shards of parameters and gradients, and moments."""
         if not self.options.offload_policy.is_active:
             return 0
-        return self._shard_nbytes * (1 + self.requires_grad) + self.optimizer_nbytes
+        gradients = self._grad_shard_numel * self.main_dtype.itemsize * self.requires_grad
+        return self._shard_nbytes + gradients + self.optimizer_nbytes
 
     def payloads(self, num_passes: int = 1, num_reductions: int = 1) -> Payloads:
         """Return the full-size bytes of a step's collectives, by kind and number of ranks.
@@ -233,9 +237,9 @@ class FlatParamCost:
                 yield ("all_gather", small), self.gathered_nbytes, num_passes
         itemsize = self._reduce_dtype.itemsize if self.requires_grad else 0
         if shard > 1:
-            yield ("reduce_scatter", shard), sum(each) * itemsize, num_reductions
+            yield ("reduce_scatter", shard), self._grads.span * itemsize, num_reductions
         for size in self.ranks.replicate:
-            yield ("all_reduce", size), self._shard_numel * itemsize, num_reductions
+            yield ("all_reduce", size), self._grad_shard_numel * itemsize, num_reductions
 
     @property
     def num_collectives(self) -> int:
@@ -252,7 +256,7 @@ class FlatParamCost:
         """The full gradients before their reduction, where they don't stay."""
         if not (self.requires_grad and self.ranks.joint) or self._keeps_gradients:
             return 0
-        return self.layout.padded_numel * self._reduce_dtype.itemsize
+        return self._grads.padded_numel * self._reduce_dtype.itemsize
 
     @property
     def cost(self) -> Cost:
@@ -267,6 +271,15 @@ class FlatParamCost:
             self.gathered_nbytes,
             self.packed_nbytes,
         )
+
+    @property
+    def _grads(self) -> FlatLayout:
+        return self.trainable or self.layout
+
+    @property
+    def _grad_shard_numel(self) -> int:
+        start, end = self._grads.shard_range(self.rank)
+        return end - start
 
     @property
     def _shard_numel(self) -> int:

@@ -262,6 +262,7 @@ def _cost(
         handle.requires_grad,
         frees,
         group.rank if rank is None else rank,
+        handle.grads.layout,
     ).cost
 
 

@@ -184,6 +184,27 @@ def test_cuts_are_within_half_a_block_of_equal(
 
 
 @few
+@given(cut_layouts(max_world_size=12), st.data())
+def test_what_is_kept_of_a_layout_stays_with_its_owners(
+    drawn: tuple[FlatLayout, list[int]], data: st.DataObject
+) -> None:
+    """S2.9: and all shards together are just that, in the same order."""
+    layout, _ = drawn
+    flags = data.draw(st.lists(st.booleans(), min_size=(n := len(layout.numels)), max_size=n))
+    kept = layout.keep(flags)
+    assert (kept is layout) == (kept.numels == layout.numels)
+    ranks = range(layout.world_size)
+    assert sum(kept.shard_numels) == kept.span <= layout.padded_numel
+    for index, flag in enumerate(flags):
+        for rank in ranks:
+            start, end = layout.param_range(index, rank)
+            low, high = kept.param_range(index, rank)
+            assert high - low == (end - start) * flag
+            assert high == low or (low, high) == (start, end)
+            assert kept.local_range(index, rank)[1] <= kept.shard_numels[rank]
+
+
+@few
 @given(cut_layouts())
 @example((FlatLayout.plan([0, 0], 3, 4, blocks=[16, 16]), [16, 16]))  # no elements at all
 def test_padding_is_within_its_bound(drawn: tuple[FlatLayout, list[int]]) -> None:

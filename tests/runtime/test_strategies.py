@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,13 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import (
+    Block,
     FlatShard,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardingStrategy,
     clip_grad_norm_,
+    describe,
     fully_shard,
     get_handles,
     lazy_init,
@@ -40,6 +45,7 @@ from tests.models import (
     loss_of,
     make_net,
     rank_input,
+    replica_mesh,
     shard_blocks,
     shard_mixed,
 )
@@ -615,6 +621,59 @@ def test_trainability_may_change_between_steps(strategy: ShardingStrategy) -> No
         (handle,) = get_handles(twins.sharded.blocks[1])
         if not is_trainable:
             assert handle.grads._own.buffer.untyped_storage().size() == 0
+        twins.assert_equal_parameters()
+
+
+def _layers() -> nn.Sequential:
+    layers = [nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(16, 8))
+
+
+FREEZINGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "even": dict,
+    "whole": lambda: {"granularity": "param"},
+    "rows": lambda: {"granularity": Block(24)},
+    "cast": lambda: {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+    "offloaded": lambda: {"offload_policy": OffloadPolicy()},
+    "copied": lambda: {"mesh": replica_mesh(2, 1)},
+}
+
+
+@pytest.mark.parametrize(*pairwise(strategy=STRATEGIES, kind=FREEZINGS))
+@distributed(2)
+def test_frozen_parameters_of_a_unit_have_no_gradients_on_the_way(
+    strategy: ShardingStrategy, kind: str
+) -> None:
+    """S2.9: from the next step on, though their unit was formed with them; microbatches too."""
+    twins = Twins(_layers, fully_shard, strategy=strategy, **FREEZINGS[kind]())
+    optimizers = twins.optimizers()
+    (handle,) = get_handles(twins.sharded)
+    # Which layers are trainable, by step and microbatch.
+    for step, flags in enumerate(["111", "001", "001 011", "100 110", "111", "111 010", "010"]):
+        *unsynced, last = flags.split()
+        for trainable in (*unsynced, last):
+            for model in twins:
+                for layer, flag in zip(model[::2], trainable, strict=True):
+                    layer.requires_grad_(flag == "1")
+            sync = nullcontext() if trainable is last else no_sync(twins.sharded)
+            with sync, count_collectives() as log:
+                for model in twins:
+                    twins.backward(model, loss_of(model, step))
+        twins.assert_equal_gradients()
+        if not unsynced:
+            numel = sum(p.numel() for p in twins.plain.parameters() if p.requires_grad)
+            layout = handle.grads.layout
+            assert layout.unpadded_numel == numel
+            if handle.shard_group.size == 2:
+                sent = log.nbytes("reduce_scatter") / handle.grads._own.buffer.itemsize
+                assert numel <= sent <= layout.padded_numel
+            (unit,) = describe(twins.sharded).units
+            if strategy is FULL_SHARD and handle.shard_group.size == 2:
+                start, end = layout.shard_range(dist.get_rank())
+                assert unit.grad_nbytes == 4 * (end - start)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
         twins.assert_equal_parameters()
 
 
