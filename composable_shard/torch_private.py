@@ -39,6 +39,7 @@ from torch.distributed._composable.contract import RegistryItem as RegistryItem
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor as AsyncCollectiveTensor,
 )
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.distributed_c10d import (
     _get_default_store,
     _resolve_process_group,
@@ -313,6 +314,18 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
             return timeout
     return None
 
+
+def inherit_timeout(group: dist.ProcessGroup, world: dist.ProcessGroup) -> timedelta | None:
+    """Give a group that has torch's own timeout that of the default group; return what is new."""
+    timeout, before = timeout_of(world), timeout_of(group)
+    if timeout is None or before == timeout or before not in _OWN_TIMEOUTS:
+        return None
+    for device in group._device_types:
+        group._get_backend(device)._set_default_timeout(timeout)
+    return timeout
+
+
+_OWN_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
 
 # The operation of which an overload is one: `flop_registry` knows its formula.
 packet_of = attrgetter("_overloadpacket")

@@ -11,9 +11,8 @@ messages; one of the backend sums as the backend does.
 NCCL has collectives for lists of any sizes. Gloo exchanges uneven shards as it does equal ones.
 Without an exchange a gather is a broadcast from each rank, and the terms of a sum travel by
 all-to-all: at 10 ranks and 64 kB to 16 MB this took 0.03 to 0.9 of the time of a reduce to each
-rank. If one shard is much larger than the mean, its terms would take too much memory, so the sum is
-a reduce to each rank, which takes about as long. Padded to the largest, shards take 2 to 40
-times as long. (benchmarks/uneven.py)
+rank. A shard much larger than the mean would take too much memory for terms: the sum is a reduce
+to each rank then. Padded to the largest, shards take 2 to 40 times as long. (benchmarks/uneven.py)
 """
 
 from __future__ import annotations
@@ -53,10 +52,14 @@ _ABANDONED_TIMEOUT = timedelta(seconds=10)
 class Works:
     """Several collectives or messages, those with one tag, that are waited for together."""
 
-    def __init__(self, works: list[dist.Work], group: dist.ProcessGroup, tag: int = 0) -> None:
-        self._works = works
-        self._group = group
-        self.tag = tag
+    def __init__(
+        self,
+        works: list[dist.Work],
+        group: dist.ProcessGroup,
+        tag: int = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._works, self._group, self.tag, self._timeout = works, group, tag, timeout
 
     def wait(self) -> None:
         """Wait for each of them, once.
@@ -67,13 +70,12 @@ class Works:
         works, self._works = self._works, []
         try:
             for work in works:
-                work.wait()
+                work.wait() if self._timeout is None else work.wait(self._timeout)
         except RuntimeError as error:
             fail(error, self._group)
 
     def __del__(self) -> None:
-        # Not waited for, perhaps after an error. Gloo closes the connection to a rank for good when
-        # a message in flight loses its buffer.
+        # After an error. A message in flight without its buffer: gloo closes the connection.
         for work in self._works:
             with suppress(RuntimeError):
                 work.wait(_ABANDONED_TIMEOUT)
@@ -88,8 +90,8 @@ def exchange(
 ) -> Works:
     """Start sending and receiving tensors, in order, by rank in the group; no empty ones.
 
-    Sends are posted first: with the receives first, which wake the other rank for each message, an
-    exchange of 0.4 to 1 MB between two gloo ranks took 0.7 to 1.5 ms instead of 0.2 to 0.5 ms.
+    Sends are posted first: with the receives first, an exchange of 0.4 to 1 MB between two gloo
+    ranks took 0.7 to 1.5 ms instead of 0.2 to 0.5 ms.
 
     Args:
         sends: Tensors, each with the rank to send it to.
@@ -110,7 +112,7 @@ def exchange(
         works += [group.recv([tensor], rank, tag) for rank, tensor in receives if tensor.numel()]
     except RuntimeError as error:
         fail(error, group)
-    return Works(works, group, tag)
+    return Works(works, group, tag, order.timeout)
 
 
 _CHUNK_NUMEL = 1 << 16

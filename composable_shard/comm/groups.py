@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.collectives import resolve_group
 from composable_shard.comm.lockstep import begin_watch
-from composable_shard.torch_private import backend_of, num_known_groups, root_mesh_of, timeout_of
+from composable_shard.comm.order import order_of
+from composable_shard.torch_private import (
+    backend_of,
+    inherit_timeout,
+    num_known_groups,
+    root_mesh_of,
+    timeout_of,
+)
 
 _Groups = tuple[dist.ProcessGroup, ...]
 
@@ -96,6 +103,8 @@ class ShardGroup:
             )
         device = _device_of(mesh.device_type)
         *outer, inner = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        for group in (inner, *outer):
+            _inherit_timeout(group)
         joint = _joint_groups([inner, *outer], mesh, device)
         stages = _pipeline_group(mesh)
         if is_replicated:
@@ -259,6 +268,14 @@ def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
         return None
     group = root.get_group(_PIPELINE_AXIS)
     return group if group.size() > 1 else None
+
+
+def _inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Let no rank wait longer than the job says: torch lets groups of a mesh wait 30 minutes."""
+    world = dist.group.WORLD
+    timeout = None if world is None else inherit_timeout(group, world)
+    if timeout is not None:
+        order_of(group).timeout = timeout  # gloo's messages keep the one that the group began with
 
 
 def _is_ascending(mesh: DeviceMesh) -> bool:

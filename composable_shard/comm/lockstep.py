@@ -10,6 +10,8 @@ same on each rank. A rank that does not answer is gone.
 Where statements show two different collectives at the same position of a process group, its ranks
 wait for each other for good. Then the thread closes the group's connections, so that all of them
 raise at once and not at the group's timeout. With a backend that can't do that it logs the error.
+So do ranks that wait for one that has failed since in a group that they are not in, as on a mesh
+of several axes, and has issued nothing after it: all raise its error.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ class _Watch:
         self._since = time.time()
         self._stated = -1  # the progress that the last statement tells of
         self._num_answered = 0
+        self._num_failures, self._failed_at, self._failure = 0, -1, ""
         # A store may outlive a process group, and serve another one of the same name.
         self._key = f"{_KEY}/{store.add(f'{_KEY}/watches/{self._rank}', 1)}"
         self._next_look_s = 0.0
@@ -85,12 +88,19 @@ class _Watch:
                 self._tick()
 
     def _tick(self) -> None:
-        progress = sum(order.num_issued for _, order in all_orders())
+        orders = [order for _, order in all_orders()]
+        progress = sum(order.num_issued for order in orders)
+        failures = [order.failure for order in orders if order.failure is not None]
+        if len(failures) > self._num_failures:
+            self._num_failures, self._failed_at = len(failures), progress
+            self._failure = failures[-1]
         if progress != self._progress:
             self._progress, self._since, self._next_look_s = progress, time.time(), _QUIET_S
         quiet_s = time.time() - self._since
         num_asked = self._store.add(f"{self._key}/asked", 0)
         is_due = quiet_s > _QUIET_S and self._stated != progress
+        if num_asked > self._num_answered:
+            self._next_look_s = min(self._next_look_s, quiet_s + _QUIET_S)
         if num_asked > self._num_answered or is_due:
             self._state(num_asked)
         if quiet_s > self._next_look_s:
@@ -107,6 +117,7 @@ class _Watch:
             "where": where,
             "since": time.strftime("%H:%M:%S", time.localtime(self._since)),
             "groups": {group.group_name: order.recent() for group, order in all_orders()},
+            "failure": self._failure if self._progress == self._failed_at else "",
             **more,
         }
         self._store.set(f"{self._key}/{self._rank}", json.dumps(statement))
@@ -123,9 +134,22 @@ class _Watch:
             if order.failure is not None or group.size() == 1:
                 continue
             ranks = dist.get_process_group_ranks(group)
-            found = _find_difference(group.group_name, self._read(ranks))
+            statements = self._read(ranks)
+            found = _find_difference(group.group_name, statements)
+            found = found or self._find_failed(group.group_name, statements, order)
             if found is not None:
                 self._give_up(set(ranks), self._agree(group, found))
+
+    def _find_failed(
+        self, name: str, statements: dict[int, _Statement], order: GroupOrder
+    ) -> str | None:
+        """Return why a rank failed that this rank waits for, if it has not failed of that too."""
+        known = ["", *(own.failure for _, own in all_orders())]
+        for statement in statements.values():
+            issued = statement["groups"].get(name) or [[-1]]
+            if statement["failure"] not in known and issued[-1][0] + 1 < order.num_issued:
+                return str(statement["failure"])
+        return None
 
     def _give_up(self, ranks: set[int], text: str) -> None:
         """Let all groups of these ranks fail: each of them may wait in another one."""
@@ -134,6 +158,7 @@ class _Watch:
             if order.failure is None and is_among and group.size() > 1:
                 order.failure = text
                 _close(group, text)
+        self._store.add(f"{self._key}/asked", 1)  # let the others know soon
 
     def _agree(self, group: dist.ProcessGroup, text: str) -> str:
         """Return the text of the rank that has one first."""
@@ -165,10 +190,12 @@ class _Watch:
                 if not silent or time.monotonic() > deadline:
                     break
                 time.sleep(_TICK_S / 5)
-            text = _find_difference(group.group_name, statements) or _describe_missing(
-                group.group_name, ranks, statements, silent, error
-            )
+            name = group.group_name
+            text = _find_difference(name, statements)
+            text = text or self._find_failed(name, statements, order_of(group))
+            text = text or _describe_missing(name, ranks, statements, silent, error)
             found.append(self._agree(group, text))
+            self._store.add(f"{self._key}/asked", 1)
 
 
 def _has_answered(statements: dict[int, _Statement], rank: int, num_asked: int) -> bool:

@@ -30,6 +30,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Iterable
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -83,6 +84,7 @@ class GroupOrder:
         num_folded: How many came before.
         last_step: Those of the last step that all data-parallel ranks issue.
         failure: Why no further collective can succeed, None while nothing has failed.
+        timeout: Of its messages; None for the group's.
         is_exchanged: Identities go ahead of a backend's collectives, [Note: First steps].
         is_checked: Identities may go ahead of a backend's collectives.
         has_news: The step before the last `fold` has issued something new.
@@ -92,6 +94,7 @@ class GroupOrder:
         self.issued: list[int] = []
         self.num_folded = 0
         self.failure: str | None = None
+        self.timeout: timedelta | None = None
         self.last_step: list[int] = []
         self.is_exchanged = self.is_checked = True
         self._checks_next = False

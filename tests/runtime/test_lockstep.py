@@ -9,8 +9,9 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import fully_shard
 from composable_shard.comm import devices, get_host_group, lockstep
@@ -111,6 +112,30 @@ def test_l_dies_a_store_that_does_not_answer_holds_nobody_up(
     assert "test_lockstep.py:" in text
     assert "the store of the job can't be reached: the rank that hosts it" in text
     watch._store.is_over.set()
+
+
+@pytest.mark.fast
+@pytest.mark.usefixtures("four_ranks")
+def test_l_order_a_rank_that_has_failed_in_another_group_is_not_waited_for() -> None:
+    """Order: on a mesh two ranks differ, and two wait for them along the other axis.
+
+    As `python -m tests.differences --strategy FULL_SHARD/mesh` shows with four processes.
+    """
+    watch, order = object.__new__(lockstep._Watch), GroupOrder()
+    identity = identify("the reduction of unit 'head'", "all_reduce", 8)
+    order.note(identity)
+    ahead, behind = [(0, 1, "")], []
+
+    def find(issued: list[tuple[int, int, str]], failure: str) -> str | None:
+        return watch._find_failed("1", {2: {"groups": {"1": issued}, "failure": failure}}, order)
+
+    assert find(behind, "the ranks are not in step") == "the ranks are not in step"
+    assert find(behind, "") is None
+    assert find(ahead, "the ranks are not in step") is None  # it has come before it failed
+    own = lockstep.order_of(dist.group.WORLD)
+    own.failure = "the ranks are not in step"
+    assert find(behind, "the ranks are not in step") is None  # nothing new
+    own.failure = None
 
 
 def test_l_a_rank_that_deviates_at_random_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +242,18 @@ def test_the_store_has_a_connection_for_statements() -> None:
     store.set(f"lockstep/{dist.get_rank()}", "here")
     dist.barrier()
     assert store.get(f"lockstep/{1 - dist.get_rank()}") == b"here"
+
+
+@distributed(4)
+def test_l_alone_groups_of_a_mesh_have_the_timeout_of_the_job() -> None:
+    """Alone: torch's own would let a rank wait for half an hour for one that has left."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    group, own = mesh.get_group(0), mesh.get_group(1)
+    longer = timedelta(hours=2)
+    own._get_backend(torch.device("cpu"))._set_default_timeout(longer)
+    fully_shard(Chain(), mesh=mesh)
+    assert timeout_of(group) == order_of(group).timeout == timeout_of(dist.group.WORLD)
+    assert timeout_of(own) == longer  # as somebody has chosen
 
 
 @distributed(2)
