@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import (
     Block,
+    MixedPrecisionPolicy,
     StateDictOptions,
     fully_shard,
     get_model_state_dict,
@@ -314,6 +315,69 @@ def run_torchao() -> None:
         _check_states(models[1], optimizers[1])
 
 
+def run_torchao_weights() -> None:
+    """Weights of torchao's classes, gathered as float8, 2 bits, bf16: beside FSDP2, bit by bit."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.prototype.moe_training.config import (
+        Float8TrainingOpConfig,
+        MXFP8TrainingOpConfig,
+        MXFP8TrainingRecipe,
+    )
+    from torchao.prototype.quantized_training import (
+        bitnet_training,
+        int8_mixed_precision_training,
+    )
+    from torchao.quantization import quantize_
+
+    def float8(gathers: bool) -> Any:
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=True)
+        return lambda model: convert_to_float8_training(model, config=config)
+
+    conversions = {
+        "float8": float8(False),
+        "float8 gathers": float8(True),
+        "int8 mixed": lambda model: quantize_(model, int8_mixed_precision_training()),
+        "bitnet": lambda model: quantize_(model, bitnet_training()),
+        "fp8": lambda model: quantize_(model, Float8TrainingOpConfig()),
+        "mxfp8": lambda model: quantize_(
+            model, MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+        ),
+    }
+    for convert in conversions.values():
+        for dtype in (None, torch.bfloat16):
+            theirs = TorchPolicy(dtype, torch.float32)
+            ours = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            expected = _train_converted(convert, torch_fully_shard, theirs)
+            found = _train_converted(convert, fully_shard, ours)
+            assert all(map(torch.equal, found, expected))
+
+
+def _train_converted(convert: Any, shard: Any, policy: Any) -> list[Tensor]:
+    """Train three steps; return the losses and the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh())
+    convert(model)
+    for layer in (model[0], model[2]):
+        shard(layer, mp_policy=policy)
+    shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        seed = 10 * step + dist.get_rank()
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    whole: list[Any] = [param.full_tensor() for param in model.parameters()]
+    is_class = torch.utils._python_dispatch.is_traceable_wrapper_subclass
+    plain = [getattr(w, w.__tensor_flatten__()[0][0]) if is_class(w) else w for w in whole]
+    return [*losses, *plain]
+
+
 def _check_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """State dicts keep quantised state bitwise, whole ones in fp32; a checkpoint is refused."""
     whole = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)["state"]
@@ -343,6 +407,7 @@ RUNS = {
     "peft": run_peft,
     "generate": run_generate,
     "torchao": run_torchao,
+    "torchao_weights": run_torchao_weights,
 }
 
 

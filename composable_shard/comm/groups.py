@@ -221,7 +221,7 @@ class SmallGroup:
         group = known.get(size)
         if group is None:
             ranks = dist.get_process_group_ranks(shard_group.group)
-            first = shard_group.rank // size * size
+            first = shard_group.group.rank() // size * size
             asking = (shard_group.group,)
             group = _make_group(ranks[first : first + size], asking, shard_group.device)
             known[size] = group

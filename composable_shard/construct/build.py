@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,6 +89,8 @@ def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) 
     if members[0].is_owned:
         owners = [original.owner for original in members]
         return plan_layout(dense, shard_size, precision, owners=owners)
+    if precision.extension is not None:  # [Note: Extended gathers]
+        return FlatLayout.plan([dense[0].numel()], shard_size, members[0].block_numel)
     blocks = [original.block_numel for original in members]
     layout = plan_layout(dense, shard_size, precision, blocks=blocks)
     if layout.blocks:
@@ -120,6 +123,8 @@ def _by_kind(plan: Plan) -> list[Group]:
         mesh = None if tensor_parallel is None else tensor_parallel[0]
         placements = None if plan.options.use_orig_params or mesh is None else tensor_parallel
         precision = Precision.of(plan.options.mp_policy, param.dtype, is_kept=original.is_kept)
+        if original.extension is not None:
+            precision = replace(precision, extension=original.extension)
         main_dtype = precision.main_dtype or param.dtype
         is_owned = original.is_owned
         kind = (main_dtype, precision, param.requires_grad, mesh, placements, is_owned)
@@ -194,6 +199,7 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
     for members, handle in built:
         for original, entry in zip(members, handle.entries, strict=True):
             entry.add_slots(original.slots)
+            original.strip()
             _replace_parameter(original.param, entry)
         if not options.use_orig_params:
             show_flat(handle)
@@ -290,7 +296,11 @@ def _cast_arguments(
     dtype = state.options.mp_policy.param_dtype
     if dtype is None:
         # main_dtype alone: the unit computes in the dtypes that it had before.
-        dtypes = {handle.unsharded.dtype for handle in state.needed if handle.full.is_cast}
+        dtypes = {
+            handle.precision.computes_in(handle.local_shard.dtype)
+            for handle in state.needed
+            if handle.full.is_cast
+        }
         dtype = dtypes.pop() if len(dtypes) == 1 else None
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
         # unshard_params shows the main parameters.

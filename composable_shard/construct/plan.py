@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from composable_shard.comm import ShardGroup
 from composable_shard.flat_param import (
+    Extension,
     FlatParamHandle,
     ParamEntry,
     Slot,
@@ -61,10 +62,13 @@ class Original:
     granularity: Granularity = "element"
     owner: int = 0  # the rank that gets it whole, where the granularity says so
     main_dtype: torch.dtype | None = None  # of the shard, where it is not the parameter's
+    extension: Extension | None = None  # of its class, [Note: Extended gathers]
 
     @property
     def dense(self) -> Tensor:
         """The data to shard: the parameter's, or its local part for a DTensor."""
+        if self.extension is not None:
+            return self.extension.values_of(self.param)
         return self.param.to_local() if isinstance(self.param, DTensor) else self.param.detach()
 
     @property
@@ -76,6 +80,12 @@ class Original:
     def is_owned(self) -> bool:
         """Whether one rank gets it whole."""
         return is_owned(self.granularity)
+
+    def strip(self) -> None:
+        """Take away the attributes of the parameter's own class, which it is about to lose."""
+        if self.extension is not None:
+            for name in vars(self.extension.wrap(self.dense)):
+                vars(self.param).pop(name, None)
 
     def give_to(self, owner: int) -> None:
         """Enter the rank that gets it whole."""
@@ -148,6 +158,8 @@ def plan_unit(
     _apply_precision(plan)
     for each in plan.originals:
         each.granularity = granularity_of(each.param, each.fqn, options.granularity)
+        if each.extension is not None:
+            _give_rows(each)
     if shard_group is not None and options.offload_policy.is_active:
         shard_group.check_host_collectives()
     if not options.use_orig_params:
@@ -294,8 +306,11 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
                 f"parameter '{fqn}' has no shape yet (a lazy module). Run one forward before "
                 "fully_shard."
             )
-        if param.layout is not torch.strided or not _is_supported_type(param):
-            own = ", of no class of their own (fsdp_pre_all_gather is never called)"
+        if hasattr(param, "fsdp_pre_all_gather"):
+            original.extension = Extension.of(param)
+        is_supported = original.extension is not None or _is_supported_type(param)
+        if param.layout is not torch.strided or not is_supported:
+            own = ", and classes around one dense tensor that have fsdp_pre_all_gather"
             raise NotImplementedError(
                 f"parameter '{fqn}' is a {_kind_of(param).__name__} with layout {param.layout}; "
                 "only dense tensors and DTensors can be sharded"
@@ -377,6 +392,17 @@ def _is_supported_type(param: nn.Parameter) -> bool:
     kind = _kind_of(param)
     is_plain = kind is Tensor or issubclass(kind, nn.Parameter)
     return is_plain and not hasattr(kind, "fsdp_pre_all_gather")
+
+
+def _give_rows(original: Original) -> None:
+    """Let the class of a parameter encode whole rows, the only thing that it knows."""
+    if original.granularity not in ("element", "row"):
+        raise ValueError(
+            f"parameter '{original.fqn}' is a {type(original.param).__name__}, whose "
+            "fsdp_pre_all_gather takes rows that are divided evenly, got granularity="
+            f'{original.granularity!r}. Pass a function that returns "row" for it.'
+        )
+    original.granularity = "row"
 
 
 def _check_devices(originals: list[Original], shard_group: ShardGroup | None) -> None:

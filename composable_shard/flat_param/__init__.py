@@ -15,6 +15,7 @@ from composable_shard.flat_param.entries import (
     slot_key,
     take_place,
 )
+from composable_shard.flat_param.extensions import Extension
 from composable_shard.flat_param.flat_mode import (
     check_can_show_flat,
     check_can_show_originals,
@@ -50,6 +51,7 @@ from composable_shard.flat_param.unsharded import LOCKED, UnshardedParameter
 
 __all__ = [
     "LOCKED",
+    "Extension",
     "FlatParamHandle",
     "FlatSlot",
     "FullState",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from composable_shard.comm import HOST, QUANTISED, ShardGroup, alloc_host, copies_for
 from composable_shard.flat_param.entries import ParamEntry, zero_gaps
+from composable_shard.flat_param.extensions import Codec, ExtendedValues, Extension
 from composable_shard.flat_param.full_values import (
     FullValues,
     free_storage,
@@ -38,12 +39,14 @@ class Precision:
         param_dtype: Of the unsharded buffer; None: that of the local shard.
         gather_dtype: In which shards travel; None: that of the unsharded buffer.
         reduce_dtype: In which gradients travel; None: that of the unsharded buffer.
+        extension: The form in which the class of the only parameter is gathered, if it has one.
     """
 
     main_dtype: torch.dtype | None = None
     param_dtype: torch.dtype | None = None
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    extension: Extension | None = None
 
     @classmethod
     def of(cls, policy: MixedPrecisionPolicy, dtype: torch.dtype, *, is_kept: bool) -> Precision:
@@ -186,7 +189,10 @@ class MemoryPlan:
         param_dtype = self.precision.computes_in(dtype)
         wire_dtype = self.precision.travels_in(dtype) if group.size > 1 else param_dtype
         start, end = layout.shard_range(group.rank)
-        buffer = torch.empty(layout.padded_numel, dtype=param_dtype, device=device)
+        extension, full_numel = self.precision.extension, layout.padded_numel
+        if extension is not None:
+            full_numel, wire_dtype = 0, dtype  # its class encodes main values
+        buffer = torch.empty(full_numel, dtype=param_dtype, device=device)
         output = buffer.data  # [Note: Storage and autograd]
         own_part = output[start:end]
         if not self.is_kept:
@@ -194,7 +200,7 @@ class MemoryPlan:
             free_storage(buffer)
         if is_offloaded:
             values = alloc_host(end - start, dtype, is_pinned=self.is_pinned)
-        elif self.is_kept and param_dtype == wire_dtype == dtype:
+        elif self.is_kept and extension is None and param_dtype == wire_dtype == dtype:
             # [Note: Kept buffers]: nothing is stored twice.
             values = buffer.zero_()[start:end]
         else:
@@ -206,4 +212,6 @@ class MemoryPlan:
             # Scales are those of main values.
             shard.keep_on_device(dtype if wire_dtype in QUANTISED else wire_dtype)
         is_kept = self.is_kept
+        if extension is not None:
+            return shard, ExtendedValues(Codec(shard, extension, param_dtype), is_kept=is_kept)
         return shard, FullValues(shard, buffer, output, own_part, wire_dtype, is_kept=is_kept)

@@ -269,7 +269,7 @@ class UnshardedParams:
 
     def forget_edits(self, flat: FlatEntry | None) -> None:
         """Take the values as they are now for those that were gathered."""
-        self.versions = [version_of(param) for param in self.built]
+        self.versions = [version_of(each) for each in self.watched]
         for param in self.built:
             if isinstance(param, UnshardedParameter):
                 param.data_alias = None

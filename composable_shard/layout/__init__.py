@@ -3,7 +3,7 @@
 Read `flat_layout` first, then `granularity` (who owns what) and `ranges`.
 """
 
-from composable_shard.layout.flat_layout import FlatLayout, cut_buckets
+from composable_shard.layout.flat_layout import FlatLayout, cut_buckets, round_up
 from composable_shard.layout.granularity import balance, block_numel, fullest, is_owned
 from composable_shard.layout.ranges import (
     Bounds,
@@ -29,6 +29,7 @@ __all__ = [
     "is_owned",
     "memory_order",
     "overlap",
+    "round_up",
     "whole",
     "whole_box",
 ]

@@ -413,8 +413,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
             {},
             NotImplementedError,
             f"parameter 'weight' is a {kind} with layout torch.strided; only dense tensors and "
-            "DTensors can be sharded, of no class of their own (fsdp_pre_all_gather is never "
-            "called). Pass it in ignored_params.",
+            "DTensors can be sharded, and classes around one dense tensor that have "
+            "fsdp_pre_all_gather. Pass it in ignored_params.",
         )
         for name, kind in (
             ("wrapper", "TwoTensor"),
