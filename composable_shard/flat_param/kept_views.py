@@ -78,16 +78,21 @@ _WITHOUT_VALUES = {
     *(getattr(Tensor, name) for name in _METHODS),
 }
 
+_PLAIN = {bool, int, float, str, set, type(None)}  # what most attributes of modules are
+
 
 def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that modules have as attributes, or in containers there."""
     for each in module.modules():
         for item in list(vars(each).values()):
+            if type(item) in _PLAIN:
+                continue
             found = item if isinstance(item, (list, tuple)) else (item,)
             if isinstance(item, Mapping):
                 found = list(item.values())
-            tensors = (value for value in found if isinstance(value, Tensor))
-            yield from (value for value in tensors if not isinstance(value, HiddenParam))
+            for value in found:
+                if isinstance(value, Tensor) and not isinstance(value, HiddenParam):
+                    yield value
 
 
 def guard_kept_views(handles: Sequence[FlatParamHandle], module: nn.Module) -> int:
