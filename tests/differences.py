@@ -2,6 +2,7 @@
 
     python -m tests.differences [--strategy FULL_SHARD] [--only swap] [--timeout 5]
     python -m tests.differences --table benchmarks/results/lockstep_cpu.md
+    python -m tests.differences --setup     those of tests/construct/test_setup_differences.py
 
 The strategies may be DDP and FSDP2 too, for the differences that need nothing of this library.
 After a strategy may stand when the ranks deviate, and which collectives they have: messages of
@@ -14,6 +15,9 @@ this library, or those of the backend, as on accelerators, with identities excha
     FULL_SHARD/buckets   with an option of `OPTIONS`: reductions in buckets, hooks, mixed precision
     FULL_SHARD/later/comm_hook    both
     FULL_SHARD/mesh      four ranks, of which two and two hold copies
+
+Set-up differences are there from the beginning: one rank changes its model, or shards it with
+another option. Right is then that both ranks train, and end with equal weights.
 
 Two processes train a small model. After two steps one of them deviates, in one of the ways below,
 and both train on. A cell of the table is one of:
@@ -61,11 +65,14 @@ from composable_shard import (
     ShardingStrategy,
     StateDictOptions,
     fully_shard,
+    is_sharded,
     register_comm_hook,
 )
 from composable_shard.comm import ReductionStage, devices
 from tests import helpers
+from tests.construct import test_setup_differences as setups
 from tests.helpers import Planned, RankError, run_processes
+from tests.models import Net
 
 DEVIANT = 1  # the rank that deviates
 SPARE_S = 10.0  # beyond the group's timeout
@@ -121,7 +128,7 @@ class Chain(nn.Module):
 class Run:
     """One rank's training, of a sharded model or of a plain one that stands for this rank's."""
 
-    def __init__(self, model: Chain, rank: int) -> None:
+    def __init__(self, model: Any, rank: int) -> None:
         self.model, self.rank = model, rank
         self.call: nn.Module = model  # or what is around it
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -602,11 +609,11 @@ def join_ranks(rank: int, directory: str, timeout_s: int) -> None:
 PEERS = ("DDP", "FSDP2")
 
 
-def _has_peers(name: str) -> bool:
-    """Return whether the difference uses nothing that only this library has."""
+def _has_peers(name: str, strategy: str) -> bool:
+    """Return whether a library has all that a difference uses."""
     own = {*_CALLS, *_PAIRS, *_SETTINGS, "no_sync", "requires_gradient_sync_off"}
     theirs = {"clip_of_torch", "barrier_of_torch", "all_reduce_of_torch", "frozen_unit"}
-    return name not in own or name in theirs
+    return strategy not in PEERS or name not in own or name in theirs
 
 
 def _make_peer(rank: int, name: str, strategy: str, directory: str) -> Run:
@@ -739,6 +746,80 @@ def train(name: str, strategy: str) -> bool:
     return all(map(_is_close, values, expected))
 
 
+def run_setup(name: str, strategy: str, directory: str, timeout_s: int) -> None:
+    """Set a model up, on one rank in another way, train on it, and write down what came of it."""
+    rank = int(os.environ["RANK"])
+    join_ranks(rank, directory, timeout_s)
+    torch.manual_seed(0)
+    net, is_odd = Net(), rank == DEVIANT
+    run = _SetupRun(net, rank)
+    run.directory = directory
+
+    def act(run: Run) -> None:
+        if is_odd and name in setups.BEFORE:
+            setups.BEFORE[name](net)
+        options = setups.OPTIONS.get(name, {}) if is_odd else {}
+        if strategy in PEERS:
+            run.call = _wrap_peer(net, strategy, name if is_odd else "")
+        else:
+            for module in (*net.blocks, net):
+                if not is_sharded(module):
+                    fully_shard(module, **{"strategy": strategy, **options})
+        if is_odd and name in setups.AFTER:
+            setups.AFTER[name](net)
+        run.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        run.step()
+
+    train_and_note(run, act, lambda: _end_equal(net), timeout_s)
+
+
+class _SetupRun(Run):
+    """Training that begins with its deviation."""
+
+    def step(self) -> None:
+        if self.index >= DEVIATION:
+            super().step()
+
+    def loss(self, part: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.index + self.rank)
+        dtype = next(self.model.parameters()).dtype
+        return self.call(torch.randn(4, 5, generator=generator).to(dtype)).square().mean()
+
+
+# Of FSDP2's options, what those of this library of the same name are.
+_THEIRS: dict[str, dict[str, Any]] = {
+    "reshard_after_forward": {"reshard_after_forward": False},
+    "param_dtype": {"mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "reduce_dtype": {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    "output_dtype": {"mp_policy": fsdp.MixedPrecisionPolicy(output_dtype=torch.float64)},
+    "offload_policy": {"offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+def _wrap_peer(net: nn.Module, strategy: str, name: str) -> nn.Module:
+    if strategy == "DDP":
+        return DistributedDataParallel(net, find_unused_parameters=True)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (*net.blocks, net):
+        fsdp.fully_shard(module, mesh=mesh, **_THEIRS.get(name, {}))
+    return net
+
+
+def _has_setup(name: str, strategy: str) -> bool:
+    """Return whether a library can be set up in this way."""
+    if strategy not in PEERS:
+        return True
+    changes_model = name in {*setups.BEFORE, "to", "unmanaged module"} - setups.UNITS
+    return changes_model or (strategy == "FSDP2" and name in _THEIRS)
+
+
+def _end_equal(net: nn.Module) -> bool:
+    own = [(name, whole_value(param).tolist()) for name, param in net.named_parameters()]
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, own)
+    return bool(both[0] == both[1])
+
+
 def whole_value(param: Any) -> Tensor:
     """Return the full value of a parameter, of whichever library."""
     whole: Tensor = param.full_tensor() if hasattr(param, "full_tensor") else param
@@ -760,7 +841,8 @@ class Cell:
 
 def measure(name: str, strategy: str, timeout_s: int = 5) -> Cell:
     """Run one cell in fresh processes."""
-    return measure_with(partial(run_cell, name, strategy), name, timeout_s, num_ranks(strategy))
+    run = run_cell if name in DIFFERENCES else run_setup
+    return measure_with(partial(run, name, strategy), name, timeout_s, num_ranks(strategy))
 
 
 def measure_with(
@@ -819,17 +901,19 @@ def print_table() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", action="append")
     parser.add_argument("--only", action="append")
+    parser.add_argument("--setup", action="store_true")
     parser.add_argument("--timeout", type=int, default=5)
     parser.add_argument("--json")
     parser.add_argument("--table")
     args = parser.parse_args()
     helpers.GRACE_S = int(args.timeout + SPARE_S)  # type: ignore[assignment]
     strategies = args.strategy or [each.name for each in ShardingStrategy]
-    names = [n for n in DIFFERENCES if not args.only or any(part in n for part in args.only)]
+    known = [*setups.BEFORE, *setups.OPTIONS, *setups.AFTER] if args.setup else [*DIFFERENCES]
+    names = [n for n in known if not args.only or any(part in n for part in args.only)]
     cells: dict[str, dict[str, Cell]] = {}
     for name in names:
         for strategy in strategies:
-            if strategy in PEERS and not _has_peers(name):
+            if not (_has_setup(name, strategy) if args.setup else _has_peers(name, strategy)):
                 continue
             cell = measure(name, strategy, args.timeout)
             cells.setdefault(name, {})[strategy] = cell

@@ -65,6 +65,7 @@ BEFORE: dict[str, Change] = {
     "inner unit": lambda net: fully_shard(net.blocks[1].up),
     "unit of two blocks": lambda net: fully_shard([net.blocks[0], net.blocks[1]]),
 }
+UNITS = {"inner unit", "unit of two blocks"}  # they shard
 # With which options the first rank shards all units.
 OPTIONS: dict[str, dict[str, Any]] = {
     "strategy": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
