@@ -35,6 +35,7 @@ from torch import Tensor
 
 from composable_shard.comm import collectives
 from composable_shard.comm.collectives import Waitable, abandon
+from composable_shard.comm.lockstep import explained
 from composable_shard.comm.wire import QUANTISED, decode, encode, encoded_nbytes
 
 
@@ -104,7 +105,7 @@ def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
         gradient = stage.gradient
         collectives.announce(stage.group, gradient.device, stage.kind, gradient.nbytes, stage.what)
     # A backward with create_graph enables gradients.
-    with torch.no_grad():
+    with torch.no_grad(), explained(stage.group):
         work = hook(state, stage)
     if work is None:
         return _Done()
@@ -113,7 +114,19 @@ def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
         raise TypeError(
             f"expected the comm hook {name} to return None or an object with wait(), got {work!r}"
         )
-    return work
+    return _HookWork(work, stage.group)
+
+
+class _HookWork:
+    """What a hook returned, whose errors say what the ranks do."""
+
+    def __init__(self, work: Waitable, group: dist.ProcessGroup) -> None:
+        self._work, self._group = work, group
+
+    def wait(self) -> None:
+        """Wait for it."""
+        with explained(self._group):
+            self._work.wait()
 
 
 class HookedReduction:

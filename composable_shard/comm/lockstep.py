@@ -22,8 +22,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -332,6 +332,17 @@ def fail(error: RuntimeError, group: dist.ProcessGroup) -> NoReturn:
         raise RuntimeError(order.failure) from error
     finally:
         del error  # its traceback has this frame: a cycle
+
+
+@contextmanager
+def explained(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let errors of gloo say what each rank of the group does; those of a program stay."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" in str(error) or "pair closure" in str(error):
+            fail(error, group)
+        raise
 
 
 def make_exchange(

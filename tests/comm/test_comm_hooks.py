@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import (
     MixedPrecisionPolicy,
@@ -34,6 +34,7 @@ from composable_shard.comm import (
     fp16_compress_hook,
 )
 from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.order import order_of
 from composable_shard.comm.wire import encoded_nbytes, round_trip
 from tests.helpers import Planned, assert_equal, distributed
 from tests.models import (
@@ -680,3 +681,25 @@ def test_all_to_all_trains_as_the_exchange_does(strategy: ShardingStrategy, poli
             seen.append([param.full_tensor() for param in model.parameters()])
     for ours, expected in zip(*seen, strict=True):
         assert_equal(ours, expected)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@distributed(2)
+def test_an_error_of_the_backend_in_a_hook_is_explained(is_async: bool) -> None:
+    """Order: the watch has closed the group's connections, and the hook waits in its own way."""
+
+    class Work:
+        def wait(self) -> None:
+            raise RuntimeError("Application timeout caused pair closure")
+
+    def hook(_: object, stage: ReductionStage) -> Work | None:
+        return Work() if is_async else Work().wait()
+
+    group = dist.new_group()
+    model = fully_shard(nn.Linear(4, 2), mesh=DeviceMesh.from_group(group, "cpu"))
+    register_comm_hook(model, hook)
+    order_of(group).failure = "the ranks are not in step: rank 0 is here; rank 1 is there"
+    loss = model(torch.ones(1, 4)).sum()
+    with pytest.raises(RuntimeError, match="rank 0 is here; rank 1 is there"):
+        loss.backward()
+    dist.destroy_process_group(group)
