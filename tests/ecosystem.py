@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import (
@@ -354,24 +355,47 @@ def run_torchao_weights() -> None:
             assert all(map(torch.equal, found, expected))
 
 
-def _train_converted(convert: Any, shard: Any, policy: Any) -> list[Tensor]:
-    """Train three steps; return the losses and the weights."""
+def run_torchao_parallel() -> None:
+    """Float8 gathers of weights that tensor parallelism split: beside FSDP2, bit by bit."""
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+
+    def convert(model: nn.Module) -> None:
+        convert_to_float8_training(model, config=config)
+        plan = {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+
+    expected = _train_converted(convert, torch_fully_shard, mesh=mesh["dp"])
+    found = _train_converted(convert, fully_shard, mesh=mesh["dp"])
+    assert all(map(torch.equal, found, expected))
+
+
+def _train_converted(convert: Any, shard: Any, policy: Any = None, mesh: Any = None) -> list[Any]:
+    """Train three steps; return the losses and, but for DTensors, the weights."""
+    options = {} if policy is None else {"mp_policy": policy}
+    rank = dist.get_rank() if mesh is None else mesh.get_local_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh())
     convert(model)
     for layer in (model[0], model[2]):
-        shard(layer, mp_policy=policy)
-    shard(model, mp_policy=policy)
+        shard(layer, mesh=mesh, **options)
+    shard(model, mesh=mesh, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(3):
-        seed = 10 * step + dist.get_rank()
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * step + rank))
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+    if mesh is not None:
+        return losses
     whole: list[Any] = [param.full_tensor() for param in model.parameters()]
     is_class = torch.utils._python_dispatch.is_traceable_wrapper_subclass
     plain = [getattr(w, w.__tensor_flatten__()[0][0]) if is_class(w) else w for w in whole]
@@ -408,7 +432,9 @@ RUNS = {
     "generate": run_generate,
     "torchao": run_torchao,
     "torchao_weights": run_torchao_weights,
+    "torchao_parallel": run_torchao_parallel,
 }
+NUM_RANKS = {"torchao_parallel": 4}
 
 
 def run_quietly(name: str) -> None:
@@ -421,10 +447,10 @@ def run_quietly(name: str) -> None:
 
 
 def run_all(names: list[str]) -> None:
-    """Run each on two ranks; print which are right."""
+    """Run each on two ranks, or four; print which are right."""
     for name in names or RUNS:
         try:
-            run_ranks(2, run_quietly, name, timeout=300)
+            run_ranks(NUM_RANKS.get(name, 2), run_quietly, name, timeout=300)
             sys.stdout.write(f"{name}: right\n")
         except Exception as error:  # the next library is another matter
             sys.stdout.write(f"{name}: {error}\n")

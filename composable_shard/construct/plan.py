@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -67,9 +66,8 @@ class Original:
     @property
     def dense(self) -> Tensor:
         """The data to shard: the parameter's, or its local part for a DTensor."""
-        if self.extension is not None:
-            return self.extension.values_of(self.param)
-        return self.param.to_local() if isinstance(self.param, DTensor) else self.param.detach()
+        values = _values_of(self.param)
+        return values if self.extension is None else self.extension.values_of(values)
 
     @property
     def nbytes(self) -> int:
@@ -306,8 +304,9 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
                 f"parameter '{fqn}' has no shape yet (a lazy module). Run one forward before "
                 "fully_shard."
             )
-        if hasattr(param, "fsdp_pre_all_gather"):
-            original.extension = Extension.of(param)
+        values = _values_of(param)
+        if hasattr(values, "fsdp_pre_all_gather"):
+            original.extension = Extension.of(values)
         is_supported = original.extension is not None or _is_supported_type(param)
         if param.layout is not torch.strided or not is_supported:
             own = ", and classes around one dense tensor that have fsdp_pre_all_gather"
@@ -381,9 +380,15 @@ def _is_uneven(original: Original) -> bool:
     return False
 
 
+def _values_of(param: nn.Parameter) -> Tensor:
+    """Return a parameter's values, of a DTensor the local ones."""
+    values = param.detach()
+    return values.to_local() if isinstance(values, DTensor) else values
+
+
 def _kind_of(param: nn.Parameter) -> type:
     """Return the class of a parameter's values, of a DTensor's that of its local ones."""
-    values = cast(DTensor, param.detach()).to_local() if isinstance(param, DTensor) else param
+    values = _values_of(param) if isinstance(param, DTensor) else param
     is_own = type(values) is nn.Parameter or hasattr(values, "fsdp_pre_all_gather")
     return type(values if is_own else values.data)
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import SmallGroup, Streams, Waitable, collectives
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
@@ -137,8 +138,7 @@ class Codec:
         spec = entry.spec
         if whole.shape != spec.dense_shape:  # padded
             whole = whole.as_strided(spec.dense_shape, spec.dense_stride, 0)
-        made: Tensor = whole
-        return made
+        return spec.distribute(whole)
 
     def _encode(self) -> tuple[Any, Sequence[Tensor], Any]:
         """Return this rank's rows as the class, what they are gathered as, and the metadata."""
@@ -235,9 +235,10 @@ class ExtendedParams(UnshardedParams):
         """Make the parameter; graphs may save what is inside of it in its place."""
         self._whole = self._codec.make_param(entries[0])
         super().build(entries)
-        param = self.built[0]
-        if is_traceable_wrapper_subclass(param):
-            self.watched += tuple(getattr(param, name) for name in param.__tensor_flatten__()[0])
+        param: Any = self.built[0]
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        if is_traceable_wrapper_subclass(local):
+            self.watched += tuple(getattr(local, name) for name in local.__tensor_flatten__()[0])
         self.versions = [version_of(each) for each in self.watched]
         self.locked = (LOCKED,) * len(self.watched)
 

@@ -220,7 +220,10 @@ class ShardSpec:
 
         For a parameter of a tensor-parallel mesh the result is a DTensor.
         """
-        dense = flat.as_strided(self.dense_shape, self.dense_stride)
+        return self.distribute(flat.as_strided(self.dense_shape, self.dense_stride))
+
+    def distribute(self, dense: Tensor) -> Tensor:
+        """Return the dense tensor as the logical one: as a DTensor, if that is one."""
         if self.tensor_parallel is None:
             return dense
         mesh, placements = self.tensor_parallel

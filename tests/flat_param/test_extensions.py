@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -91,6 +99,7 @@ class Scaled(_Wrapper):
     ) -> Any:
         (numbers,), (scale,) = outputs, metadata
         if out is not None:
+            out = out._local_tensor if isinstance(out, DTensor) else out
             # FSDP2 needs both.
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(numbers[: out.shape[0]].to(dtype) * scale)
@@ -260,6 +269,37 @@ def test_fewer_rows_than_ranks() -> None:
     torch.testing.assert_close(train_steps(shard_model_of_classes(Model(rows=5))), expected)
     expected = train_steps(shard_model_of_classes(Model("rows", rows=2), strategy=NO_SHARD))
     torch.testing.assert_close(train_steps(shard_model_of_classes(Model("rows", rows=2))), expected)
+
+
+def distributed_model(kind: str, mesh: DeviceMesh) -> Model:
+    """Return a model whose first two layers are split over a mesh."""
+    model = Model(kind, rows=8)
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    for layer in (model.first, model.second):
+        layer.weight = nn.Parameter(layer.weight.values_inside)
+    parallelize_module(model, mesh, plan)
+    for layer in (model.first, model.second):
+        local = KINDS[kind](layer.weight.detach().to_local().contiguous())
+        placements = layer.weight.placements
+        split = DTensor.from_local(local, mesh, placements, run_check=False)
+        layer.weight = nn.Parameter(split)
+    return model
+
+
+@distributed(4)
+def test_local_values_of_dtensors() -> None:
+    """With tensor parallelism, bit by bit as under FSDP2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    results = []
+    for function in (torch_fully_shard, fully_shard):
+        model = shard_model_of_classes(
+            distributed_model("scaled", mesh["tp"]), function, mesh=mesh["dp"]
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # it returned a view
+            results.append([step_of(model, optimizer, number) for number in range(3)])
+    assert_equal(*map(torch.stack, results))
 
 
 VARIANTS: list[tuple[bool, dict[str, Any]]] = [  # is it checkpointed?
