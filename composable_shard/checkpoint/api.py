@@ -270,7 +270,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         names = list_names(reader, model, own, optimizers, trees)
     if strict:
         compare_names(group, reader.folder, names)
-    with reader:
+    with reader, torch.inference_mode(False):
         with group.agreed(), _parsing(reader.folder / METADATA):
             staged = StagedModel.read(reader, model, own, is_strict=strict)
             states = {

@@ -35,6 +35,7 @@ from composable_shard.checkpoint.file_format import (
     parse_folder_name,
     parse_metadata,
 )
+from composable_shard.comm import HOST
 from composable_shard.layout import Region, intersect, overlap, whole
 from composable_shard.tensor import FlatShard, find_places, region_of
 
@@ -197,7 +198,7 @@ class CheckpointReader:
                 in no piece.
         """
         region = whole(self._find(name).shape) if region is None else region
-        output = torch.empty(region.numel, dtype=self._find(name).dtype)
+        output = torch.empty(region.numel, dtype=self._find(name).dtype, device=HOST)
         self._read_region(name, region, output)
         return output
 
@@ -277,13 +278,13 @@ class CheckpointReader:
         """Read the chunks that hold some elements of a piece; return these elements."""
         itemsize = stored.dtype.itemsize
         chunk_numel = self.metadata.chunk_nbytes // itemsize
-        values = torch.empty(len(sources), dtype=stored.dtype)
+        values = torch.empty(len(sources), dtype=stored.dtype, device=HOST)
         numbers = sources // chunk_numel
         for number in numbers.unique().tolist():
             is_in = numbers == number
             start = number * chunk_numel
             numel = min(chunk_numel, piece.region.numel - start)
-            chunk = torch.empty(numel, dtype=stored.dtype)
+            chunk = torch.empty(numel, dtype=stored.dtype, device=HOST)
             ends = start * itemsize, (start + numel) * itemsize
             self._read_bytes(piece, ends, byte_view(chunk))
             values[is_in] = chunk[sources[is_in] - start]

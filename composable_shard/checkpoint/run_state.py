@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -371,7 +372,8 @@ def check_is_number(name: str, value: Any) -> None:
     if isinstance(value, tuple | list):
         for part in value:
             check_is_number(name, part)
-    elif isinstance(value, float | Tensor) and bool(torch.as_tensor(value).isnan().any()):
+    is_nan = isinstance(value, float) and math.isnan(value)
+    if is_nan or (isinstance(value, Tensor) and bool(value.isnan().any())):
         raise ValueError(f"the option '{name}' of an optimizer is NaN")
 
 

@@ -272,7 +272,7 @@ class HostGroup(Ranks):
 
     def all_messages(self, message: Any) -> list[Any]:
         """Return the messages of all ranks, or one None where all are None."""
-        has_message = torch.tensor([int(message is not None)])
+        has_message = torch.tensor([int(message is not None)], device=HOST)
         if self._group is not None and not self._all_gather(has_message).any():
             return [None]
         return self.broadcast(self.gather(message))  # type: ignore[no-any-return]
@@ -282,11 +282,11 @@ class HostGroup(Ranks):
         if self._group is None:
             return [value]
         data = _to_tensor(value)
-        sizes = self._all_gather(torch.tensor([data.numel()])).tolist()
+        sizes = self._all_gather(torch.tensor([data.numel()], device=HOST)).tolist()
         largest = max(sizes)
-        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded = torch.zeros(largest, dtype=torch.uint8, device=HOST)
         padded[: data.numel()] = data
-        parts = [torch.empty(largest, dtype=torch.uint8) for _ in sizes] if self.is_first else []
+        parts = [torch.empty_like(padded) for _ in sizes] if self.is_first else []
         self._collect(padded, parts)
         return [_from_tensor(part[:n]) for part, n in zip(parts, sizes, strict=False)]
 
@@ -294,11 +294,11 @@ class HostGroup(Ranks):
         """Return rank 0's JSON value on every rank."""
         if self._group is None:
             return value
-        data = _to_tensor(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
+        data = _to_tensor(value if self.is_first else None)
+        size = torch.tensor([data.numel()], device=HOST)
         self._broadcast(size)
         if not self.is_first:
-            data = torch.empty(int(size), dtype=torch.uint8)
+            data = torch.empty(int(size), dtype=torch.uint8, device=HOST)
         self._broadcast(data)
         return _from_tensor(data)
 

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from composable_shard.comm.devices import backend_name, is_capturing, is_exchange
+from composable_shard.comm.devices import HOST, backend_name, is_capturing, is_exchange
 from composable_shard.comm.order import (
     LOWEST_TAG,
     NUM_TAGS,
@@ -313,7 +313,7 @@ def _close(group: dist.ProcessGroup, text: str) -> None:
     other = 1 if group.rank() == 0 else 0
     with suppress(RuntimeError):
         # Gloo closes all connections of a group in which a wait takes too long.
-        group.recv([torch.empty(1)], other, NUM_TAGS).wait(timedelta(milliseconds=1))
+        group.recv([torch.empty(1, device=HOST)], other, NUM_TAGS).wait(timedelta(milliseconds=1))
 
 
 def fail(error: RuntimeError, group: dist.ProcessGroup) -> NoReturn:
@@ -409,8 +409,9 @@ def _is_same(own: int, group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def _is_same_by_messages(own: int, group: dist.ProcessGroup, _: torch.device) -> bool:
     """Send a number to the first rank, which compares and answers."""
-    sent, tag = torch.tensor([own]), LOWEST_TAG - 1  # of no collective: those that differ meet
-    answer, others = torch.zeros(1), range(1, group.size())
+    sent = torch.tensor([own], device=HOST)
+    tag = LOWEST_TAG - 1  # of no collective: those that differ meet
+    answer, others = torch.zeros(1, device=HOST), range(1, group.size())
     if group.rank() == 0:
         found = [torch.empty_like(sent) for _ in others]
         for work in [

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable_shard.comm import Waitable, collectives, is_exchange
+from composable_shard.comm import HOST, Waitable, collectives, is_exchange
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.layout import FlatLayout, intersect
 from composable_shard.runtime import tensor_groups
@@ -66,7 +66,7 @@ def decode(told: dict[str, Any]) -> Any:
     if told["kind"] == "plain":
         return told["value"]
     if not told.get("bytes"):
-        return torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]))
+        return torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]), device=HOST)
     return from_bytes(bytes.fromhex(told["bytes"]), told)
 
 

@@ -304,7 +304,7 @@ def find_places(target: Region, source: Region, start: int, end: int) -> tuple[T
         The places of those that are in `source`, counted from the target's first element, and
         their places there, counted from the source's first; both int64, 1-D.
     """
-    rest = torch.arange(target.start + start, target.start + end)
+    rest = torch.arange(target.start + start, target.start + end, device="cpu")
     indices: dict[int, Tensor] = {}
     for dim in reversed(target.order):
         low, high = target.box[dim]

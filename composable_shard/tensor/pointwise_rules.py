@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -197,8 +198,10 @@ def _convert(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
     shard: FlatShard = args[0]
-    # The very same slice: handles tell by its identity whether a parameter is still theirs.
-    result = type(shard)(shard._local, shard._shard_spec, guard=shard._guard)
+    # Torch sets the version counter of what it detaches, which inference tensors lack.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        # The same slice: handles tell by its identity whether a parameter is still theirs.
+        result = type(shard)(shard._local, shard._shard_spec, guard=shard._guard)
     return _carry_attributes(shard, result)
 
 

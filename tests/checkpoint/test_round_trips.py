@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,16 @@ from composable_shard import (
     set_optimizer_state_dict,
 )
 from tests.helpers import assert_equal, distributed
-from tests.models import EVERYWHERE, FROM_RANK0, Net, Tied, loss_of, make_net, shard_blocks
+from tests.models import (
+    EVERYWHERE,
+    FROM_RANK0,
+    Net,
+    Tied,
+    in_two_passes,
+    loss_of,
+    make_net,
+    shard_blocks,
+)
 
 _Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -114,6 +124,40 @@ def test_optimizers_come_back_with_all_options(kind: str, is_used: bool, tmp_pat
     for each, own in ((model, optimizer), (other, resumed)):
         _take_step(each, own, 3)
     _assert_came_back(model, optimizer, other, resumed)
+
+
+@contextmanager
+def _meta_by_default() -> Iterator[None]:
+    """Make it an error to rely on the default device, which may be an accelerator."""
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, _meta_by_default])
+@distributed(2)
+def test_neither_inference_mode_nor_the_default_device_counts(mode: Any, tmp_path: Path) -> None:
+    """Of the caller: what comes back can be trained, and lies where it lay; read in either way."""
+    model = make_net(granularity="row")
+    model.register_module("norm", nn.BatchNorm1d(3, affine=False))
+    optimizer = _OPTIMIZERS["tensor lr"](model)
+    _take_step(model, optimizer, 0)
+    with mode():
+        save_checkpoint(tmp_path, model, optimizer, step=1, extra=[1.5])
+    for context in (nullcontext, in_two_passes):
+        other = make_net()
+        other.register_module("norm", nn.BatchNorm1d(3, affine=False))
+        resumed = _OPTIMIZERS["tensor lr"](other)
+        with mode(), context():
+            load_checkpoint(tmp_path, other, resumed)
+        for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert_equal(b.full_tensor(), a.full_tensor(), name)
+            found, moment = resumed.state[b]["exp_avg"], optimizer.state[a]["exp_avg"]
+            assert_equal(found.full_tensor(), moment.full_tensor(), name)
+            assert not found.is_inference()
+        _take_step(other, resumed, 1)
 
 
 @distributed(2)
