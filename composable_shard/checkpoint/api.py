@@ -55,6 +55,7 @@ from composable_shard.state_dict import (
     get_optimizer_state_dict,
     json_tree,
     prepare_load,
+    view_optimizers,
 )
 
 
@@ -267,15 +268,16 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     with group.agreed(), _parsing(reader.folder / METADATA):
         trees = [find_stored(reader, "optimizer")[name] for name in optimizers]
         own = get_model_state_dict(model)
-        names = list_names(reader, model, own, optimizers, trees)
+        views = {name: view_optimizers(model, [each]) for name, each in optimizers.items()}
+        names = list_names(reader, own, views, trees)
     if strict:
         compare_names(group, reader.folder, names)
     with reader, torch.inference_mode(False):
         with group.agreed(), _parsing(reader.folder / METADATA):
             staged = StagedModel.read(reader, model, own, is_strict=strict)
             states = {
-                name: StagedOptimizer.read(reader, model, own, optimizers[name], tree)
-                for name, tree in zip(optimizers, trees, strict=True)
+                name: StagedOptimizer.read(reader, own, view, tree)
+                for (name, view), tree in zip(views.items(), trees, strict=True)
             }
             objects = stage_objects(reader, "scheduler", schedulers, is_strict=strict)
             objects += stage_objects(reader, "scaler", as_dict(scaler), is_strict=strict)
@@ -391,7 +393,7 @@ def _change(
         with group.agreed(), _second_pass(reader.folder):
             staged.fill(reader)
             for each in optimizers.values():
-                each.fill(reader, staged.model)
+                each.fill(reader)
         if staged.meta is None:
             with group.agreed():
                 staged.apply()

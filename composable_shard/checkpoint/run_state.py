@@ -19,6 +19,7 @@ from composable_shard.checkpoint.reader import CheckpointReader
 from composable_shard.comm import HostGroup
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (
+    Group,
     ModelRanks,
     ModelTensors,
     canonical,
@@ -33,7 +34,6 @@ from composable_shard.state_dict import (
     params_by_fqn,
     runs_own_code,
     set_model_state_dict,
-    view_optimizers,
 )
 from composable_shard.tensor import FlatShard, local_part, region_of
 
@@ -259,24 +259,24 @@ class StagedOptimizer:
     """An optimizer's new state.
 
     Attributes:
-        optimizer: The optimizer to load.
+        view: The optimizer's groups.
         state: As `get_optimizer_state_dict` returns it. Values that `fill` will read are the
             optimizer's own tensors.
         places: Names in the checkpoint, and FQNs and names of the state that `fill` reads.
     """
 
-    optimizer: Optimizer
+    view: list[Group]
     state: dict[str, Any]
     places: list[tuple[str, str, str]]
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer to load."""
+        return self.view[0].optimizer
+
     @classmethod
     def read(
-        cls,
-        reader: CheckpointReader,
-        model: nn.Module,
-        params: dict[str, Any],
-        optimizer: Optimizer,
-        tree: Any,
+        cls, reader: CheckpointReader, params: dict[str, Any], view: list[Group], tree: Any
     ) -> StagedOptimizer:
         """Verify this rank's part, and read what `fill` will not; changes nothing.
 
@@ -286,7 +286,6 @@ class StagedOptimizer:
             ValueError: If the checkpoint does not fit or is damaged.
         """
         groups = json_tree.decode(tree["param_groups"], reader.read_whole)
-        view = view_optimizers(model, [optimizer])
         own = [group.fqns for group in view]
         _compare_groups(reader, own, groups)
         homes = {fqn: group.options for group in view for fqn in group.fqns}
@@ -294,8 +293,8 @@ class StagedOptimizer:
             known = next((homes[fqn] for fqn in group["params"] if fqn in homes), {})
             for name, value in group.items():
                 _check_option(name, value, known.get(name))
-        found = cls(optimizer, {"state": {}, "param_groups": groups}, [])
-        is_kept = reader.is_small or not keeps_tensors(optimizer)
+        found = cls(view, {"state": {}, "param_groups": groups}, [])
+        is_kept = reader.is_small or not keeps_tensors(found.optimizer)
         tensors = {} if is_kept else own_tensors(view)
         for fqn, entries in tree["state"].items():
             if fqn in homes:
@@ -326,9 +325,9 @@ class StagedOptimizer:
         self.places.append((name, fqn, keys[name]))
         return place
 
-    def fill(self, reader: CheckpointReader, model: nn.Module) -> None:
+    def fill(self, reader: CheckpointReader) -> None:
         """Read values into the optimizer's tensors, after it has loaded. [Note: Two passes]"""
-        tensors = own_tensors(view_optimizers(model, [self.optimizer]))
+        tensors = own_tensors(self.view)
         for name, fqn, key in self.places:
             reader.read_into(name, tensors[fqn][key])
 
@@ -447,9 +446,8 @@ class NameLists:
 
 def list_names(
     reader: CheckpointReader,
-    model: nn.Module,
     state: dict[str, Any],
-    optimizers: Mapping[str, Optimizer],
+    views: Mapping[str, list[Group]],
     trees: Iterable[Any],
 ) -> list[NameLists]:
     """Return the names of the model and of its optimizers, here and in a checkpoint.
@@ -461,8 +459,8 @@ def list_names(
     if not isinstance(stored, dict):
         raise ValueError(f"{reader.folder} has no model")
     lists = [NameLists("parameters and buffers", state, stored)]
-    for (name, optimizer), tree in zip(optimizers.items(), trees, strict=True):
-        own = [fqn for group in view_optimizers(model, [optimizer]) for fqn in group.fqns]
+    for (name, view), tree in zip(views.items(), trees, strict=True):
+        own = [fqn for group in view for fqn in group.fqns]
         saved = [fqn for group in tree["param_groups"] for fqn in group["params"]]
         what = f"parameters in optimizer '{name}'" if name else "parameters in an optimizer"
         lists.append(NameLists(what, own, saved))

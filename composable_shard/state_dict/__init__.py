@@ -32,10 +32,11 @@ from composable_shard.state_dict.model_tensors import (
     params_by_fqn,
 )
 from composable_shard.state_dict.optimizer_load import keeps_tensors, prepare_load
-from composable_shard.state_dict.optimizer_state import own_tensors, view_optimizers
+from composable_shard.state_dict.optimizer_state import Group, own_tensors, view_optimizers
 from composable_shard.state_dict.torch_calls import check_torch_call, show_whole_values
 
 __all__ = [
+    "Group",
     "ManagedParam",
     "ModelRanks",
     "ModelTensors",
