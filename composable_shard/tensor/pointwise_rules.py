@@ -198,9 +198,8 @@ def _convert(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
     shard: FlatShard = args[0]
-    # Torch sets the version counter of what it detaches, which inference tensors lack.
+    # detach() sets a version counter. Handles know a parameter by the identity of its slice.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        # The same slice: handles tell by its identity whether a parameter is still theirs.
         result = type(shard)(shard._local, shard._shard_spec, guard=shard._guard)
     return _carry_attributes(shard, result)
 
