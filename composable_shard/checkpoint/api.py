@@ -388,12 +388,16 @@ def _change(
             prepare_load(staged.model, [each.optimizer], each.state, lenient, is_given_away=True)
             for each in optimizers.values()
         ]
+
+    def fill() -> None:
+        staged.fill(reader)
+        for each in optimizers.values():
+            each.fill(reader)
+
     # Code of users runs before anything that can't be undone.
     with changed(group, staged.extra_changes(), *load_optimizers):
         with group.agreed(), _second_pass(reader.folder):
-            staged.fill(reader)
-            for each in optimizers.values():
-                each.fill(reader)
+            reader.read_again(fill)
         if staged.meta is None:
             with group.agreed():
                 staged.apply()
