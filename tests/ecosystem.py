@@ -32,10 +32,12 @@ from composable_shard import (
     register_forward_method,
     save_checkpoint,
     set_optimizer_state_dict,
+    shard_model,
     unshard_params,
 )
 from composable_shard.huggingface import TrainerMixin, keep_unwrapped, save_pretrained
 from composable_shard.optim import with_local_state
+from composable_shard.planning import transformer_blocks
 from tests.helpers import run_ranks, shut_down_workers
 from tests.models import EVERYWHERE
 
@@ -272,6 +274,36 @@ def run_generate() -> None:
             optimizer.zero_grad()
 
 
+def run_blocks() -> None:
+    """`transformer_blocks` of models whose blocks take turns, or are one that runs repeatedly."""
+    from transformers import AlbertConfig, AlbertForMaskedLM, JambaConfig, JambaForCausalLM
+
+    sizes = {
+        "vocab_size": WORDS,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+    }
+    for make in (
+        lambda: AlbertForMaskedLM(AlbertConfig(embedding_size=8, **sizes)),
+        lambda: JambaForCausalLM(JambaConfig(num_key_value_heads=2, num_experts=2, **sizes)),
+    ):
+        torch.manual_seed(1)
+        model = make().train(False)  # no dropout
+        plain = copy.deepcopy(model)
+        shard_model(model, transformer_blocks(model))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        for step in range(3):
+            model(input_ids=words(step), labels=words(step)).loss.backward()
+            for rank in range(2):
+                (plain(input_ids=words(step, rank), labels=words(step, rank)).loss / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_alike(values_of(model), dict(plain.state_dict()))
+
+
 def run_torchao() -> None:
     """8-bit, 4-bit and float8 AdamW: beside FSDP2 and one process."""
     from torch._inductor import config
@@ -430,6 +462,7 @@ RUNS = {
     "lightning": run_lightning,
     "peft": run_peft,
     "generate": run_generate,
+    "blocks": run_blocks,
     "torchao": run_torchao,
     "torchao_weights": run_torchao_weights,
     "torchao_parallel": run_torchao_parallel,

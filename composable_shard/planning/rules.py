@@ -379,11 +379,13 @@ def transformer_blocks(
 ) -> list[tuple[Any, OptionsDict]]:
     """Return rules for `shard_model`: the blocks of the model's repeated lists are units.
 
-    Such a list is a `ModuleList` or `Sequential` of two or more modules, all of one class. Lists
-    inside the blocks of another list don't count, and where there are lists of modules that
-    consist of modules, lists of single layers don't either. Of the rest, the list with the most
-    parameters is taken, and all those beside it (a decoder's beside an encoder's) whose blocks
-    have at least a hundredth of the parameters of its blocks.
+    Such a list is a `ModuleList` or `Sequential` of two or more modules, all of one class, or of
+    classes that the model names in `_no_split_modules`, as those of Hugging Face do. Lists inside
+    the blocks of another list don't count, and where there are lists of modules that consist of
+    modules, lists of single layers don't either. Of the rest, the list with the most parameters is
+    taken, and all those beside it (a decoder's beside an encoder's) whose blocks have at least a
+    hundredth of the parameters of its blocks. Only where there is no such list does one of a single
+    module count, which runs again and again (ALBERT).
 
     Args:
         model: The model.
@@ -397,7 +399,12 @@ def transformer_blocks(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected model to be an nn.Module, got {type(model).__name__}")
-    lists = {name: module for name, module in model.named_modules() if _is_block_list(module)}
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    named = list(model.named_modules())
+    lists = {name: module for name, module in named if _is_block_list(module, kinds)}
+    if not lists:
+        single = {name: module for name, module in named if _is_block_list(module, kinds, least=1)}
+        lists = {name: module for name, module in single.items() if _has_composite_children(module)}
     composite = {name: module for name, module in lists.items() if _has_composite_children(module)}
     outermost = _outermost(composite or lists)
     sizes = {name: _block_numel(module) for name, module in outermost.items()}
@@ -420,13 +427,14 @@ def escape_glob(fqn: str) -> str:
     return re.sub(r"([*?\[])", r"[\1]", fqn)
 
 
-def _is_block_list(module: nn.Module) -> bool:
+def _is_block_list(module: nn.Module, kinds: set[str], least: int = 2) -> bool:
     children = list(module.children())
+    classes = {type(child) for child in children}
     return (
         isinstance(module, (nn.ModuleList, nn.Sequential))
-        and len(children) >= 2
-        and len({type(child) for child in children}) == 1
-        and has_forward(children[0])
+        and len(children) >= least
+        and (len(classes) == 1 or {each.__name__ for each in classes} <= kinds)
+        and all(map(has_forward, children))
     )
 
 

@@ -350,10 +350,21 @@ def test_transformer_blocks_takes_what_there_is() -> None:
     ]
 
 
+def test_transformer_blocks_asks_the_model_which_classes_are_blocks() -> None:
+    """As Jamba's, which take turns; and a block that runs again and again, as ALBERT's."""
+    model: Any = nn.ModuleDict({"layers": nn.Sequential(Layer(), _Attention(2))})
+    with pytest.raises(ValueError, match="no ModuleList or Sequential"):
+        transformer_blocks(model)
+    model._no_split_modules = {"Layer", "_Attention"}
+    assert transformer_blocks(model) == [("layers.*", {})]
+    repeated = nn.ModuleDict({"groups": nn.ModuleList([Layer()])})
+    assert transformer_blocks(repeated) == [("groups.*", {})]
+
+
 def test_transformer_blocks_says_what_to_pass_where_there_is_no_list() -> None:
-    """Different classes, a single block, blocks without parameters: none is a list of blocks."""
+    """Different classes, a single layer, blocks without parameters: none is a list of blocks."""
     mixed = nn.Sequential(nn.Linear(2, 2), Layer(2, 2))
-    for model in (mixed, nn.ModuleList([Layer()]), nn.Sequential(nn.GELU(), nn.GELU())):
+    for model in (mixed, nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.GELU(), nn.GELU())):
         with pytest.raises(ValueError, match="no ModuleList or Sequential") as caught:
             transformer_blocks(model)
         assert str(caught.value) == (
