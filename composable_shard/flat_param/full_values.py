@@ -377,6 +377,7 @@ class FullValues:
             return
         self.is_locked = False
         params = self.params
+        params.aliases.overwritten = None
         writes = self.shard.guard.num_writes if self.is_whole else self.writes
         if self.version_writes != writes:
             if self.version_writes != -1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import or_
+from operator import add, or_
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from composable_shard.flat_param.shard import HostGradient
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, PendingState, refuse_graphs
+from composable_shard.torch_private import version_of
 
 
 class FlatGradients:
@@ -70,8 +71,7 @@ class FlatGradients:
         is_bound: There are buffers for gradients.
         awaited: Counts the parameters whose gradient this backward has accumulated.
         layout: That of the parameters, in which those that are frozen may have no elements.
-        local: Gradients of a rank that trains alone.
-        host: Where gradients are offloaded.
+        local, host: Gradients of a rank that trains alone; where gradients are offloaded.
     """
 
     def __init__(
@@ -82,8 +82,7 @@ class FlatGradients:
         *,
         is_persistent: bool,
     ) -> None:
-        self.name = "?"
-        self._shown = shown
+        self.name, self._shown = "?", shown
         self._full: FullValues | None = None  # whose buffer is used, once there are own ones
         self.reduction = FlatReduction(shard_group, layout)
         self.is_alone = shard_group.num_ranks == 1
@@ -93,19 +92,16 @@ class FlatGradients:
         self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
         self.arrived, self.was_used = ([False] * len(layout.numels) for _ in range(2))
         self.reduced: Tensor | None = None
-        self.is_unsynced = self.is_direct = self.has_graph = self.is_bound = False
+        self.is_unsynced = self.is_direct = self.has_graph = self.is_bound = self._is_plain = False
         self.marks: list[tuple[FlatShard, PendingState, list[int]]] = []
-        self.awaited = AwaitedGradients(len(layout.numels))
-        self.local = LocalGradients()
+        self.awaited, self.local = AwaitedGradients(len(layout.numels)), LocalGradients()
         self.host: HostGradient | None = None
         self._own = OwnBuffer()
         self.can_share = self._can_lend = True
         self._shared_views: list[Tensor] = []  # of the values; they share the parameters' versions
         self.views: list[Tensor] | None = None
-        self.prescale = 1.0
+        self.prescale, self._num_terms = 1.0, 0  # `_take_scratch` needs so many shards' memory
         self._factor: Tensor | None = None  # the same, in 0 dimensions; None for 1
-        self._is_plain = False  # gradients are copied as they are
-        self._num_terms = 0  # shards' memory that a reduction needs beside the buffer
 
     def bind(
         self,
@@ -202,8 +198,7 @@ class FlatGradients:
         Raises:
             RuntimeError: If a nested backward has used a value that was overwritten.
         """
-        entries, full = self._shown.entries, self._full
-        entry = entries[index]
+        entry, full = self._shown.entries[index], self._full
         unsharded = entry.unsharded
         gradient = unsharded.grad  # type: ignore[union-attr]
         if gradient is None:
@@ -225,8 +220,7 @@ class FlatGradients:
             raise RuntimeError(
                 f"parameter '{entry.label}' was used inside and outside of a reentrant checkpoint: "
                 "its recomputation ran after the value had given way to the gradient. Pass "
-                "use_reentrant=False to torch.utils.checkpoint, or call fully_shard on the module "
-                "that holds the parameter, so that it is gathered again."
+                "use_reentrant=False, or call fully_shard on the module that holds it."
             )
         if self.views is None:
             self._open(
@@ -264,12 +258,17 @@ class FlatGradients:
         return True
 
     def pack_rest(self, *, may_overwrite: bool) -> None:
-        """Pack what is not packed yet: gradients of earlier microbatches."""
+        """Pack what is not packed yet, of earlier microbatches; raise if hooks edited values."""
         is_held = self._full is not None and self._full.num_claims > 0  # users set gradients then
         if is_held or not all(self.arrived):
             with torch.no_grad():  # those of create_graph have a graph, the buffer has none
                 for index in range(len(self.arrived)):
                     self.pack(index, may_overwrite=may_overwrite)
+        if self.views is self._shared_views and self._is_plain and self._full is not None:
+            params = self._full.params
+            expected = [*map(add, params.versions, self.arrived)]
+            if params.aliases.are_hidden or [*map(version_of, params.watched)] != expected:
+                params.check_overwritten(expected)
 
     def _begin_round(self) -> None:
         """Let go of memory that a new round is going to use."""
@@ -288,6 +287,7 @@ class FlatGradients:
             self.reduced = self.reduced.clone()
         if in_place and self._full is not None:
             self._full.hold_gradients(are_packed=True)
+            self._full.params.aliases.overwritten = self.arrived
             self.views = self._shared_views
         else:
             alloc_storage(self._own.buffer)

@@ -33,12 +33,34 @@ class Aliases:
 
     Attributes:
         are_hidden: Someone took an alias of one of them that autograd can't see.
+        overwritten: Those whose gradients have taken the place of their values, by position; None
+            where none can have.
     """
 
-    __slots__ = ("are_hidden",)
+    __slots__ = ("are_hidden", "overwritten")
 
     def __init__(self) -> None:
         self.are_hidden = False
+        self.overwritten: Sequence[bool] | None = None
+
+    def note_hidden(self, param: UnshardedParameter) -> None:
+        """Note that someone takes an alias of a parameter, in a hook of a tensor perhaps.
+
+        Raises:
+            RuntimeError: If its gradient is there instead.
+        """
+        self.are_hidden = True
+        if self.overwritten is not None and self.overwritten[param.position]:
+            raise RuntimeError(
+                f"the value of parameter '{param.shard_label}' was asked for in a backward in "
+                f"which its gradient has taken its place. {_LATER}"
+            )
+
+
+_LATER = (
+    "Read and edit parameters after backward() has returned, or in the backward hook of a module "
+    "(register_full_backward_hook). Further backwards keep the values of this unit."
+)
 
 
 class UnshardedParameter(nn.Parameter):
@@ -50,6 +72,7 @@ class UnshardedParameter(nn.Parameter):
     """
 
     shard_label: object = "?"
+    position: int = 0
     aliases: Aliases = Aliases()
     is_repointed: bool = False  # `param.data = x`: it is no view of the buffer any more
     data_alias: Tensor | None = None  # whose version counts the edits through `.data`
@@ -66,13 +89,13 @@ class UnshardedParameter(nn.Parameter):
                 "freed after the forward. Compute with the parameter itself, or make one of a "
                 "copy: nn.Parameter(weight.detach().clone())."
             )
-        self.aliases.are_hidden = True
+        self.aliases.note_hidden(self)
         return super().detach()
 
     @property
     def data(self) -> Tensor:
         """A detached alias with a version counter of its own, as any tensor's is."""
-        self.aliases.are_hidden = True
+        self.aliases.note_hidden(self)
         alias = self.data_alias
         if alias is None or self.is_repointed:
             alias = self.data_alias = super().data
@@ -151,7 +174,7 @@ class UnshardedParams:
         self._entries, self.aliases = entries, Aliases()
         for index, entry in enumerate(entries):
             entry.unsharded = _make_unsharded(self._view(index, entry))
-            noted = {"shard_label": entry.label, "aliases": self.aliases}
+            noted = {"shard_label": entry.label, "aliases": self.aliases, "position": index}
             entry.unsharded.__dict__.update(noted)
             # What a forward asks of a parameter: how tensor parallelism split it, for example.
             for name, value in user_attributes(entry.sharded).items():
@@ -231,6 +254,28 @@ class UnshardedParams:
                 names.append(str(flat.label))
         return names
 
+    def check_overwritten(self, expected: Sequence[int]) -> None:
+        """Check that nobody edited parameters while gradients took the place of their values.
+
+        Args:
+            expected: The versions of the parameters where nobody did.
+
+        Raises:
+            RuntimeError: Naming those that were: the edit may have hit a gradient.
+        """
+        names = [
+            str(entry.label)
+            for entry, param, version in zip(self._entries, self.built, expected, strict=True)
+            if version_of(param) != version or _is_edited_by_data(param)
+        ]
+        if names:
+            self.note_hidden_alias()
+            self.point_back()
+            raise RuntimeError(
+                f"parameters {names} were edited in a backward in which gradients take the place "
+                f"of values. {_LATER}"
+            )
+
     def warn_of_edits(self, flat: FlatEntry | None, where: str, *, are_lost: bool) -> None:
         """Warn of edits that are about to be lost, once.
 
@@ -242,7 +287,7 @@ class UnshardedParams:
         names = self.edited(flat)
         if not names:
             return
-        are_lost = self._point_back() or are_lost
+        are_lost = self.point_back() or are_lost
         self.forget_edits(flat)
         outcome = (
             "are lost: the full values are freed without being written back"
@@ -255,8 +300,8 @@ class UnshardedParams:
             stacklevel=3,
         )
 
-    def _point_back(self) -> bool:
-        """Make views of the buffer again, where gathers go; return whether some were none."""
+    def point_back(self) -> bool:
+        """Make views of the buffer again, which has memory; return whether some were none."""
         is_any = False
         for index, entry in enumerate(self._entries):
             param = entry.unsharded

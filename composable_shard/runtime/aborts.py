@@ -30,6 +30,10 @@ def drop_aborted(context: TreeContext) -> None:
     context.forget_graphs()
     for state in context.live_states():
         for handle in state.handles:
+            if handle.full.is_locked:
+                handle.full.params.point_back()
+            else:
+                handle.full.warn_of_edits(handle.shown.flat, "in a backward hook")
             handle.grads.drop()
     return_to_idle(context)
     learnt = {s.name: s.learnt for s in context.live_states() if s.needed}

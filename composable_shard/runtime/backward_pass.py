@@ -44,6 +44,8 @@ from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, T
 from composable_shard.tensor import PendingNotice
 from composable_shard.torch_private import current_backward_id, keeps_graph, queue_callback
 
+_EngineCallback = partial[None]
+
 
 class BackwardPass:
     """All that one backward over a tree knows; to drop the object is to forget the backward.
@@ -96,7 +98,8 @@ class BackwardPass:
     def begin(self) -> None:
         """Ask the engine to call back, and open the units that wait for a backward."""
         context = self.context
-        callback = _EngineCallback(self)
+        # An object of its own, which no traceback keeps alive after an error.
+        callback: _EngineCallback = partial(self.finish)
         self._engine_callback = weakref.ref(callback, partial(_note_abort, weakref.ref(context)))
         context.backward, context.last_backward_id = self, self.graph_task_id
         queue_callback(callback)
@@ -218,7 +221,7 @@ class BackwardPass:
 
     def end_handle(self, state: ShardState, handle: FlatParamHandle) -> None:
         """Reduce a handle that is over, or note that it waits for it; free its full parameters."""
-        if any(state.backward_hooks) and handle.full.num_claims == 0:
+        if handle.full.num_claims == 0 and not handle.full.is_locked:
             handle.take_back("in a backward hook")
         if state.buckets is not None and state.buckets.end(handle):
             pass  # reduced already
@@ -457,19 +460,6 @@ class BackwardPass:
                 raise error
             finally:
                 del error  # its traceback has this frame: a cycle
-
-
-class _EngineCallback:
-    """Called by the autograd engine at the end of a successful backward pass.
-
-    An object of its own: a traceback may keep the `BackwardPass` alive after an error.
-    """
-
-    def __init__(self, backward: BackwardPass) -> None:
-        self._backward = backward
-
-    def __call__(self) -> None:
-        self._backward.finish()
 
 
 def begin_backward(context: TreeContext) -> BackwardPass:

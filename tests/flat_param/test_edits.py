@@ -205,6 +205,60 @@ def test_c10_edit_in_a_backward_hook_is_warned_of(
         loss_of(model).backward()
 
 
+def _hooks_input(up: nn.Module, run: Callable[[], None]) -> None:
+    up.register_forward_pre_hook(
+        lambda module, args: args[0].register_hook(lambda _: run()) and None
+    )
+
+
+def _hooks_output(up: nn.Module, run: Callable[[], None]) -> None:
+    up.register_forward_hook(lambda module, args, out: out.register_hook(lambda _: run()) and None)
+
+
+@pytest.mark.parametrize("hook", [_hooks_input, _hooks_output])
+@pytest.mark.parametrize("edit", EDITS)
+@strategies
+@distributed(2)
+def test_c10_edit_in_a_hook_of_a_tensor_never_hits_a_gradient(
+    edit: Callable[..., None],
+    hook: Callable[..., None],
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+) -> None:
+    """Case 10: an error or a warning by name, and the next backward is right."""
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    runs: list[Callable[..., None]] = [edit]
+    hook(model.blocks[0].up, lambda: runs[0](model.blocks[0]))
+    for step in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                loss_of(model, step).backward()
+            except RuntimeError as error:
+                raised = str(error)
+                assert "'blocks.0.up.weight'" in raised or "modified by an inplace" in raised
+            else:
+                raised = ""
+        texts = [str(each.message) for each in caught]
+        is_warned = any("edits of ['blocks.0.up.weight'] in a backward" in each for each in texts)
+        # Of a kept buffer each rank edits its own part, which stays where the buffer is the shard.
+        assert raised or is_warned or strategy is not ShardingStrategy.FULL_SHARD
+    runs[0] = lambda _: None
+    if strategy is not ShardingStrategy.FULL_SHARD:
+        return
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the edits of")  # in a backward that autograd has ended
+        loss_of(model, 2).backward()
+    loss_of(plain, 2).backward()
+    average_gradients(plain.parameters())
+    for name, gradient in unsharded_gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+
+
 @pytest.mark.parametrize("kind", _KINDS)
 @strategies
 @distributed(2)
