@@ -368,17 +368,22 @@ def run_torchao_weights() -> None:
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=True)
         return lambda model: convert_to_float8_training(model, config=config)
 
-    conversions = {
-        "float8": float8(False),
-        "float8 gathers": float8(True),
-        "int8 mixed": lambda model: quantize_(model, int8_mixed_precision_training()),
-        "bitnet": lambda model: quantize_(model, bitnet_training()),
-        "fp8": lambda model: quantize_(model, Float8TrainingOpConfig()),
-        "mxfp8": lambda model: quantize_(
-            model, MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
-        ),
-    }
-    for convert in conversions.values():
+    def compiled(model: nn.Sequential) -> None:
+        float8(True)(model)
+        for layer in (model[0], model[2]):
+            layer.compile(backend="aot_eager", fullgraph=True)
+
+    mxfp8 = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    conversions = [
+        float8(False),
+        float8(True),
+        compiled,
+        lambda model: quantize_(model, int8_mixed_precision_training()),
+        lambda model: quantize_(model, bitnet_training()),
+        lambda model: quantize_(model, Float8TrainingOpConfig()),
+        lambda model: quantize_(model, mxfp8),
+    ]
+    for convert in conversions:
         for dtype in (None, torch.bfloat16):
             theirs = TorchPolicy(dtype, torch.float32)
             ours = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -26,12 +26,14 @@ from composable_shard import (
     ShardingStrategy,
     fully_shard,
     get_model_state_dict,
+    lazy_init,
     register_flat_param,
     reshard,
     unshard,
     unshard_params,
     writeback,
 )
+from composable_shard.comm.collectives import count_collectives
 from tests.helpers import assert_equal, distributed
 from tests.models import EVERYWHERE
 
@@ -330,6 +332,21 @@ def test_variants_train_alike(kind: str) -> None:
     other.load_state_dict(get_model_state_dict(model, options=EVERYWHERE))
     assert all(map(torch.equal, train_steps(other), expected))
     assert not any("inside" in name for name in vars(model.first.weight))
+
+
+@distributed(2)
+def test_what_travels_is_what_the_class_gives() -> None:
+    """One byte for each element, and a scale for each row where the class sends it."""
+    for kind, expected in (("scaled", [60, 80]), ("rows", [60, 40, 80, 32])):
+        model = shard_model_of_classes(Model(kind, rows=8))
+        lazy_init(model)
+        with count_collectives() as log, torch.no_grad():
+            model.first(torch.ones(2, 6))
+            model.second(torch.ones(2, 10))
+        biases = [64, 32]  # of an fp32 buffer, padded
+        assert sorted(e.nbytes for e in log.events if e.kind == "all_gather") == sorted(
+            expected + biases
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
