@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_shard.checkpoint.assignment import ModelOwners, SaveArguments, list_items
+from composable_shard.checkpoint.assignment import (
+    ModelOwners,
+    SaveArguments,
+    check_same,
+    list_items,
+)
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.objects import (
     OneOrMore,
@@ -253,12 +258,16 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
 
     Raises:
         ValueError: On all ranks, if there is no such checkpoint, if a file is damaged, naming it,
-            or if the checkpoint does not fit, naming parameters. Nothing has changed then.
+            if the checkpoint does not fit, naming parameters, or if ranks pass different values of
+            `step` or `strict`. Nothing has changed then.
         RuntimeError: If a model without units is on the meta device, or in a forward or backward.
             On all ranks, if a rank can't read its verified part a second time: the message says
             what has changed, and a checkpoint must be loaded again.
     """
     group = _quiet_group()
+    told = group.all_messages({"step": step, "strict": strict})
+    with group.agreed():
+        check_same(told, "step", "strict")
     text: list[str] = group.on_first(lambda: _find(path, step))
     with group.agreed():
         reader = CheckpointReader(Path(text[0]), text[1].encode())

@@ -151,10 +151,7 @@ def make_draft(ranks: list[Any]) -> Draft:
     Raises:
         ValueError: If they disagree about an argument, or about a tensor.
     """
-    for name in ("step", *SaveArguments.__dataclass_fields__):
-        values = [rank[name] for rank in ranks]
-        if any(value != values[0] for value in values):
-            raise ValueError(f"the ranks passed different values of {name}: {values}")
+    check_same(ranks, "step", *SaveArguments.__dataclass_fields__)
     draft = Draft(merge_trees([rank["tree"] for rank in ranks]), {}, len(ranks))
     parts = _Parts()
     for number, rank in enumerate(ranks):
@@ -177,6 +174,18 @@ def make_draft(ranks: list[Any]) -> Draft:
                 parts.add(name, number, owners)
     draft.copies = parts.find_copies()
     return draft
+
+
+def check_same(ranks: list[dict[str, Any]], *names: str) -> None:
+    """Check that all ranks passed the same values of arguments.
+
+    Raises:
+        ValueError: Naming the argument.
+    """
+    for name in names:
+        values = [rank[name] for rank in ranks]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"the ranks passed different values of {name}: {values}")
 
 
 class _Parts:
