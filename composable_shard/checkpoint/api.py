@@ -25,12 +25,14 @@ from composable_shard.checkpoint.objects import (
     OneOrMore,
     as_dict,
     changed,
+    check_kinds,
     check_names,
     check_rng_state,
     find_stored,
     get_rng_state,
     kept_on_error,
     kind_of,
+    optimizer_kinds,
     set_rng_state,
     stage_objects,
 )
@@ -203,6 +205,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
                     check_is_number(name, value)
             for fqn, values in state["state"].items():
                 check_state(fqn, values)
+        tree["optimizer_kinds"] = optimizer_kinds(optimizers)
         tree["optimizer"] = {}
         for name, state in states.items():
             own: dict[str, Tensor] = {}
@@ -254,7 +257,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         scaler: A `torch.amp.GradScaler`; a warning if only one of it and the checkpoint has one.
         step: Which checkpoint. Default: the one saved last.
         strict: False keeps parameters and buffers that the checkpoint lacks, ignores those that no
-            rank's model has, casts dtypes, and gives schedulers states of other kinds.
+            rank's model has, casts dtypes, and gives optimizers and schedulers other kinds' states.
 
     Raises:
         ValueError: On all ranks, if there is no such checkpoint, if a file is damaged, naming it,
@@ -280,6 +283,8 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         views = {name: view_optimizers(model, [each]) for name, each in optimizers.items()}
         names = list_names(reader, own, views, trees)
     if strict:
+        with group.agreed(), _parsing(reader.folder / METADATA):
+            check_kinds(reader, optimizers)
         compare_names(group, reader.folder, names)
     with reader, torch.inference_mode(False):
         with group.agreed(), _parsing(reader.folder / METADATA):

@@ -125,6 +125,27 @@ def _scheduler_problem(scheduler: LRScheduler, state: dict[str, Any], kind: str 
     return f"is for {sizes[0]} parameter groups, and the optimizer here has {sizes[1]}"
 
 
+def optimizer_kinds(optimizers: dict[str, Optimizer]) -> dict[str, list[Any]]:
+    """Return the name of each optimizer's class, and those of its options."""
+    return {n: [type(each).__name__, sorted(each.defaults)] for n, each in optimizers.items()}
+
+
+def check_kinds(reader: CheckpointReader, optimizers: dict[str, Optimizer]) -> None:
+    """Check that optimizers are of the classes that were saved, or have the same options.
+
+    Raises:
+        ValueError: Naming both classes.
+    """
+    saved = reader.metadata.tree.get("optimizer_kinds", {})
+    for name, (kind, options) in optimizer_kinds(optimizers).items():
+        saved_kind, saved_options = saved.get(name, [kind, options])
+        if saved_kind != kind and saved_options != options:
+            raise ValueError(
+                f"the state of an optimizer in {reader.folder} is that of {saved_kind}, and "
+                f"{kind} was passed. Build the optimizer that was saved, or pass strict=False."
+            )
+
+
 def kind_of(scheduler: Any) -> str:
     """Return the name of a scheduler's class, with those of the schedulers it is made of."""
     parts = ", ".join(map(kind_of, schedulers_in(scheduler)))

@@ -144,6 +144,7 @@ _FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "no tree": (lambda c: c.update(tree=[]), "expected a dict as tree"),
     "no model": (lambda c: c["tree"].pop("model"), "has no model"),
+    "kinds that are a list": (lambda c: c["tree"].update(optimizer_kinds=[""]), "damaged"),
     "no groups": (lambda c: c["tree"]["optimizer"][""].pop("param_groups"), "damaged"),
     "an unknown tensor": (
         lambda c: c["tree"]["model"]["inp.bias"].update(__tensor__="x"),
@@ -319,8 +320,12 @@ def test_which_checkpoint_is_found(tmp_path: Path) -> None:
     assert load_checkpoint(paths[0], model).path == paths[0]
     with pytest.raises(ValueError, match="no complete checkpoint of step 6"):
         load_checkpoint(tmp_path, model, step=6)
+    is_first = dist.get_rank() == 0
+    for options in ({"strict": is_first}, {"step": 5 if is_first else 7}):
+        with pytest.raises(ValueError, match=f"different values of {next(iter(options))}: "):
+            load_checkpoint(tmp_path, model, **options)
     dist.barrier()
-    if dist.get_rank() == 0:
+    if is_first:
         (tmp_path / "latest").unlink()
         (paths[0] / "metadata.json").unlink()
     dist.barrier()

@@ -126,6 +126,24 @@ def test_optimizers_come_back_with_all_options(kind: str, is_used: bool, tmp_pat
     _assert_came_back(model, optimizer, other, resumed)
 
 
+@distributed(2)
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """It was taken, and the next step ended in a KeyError; Adam's and AdamW's are one."""
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _take_step(model, optimizer, 0)
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    for make in (torch.optim.Adagrad, torch.optim.Adamax, torch.optim.SGD):
+        other: Any = make(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=f"is that of AdamW, and {make.__name__} was passed"):
+            load_checkpoint(tmp_path, model, other)
+        assert other.param_groups[0]["lr"] == 0.1
+    adam = torch.optim.Adam(model.parameters())
+    load_checkpoint(tmp_path, model, adam)
+    _take_step(model, adam, 1)
+    load_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()), strict=False)
+
+
 @contextmanager
 def _meta_by_default() -> Iterator[None]:
     """Make it an error to rely on the default device, which may be an accelerator."""
