@@ -449,16 +449,16 @@ def _find_nonfinite(handle: FlatParamHandle) -> int | None:
 def step_facts(context: TreeContext) -> StepFacts:
     """Return what the program has done since the last backward, for all ranks to compare.
 
-    Parameters that one rank owns whole are left out: only its owner's are stepped. So are those
-    with hooks in backward, which may be on some ranks only. Writes to a parameter are counted, and
-    its gradient is looked for, where this rank and others hold parts of it: an optimizer may leave
-    out shards that are empty. Where each rank holds all, writes to the handle are, as one number.
+    Parameters that one rank owns whole are left out: only its owner's are stepped. Writes to a
+    parameter are counted, those by hooks in the backward too, and its gradient is looked for, where
+    this rank and others hold parts of it: an optimizer may leave out shards that are empty. Where
+    each rank holds all, writes to the handle are, as one number.
     """
     handles = [
         handle
         for state in context.live_states()
         for handle in state.handles
-        if not (handle.layout.owners or handle.has_early_hooks)
+        if not handle.layout.owners
     ]
     before, now, counts = context.writes, {h.guard: h.guard.num_writes for h in handles}, []
     has_writes = any([before.get(guard, number) != number for guard, number in now.items()])

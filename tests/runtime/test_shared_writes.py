@@ -13,8 +13,15 @@ from tests.helpers import distributed
 from tests.models import rank_input
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("name", ["step_twice", "write_a_parameter"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("step_twice", "FULL_SHARD/collective"),  # with hooks on gradients
+        ("step_twice", "NO_SHARD"),
+        ("write_a_parameter", "FULL_SHARD"),
+        ("write_a_parameter", "NO_SHARD"),
+    ],
+)
 def test_l_alone_writes_of_one_rank_are_named(name: str, strategy: str) -> None:
     """Alone: an optimizer step, or an edit, on one rank; both trained on with other weights."""
     cell = differences.measure(name, strategy, timeout_s=20)
