@@ -92,6 +92,11 @@ class UnshardedParameter(nn.Parameter):
         self.aliases.note_hidden(self)
         return super().detach()
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return an array, as any tensor does; gradients stay out of memory that numpy has."""
+        self.aliases.note_hidden(self)
+        return super().numpy(force=force)
+
     @property
     def data(self) -> Tensor:
         """A detached alias with a version counter of its own, as any tensor's is."""

@@ -277,3 +277,17 @@ def test_c10_value_that_a_backward_hook_reads_is_the_weight(
         loss_of(model).backward()
         model.zero_grad()
     assert found == pytest.approx([expected, expected])
+
+
+@distributed(2)
+def test_c16_forced_array_of_a_forward_keeps_the_values() -> None:
+    """Case 16: no gradient takes the place of what numpy has."""
+    model = Net()
+    expected = model.blocks[0].up.weight.detach().clone().numpy()
+    shard_blocks(model)
+    arrays = []
+    model.blocks[0].up.register_forward_hook(
+        lambda module, *_: arrays.append(module.weight.numpy(force=True)) and None
+    )
+    loss_of(model).backward()
+    assert (arrays[0] == expected).all()
