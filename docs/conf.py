@@ -21,6 +21,7 @@ GENERATED = DOCS / "generated"
 sys.path.insert(0, str(ROOT))
 
 import composable_shard  # noqa: E402 -- of this checkout
+from tests.error_texts import error_texts  # noqa: E402
 from tests.test_public_names import BELOW  # noqa: E402
 
 project = "composable_shard"
@@ -53,6 +54,7 @@ GROUPS = {
     "Communication": ("comm",),
     "Look inside": ("runtime", "flat_param", "layout", "tensor"),
 }
+ERRORS = "All errors"
 MEMBERS = ("FlatLayout", "FlatParamHandle", "FlatShard", "ShardingStrategy")
 
 
@@ -114,6 +116,19 @@ def _generate(app: Sphinx) -> None:
         items = [name for package in packages for name in names.get(package, ())]
         text = f"{group}\n{'=' * len(group)}\n\n" + "".join(map(_documented, items))
         (DOCS / f"{_page_of(group)}.rst").write_text(text)
+    (DOCS / f"{_page_of(ERRORS)}.md").write_text(_errors())
+
+
+def _errors() -> str:
+    """Return the page of all errors; a text says what was expected, what came, what to do."""
+    lines = [f"# {ERRORS}", "", "`...` stands for names and values. Search for the words of yours."]
+    for group, packages in {**GROUPS, "FSDP2's names": ("fsdp2.py",)}.items():
+        lines += ["", f"## {group}", "", "| text | kind |", "|---|---|"]
+        for package in packages:
+            for text, kind in error_texts(package).items():
+                quoted = text.replace("`", "'").replace("|", "\\|")
+                lines.append(f"| `{quoted}` | {kind} |")
+    return "\n".join(lines) + "\n"
 
 
 def _toctree(caption: str, pages: list[str]) -> str:
@@ -132,7 +147,7 @@ def _read(app: Sphinx, page: str, content: list[str]) -> None:
         text += _toctree("Start", ["generated/readme"])
         for caption, items in sections:
             text += _toctree(caption, re.findall(r"(?m)^- .*?\]\(/?([\w/]+)\.md", items))
-        text += _toctree("Reference", [_page_of(group) for group in GROUPS])
+        text += _toctree("Reference", [_page_of(group) for group in (*GROUPS, ERRORS)])
     content[0] = text
 
 

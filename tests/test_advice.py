@@ -27,12 +27,16 @@ from composable_shard import (
     OffloadPolicy,
     ShardingStrategy,
     StateDictOptions,
+    estimate,
     fully_shard,
     get_model_state_dict,
+    load_checkpoint,
     reshard,
     unshard,
 )
+from composable_shard.comm import ErrorFeedback
 from composable_shard.options import advice
+from tests.error_texts import matching
 from tests.helpers import assert_equal, distributed
 from tests.models import FULL, Net
 
@@ -327,13 +331,32 @@ def _sentence(row: advice.Advice) -> str:
     return f"{problem} {row.remedy}".strip()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fully_shard([]),
+        lambda: fully_shard(nn.ModuleList()),
+        lambda: unshard(nn.Linear(2, 2)),
+        lambda: estimate(nn.Linear(2, 2), world_size=2, mesh_shape=(1, 2)),
+        lambda: load_checkpoint("nowhere", nn.Linear(2, 2)),
+        lambda: ErrorFeedback(torch.bool),
+    ],
+)
+def test_the_list_of_errors_has_what_is_raised(call: Callable[[], object]) -> None:
+    """The site shows them all."""
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        call()
+    assert matching(str(caught.value))
+
+
 def rendered() -> str:
     """Return the page."""
     lines = [
         "# Troubleshooting",
         "",
         "Errors name the parameter or unit, and what to do. This page lists them by what was "
-        "called; [Things to know](things_to_know.md) says how things work where nothing is wrong.",
+        "called; the site that `make docs` builds has the text of every error. "
+        "[Things to know](things_to_know.md) says how things work where nothing is wrong.",
         "",
         "## Calls on a sharded model",
         "",
