@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -15,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 import composable_shard
-from composable_shard import shard_model
+from composable_shard import fully_shard, planning, save_safetensors, shard_model
 from composable_shard.options import UnitOptions
-from tests.helpers import run_processes
+from tests.helpers import run_processes, run_ranks
 from tests.test_public_names import BELOW
 from tests.test_tutorials import _run_forked, _run_here, _without_digits
 
@@ -175,6 +180,99 @@ def _printed_losses(text: str) -> list[float]:
 
 def _numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.experts = nn.Sequential(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts(self.up(x).relu())
+
+
+class _Transformer(nn.Module):
+    """The model that the blocks of the pages speak of."""
+
+    def __init__(self, config: object = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(_Layer() for _ in range(3))
+        self.head = nn.Linear(8, 16)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.layers
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.table(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    generate = encode
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))
+
+
+def _names_of_a_reader(is_sharded: bool) -> dict[str, Any]:
+    """Return what the blocks use and do not define: public names, a model, its optimizer."""
+    names = {name: getattr(composable_shard, name) for name in composable_shard.__all__}
+    names |= {name: getattr(planning, name) for name in planning.__all__}
+    mesh = init_device_mesh("cpu", (1, 1, 1, 2), mesh_dim_names=("dp", "pp", "efsdp", "ep"))
+    model, other, x = _Transformer(), _Transformer(), torch.arange(6).view(2, 3)
+    if is_sharded:
+        fully_shard(model)
+        fully_shard(other)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    block, bf16_block, expert_mesh = nn.Linear(8, 8), nn.Linear(8, 8).bfloat16(), mesh["efsdp"]
+    names |= {"layer": _Layer(), "part": _Transformer(), "index": 0, "num_stages": 1}
+    names |= {
+        "device": torch.device("cpu"),
+        "loss_fn": nn.functional.mse_loss,
+        "other_model": other,
+    }
+    names |= {"rank": dist.get_rank(), "world_size": 2, "step": 1, "batch": x, "config": None}
+    names |= {"torch": torch, "Transformer": _Transformer, "build_model": _Transformer}
+    here = locals()
+    kept = ("mesh", "model", "x", "optimizer", "scheduler", "block", "bf16_block", "expert_mesh")
+    return {**names, "Layer": _Layer, **{name: here[name] for name in kept}}
+
+
+def _run_block(code: str, folder: Path) -> None:
+    """Run a block, made smaller, as one rank of two; alternatives for one model get one each."""
+    os.chdir(folder)
+    names = _names_of_a_reader(not re.search(r"\b(fully_shard|shard_model)\(", code))
+    if dist.get_rank() == 0:
+        torch.save(_Transformer().state_dict(), "model.pt")
+    save_safetensors(fully_shard(_Transformer()), "downloaded-model")
+    for statement in ast.parse(code.replace("(2, 8)", "(1, 2)").replace("_000_000", "")).body:
+        if ast.unparse(statement).startswith("shard_model("):
+            names["model"] = _Transformer()
+        exec(compile(ast.Module([statement], []), "page", "exec"), names)
+    if "save" in names:
+        names["save"].wait()
+
+
+# Of libraries that CI does not install: `python -m tests.ecosystem` runs such programs.
+FOREIGN = ("transformers", "torchao", "LightningModule")
+PIECES = [
+    block
+    for block in _all_blocks("python")
+    if not block.program and not any(name in block.code for name in FOREIGN)
+]
+
+
+@pytest.mark.parametrize("block", PIECES, ids=str)
+def test_python_block_runs(block: _CodeBlock, tmp_path: Path) -> None:
+    """On two ranks, with the names that its page speaks of."""
+    run_ranks(2, _run_block, block.code, tmp_path)
 
 
 @pytest.mark.parametrize("block", _all_blocks("python"), ids=str)
