@@ -44,13 +44,14 @@ def train_step(
     malloc_counter.restart_peak()
     loss.backward()
     levels["peak backward"] = malloc_counter.peak_nbytes()
+    dist.barrier()  # gloo's threads have let go of their buffers
     levels["after backward"] = malloc_counter.held_nbytes()
     malloc_counter.restart_peak()
     optimizer.step()
     levels["peak optimizer"] = malloc_counter.peak_nbytes()
     optimizer.zero_grad()
     del loss
-    dist.barrier()  # gloo's threads have let go of their buffers
+    dist.barrier()
     levels["at rest"] = malloc_counter.held_nbytes()
     return levels
 
