@@ -334,6 +334,7 @@ def _sentence(row: advice.Advice) -> str:
 @pytest.mark.parametrize(
     "call",
     [
+        lambda: fully_shard(3),  # type: ignore[call-overload]
         lambda: fully_shard([]),
         lambda: fully_shard(nn.ModuleList()),
         lambda: unshard(nn.Linear(2, 2)),

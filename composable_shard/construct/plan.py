@@ -228,7 +228,7 @@ def as_modules(module: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     """
     if isinstance(module, nn.Module):
         return [module]
-    modules = list(dict.fromkeys(module))
+    modules = list(dict.fromkeys(module if isinstance(module, Iterable) else [module]))
     for each in modules:
         if not isinstance(each, nn.Module):
             raise ValueError(f"expected an nn.Module, got {type(each).__name__}")
