@@ -182,7 +182,7 @@ def _numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
-class _Layer(nn.Module):
+class _ExpertLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(8, 8)
@@ -198,7 +198,7 @@ class _Transformer(nn.Module):
     def __init__(self, config: object = None) -> None:
         super().__init__()
         self.table = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(_Layer() for _ in range(3))
+        self.layers = nn.ModuleList(_ExpertLayer() for _ in range(3))
         self.head = nn.Linear(8, 16)
 
     @property
@@ -232,7 +232,7 @@ def _names_of_a_reader(is_sharded: bool) -> dict[str, Any]:
     optimizer.zero_grad()
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     block, bf16_block, expert_mesh = nn.Linear(8, 8), nn.Linear(8, 8).bfloat16(), mesh["efsdp"]
-    names |= {"layer": _Layer(), "part": _Transformer(), "index": 0, "num_stages": 1}
+    names |= {"layer": _ExpertLayer(), "part": _Transformer(), "index": 0, "num_stages": 1}
     names |= {
         "device": torch.device("cpu"),
         "loss_fn": nn.functional.mse_loss,
@@ -242,7 +242,7 @@ def _names_of_a_reader(is_sharded: bool) -> dict[str, Any]:
     names |= {"torch": torch, "Transformer": _Transformer, "build_model": _Transformer}
     here = locals()
     kept = ("mesh", "model", "x", "optimizer", "scheduler", "block", "bf16_block", "expert_mesh")
-    return {**names, "Layer": _Layer, **{name: here[name] for name in kept}}
+    return {**names, "Layer": _ExpertLayer, **{name: here[name] for name in kept}}
 
 
 def _run_block(code: str, folder: Path) -> None:

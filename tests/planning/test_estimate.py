@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import (
+    FlatShard,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
@@ -20,7 +21,7 @@ from composable_shard import (
 from composable_shard.__main__ import main
 from composable_shard.planning import Estimate, by_class, tabulate
 from tests.helpers import distributed
-from tests.models import Layer, Net, seeded
+from tests.models import Layer, Net, loss_of, seeded
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 BF16, F32 = torch.bfloat16, torch.float32
@@ -69,6 +70,22 @@ def test_bytes_at_rest_are_those_of_a_run(strategy: ShardingStrategy) -> None:
             assert told.parameter_nbytes == found.param_nbytes
             assert told.gradient_nbytes == found.grad_nbytes
             assert told.optimizer_nbytes == found.optimizer_nbytes
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss_of(model).backward()
+        optimizer.step()
+        if torch.distributed.get_rank() == 0 and policy.param_dtype is None:  # no copies in BF16
+            states = [each for state in optimizer.state.values() for each in state.values()]
+            params = list(model.parameters())
+            assert told.parameter_nbytes == _held(params)
+            assert told.gradient_nbytes == _held([p.grad for p in params])
+            assert told.optimizer_nbytes == _held([each for each in states if each.ndim])
+
+
+def _held(tensors: list[Any]) -> int:
+    """Return the bytes of the memory in which shards lie."""
+    shards = [each.to_local() if isinstance(each, FlatShard) else each for each in tensors]
+    storages = [each.untyped_storage() for each in shards if each is not None]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def test_a_step_without_activations_holds_what_is_gathered_and_reduced() -> None:
