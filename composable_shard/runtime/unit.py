@@ -184,7 +184,7 @@ class ShardState:
         self.hooks: CallHooks | None = None
         self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.context: TreeContext | None = None
-        self.load_call: tuple[list[str], frozenset[int]] | None = None
+        self.load_call: tuple[list[str], str] | None = None
         self.ref: StateRef = weakref.ref(self)
 
     def __repr__(self) -> str:
@@ -274,9 +274,9 @@ class ShardState:
         if self.training_state is TrainingState.UNSHARDED_PARAMS:
             self.transition(TrainingState.IDLE)
 
-    def note_load(self, missing_keys: list[str], modules: frozenset[int]) -> None:
-        """Note a load_state_dict: its missing keys, and the modules that it has been through."""
-        self.load_call = missing_keys, modules
+    def note_load(self, missing_keys: list[str], prefix: str) -> None:
+        """Note a load_state_dict: its missing keys, and the prefix of what it has been through."""
+        self.load_call = missing_keys, prefix
 
     def transition(self, target: TrainingState) -> None:
         """Change the training state.

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import HOST, Ranks
 from composable_shard.flat_param import FlatParamHandle, Shown, take_place
-from composable_shard.runtime import ShardState, get_states
+from composable_shard.runtime import ShardState
 from composable_shard.state_dict.model_tensors import (
     ManagedParam,
     by_handle,
@@ -272,7 +272,7 @@ def load_values(  # noqa: PLR0913 -- torch's hook
         RuntimeError: On all ranks, if keys are missing or unexpected, or values do not fit; the
             module is unchanged then.
     """
-    if _is_done(state, module, missing_keys):
+    if _is_done(state, module, prefix, missing_keys):
         _add_flat_params(state, module, state_dict, prefix)
         return
     params = find_params(module, state)
@@ -323,18 +323,20 @@ def _add_flat_params(
             state_dict[prefix + name] = param
 
 
-def _is_done(state: ShardState, module: nn.Module, missing_keys: list[str]) -> bool:
+def _is_done(state: ShardState, module: nn.Module, prefix: str, missing_keys: list[str]) -> bool:
     """Return whether an outer hook has loaded `module`; if not, note that this one does.
 
     The list of missing keys identifies a call of `load_state_dict`: all its hooks get the same one.
     """
     if state.load_call is not None:
         known, done = state.load_call
-        if known is missing_keys and id(module) in done:
+        if known is missing_keys and prefix.startswith(done):
             return True
-    covered = frozenset(map(id, module.modules()))
-    for each in (state, *get_states(module)):
-        each.note_load(missing_keys, covered)
+    # Those of units outside, too, that share what is in the module.
+    hooks = [hook for each in module.modules() for hook in load_pre_hooks_of(each).values()]
+    for hook in (getattr(hook, "hook", hook) for hook in hooks):
+        if getattr(hook, "func", None) is load_values:
+            hook.args[0].note_load(missing_keys, prefix)
     return False
 
 

@@ -641,6 +641,34 @@ def test_modules_of_one_unit_load_one_after_another() -> None:
     assert_holds(model.state_dict(), seeded(Net, seed=1))
 
 
+class _Shared(nn.Module):
+    """Two parents in a row share two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        self.first = nn.Sequential(nn.Linear(3, 3), shared)
+        self.second = nn.Sequential(shared, nn.Linear(3, 3))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("units", [("first", "second"), ("second", "first"), ("first",)])
+@distributed(2)
+def test_a_module_of_two_parents_is_loaded_under_both_names(
+    units: tuple[str, ...], use_orig_params: bool
+) -> None:
+    """Without a unit around them, whether one of them is a unit or both are."""
+    model, values = seeded(_Shared), seeded(_Shared, seed=1)
+    for name in units:
+        fully_shard(model.get_submodule(name), use_orig_params=use_orig_params)
+    for _ in range(2):
+        model.load_state_dict(values.state_dict())
+        assert_holds(model.state_dict(), values)
+        model.load_state_dict(model.state_dict())
+        assert_holds(model.state_dict(), values)
+
+
 @distributed(2)
 def test_a_model_without_units_takes_shards() -> None:
     """They are gathered."""
