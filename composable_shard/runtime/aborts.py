@@ -122,7 +122,7 @@ def find_late(
     used: list[list[int]],
 ) -> list[tuple[ShardState, FlatParamHandle]]:
     """Return the buckets that are reduced once more, see [Note: Buckets]."""
-    found = [h for h, flags in zip(handles, used, strict=True) if LATE in flags]
+    found = [h for h, flags in zip(handles, used, strict=True) if h in buckets and LATE in flags]
     late = [(buckets[handle], handle) for handle in found]
     for state, _ in late:
         if state.buckets is not None:

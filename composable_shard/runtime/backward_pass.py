@@ -38,7 +38,7 @@ from composable_shard.runtime.prefetch import (
     return_to_idle,
 )
 from composable_shard.runtime.reads import CallReads, warn_at_once
-from composable_shard.runtime.reduction_order import NO_TURNS
+from composable_shard.runtime.reduction_order import NO_TURNS, Turns
 from composable_shard.runtime.tree import check_finite, step_facts
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 from composable_shard.tensor import PendingNotice
@@ -122,7 +122,7 @@ class BackwardPass:
                 if handle.has_early_hooks and self.early is None:
                     self.early = EarlyGradients(context.flag_reductions)
         if context.reduction_order is not None:
-            self.turns = context.reduction_order.begin(states, self.reducing)
+            self.turns = context.reduction_order.begin(states, self.reducing, context.may_recompute)
         self.accumulates = any(h.will_get_gradient() for state in states for h in state.handles)
         self._agree_to_reduce()
         for state in order:
@@ -318,8 +318,8 @@ class BackwardPass:
         self._issue_turns(self.turns.rest() if self.turns else ())
         buckets = self.context.find_buckets()
         flags = self._reduce_flags(
-            [(h.shard_group, _use_flags(h, h in buckets)) for h in handles],
-            highest=LATE if buckets else 1,
+            [(h.shard_group, _use_flags(h, h in buckets, self.turns)) for h in handles],
+            highest=LATE if buckets or self.turns.asks_for_late else 1,
             facts=step_facts(self.context),
             proposal=self.turns.propose() if self.turns else None,
         )
@@ -494,7 +494,8 @@ def _note_abort(
                 handle.shown.show_sharded()
 
 
-def _use_flags(handle: FlatParamHandle, is_bucket: bool) -> Sequence[int]:
+def _use_flags(handle: FlatParamHandle, is_bucket: bool, turns: Turns) -> Sequence[int]:
     params = [entry.unsharded for entry in handle.entries] if is_bucket else []
-    is_late = any(param is not None and param.grad is not None for param in params)
+    is_late = turns.asks_for_late and turns.has_reduced(handle) and any(handle.grads.arrived)
+    is_late = is_late or any(param is not None and param.grad is not None for param in params)
     return [LATE * used for used in handle.grads.used] if is_late else handle.grads.used

@@ -36,7 +36,7 @@ from collections.abc import Iterable, Iterator
 
 from composable_shard.flat_param import FlatParamHandle
 
-LATE = 2  # some rank has gradients of a bucket that are not reduced yet
+LATE = 2  # some rank has gradients of a handle that came after its reduction
 
 
 class Buckets:

@@ -169,7 +169,7 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> 
         state.is_checkpointed = False
         if top is not None or not state.learnt.is_trusted:
             begin_hooks(state, call.innermost, top)
-    elif any([handle.has_early_hooks for handle in state.needed]) and is_in_function():
+    elif is_in_function():
         context.may_recompute.add(state.ref)
 
 

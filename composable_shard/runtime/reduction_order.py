@@ -11,6 +11,9 @@ and whichever it has left out: the values are those of DistributedDataParallel.
   At its end a backward reduces the expected ones that it has not reached: they count as zero, also
   in a backward without any gradient of parameters, as other ranks may have some. The flags that
   follow say which others any rank has used. These are reduced last.
+- Backwards nested in this one, as reentrant checkpoints run them, may bring a gradient after its
+  handle was reduced, and on some ranks only: where any forward ran in such a region, the flags say
+  that too, and all ranks reduce the handle once more.
 - Beside the flags travels a digest of the order in which the handles were over. If all ranks had
   the same one, they take it over.
 
@@ -22,11 +25,12 @@ from __future__ import annotations
 import weakref
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from composable_shard.comm import Proposal
 from composable_shard.flat_param import FlatParamHandle
+from composable_shard.runtime.buckets import LATE
 
 _HandleRef = weakref.ref[FlatParamHandle]
 
@@ -44,17 +48,22 @@ class ReductionOrder:
     """What the backwards of a tree know of their order, see [Note: Agreed order]."""
 
     def __init__(self) -> None:
+        self._has_regions = False
         self._order: list[_HandleRef] = []
         # Used by the last backward, and by the one before it; None: by all, for all that is known.
         self._used: tuple[set[_HandleRef] | None, ...] = (None, None)
 
-    def begin(self, units: Sequence[_Unit], reducing: set[FlatParamHandle]) -> Turns:
+    def begin(
+        self, units: Sequence[_Unit], reducing: set[FlatParamHandle], in_regions: Collection[object]
+    ) -> Turns:
         """Return the turns of the handles that a backward reduces in the agreed order.
 
         Args:
             units: Of the tree, outermost first.
             reducing: The handles whose gradients are reduced.
+            in_regions: Units that ran in such regions since the last backward.
         """
+        self._has_regions = self._has_regions or len(in_regions) > 0  # later ones may reach them
         owners = {
             handle: unit
             for unit in reversed(units)
@@ -67,6 +76,7 @@ class ReductionOrder:
             order, self._used = list(owners), (None, None)
             self._order = [weakref.ref(handle) for handle in order]
         turns = Turns()
+        turns.asks_for_late = self._has_regions
         for handle in order:
             if handle is not None and handle.requires_grad and handle in reducing:
                 turns[handle] = owners[handle]
@@ -90,10 +100,15 @@ class ReductionOrder:
 
 
 class Turns(dict[FlatParamHandle, Any]):
-    """The handles that a backward reduces in the agreed order, each with its unit."""
+    """The handles that a backward reduces in the agreed order, each with its unit.
+
+    Attributes:
+        asks_for_late: The flags say which handles have gradients that came after a reduction.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.asks_for_late = False
         self._order = ReductionOrder()
         self._queue: list[FlatParamHandle] = []  # expected, and not reduced yet
         self._reduced: set[FlatParamHandle] = set()
@@ -108,10 +123,10 @@ class Turns(dict[FlatParamHandle, Any]):
         """Note that a handle is over; return the handles whose turn it is now.
 
         One that has been reduced has another turn at once, whether or not this rank has a gradient;
-        but none after `rest` has returned it, when all gradients had come.
+        but none after `rest` has returned it, when all gradients had come, or if the flags tell.
         """
         if handle in self._reduced:
-            return [] if handle in self._at_end else [handle]
+            return [] if self.asks_for_late or handle in self._at_end else [handle]
         self._ended[handle] = None
         num_due = 0
         while num_due < len(self._queue) and self._queue[num_due] in self._ended:
@@ -130,7 +145,7 @@ class Turns(dict[FlatParamHandle, Any]):
     def last(
         self, handles: Sequence[FlatParamHandle], used: Sequence[Sequence[int]]
     ) -> list[FlatParamHandle]:
-        """Return the handles whose turn is after the flags: any rank has used them.
+        """Return the handles whose turn is after the flags: any rank has used them, or late.
 
         Args:
             handles: Those with flags.
@@ -139,7 +154,7 @@ class Turns(dict[FlatParamHandle, Any]):
         flags = dict(zip(handles, used, strict=True))
         found = [handle for handle in self if any(flags[handle])]
         self._order.note_used({weakref.ref(handle) for handle in found})
-        due = self.rest() + [handle for handle in found if handle not in self._reduced]
+        due = self.rest() + [h for h in found if h not in self._reduced or LATE in flags[h]]
         self._reduced.update(due)
         return list(dict.fromkeys(due))
 

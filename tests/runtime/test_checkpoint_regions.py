@@ -252,6 +252,50 @@ def test_c17_tied_weight_that_reentrant_regions_read(
     )
 
 
+class _InParts(nn.ModuleList):
+    """Runs as many of its layers as it is told."""
+
+    def forward(self, x: Tensor, num_layers: int) -> Tensor:
+        """Run the first layers in turn."""
+        for layer in self[:num_layers]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class _RunsInParts(nn.Module):
+    """Uses a unit in two reentrant regions, in the first one in part; one on one rank in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = _InParts([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.uneven = _WithExtra()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the regions."""
+        for num_layers in (1, 2):
+            x = again_nested(self.shared, x, num_layers)
+        y: Tensor = again_nested(self.uneven, x)
+        return y
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_OPTIM])
+@distributed(2)
+def test_c17_gradient_that_comes_after_a_reduction_on_one_rank(strategy: ShardingStrategy) -> None:
+    """C17: where one rank has reduced a unit before its last gradient, and the other has not."""
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        for unit in (model.shared, model.uneven, model):
+            fully_shard(unit, **options)
+
+    def program(model: nn.Module, number: int) -> None:
+        x = rank_input(3, 6, step=number, dtype=torch.float64).requires_grad_()
+        square_mean(model(x)).backward()
+
+    claims.assert_right(
+        _RunsInParts, program, shard=shard, steps=2, strategy=strategy, use_orig_params=True
+    )
+
+
 class _RunsAgainTwice(nn.Module):
     """Uses a layer in two reentrant regions and outside of them, and a parameter on one rank."""
 
