@@ -535,6 +535,10 @@ def run_case(seed: int, features: set[str]) -> None:
         with poisoned(), warnings.catch_warnings():
             # Forwards differ from step to step, and a planned failure may seem to be due to that.
             warnings.filterwarnings("ignore", "a backward failed, and the last forwards")
+            failing = [m.fails_at for _, ms, _ in case.steps for m in ms if m.fails == "backward"]
+            if any(case.blocks[index].output in HIDING for index in failing):
+                # No unit sees that gradients reach such an output, so it fails before the first.
+                warnings.filterwarnings("ignore", "a backward has run since the last forward")
             _run_beside_plain(case)
     except BaseException as error:
         error.add_note(f"python -m tests.fuzz_claims --only {seed}\n{case}")

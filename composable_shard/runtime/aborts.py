@@ -63,7 +63,8 @@ def note_unreached_call(context: TreeContext) -> None:
     """Note that more calls than ever wait for a backward; warn if one ran and reached none.
 
     Autograd finds sharded parameters in no graph, so `loss.backward(inputs=params)` runs no node
-    at all, and nothing tells of it. But it takes a number, as every backward does.
+    at all, and nothing tells of it. But it takes a number, as every backward does, also one that
+    failed before it reached a unit.
     """
     context.most_open_calls = context.open_calls
     # Perhaps a read that nobody announced has stopped a backward at its beginning.
@@ -78,9 +79,9 @@ def note_unreached_call(context: TreeContext) -> None:
         names = [state.name for ref in context.armed if (state := ref()) is not None]
         warnings.warn(
             f"a backward has run since the last forward of units {names}, and reached none of "
-            "them: they have no gradients from it. If it was backward(inputs=...) with sharded "
-            "parameters, leave inputs out, or call unshard(module) before the forward and pass the "
-            "parameters that the module shows then.",
+            "them: they have no gradients from it. If it raised an error, that is why. If it was "
+            "backward(inputs=...) with sharded parameters, leave inputs out, or call unshard("
+            "module) before the forward and pass the parameters that the module shows then.",
             stacklevel=2,
         )
 

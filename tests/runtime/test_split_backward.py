@@ -19,7 +19,7 @@ from composable_shard import (
     unshard,
 )
 from tests import claims
-from tests.helpers import distributed
+from tests.helpers import Planned, distributed
 from tests.models import Layer, rank_input, shard_children, shard_root, square_mean
 
 
@@ -149,6 +149,18 @@ def test_c4_backward_to_sharded_parameters_is_warned_of(
         loss = _loss_of_rows(model, number)
         _loss_of_rows(other, number).backward()
     loss.backward()
+    for number in range(7):
+        loss = _loss_of_rows(model, number)
+    loss.register_hook(_fail_before_any_unit)
+    with pytest.raises(Planned):
+        loss.backward()
+    with pytest.warns(UserWarning, match=r"reached none of them.*If it raised an error, that is"):
+        loss = _loss_of_rows(model, 0)
+    loss.backward()
+
+
+def _fail_before_any_unit(_: Tensor) -> None:
+    raise Planned
 
 
 @pytest.mark.parametrize("ends_with_whole", [True, False])
