@@ -105,7 +105,7 @@ REACHED = {
     "warm step: files": 18,
     "warm step: calls between files": 240,
     "set-up and first step: files": 43,
-    "lines": 32_724,
+    "lines": 32_730,
 }
 
 _MAX_METHODS = GOALS["methods of a class, most"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import torch
@@ -118,13 +118,14 @@ def catch_up(context: TreeContext, state: ShardState) -> None:
 
 
 def find_late(
-    buckets: dict[FlatParamHandle, ShardState],
+    context: TreeContext,
     handles: list[FlatParamHandle],
     used: list[list[int]],
+    turns: Collection[FlatParamHandle],
 ) -> list[tuple[ShardState, FlatParamHandle]]:
-    """Return the buckets that are reduced once more, see [Note: Buckets]."""
-    found = [h for h, flags in zip(handles, used, strict=True) if h in buckets and LATE in flags]
-    late = [(buckets[handle], handle) for handle in found]
+    """Return what is reduced once more, see [Note: Buckets]; but `turns` have been."""
+    found = [h for h, flags in zip(handles, used, strict=True) if LATE in flags and h not in turns]
+    late = [(state, handle) for handle in found if (state := context.owner_of(handle)) is not None]
     for state, _ in late:
         if state.buckets is not None:
             state.buckets.note_late()

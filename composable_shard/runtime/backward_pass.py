@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -38,7 +38,7 @@ from composable_shard.runtime.prefetch import (
     return_to_idle,
 )
 from composable_shard.runtime.reads import CallReads, warn_at_once
-from composable_shard.runtime.reduction_order import NO_TURNS, Turns
+from composable_shard.runtime.reduction_order import NO_TURNS
 from composable_shard.runtime.tree import check_finite, step_facts
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 from composable_shard.tensor import PendingNotice
@@ -56,6 +56,7 @@ class BackwardPass:
         following: The unit whose backward is expected after that of each.
         reducing: The handles whose gradients it reduces; it leaves the others' unsharded.
         accumulates: It accumulates gradients of parameters.
+        asks_for_late: Its flags say which handles have gradients that came after a reduction.
         is_sure_to_reduce: All ranks know that some rank does.
         open_handles: What it needs: (position, unit, handle), in the order in which they end.
         positions: The position of each of these, -1 for the end of the backward.
@@ -74,7 +75,7 @@ class BackwardPass:
         self.graph_task_id = current_backward_id()
         self.following: dict[StateRef, StateRef] = {}
         self.reducing: set[FlatParamHandle] = set()
-        self.accumulates = False
+        self.accumulates = self.asks_for_late = False
         self.is_sure_to_reduce = False
         self.open_handles: list[tuple[int, ShardState, FlatParamHandle]] = []
         self.positions: dict[FlatParamHandle, int] = {}
@@ -121,8 +122,12 @@ class BackwardPass:
                     self.reducing.add(handle)
                 if handle.has_early_hooks and self.early is None:
                     self.early = EarlyGradients(context.flag_reductions)
+        context.has_regions = context.has_regions or len(context.may_recompute) > 0
+        self.asks_for_late = context.has_regions
         if context.reduction_order is not None:
-            self.turns = context.reduction_order.begin(states, self.reducing, context.may_recompute)
+            self.turns = context.reduction_order.begin(
+                states, self.reducing, asks_for_late=self.asks_for_late
+            )
         self.accumulates = any(h.will_get_gradient() for state in states for h in state.handles)
         self._agree_to_reduce()
         for state in order:
@@ -232,7 +237,7 @@ class BackwardPass:
                 pass
             elif handle in self.turns:
                 self._issue_turns(self.turns.take(handle))
-            else:
+            elif not (self._is_ending and self.asks_for_late and handle in self._reduced):
                 self.issue(state, handle, keeps=self._keeps_values(handle))
         elif handle.requires_grad and self.accumulates:
             handle.grads.postpone()
@@ -317,9 +322,10 @@ class BackwardPass:
             self._issue_rest(unsynced)
         self._issue_turns(self.turns.rest() if self.turns else ())
         buckets = self.context.find_buckets()
+        late = {h for h in self._reduced if any(h.grads.arrived)} if self.asks_for_late else ()
         flags = self._reduce_flags(
-            [(h.shard_group, _use_flags(h, h in buckets, self.turns)) for h in handles],
-            highest=LATE if buckets or self.turns.asks_for_late else 1,
+            [(h.shard_group, _use_flags(h, h in buckets, late)) for h in handles],
+            highest=LATE if buckets or self.asks_for_late else 1,
             facts=step_facts(self.context),
             proposal=self.turns.propose() if self.turns else None,
         )
@@ -330,8 +336,8 @@ class BackwardPass:
             self._issue_turns(self.turns.last(handles, flags.finish()))
         if not self.is_sure_to_reduce:
             self._issue_rest(unsynced)
-        if buckets:
-            self._issue_rest(find_late(buckets, handles, flags.finish()))
+        if buckets or self.asks_for_late:
+            self._issue_rest(find_late(self.context, handles, flags.finish(), self.turns))
         if self.early is not None:
             self._deliver(self.early)
         published = self._publish(handles, flags)
@@ -494,8 +500,8 @@ def _note_abort(
                 handle.shown.show_sharded()
 
 
-def _use_flags(handle: FlatParamHandle, is_bucket: bool, turns: Turns) -> Sequence[int]:
+def _use_flags(handle: FlatParamHandle, is_bucket: bool, late: Collection[object]) -> Sequence[int]:
     params = [entry.unsharded for entry in handle.entries] if is_bucket else []
-    is_late = turns.asks_for_late and turns.has_reduced(handle) and any(handle.grads.arrived)
-    is_late = is_late or any(param is not None and param.grad is not None for param in params)
+    is_late = any(param is not None and param.grad is not None for param in params)
+    is_late = is_late or handle in late
     return [LATE * used for used in handle.grads.used] if is_late else handle.grads.used

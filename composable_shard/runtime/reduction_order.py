@@ -25,7 +25,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from composable_shard.comm import Proposal
@@ -48,22 +48,20 @@ class ReductionOrder:
     """What the backwards of a tree know of their order, see [Note: Agreed order]."""
 
     def __init__(self) -> None:
-        self._has_regions = False
         self._order: list[_HandleRef] = []
         # Used by the last backward, and by the one before it; None: by all, for all that is known.
         self._used: tuple[set[_HandleRef] | None, ...] = (None, None)
 
     def begin(
-        self, units: Sequence[_Unit], reducing: set[FlatParamHandle], in_regions: Collection[object]
+        self, units: Sequence[_Unit], reducing: set[FlatParamHandle], *, asks_for_late: bool
     ) -> Turns:
         """Return the turns of the handles that a backward reduces in the agreed order.
 
         Args:
             units: Of the tree, outermost first.
             reducing: The handles whose gradients are reduced.
-            in_regions: Units that ran in such regions since the last backward.
+            asks_for_late: The flags say which handles have gradients that came after a reduction.
         """
-        self._has_regions = self._has_regions or len(in_regions) > 0  # later ones may reach them
         owners = {
             handle: unit
             for unit in reversed(units)
@@ -76,7 +74,7 @@ class ReductionOrder:
             order, self._used = list(owners), (None, None)
             self._order = [weakref.ref(handle) for handle in order]
         turns = Turns()
-        turns.asks_for_late = self._has_regions
+        turns.asks_for_late = asks_for_late
         for handle in order:
             if handle is not None and handle.requires_grad and handle in reducing:
                 turns[handle] = owners[handle]

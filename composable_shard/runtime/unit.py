@@ -370,7 +370,8 @@ class TreeContext:
         spans_calls: The last backward reached an earlier call too: so may the next.
         first_calls: Number of each unit's first call that the next backward may reach.
         armed: Units whose outputs wait for a backward, in the order of their last forward.
-        may_recompute: Units whose forward a backward nested in the next one may run again.
+        may_recompute: Units whose forward a backward nested in the next one may run again;
+            `has_regions` if there have ever been such.
         backward: The running `BackwardPass`; its module is above this one.
         last_backward_id: Autograd's number of the last backward; `probed_backward_id` of one ahead.
         has_aborted: What an aborted backward left in handles has not been dropped yet.
@@ -403,7 +404,7 @@ class TreeContext:
         self.may_recompute: set[StateRef] = set()
         self.backward: Any = None
         self.last_backward_id = self.probed_backward_id = -1
-        self.has_aborted = self.spans_calls = self.leaves_graphs = False
+        self.has_aborted = self.spans_calls = self.leaves_graphs = self.has_regions = False
         self.flag_reductions: list[FlagReduction] = []
         self.serves_graphs = self.is_joined = self._has_warned_of_host_memory = False
         self._graph_writes = -1  # to parameters, when graphs were made

@@ -296,6 +296,62 @@ def test_c17_gradient_that_comes_after_a_reduction_on_one_rank(strategy: Shardin
     )
 
 
+class _Scaled(nn.Module):
+    """Runs a layer and scales; or scales alone, on the first rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, is_whole: bool) -> Tensor:
+        """Use both parameters, or perhaps one."""
+        if is_whole:
+            y: Tensor = self.layer(x)
+            return y * self.scale
+        uses_scale = not dist.is_initialized() or dist.get_rank() == 0
+        return x * self.scale if uses_scale else x * 2
+
+
+class _LateOnOneRank(nn.Module):
+    """Uses a unit in a reentrant region, and outside after other units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scaled = _Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run all in turn."""
+        x = again_nested(self.scaled, self.before(x), False)
+        y: Tensor = self.scaled(self.between(x), True)
+        return y
+
+
+@claims.strategies
+@distributed(2)
+def test_c17_gradient_that_comes_on_one_rank_alone(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """C17: all ranks have reduced the unit then, and one has a gradient of a region after that."""
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        for unit in (model.before, model.between, model.scaled, model):
+            fully_shard(unit, **options)
+
+    def program(model: nn.Module, number: int) -> None:
+        square_mean(model(rank_input(3, 6, step=number, dtype=torch.float64))).backward()
+
+    claims.assert_right(
+        _LateOnOneRank,
+        program,
+        shard=shard,
+        steps=2,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
 class _RunsAgainTwice(nn.Module):
     """Uses a layer in two reentrant regions and outside of them, and a parameter on one rank."""
 
