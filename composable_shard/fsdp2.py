@@ -70,8 +70,8 @@ def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
         others: Further options of `composable_shard.fully_shard`.
 
     Raises:
-        NotImplementedError: For parameters with a mesh of their own, DTensors on the axes of
-            data parallelism, or several axes in one, with what to do instead.
+        NotImplementedError: For parameters with a mesh or dtype of their own, DTensors on the axes
+            of data parallelism, or several axes in one, with what to do instead.
     """
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else [*module]
     if dp_mesh_dims is not None:
@@ -80,8 +80,15 @@ def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
             others.setdefault("strategy", "no_shard")
         _check_no_spmd(modules, mesh)
     if isinstance(mp_policy, MixedPrecisionPolicy):
+        chosen = asdict(mp_policy)
+        if chosen.pop("param_dtype_override_fn", None) is not None:  # since torch 2.15
+            raise NotImplementedError(
+                "dtypes are chosen by unit. Call fully_shard with another mp_policy on the modules "
+                "that param_dtype_override_fn leaves as they are, or pass keep_fp32_classes= to "
+                "composable_shard.MixedPrecisionPolicy."
+            )
         # FSDP2 casts all modules, batch norms too.
-        mp_policy = options.MixedPrecisionPolicy(**asdict(mp_policy), keep_fp32_classes=())
+        mp_policy = options.MixedPrecisionPolicy(**chosen, keep_fp32_classes=())
     if isinstance(offload_policy, OffloadPolicy):
         is_on = isinstance(offload_policy, CPUOffloadPolicy)
         pins = {"pin_memory": offload_policy.pin_memory} if is_on else {}  # type: ignore[attr-defined]
@@ -277,6 +284,33 @@ class FSDPModule:
             "an all-gather writes straight into the unit's buffer, and can't be replaced. For "
             "other algorithms or memory pass a mesh of a process group with another backend."
         )
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Refuse.
+
+        Raises:
+            NotImplementedError: `reduce_pending_gradients` does it.
+        """
+        raise NotImplementedError(
+            "call set_requires_gradient_sync(False) before the backwards, and after them "
+            "composable_shard.reduce_pending_gradients(module)"
+        )
+
+    def finalize_backward(self, *, async_op: bool = False) -> None:
+        """Refuse, as `set_manual_backward_finalization`."""
+        self.set_manual_backward_finalization(enabled=True)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refuse to keep freed memory.
+
+        Raises:
+            NotImplementedError: Strategies that free nothing do it.
+        """
+        if keep:
+            raise NotImplementedError(
+                'what is freed has no memory. Pass strategy="shard_grad_op" to fully_shard, which '
+                "keeps the full parameters where they are."
+            )
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

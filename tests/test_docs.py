@@ -359,6 +359,7 @@ def test_each_name_of_torch_has_a_place() -> None:
     assert _names_of_torch(*kinds) <= _old_names("FSDP1")
     formats = {name for name in fsdp.__all__ if name.endswith(("Config", "Settings", "KeyType"))}
     known = fsdp2 | formats | {"fully_shard", "FlatParameter"} | _old_names("FSDP1")
+    known |= {"GradientReductionHandle"} & _old_names("FSDP2")  # since torch 2.15
     assert {*fsdp.__all__} <= known
 
 

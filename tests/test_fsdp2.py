@@ -6,6 +6,8 @@ import copy
 import inspect
 import pickle
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch.distributed.fsdp as torch_fsdp2
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -32,6 +35,22 @@ from tests.helpers import assert_equal, distributed
 from tests.models import Net, assert_at_rest, collectives_of, full_tensor_of, loss_of, seeded
 
 METHODS = [name for name in vars(torch_fsdp2.FSDPModule) if not name.startswith("_")]
+
+
+@dataclass(frozen=True)
+class _PolicyOf2p15(MixedPrecisionPolicy):
+    """Torch's policy, with the option that it has since 2.15."""
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+
+@distributed(2)
+def test_the_policy_of_a_newer_torch_is_taken_unless_it_chooses_by_parameter() -> None:
+    """Its further option has a default."""
+    fsdp2.fully_shard(nn.Linear(3, 5), mp_policy=_PolicyOf2p15(torch.bfloat16))
+    policy = _PolicyOf2p15(torch.bfloat16, param_dtype_override_fn=lambda param: None)
+    with pytest.raises(NotImplementedError, match="dtypes are chosen by unit"):
+        fsdp2.fully_shard(nn.Linear(3, 5), mp_policy=policy)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -329,9 +348,16 @@ def test_what_has_no_counterpart_says_so() -> None:
     ):
         with pytest.warns(UserWarning, match=f"{name} changes nothing here"):
             getattr(model, name)(value)
-    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+    for name, *arguments in (
+        ("set_custom_all_gather", None),
+        ("set_custom_reduce_scatter", None),
+        ("set_manual_backward_finalization", True),
+        ("finalize_backward",),
+        ("set_keep_unsharded_storage", True),
+    ):
         with pytest.raises(NotImplementedError):
-            getattr(model, name)(None)
+            getattr(model, name)(*arguments)
+    model.set_keep_unsharded_storage(False)
     with pytest.raises(ValueError, match="expected modules that fully_shard was called on"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
     fsdp2.share_comm_ctx([model])

@@ -92,7 +92,7 @@ class _BatchNormed(nn.Module):
         self.flags.logical_xor_(x.sum(0) > 0)
         self.halves.add_(x.mean().half())
         self.calls.add_(1 + dist.get_rank())
-        self.moment.add_(x.mean() * 1j)
+        self.moment.add_(x.float().mean() * 1j)
         self.total.add_(x.mean(0))
 
 
