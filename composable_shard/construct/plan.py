@@ -232,13 +232,13 @@ def as_modules(module: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     for each in modules:
         if not isinstance(each, nn.Module):
             raise ValueError(f"expected an nn.Module, got {type(each).__name__}")
+    if not modules:
+        raise ValueError("expected at least one module, got an empty list")
     inner = {id(child) for root in modules for child in root.modules() if child is not root}
     return [root for root in modules if id(root) not in inner]
 
 
 def _check_modules(modules: list[nn.Module]) -> None:
-    if not modules:
-        raise ValueError("expected at least one module, got an empty list")
     for module in modules:
         kind = type(module).__name__
         if read_state(module) is not None:
