@@ -129,6 +129,8 @@ class BackwardPass:
                 states, self.reducing, asks_for_late=self.asks_for_late
             )
         self.accumulates = any(h.will_get_gradient() for state in states for h in state.handles)
+        # What waits is reduced by a backward that adds nothing to it, too: all of it, or nothing.
+        self.accumulates = self.accumulates or any(map(needs_reduction, self.reducing))
         self._agree_to_reduce()
         for state in order:
             self.open_unit(state, context.first_calls.get(state.ref, -1))

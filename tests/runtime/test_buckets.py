@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from composable_shard import (
     fully_shard,
     get_handles,
     no_sync,
+    set_requires_all_reduce,
     shard_model,
 )
 from composable_shard.comm.trace import trace_events
@@ -650,3 +652,41 @@ def test_the_backward_of_a_whole_model_needs_less_memory() -> None:
     with_buckets, without = _peak_with_cap(layer / MIB), _peak_with_cap(None)
     assert with_buckets <= 8 * layer + 2 * layer
     assert with_buckets <= without - 2 * layer + 1024
+
+
+class _Sided(nn.Linear):
+    """Keeps what a loss beside the output reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.side = x @ self.weight
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(*pairwise(strategy=STRATEGIES, puts_off=["no_sync", "all_reduce"]))
+@distributed(2)
+def test_c7_waiting_buckets_are_reduced_by_a_backward_that_adds_nothing(
+    strategy: ShardingStrategy, puts_off: str
+) -> None:
+    """They waited on, while the other units' gradients were published."""
+    twins = Twins(
+        lambda: nn.Sequential(_Sided(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)),
+        _shard_last_in_buckets,
+        strategy=strategy,
+    )
+    for model in twins:
+        model[0].weight.requires_grad_(False)
+        if model is twins.sharded:
+            set_requires_all_reduce(model, puts_off != "all_reduce")
+        with no_sync(twins.sharded) if puts_off == "no_sync" else nullcontext():
+            twins.backward(model, loss_of(model))
+        if model is twins.sharded:
+            set_requires_all_reduce(model, True)
+        model(rank_input(4, 5).requires_grad_())
+        model[0].side.square().mean().backward()  # the weight is frozen
+    twins.assert_equal_gradients()
+
+
+def _shard_last_in_buckets(model: nn.Module, strategy: ShardingStrategy) -> None:
+    fully_shard(model[0], strategy=strategy)
+    fully_shard(model[2], strategy=strategy, bucket_cap_mb=1e-5)
+    fully_shard(model, strategy=strategy)
