@@ -67,6 +67,8 @@ class _Watch:
         self._stated = -1  # the progress that the last statement tells of
         self._num_answered = 0
         self._num_failures, self._failed_at, self._failure = 0, -1, ""
+        self._counts: dict[str, int] = {}  # of collectives, by group
+        self._used_last: set[str] = set()  # groups on which the last ones were
         # A store may outlive a process group, and serve another one of the same name.
         self._key = f"{_KEY}/{store.add(f'{_KEY}/watches/{self._rank}', 1)}"
         self._next_look_s = 0.0
@@ -95,6 +97,11 @@ class _Watch:
             self._num_failures, self._failed_at = len(failures), progress
             self._failure = failures[-1]
         if progress != self._progress:
+            before, self._counts = (
+                self._counts,
+                {g.group_name: o.num_issued for g, o in all_orders()},
+            )
+            self._used_last = {name for name, n in self._counts.items() if n != before.get(name, 0)}
             self._progress, self._since, self._next_look_s = progress, time.time(), _QUIET_S
         quiet_s = time.time() - self._since
         num_asked = self._store.add(f"{self._key}/asked", 0)
@@ -131,7 +138,9 @@ class _Watch:
 
     def _look_for_difference(self) -> None:
         for group, order in all_orders():
-            if order.failure is not None or group.size() == 1:
+            # In a group that is not in use the ranks may have stopped at other places long ago.
+            is_used = order.failure is None and group.group_name in self._used_last
+            if not is_used or group.size() == 1:
                 continue
             ranks = dist.get_process_group_ranks(group)
             statements = self._read(ranks)
