@@ -89,6 +89,18 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def train_alike(model: Any, plain: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Train a sharded model, and a plain one on the batches of both ranks; compare the values."""
+    for step in range(3):
+        model(input_ids=words(step), labels=words(step)).loss.backward()
+        for rank in range(2):
+            (plain(input_ids=words(step, rank), labels=words(step, rank)).loss / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_alike(values_of(model), dict(plain.state_dict()))
+
+
 def run_trainer() -> None:
     """Trainer: beside its DDP, saved, loaded by from_pretrained, resumed in the middle."""
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -234,15 +246,7 @@ def run_peft() -> None:
         torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-1)
         for each in (model, plain)
     ]
-    for step in range(3):
-        loss = model(input_ids=words(step), labels=words(step)).loss
-        loss.backward()
-        for rank in range(2):
-            (plain(input_ids=words(step, rank), labels=words(step, rank)).loss / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_alike(values_of(model), dict(plain.state_dict()))
+    train_alike(model, plain, optimizers)
     folder = shared_folder()
     save_pretrained(model, folder)
     dist.barrier()
@@ -294,14 +298,7 @@ def run_blocks() -> None:
         plain = copy.deepcopy(model)
         shard_model(model, transformer_blocks(model))
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-        for step in range(3):
-            model(input_ids=words(step), labels=words(step)).loss.backward()
-            for rank in range(2):
-                (plain(input_ids=words(step, rank), labels=words(step, rank)).loss / 2).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_alike(values_of(model), dict(plain.state_dict()))
+        train_alike(model, plain, optimizers)
 
 
 def run_torchao() -> None:
