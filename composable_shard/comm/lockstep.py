@@ -90,18 +90,16 @@ class _Watch:
                 self._tick()
 
     def _tick(self) -> None:
-        orders = [order for _, order in all_orders()]
-        progress = sum(order.num_issued for order in orders)
-        failures = [order.failure for order in orders if order.failure is not None]
+        orders = all_orders()
+        progress = sum(order.num_issued for _, order in orders)
+        failures = [order.failure for _, order in orders if order.failure is not None]
         if len(failures) > self._num_failures:
             self._num_failures, self._failed_at = len(failures), progress
             self._failure = failures[-1]
         if progress != self._progress:
-            before, self._counts = (
-                self._counts,
-                {g.group_name: o.num_issued for g, o in all_orders()},
-            )
-            self._used_last = {name for name, n in self._counts.items() if n != before.get(name, 0)}
+            counts = {str(group.group_name): order.num_issued for group, order in orders}
+            self._used_last = {name for name, n in counts.items() if n != self._counts.get(name, 0)}
+            self._counts = counts
             self._progress, self._since, self._next_look_s = progress, time.time(), _QUIET_S
         quiet_s = time.time() - self._since
         num_asked = self._store.add(f"{self._key}/asked", 0)

@@ -138,6 +138,30 @@ def test_l_order_a_rank_that_has_failed_in_another_group_is_not_waited_for() -> 
     own.failure = None
 
 
+@pytest.mark.fast
+@pytest.mark.usefixtures("four_ranks")
+def test_l_order_a_group_that_is_not_in_use_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Order: an error that was caught may have left the ranks at other places there."""
+    watch, group = object.__new__(lockstep._Watch), dist.group.WORLD
+    monkeypatch.setattr(lockstep, "all_orders", lambda: [(group, GroupOrder())])
+    statements = {
+        rank: {"groups": {group.group_name: [(0, 1, text)]}, "where": "?", "failure": ""}
+        for rank, text in enumerate("ab")
+    }
+    found: list[str] = []
+    watch._read = lambda ranks: statements
+    watch._agree = lambda group, text: text
+    watch._give_up = lambda ranks, text: found.append(text)
+    watch._used_last = set()
+    watch._look_for_difference()
+    assert not found
+    watch._used_last = {group.group_name}
+    watch._look_for_difference()
+    assert ["rank 0 is in a" in text for text in found] == [True]
+
+
 def test_l_a_rank_that_deviates_at_random_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thin slice of `python -m tests.fuzz_lockstep`."""
     monkeypatch.setattr(helpers, "GRACE_S", 20)
