@@ -62,13 +62,13 @@ class _Watch:
         self._rank = world.rank()
         self._store = store
         self._stopped = threading.Event()
-        self._progress = -1
         self._since = time.time()
-        self._stated = -1  # the progress that the last statement tells of
-        self._num_answered = 0
-        self._num_failures, self._failed_at, self._failure = 0, -1, ""
+        self._num_answered = self._num_needed = 0
         self._counts: dict[str, int] = {}  # of collectives, by group
         self._used_last: set[str] = set()  # groups on which the last ones were
+        self._stated: dict[str, int] | None = None  # the counts that the last statement tells of
+        self._failures = {""}  # all that this rank has raised
+        self._failed_at, self._failure = self._counts, ""
         # A store may outlive a process group, and serve another one of the same name.
         self._key = f"{_KEY}/{store.add(f'{_KEY}/watches/{self._rank}', 1)}"
         self._next_look_s = 0.0
@@ -90,20 +90,18 @@ class _Watch:
                 self._tick()
 
     def _tick(self) -> None:
-        orders = all_orders()
-        progress = sum(order.num_issued for _, order in orders)
-        failures = [order.failure for _, order in orders if order.failure is not None]
-        if len(failures) > self._num_failures:
-            self._num_failures, self._failed_at = len(failures), progress
-            self._failure = failures[-1]
-        if progress != self._progress:
-            counts = {str(group.group_name): order.num_issued for group, order in orders}
+        orders, counts = all_orders(), _counts()
+        failures = {order.failure for _, order in orders if order.failure is not None}
+        for failure in failures - self._failures:
+            self._failed_at, self._failure = counts, failure
+        self._failures |= failures
+        if counts != self._counts:
             self._used_last = {name for name, n in counts.items() if n != self._counts.get(name, 0)}
-            self._counts = counts
-            self._progress, self._since, self._next_look_s = progress, time.time(), _QUIET_S
+            self._counts, self._num_needed = counts, 0
+            self._since, self._next_look_s = time.time(), _QUIET_S
         quiet_s = time.time() - self._since
         num_asked = self._store.add(f"{self._key}/asked", 0)
-        is_due = quiet_s > _QUIET_S and self._stated != progress
+        is_due = quiet_s > _QUIET_S and self._stated != counts
         if num_asked > self._num_answered:
             self._next_look_s = min(self._next_look_s, quiet_s + _QUIET_S)
         if num_asked > self._num_answered or is_due:
@@ -115,6 +113,8 @@ class _Watch:
     def _state(self, num_asked: int, **more: Any) -> None:
         """Write this rank's statement into the store."""
         function, is_ours, where = _position()
+        counts = _counts()
+        has_issued = not counts.items() <= self._failed_at.items()  # something since it failed
         statement: _Statement = {
             "answers": num_asked,
             "function": function,
@@ -122,11 +122,11 @@ class _Watch:
             "where": where,
             "since": time.strftime("%H:%M:%S", time.localtime(self._since)),
             "groups": {group.group_name: order.recent() for group, order in all_orders()},
-            "failure": self._failure if self._progress == self._failed_at else "",
+            "failure": "" if has_issued else self._failure,
             **more,
         }
         self._store.set(f"{self._key}/{self._rank}", json.dumps(statement))
-        self._num_answered, self._stated = num_asked, self._progress
+        self._num_answered, self._stated = num_asked, counts
 
     def _read(self, ranks: Iterable[int]) -> dict[int, _Statement]:
         keys = {f"{self._key}/{rank}": rank for rank in ranks}
@@ -138,20 +138,33 @@ class _Watch:
         for group, order in all_orders():
             # In a group that is not in use the ranks may have stopped at other places long ago.
             is_used = order.failure is None and group.group_name in self._used_last
-            if not is_used or group.size() == 1:
+            ranks = _ranks_of(group) if is_used else []
+            if len(ranks) < 2:
                 continue
-            ranks = dist.get_process_group_ranks(group)
             statements = self._read(ranks)
             found = _find_difference(group.group_name, statements)
-            found = found or self._find_failed(group.group_name, statements, order)
+            found = found or self._find_failed_now(group.group_name, statements, order)
             if found is not None:
                 self._give_up(set(ranks), self._agree(group, found))
+
+    def _find_failed_now(
+        self, name: str, statements: dict[int, _Statement], order: GroupOrder
+    ) -> str | None:
+        """Return what `_find_failed` does, of ranks that say it while this rank waits for them.
+
+        They may have caught the error, and come to where this rank is, without a word since.
+        """
+        if self._find_failed(name, statements, order) is None:
+            return None
+        self._num_needed = self._num_needed or self._store.add(f"{self._key}/asked", 1)
+        now = {rank: one for rank, one in statements.items() if one["answers"] >= self._num_needed}
+        return self._find_failed(name, now, order)
 
     def _find_failed(
         self, name: str, statements: dict[int, _Statement], order: GroupOrder
     ) -> str | None:
         """Return why a rank failed that this rank waits for, if it has not failed of that too."""
-        known = ["", *(own.failure for _, own in all_orders())]
+        known = {own.failure for _, own in all_orders()} | self._failures
         for statement in statements.values():
             issued = statement["groups"].get(name) or [[-1]]
             if statement["failure"] not in known and issued[-1][0] + 1 < order.num_issued:
@@ -161,8 +174,8 @@ class _Watch:
     def _give_up(self, ranks: set[int], text: str) -> None:
         """Let all groups of these ranks fail: each of them may wait in another one."""
         for group, order in all_orders():
-            is_among = ranks.issuperset(dist.get_process_group_ranks(group))
-            if order.failure is None and is_among and group.size() > 1:
+            own = _ranks_of(group)
+            if order.failure is None and len(own) > 1 and ranks.issuperset(own):
                 order.failure = text
                 _close(group, text)
         self._store.add(f"{self._key}/asked", 1)  # let the others know soon
@@ -189,7 +202,7 @@ class _Watch:
         ranks = dist.get_process_group_ranks(group)
         with suppress(RuntimeError):  # of the store
             num_asked = self._store.add(f"{self._key}/asked", 1)
-            self._state(num_asked, failed=True)
+            self._state(num_asked)
             deadline = time.monotonic() + _ANSWER_S
             while True:
                 statements = self._read(ranks)
@@ -199,7 +212,8 @@ class _Watch:
                 time.sleep(_TICK_S / 5)
             name = group.group_name
             text = _find_difference(name, statements)
-            text = text or self._find_failed(name, statements, order_of(group))
+            there = {rank: one for rank, one in statements.items() if rank not in silent}
+            text = text or self._find_failed(name, there, order_of(group))
             text = text or _describe_missing(name, ranks, statements, silent, error)
             found.append(self._agree(group, text))
             self._store.add(f"{self._key}/asked", 1)
@@ -209,7 +223,19 @@ def _has_answered(statements: dict[int, _Statement], rank: int, num_asked: int) 
     statement = statements.get(rank)
     if statement is None:
         return False
-    return statement["answers"] >= num_asked or "failed" in statement or "ended" in statement
+    return statement["answers"] >= num_asked or "ended" in statement
+
+
+def _counts() -> dict[str, int]:
+    """Return how many collectives this rank has issued on each group."""
+    return {group.group_name: order.num_issued for group, order in all_orders()}
+
+
+def _ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """Return the global ranks of a group; none if it has been destroyed."""
+    with suppress(KeyError):
+        return dist.get_process_group_ranks(group)
+    return []
 
 
 def _position() -> tuple[str, bool, str]:
