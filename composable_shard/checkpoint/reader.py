@@ -212,6 +212,10 @@ class CheckpointReader:
         self._read_region(name, region, output)
         return output
 
+    def read_like(self, name: str, target: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Read this rank's part of a tensor, as a CPU tensor of the target's kind and dtype."""
+        return shaped_like(self.read(name, region_of(target)).to(dtype or target.dtype), target)
+
     def read_whole(self, name: str) -> Tensor:
         """Read all of a tensor, in its shape."""
         return self.read(name).view(self.metadata.tensors[name].shape)
@@ -370,3 +374,19 @@ class CheckpointReader:
                 raise ValueError(
                     f"{path} is damaged: bytes {first} to {end} do not match their checksum"
                 )
+
+
+def shaped_like(values: Tensor, target: Tensor) -> Tensor:
+    """Return the elements of `region_of(target)`, 1-D, as a tensor of the target's kind."""
+    if isinstance(target, FlatShard):
+        return FlatShard(values, target._shard_spec)
+    if isinstance(target, DTensor):
+        return DTensor.from_local(
+            values.view(target.to_local().shape).to(target.device_mesh.device_type),
+            target.device_mesh,
+            target.placements,
+            run_check=False,
+            shape=target.shape,
+            stride=torch.empty(target.shape, device="meta").stride(),
+        )
+    return values.view(target.shape)

@@ -170,7 +170,7 @@ class StagedModel:
             if fqn == same:  # tied parameters are read once
                 staged[fqn] = state[fqn]
                 if is_kept:
-                    staged[fqn] = _read_like(reader, name, state[fqn])
+                    staged[fqn] = reader.read_like(name, state[fqn])
                 else:
                     reader.verify(name, region_of(state[fqn]))
                     places.append((name, state[fqn]))
@@ -320,7 +320,7 @@ class StagedOptimizer:
         place = own.get(keys.get(name, ""))
         is_same = place is not None and place.dtype == stored.dtype == param.dtype
         if not is_same or type(place) is not type(param) or region_of(place) != region_of(param):
-            return _read_like(reader, name, param, stored.dtype)
+            return reader.read_like(name, param, stored.dtype)
         reader.verify(name, region_of(param))
         self.places.append((name, fqn, keys[name]))
         return place
@@ -376,30 +376,11 @@ def check_is_number(name: str, value: Any) -> None:
         raise ValueError(f"the option '{name}' of an optimizer is NaN")
 
 
-def _read_like(
-    reader: CheckpointReader, name: str, target: Tensor, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Read this rank's part of a tensor, as a CPU tensor of the target's kind and dtype."""
-    values = reader.read(name, region_of(target)).to(dtype or target.dtype)
-    if isinstance(target, FlatShard):
-        return FlatShard(values, target._shard_spec)
-    if isinstance(target, DTensor):
-        return DTensor.from_local(
-            values.view(target.to_local().shape).to(target.device_mesh.device_type),
-            target.device_mesh,
-            target.placements,
-            run_check=False,
-            shape=target.shape,
-            stride=torch.empty(target.shape, device="meta").stride(),
-        )
-    return values.view(target.shape)
-
-
 def _is_equal(reader: CheckpointReader, names: tuple[str, str], target: Tensor) -> bool:
     """Return whether this rank's parts of two tensors have the same bytes."""
     if names[0] == names[1]:
         return True
-    parts = [local_part(_read_like(reader, name, target)).view(torch.uint8) for name in names]
+    parts = [local_part(reader.read_like(name, target)).view(torch.uint8) for name in names]
     return torch.equal(*parts)
 
 
