@@ -15,7 +15,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from composable_shard import (
     fully_shard,
     get_model_state_dict,
     get_optimizer_state_dict,
+    load_checkpoint,
     register_forward_method,
     save_checkpoint,
     set_optimizer_state_dict,
@@ -437,7 +437,7 @@ def _train_converted(convert: Any, shard: Any, policy: Any = None, mesh: Any = N
 
 
 def _check_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """State dicts keep quantised state bitwise, whole ones in fp32; a checkpoint is refused."""
+    """State dicts and checkpoints keep quantised state bitwise, whole state dicts in fp32."""
     whole = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)["state"]
     file = io.BytesIO()
     torch.save(get_optimizer_state_dict(model, optimizer), file)
@@ -454,8 +454,27 @@ def _check_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for fqn, values in whole.items():
             assert torch.equal(found[fqn]["exp_avg"], values["exp_avg"]) is is_same
             assert torch.equal(found[fqn]["exp_avg_sq"], values["exp_avg_sq"])
-    with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError, match="quantised"):
-        save_checkpoint(folder, model, optimizer, step=1)
+    folder = shared_folder()
+    save_checkpoint(folder, model, optimizer, step=1)
+    expected = _plain_parts(optimizer)
+    set_optimizer_state_dict(model, optimizer, other)
+    for each in (optimizer, type(optimizer)(model.parameters(), block_size=optimizer.block_size)):
+        load_checkpoint(folder, model, each)
+        found = _plain_parts(each)
+        assert all(map(torch.equal, found, expected))
+        assert len(found) == len(expected)
+
+
+def _plain_parts(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the bytes of this rank's state: codes, scales, lookup tables."""
+    found = []
+    for state in optimizer.state.values():
+        for value in state.values():
+            local = value.to_local() if hasattr(value, "to_local") else value
+            names = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else ()
+            parts = [getattr(local, name) for name in names] or [local]
+            found += [part.reshape(-1).view(torch.uint8).clone() for part in parts]
+    return found
 
 
 RUNS = {

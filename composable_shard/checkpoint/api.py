@@ -53,6 +53,7 @@ from composable_shard.checkpoint.run_state import (
     describe_model,
     list_names,
 )
+from composable_shard.checkpoint.wrapped_state import take_parts, wraps_state
 from composable_shard.checkpoint.writer import plan_save, write_checkpoint
 from composable_shard.comm import HostGroup, get_host_group
 from composable_shard.options import StateDictOptions
@@ -209,6 +210,8 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         tree["optimizer"] = {}
         for name, state in states.items():
             own: dict[str, Tensor] = {}
+            if wraps_state(optimizers[name]):
+                state["parts"] = take_parts(state["state"])
             encoded = json_tree.encode(state, _prefix("optimizer", name), own)
             tree["optimizer"][name] = encoded
             tensors |= own
@@ -290,7 +293,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         with group.agreed(), _parsing(reader.folder / METADATA):
             staged = StagedModel.read(reader, model, own, is_strict=strict)
             states = {
-                name: StagedOptimizer.read(reader, own, view, tree)
+                name: StagedOptimizer.read(reader, own, view, tree, is_strict=strict)
                 for (name, view), tree in zip(views.items(), trees, strict=True)
             }
             objects = stage_objects(reader, "scheduler", schedulers, is_strict=strict)

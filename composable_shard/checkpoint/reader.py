@@ -389,4 +389,4 @@ def shaped_like(values: Tensor, target: Tensor) -> Tensor:
             shape=target.shape,
             stride=torch.empty(target.shape, device="meta").stride(),
         )
-    return values.view(target.shape)
+    return values if values.shape == target.shape else values.view(target.shape)

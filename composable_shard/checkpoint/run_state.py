@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from composable_shard.checkpoint.objects import Change
 from composable_shard.checkpoint.reader import CheckpointReader
+from composable_shard.checkpoint.wrapped_state import read_parts, wraps_state
 from composable_shard.comm import HostGroup
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (
@@ -276,7 +277,13 @@ class StagedOptimizer:
 
     @classmethod
     def read(
-        cls, reader: CheckpointReader, params: dict[str, Any], view: list[Group], tree: Any
+        cls,
+        reader: CheckpointReader,
+        params: dict[str, Any],
+        view: list[Group],
+        tree: Any,
+        *,
+        is_strict: bool,
     ) -> StagedOptimizer:
         """Verify this rank's part, and read what `fill` will not; changes nothing.
 
@@ -302,6 +309,13 @@ class StagedOptimizer:
                 find = partial(found._find, reader, params[fqn], fqn, at, tensors.get(fqn, {}))
                 found.state["state"][fqn] = json_tree.decode(entries, find)
                 check_state(fqn, found.state["state"][fqn])
+        as_saved = wraps_state(found.optimizer)
+        for fqn, parts in tree.get("parts", {}).items():
+            if fqn in homes:
+                state = found.state["state"].setdefault(fqn, {})
+                state |= read_parts(
+                    reader, parts, params[fqn], as_saved=as_saved, is_strict=is_strict
+                )
         return found
 
     def _find(

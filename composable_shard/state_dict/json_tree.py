@@ -1,6 +1,6 @@
 """Encode nested Python values as JSON, with tensors by name.
 
-Decoding executes nothing. It returns numbers, strings, lists, tuples, dicts, sets, bytes,
+Decoding executes nothing. It returns numbers, strings, lists, tuples, dicts, sets, bytes, dtypes,
 `collections.Counter` (torch's schedulers have some), and tensors that the caller looks up by name.
 What comes back is equal to what was encoded; of a subclass, such as a named tuple, the plain class.
 """
@@ -21,7 +21,9 @@ from composable_shard.tensor import FlatShard
 
 _SEQUENCES = {"__tuple__": tuple, "__set__": set, "__frozenset__": frozenset}
 _MAX_BITS = 14_000  # Python reads no longer numbers: sys.get_int_max_str_digits()
-_MARKS = frozenset({"__tensor__", "__dict__", "__bytes__", "__float__", "__counter__", *_SEQUENCES})
+_MARKS = frozenset(
+    {"__tensor__", "__dict__", "__bytes__", "__float__", "__dtype__", "__counter__", *_SEQUENCES}
+)
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -46,6 +48,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             return {"__tensor__": path}
         case dict():
             return _encode_dict(value, path, tensors)
+        case torch.dtype():
+            return {"__dtype__": str(value).removeprefix("torch.")}
         case bytes() | bytearray():
             return {"__bytes__": base64.b64encode(value).decode()}
         case list() | tuple() | set() | frozenset():
@@ -126,6 +130,8 @@ def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
         return find_tensor(content)
     if mark == "__float__":
         return float(content)
+    if mark == "__dtype__":
+        return torch.empty(0, dtype=getattr(torch, content)).dtype  # of nothing else in torch
     if mark == "__bytes__":
         return base64.b64decode(content, validate=True)
     if mark in ("__dict__", "__counter__"):

@@ -542,10 +542,10 @@ def test_inf_on_one_rank_skips_the_step_on_all(options: dict[str, bool]) -> None
 BLOCK = 8
 
 
-class _Coded(torch.Tensor):
+class Coded(torch.Tensor):
     """Numbers in int8 with a scale for each block, with the ops that torchao's states have."""
 
-    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> _Coded:
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Coded:
         self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
         self.codes, self.scale = codes, scale
         return self
@@ -553,29 +553,43 @@ class _Coded(torch.Tensor):
     def decoded(self) -> torch.Tensor:
         return (self.codes.view(-1, BLOCK) * self.scale[:, None]).view(self.shape)
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], (self.dtype,)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        parts: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
+    ) -> Coded:
+        assert context == (parts["scale"].dtype,)
+        return Coded(parts["codes"], parts["scale"])
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         aten = torch.ops.aten
-        if func is aten.copy_.default and isinstance(args[0], _Coded):
+        if func is aten.copy_.default and isinstance(args[0], Coded):
             blocks = args[1].reshape(-1, BLOCK)
             args[0].scale.copy_(blocks.abs().amax(1) / 127)
             codes = (blocks / (args[0].scale[:, None] + 1e-30)).round()
             args[0].codes.copy_(codes.view(args[0].shape))
             return args[0]
         if func is aten.detach.default:
-            return _Coded(args[0].codes, args[0].scale)
+            return Coded(args[0].codes, args[0].scale)
+        if func in (aten.clone.default, aten._to_copy.default):
+            return Coded(args[0].codes.clone(), args[0].scale.clone())
         assert func in (aten.lerp.Scalar, aten.copy_.default), func
-        return func(*(each.decoded() if isinstance(each, _Coded) else each for each in args))
+        return func(*(each.decoded() if isinstance(each, Coded) else each for each in args))
 
 
-class _LowBit(optim.Optimizer):
+class LowBit(optim.Optimizer):
     """Makes its state in the way of torchao's classes, which know no FlatShards."""
 
     def _new_buffer(self, param: torch.Tensor, signed: bool) -> torch.Tensor:
+        if param.numel() < 2 * BLOCK:
+            return torch.zeros_like(param)
         scale = torch.zeros(param.numel() // BLOCK)
-        return _Coded(torch.zeros(param.shape, dtype=torch.int8), scale)
+        return Coded(torch.zeros(param.shape, dtype=torch.int8), scale)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override] # no closure
@@ -596,7 +610,7 @@ def test_state_of_a_subclass_is_sharded() -> None:
     sharded = fully_shard(copy.deepcopy(plain), granularity=Block(BLOCK))
     optimizers = [
         kind([model.weight], {})
-        for kind, model in ((_LowBit, plain), (with_local_state(_LowBit), sharded))
+        for kind, model in ((LowBit, plain), (with_local_state(LowBit), sharded))
     ]
     for step in range(3):
         for model, optimizer in zip((plain, sharded), optimizers, strict=True):
@@ -605,7 +619,7 @@ def test_state_of_a_subclass_is_sharded() -> None:
             optimizer.step()
     assert_equal(sharded.weight.full_tensor(), plain.weight.detach())
     expected, state = (each.state_dict()["state"][0]["mean"] for each in optimizers)
-    assert type(state.to_local()) is _Coded
+    assert type(state.to_local()) is Coded
     start, end = state._shard_spec.local_range
     assert_equal(state.to_local().codes, expected.codes.view(-1)[start:end])
     assert_equal(state.to_local().scale, expected.scale[start // BLOCK : end // BLOCK])
