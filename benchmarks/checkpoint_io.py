@@ -142,7 +142,7 @@ def measure_times(rank: int, model_name: str, folder: str, rounds: int, only: st
     ways |= {(name, "ours"): trainers["ours"].way(name) for name in OWN}
     if only:  # saves come first, for what loads
         for name, peer in [key for key in ways if " save" in key[0]]:
-            ways.pop((name, peer))()
+            ways[name, peer]()
         ways = {key: way for key, way in ways.items() if only in key[0]}
     times: dict[str, list[float]] = {" / ".join(key): [] for key in ways}
     rest: dict[str, list[float]] = {}

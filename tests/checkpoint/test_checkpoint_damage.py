@@ -392,6 +392,34 @@ def test_an_old_checkpoint_that_stays_is_a_warning(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path, model).step == 2
 
 
+@distributed(2)
+def test_each_rank_removes_its_own_file_of_an_old_checkpoint(tmp_path: Path) -> None:
+    """Rank 0 removes the rest, and what another rank could not remove."""
+    model, optimizer = _trained_net()
+    rank, removed = dist.get_rank(), list[str]()
+
+    def remove(path: Path) -> None:
+        removed.append(path.name)
+        if rank == 1 and path.parent.name == ".tmp_step_00000002":
+            raise OSError(errno.EACCES, "planned")
+        os.unlink(path)
+
+    for step in (1, 2):
+        old = save_checkpoint(tmp_path, model, optimizer, step=step)
+        if rank == 0:
+            (old / "rank_2_of_3.safetensors").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "remove_file", remove)
+        save_checkpoint(tmp_path, model, optimizer, step=3, keep_last=1)
+    own, other = (f"rank_{each}_of_2.safetensors" for each in (rank, 1 - rank))
+    assert removed[:2] == [own, own]
+    assert sorted(removed[2:]) == (
+        ["metadata.json"] * 2 + [other] + ["rank_2_of_3.safetensors"] * 2 if rank == 0 else []
+    )
+    dist.barrier()
+    assert {name for name in os.listdir(tmp_path) if "step" in name} == {"step_00000003"}
+
+
 class _Thing:
     pass
 

@@ -246,6 +246,6 @@ def test_a_run_that_goes_on_removes_its_old_checkpoints(tmp_path: Path) -> None:
     assert (tmp_path / "step_00000008").is_dir()
     load_checkpoint(tmp_path, model, step=8)
     save_checkpoint(tmp_path, model, step=10, keep_last=1)
-    dist.barrier()  # rank 0 removes, when the others have returned
+    dist.barrier()
     assert not (tmp_path / "step_00000008").exists()
     assert (tmp_path / "step_00000009").is_dir()
