@@ -734,8 +734,7 @@ def train_and_note(
 
 def train(name: str, strategy: str) -> bool:
     """Train as a cell does, in a process group that is there; return whether it ends right."""
-    expected = _plain_values(name, 0)
-    assert expected is not None
+    expected = _plain_values(name, 0) or []
     run = _make_run(dist.get_rank(), name, strategy, "")
     for run.index in range(NUM_STEPS):
         if run.index == DEVIATION:
@@ -743,7 +742,7 @@ def train(name: str, strategy: str) -> bool:
         else:
             run.step()
     values = [param.full_tensor().detach() for param in _params(run)]
-    return all(map(_is_close, values, expected))
+    return len(values) == len(expected) and all(map(_is_close, values, expected))
 
 
 def run_setup(name: str, strategy: str, directory: str, timeout_s: int) -> None:

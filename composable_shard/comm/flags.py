@@ -51,6 +51,8 @@ class _Named(Protocol):
 
     @property
     def label(self) -> object: ...
+    @property
+    def is_owned(self) -> bool: ...
 
 
 MAX_COUNT = 250  # at which a number of `StepFacts.writes` begins anew; even
@@ -64,7 +66,9 @@ class StepFacts:
         line: The same on all ranks.
         writes: For each flat parameter the ranks that share it or have copies; for each parameter
             of which several ranks hold parts 1, 2 for each time that this rank has written it, and
-            1 if it has a gradient, or just 0 for anything; and these parameters.
+            1 if it has a gradient, or just 0 for anything; for each that one rank owns 1, and 2 for
+            each step of an optimizer that has it, and behind these 1 if this rank has cleared the
+            gradients that it stepped with, 2 if not; and these parameters.
     """
 
     line: str
@@ -81,9 +85,10 @@ class _StepRecord:
     ranks issue in a step, and of facts that only a program can make different: whether parameters
     were written since the last backward. How often a parameter was, and whether it has a gradient,
     is compared where several ranks hold parts of it: those that don't send 0 for the number and 0
-    for its complement. An accelerator's host does not wait: it looks when the next backward
-    ends. A proposal has a digest of its own, in which ranks may differ. A byte says whether a rank
-    has issued something new, so that all of them exchange identities again. [Note: First steps]
+    for its complement. So are the steps of optimizers that have a parameter of one owner. An
+    accelerator's host does not wait: it looks when the next backward ends. A proposal has a digest
+    of its own, in which ranks may differ. A byte says whether a rank has issued something new, so
+    that all of them exchange identities again. [Note: First steps]
     """
 
     NBYTES = 8
@@ -129,13 +134,27 @@ class _StepRecord:
         if max(sums, default=0) <= 255:
             return []
         index = next(index for index, total in enumerate(sums) if total > 255)
-        params = [param for _, counts, params in self._writes for param in params]
-        times, has_grad = divmod(self._counts[index] - 1, 2)
+        params = [
+            param
+            for _, counts, params in self._writes
+            for param in (*params, *[None] * (len(counts) - len(params)))
+        ]
+        param, number = params[index], self._counts[index]
+        times, has_grad = divmod(number - 1, 2)
+        if param is None:
+            found = (
+                "without gradients",
+                "with gradients that it has cleared",
+                "whose gradients stay",
+            )
+            return [f"a backward after a step {found[number]}"]
         if times < 0:
-            return [f"a backward, and holds nothing of '{params[index].label}'"]
+            return [f"a backward, and holds nothing of '{param.label}'"]
+        if param.is_owned:
+            return [f"a backward after {times} steps of the optimizer of '{param.label}'"]
         return [
-            f"a backward after {times} writes to '{params[index].label}' (by optimizer.step() or "
-            f"edits), which had {'an earlier' if has_grad else 'no'} gradient"
+            f"a backward after {times} writes to '{param.label}' (by optimizer.step() or edits), "
+            f"which had {'an earlier' if has_grad else 'no'} gradient"
         ]
 
     def exchange_again(self) -> None:

@@ -15,6 +15,7 @@ from composable_shard.options import HIDDEN, advise
 from composable_shard.tensor import (
     FlatShard,
     FlatShardOfDTensor,
+    OwnedGuard,
     ParamLabel,
     ShardSpec,
     SharedGuard,
@@ -309,12 +310,17 @@ class ParamEntry:
             self.remake(guard)
         rebind(param, view, self.spec, guard)
 
+    @property
+    def is_owned(self) -> bool:
+        """Whether one of several ranks holds all of the parameter."""
+        return self.spec.owner is not None and self.spec.world_size > 1
+
     def watch_writes(self, guard: WriteGuard) -> None:
-        """Count the writes to the parameter, if other ranks hold parts of it too."""
+        """Count the writes to the parameter, if other ranks hold parts of it too; or its steps."""
         start, end = self.spec.range_of(self.spec.rank)
-        is_shared = 0 < end - start < self.spec.numel
+        is_shared = self.is_owned or 0 < end - start < self.spec.numel
         if is_shared and self.shared_guard is None and self.shard_view is not None:
-            self.shared_guard = SharedGuard(guard)
+            self.shared_guard = OwnedGuard(guard) if self.is_owned else SharedGuard(guard)
             rebind(self.sharded, self.shard_view, self.spec, self.shared_guard)
 
     def remake(self, guard: WriteGuard) -> None:

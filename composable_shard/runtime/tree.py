@@ -37,7 +37,7 @@ from composable_shard.flat_param import (
     slot_key,
 )
 from composable_shard.runtime.unit import ShardState, TreeContext
-from composable_shard.tensor import FlatShard
+from composable_shard.tensor import FlatShard, OwnedGuard, WriteGuard
 from composable_shard.torch_private import (
     CALL_CODE,
     REGISTRY_KEY,
@@ -446,35 +446,49 @@ def _find_nonfinite(handle: FlatParamHandle) -> int | None:
     return int(largest.isfinite().logical_not().nonzero()[-1])
 
 
+def _stepped_gradients(handle: FlatParamHandle, before: dict[WriteGuard, int]) -> int:
+    """Return whether owned gradients were cleared since a step: 1 if all, 2 if not, 0 if none."""
+    found = [
+        entry.sharded.grad is not None
+        for entry in handle.entries
+        if isinstance(guard := entry.shared_guard, OwnedGuard)
+        and guard.had_gradient
+        and before.get(guard, guard.num_writes) != guard.num_writes
+    ]
+    return 1 + any(found) if found else 0
+
+
 def step_facts(context: TreeContext) -> StepFacts:
     """Return what the program has done since the last backward, for all ranks to compare.
 
-    Parameters that one rank owns whole are left out: only its owner's are stepped. Writes to a
-    parameter are counted, those by hooks in the backward too, and its gradient is looked for, where
-    this rank and others hold parts of it: an optimizer may leave out shards that are empty. Where
-    each rank holds all, writes to the handle are, as one number.
+    Writes to a parameter are counted, those by hooks in the backward too, and its gradient is
+    looked for, where this rank and others hold parts of it: an optimizer may leave out shards that
+    are empty. Where each rank holds all, writes to the handle are, as one number. Of parameters
+    that one rank owns whole steps are counted, on all ranks whose optimizers have them: only the
+    owner's write to them, and it may do so by hand. The owners tell whether they have cleared the
+    gradients since.
     """
-    handles = [
-        handle
-        for state in context.live_states()
-        for handle in state.handles
-        if not handle.layout.owners
-    ]
-    before, now, counts = context.writes, {h.guard: h.guard.num_writes for h in handles}, []
+    handles = [handle for state in context.live_states() for handle in state.handles]
+    shared = [each for each in handles if not each.layout.owners or each.shard_group.size == 1]
+    before, now, counts = context.writes, {h.guard: h.guard.num_writes for h in shared}, []
     has_writes = any([before.get(guard, number) != number for guard, number in now.items()])
     for handle in handles:
         shown, whole = handle.shown, handle.guard if handle.shard_group.size == 1 else None
         named = shown.shared or handle.entries[:1]
+        if shown.shows_flat:
+            named = [*shown.at_rest, *named[1:]]
         numbers = [0] * len(named)
         is_one = shown.shows_flat or whole is not None
         for index, entry in enumerate(shown.at_rest[:1] if is_one else shown.shared):
             guard = entry.shared_guard if whole is None else whole
             if guard is not None:
                 now[guard] = guard.num_writes
-                if guard in before:
+                if guard in before and (guard.num_writes or not guard.counts_steps):
                     num_writes = now[guard] - before[guard]
-                    has_grad = entry.sharded.grad is not None
+                    has_grad = not guard.counts_steps and entry.sharded.grad is not None
                     numbers[index] = 1 + (2 * num_writes + has_grad) % MAX_COUNT
+        if handle.layout.owners:
+            numbers.append(_stepped_gradients(handle, before))
         counts.append((handle.shard_group, numbers, named))
     context.writes = now
     line = (

@@ -23,6 +23,7 @@ from composable_shard.tensor.gradient_rules import (
 )
 from composable_shard.tensor.op_rules import register_op_rules
 from composable_shard.tensor.operands import (
+    OwnedGuard,
     SharedGuard,
     find_places,
     has_fitting_shape,
@@ -53,6 +54,7 @@ __all__ = [
     "DTensorSlots",
     "FlatShard",
     "FlatShardOfDTensor",
+    "OwnedGuard",
     "ParamLabel",
     "PendingNotice",
     "PendingState",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,8 +40,12 @@ class WriteGuard:
     """Counts the writes to a handle's sharded parameters.
 
     Version counters can't serve: fused and foreach optimizer steps bump none.
+
+    Attributes:
+        counts_steps: `num_writes` are steps of optimizers.
     """
 
+    counts_steps: ClassVar = False
     __slots__ = (
         "_at_write",
         "_reads",

@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
 from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor.flat_shard import FlatShard
-from composable_shard.tensor.operands import describe_operands, note_write
+from composable_shard.tensor.operands import OwnedGuard, describe_operands, note_write
 from composable_shard.tensor.reduction_rules import (
     is_inexact,
     max_over,
@@ -80,7 +80,7 @@ class _StepHooks:
     def keep_for(self, handle: _Handle) -> None:
         """Keep the hooks for as long as the handle lives."""
         if not self._hooks:
-            self._hooks.append(register_optimizer_step_pre_hook(_note_step))
+            self._hooks.append(register_optimizer_step_pre_hook(_note_writes))
             self._hooks.append(register_optimizer_step_post_hook(_note_step))
         self._num_handles += 1
         weakref.finalize(handle, self._release).atexit = False
@@ -130,17 +130,26 @@ def _trainable_owned(shards: Iterable[FlatShard]) -> Iterator[FlatShard]:
             yield from (entry.sharded for entry in handle.entries)
 
 
-def _note_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_writes(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count a step as a write, [Note: Writes by owners]; before it, and after its closure ran."""
     noted = None
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if not isinstance(param, FlatShard) or param._guard is noted:
+            if not isinstance(param, FlatShard) or param._guard is None:
                 continue
-            spec = param._shard_spec
-            if spec.owner is not None and spec.world_size > 1:
+            spec, guard = param._shard_spec, param._guard.whole
+            if guard is not noted and spec.owner is not None and spec.world_size > 1:
                 note_write(param)
-                noted = param._guard
+                noted = guard
+
+
+def _note_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count a step that is over: as a write, and for the ranks to compare."""
+    _note_writes(optimizer, args, kwargs)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, FlatShard) and isinstance(param._guard, OwnedGuard):
+                param._guard.note_step(had_gradient=param.grad is not None)
 
 
 aten = torch.ops.aten

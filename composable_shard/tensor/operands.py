@@ -6,7 +6,7 @@ Which elements of such a value a rank holds is a region, [Note: Regions].
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -77,6 +77,32 @@ class SharedGuard(WriteGuard):
     def note_attributes(self, are_new: bool) -> None:
         """Note for all of the shard whether there are attributes to adopt."""
         self._whole.note_attributes(are_new)
+
+
+class OwnedGuard(SharedGuard):
+    """The guard of a parameter that one rank owns whole: it counts optimizers' steps, on all ranks.
+
+    Not writes: those inside of a step are the owner's alone, and so may those by hand be.
+
+    Attributes:
+        had_gradient: In the last step.
+    """
+
+    __slots__ = ("had_gradient",)
+    counts_steps: ClassVar = True
+
+    def __init__(self, whole: WriteGuard) -> None:
+        super().__init__(whole)
+        self.had_gradient = False
+
+    def note_write(self, fqn: str) -> None:
+        """Count a write to the shard."""
+        self._whole.note_write(fqn)
+
+    def note_step(self, *, had_gradient: bool) -> None:
+        """Count a step of an optimizer that has the parameter."""
+        self.num_writes += 1
+        self.had_gradient = had_gradient
 
 
 def note_write(shard: FlatShard) -> None:
