@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.flat_param.entries import FlatEntry
-from composable_shard.flat_param.grad_pieces import local_gradient
+from composable_shard.flat_param.grad_pieces import local_gradient, take_gradient
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.pending import settled
 from composable_shard.flat_param.shown import check_flags, take_flags
@@ -160,13 +160,8 @@ def has_gradients(handle: FlatParamHandle) -> list[bool]:
     """
     for shown in handle.shown.at_rest:
         grad = reduced_gradient(shown.sharded)
-        if grad is not None and not (
-            isinstance(grad, FlatShard) and grad._shard_spec == shown.spec
-        ):
-            raise RuntimeError(
-                f"expected .grad of parameter '{shown.label}' to be None or a FlatShard, got "
-                f"{type(grad).__name__}. Let backward() set it, or assign a FlatShard."
-            )
+        if grad is not None:
+            take_gradient(shown.sharded, grad)
     if handle.shown.shows_flat and handle.shown.flat is not None:
         flat = handle.shown.flat
         is_there, used = reduced_gradient(flat.sharded) is not None, flat.used

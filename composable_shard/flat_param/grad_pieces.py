@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard.comm import ShardGroup
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import FlatShard, ShardSpec, rebind
+from composable_shard.tensor import FlatShard, ShardSpec, rebind, wrap
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     make_wrapper,
@@ -302,11 +302,28 @@ def set_gradients(
             elif isinstance(grad, FlatShard) and grad._local.shape == shard._local.shape:
                 grad._local.add_(shard._local)
             else:
-                raise RuntimeError(
-                    f"expected .grad of parameter '{param._shard_spec.label}' to be None or a "
-                    f"FlatShard, got {type(grad).__name__}. Let backward() set it, or assign a "
-                    "FlatShard."
-                )
+                take_gradient(param, grad)._local.add_(shard._local)
+
+
+def take_gradient(param: FlatShard, grad: Tensor) -> FlatShard:
+    """Return the gradient of a sharded parameter as a shard.
+
+    It is a plain tensor after a use outside of all units, where this rank holds the parameter
+    whole: such a use is right with one rank, and of parameters alone under `NO_SHARD`.
+
+    Raises:
+        RuntimeError: If it is no shard like the parameter, nor can become one.
+    """
+    spec = param._shard_spec
+    if isinstance(grad, FlatShard) and grad._shard_spec == spec:
+        return grad
+    if type(grad) is Tensor and spec.is_whole and grad.shape == param.shape:
+        param.grad = shard = wrap(spec.slice(grad), spec)
+        return shard
+    raise RuntimeError(
+        f"expected .grad of parameter '{spec.label}' to be None or a FlatShard, got "
+        f"{type(grad).__name__}. Let backward() set it, or assign a FlatShard."
+    )
 
 
 def note_used(flat: FlatEntry, used: list[bool]) -> list[bool]:

@@ -137,3 +137,42 @@ def test_c12_a_module_of_an_outer_unit_is_refused(use_orig_params: bool) -> None
     fully_shard(model.first, use_orig_params=use_orig_params)
     with pytest.raises(ValueError, match=r"'0\.weight' is already managed by the unit '_Parent'"):
         fully_shard(model.first.shared, use_orig_params=use_orig_params)
+
+
+def _shard_all_but_the_second(model: nn.Module, **options: Any) -> None:
+    for module in (model.first, model.second.own, model.out):
+        fully_shard(module, **options)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+@distributed(1)
+def test_c12_one_rank_may_call_a_shared_module_outside_of_units(
+    strategy: ShardingStrategy, accumulates: bool
+) -> None:
+    """Case 12 of the claims: its parameters are whole there. `test_advice.py` has two ranks."""
+    claims.assert_right(
+        _Family,
+        _run_family,
+        shard=_shard_all_but_the_second,
+        strategy=strategy,
+        accumulates=accumulates,
+    )
+
+
+def _run_with_penalty(model: nn.Module, microbatch: int) -> None:
+    loss = square_mean(model(rank_input(4, 7, step=microbatch, dtype=torch.float64)))
+    (loss + (model.out.weight @ model.out.weight.t()).square().sum()).backward()
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@distributed(2)
+def test_c12_a_penalty_of_whole_parameters_adds_to_their_gradients(accumulates: bool) -> None:
+    """Outside of all units, under the one strategy that keeps parameters whole at rest."""
+    claims.assert_right(
+        _Family,
+        _run_with_penalty,
+        shard=_shard_first,
+        strategy=ShardingStrategy.NO_SHARD,
+        accumulates=accumulates,
+    )
