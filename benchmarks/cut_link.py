@@ -31,9 +31,9 @@ from benchmarks.report import emit, header, make_parser, table
 from composable_shard import ShardingStrategy
 
 _CLONE_NEWNET = 0x40000000
-_HOSTS = ("10.77.0.1", "10.77.0.2")
-_PORT = 29477
-_MISSING = "needs root and iproute2, to make network namespaces"
+HOSTS = ("10.77.0.1", "10.77.0.2")
+PORT = 29477
+MISSING = "needs root and iproute2, to make network namespaces"
 
 
 class Hosts:
@@ -45,23 +45,23 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         for name in self.names:
-            _ip("netns", "add", name)
-        _ip("link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
-        for name, link, address in zip(self.names, self.links, _HOSTS, strict=True):
-            _ip("link", "set", link, "netns", name)
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", link)
-            _ip("-n", name, "link", "set", link, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
+            ip("netns", "add", name)
+        ip("link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
+        for name, link, address in zip(self.names, self.links, HOSTS, strict=True):
+            ip("link", "set", link, "netns", name)
+            ip("-n", name, "address", "add", f"{address}/24", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
         return self
 
     def cut(self) -> None:
         """Take the link down."""
-        _ip("-n", self.names[0], "link", "set", self.links[0], "down")
+        ip("-n", self.names[0], "link", "set", self.links[0], "down")
 
     def __exit__(self, *_: Any) -> None:
         for name in self.names:
             with suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", name)
+                ip("netns", "delete", name)
 
     def enter(self, side: int) -> None:
         """Move this process, which has no other thread, to one of the hosts."""
@@ -70,7 +70,7 @@ class Hosts:
                 raise OSError(ctypes.get_errno(), "setns failed")
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
@@ -90,7 +90,7 @@ def rank_main(rank: int, hosts: Hosts, strategy: ShardingStrategy, folder: Path)
     hosts.enter(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = hosts.links[rank]
     timeout = timedelta(seconds=TIMEOUT_S)
-    store = dist.TCPStore(_HOSTS[0], _PORT, 2, rank == 0, wait_for_workers=False)
+    store = dist.TCPStore(HOSTS[0], PORT, 2, rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     model = make_model(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -148,7 +148,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     args = parser.parse_args()
     if not can_run():
-        print(f"skipped: {_MISSING}")
+        print(f"skipped: {MISSING}")
         return 0
     torch.set_num_threads(1)
     rows, is_right = [], True
