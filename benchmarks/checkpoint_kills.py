@@ -168,13 +168,13 @@ class Ranks:
             if rank not in self.statuses:
                 os.kill(self.pids[rank], signal.SIGKILL)
 
-    def join(self) -> list[int]:
+    def join(self, seconds: float = DEADLINE_S) -> list[int]:
         """Wait for all ranks, and return their exit codes.
 
         Raises:
-            RuntimeError: If they have not ended by the deadline; they are killed then.
+            RuntimeError: If they have not ended by then; they are killed.
         """
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + seconds
         while self.poll():
             if time.monotonic() > deadline:
                 self.kill(list(range(WORLD_SIZE)))
@@ -238,7 +238,7 @@ class Scenario:
     def _run_undisturbed(self, name: str, run: Run) -> Path:
         folder = self.folder / name
         folder.mkdir()
-        if any(Ranks(folder, self.shared, run).join()):
+        if any(Ranks(folder, self.shared, run).join(DEADLINE_S + run.last_step)):
             raise RuntimeError("the undisturbed run failed")
         return folder
 

@@ -66,9 +66,13 @@ def check_torch_call(state: ShardState) -> dict[str, str]:
     ]
     is_load = any(loads)
     is_flat = any(getattr(e.get("options"), "flatten_optimizer_state_dict", False) for e in loads)
-    if is_load and not is_flat and any(handle.layout.owners for handle in state.needed):
+    # To an optimizer without state torch gives one for every parameter, in flat form too.
+    is_ready = is_flat and all(each.state for each in asked["optims"])
+    if is_load and not is_ready and any(handle.layout.owners for handle in state.needed):
         problem = 'misses the state of parameters that other ranks own whole (granularity="param")'
     is_full = getattr(asked.get("options"), "full_state_dict", False)
+    if is_full and is_flat:
+        problem = "loads no whole state in flat form, of any model (it ends in a KeyError)"
     if is_full and asked["optims"] and not is_load:
         problem = "would return shards of optimizer state for whole tensors"
     if problem:

@@ -250,9 +250,33 @@ def test_torchs_optimizer_load_refuses_whole_parameters(is_full: bool) -> None:
     flat: Any = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
     state = torch_state_dict.get_optimizer_state_dict(model, optimizer, options=flat)
     other = make_net(granularity="param")
+    fresh = torch.optim.AdamW(other.parameters())
+    with pytest.raises(NotImplementedError, match=r"misses the state.* own whole .*Call the fun"):
+        torch_state_dict.set_optimizer_state_dict(other, fresh, state, options=flat)
+    assert not fresh.state
     used = _train_in_two_groups(other, 1)
     torch_state_dict.set_optimizer_state_dict(other, used, state, options=flat)
     _assert_same_form(get_optimizer_state_dict(other, used, options=EVERYWHERE), expected)
+
+
+@pytest.mark.parametrize("granularity", ["element", "param"])
+@pytest.mark.parametrize("from_first", [False, True])
+@distributed(2)
+def test_torchs_optimizer_load_of_whole_flat_state_is_refused(
+    from_first: bool, granularity: Any
+) -> None:
+    """With FSDP2 it ends in a KeyError on each rank; with whole parameters one rank waited."""
+    model = make_net(granularity=granularity)
+    optimizer = _train_in_two_groups(model, 0)
+    expected = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)
+    options: Any = torch_state_dict.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=from_first, flatten_optimizer_state_dict=True
+    )
+    given = get_optimizer_state_dict(model, optimizer, options=options)
+    for state in (given, expected):
+        with pytest.raises(NotImplementedError, match=r"no whole state in flat form.*Call the fun"):
+            torch_state_dict.set_optimizer_state_dict(model, optimizer, state, options=options)
+    _assert_same_form(get_optimizer_state_dict(model, optimizer, options=EVERYWHERE), expected)
 
 
 @pytest.mark.parametrize("is_strict", [True, False])
