@@ -43,6 +43,13 @@ _NO_OFFLOAD = OffloadPolicy()
 _LET_GO = "_fsdp_let_go"  # attribute: the hook by which the next forward ends an unshard()
 
 
+def __getattr__(name: str) -> Any:
+    """Return torch's `DataParallelMeshDims`, which only newer versions have."""
+    if name == "DataParallelMeshDims":
+        return getattr(torch.distributed.fsdp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
     module: _M,
     *,

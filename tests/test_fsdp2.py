@@ -321,7 +321,8 @@ def test_placements_become_granularities() -> None:
 def test_mesh_axes_by_name() -> None:
     """`dp_mesh_dims` names the axes; replicas alone are `NO_SHARD`."""
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "fsdp", "tp"))
-    dims = torch_fsdp2.DataParallelMeshDims
+    dims = fsdp2.DataParallelMeshDims
+    assert dims is torch_fsdp2.DataParallelMeshDims
     cases = [(dims("fsdp"), 2), (dims("fsdp", "dp"), 2), (dims(replicate="fsdp"), 1)]
     for given, size in cases:
         model = fsdp2.fully_shard(nn.Linear(3, 5), mesh=mesh, dp_mesh_dims=given)
