@@ -53,7 +53,7 @@ from composable_shard.comm.hooks import (
     then_call_hook,
 )
 from composable_shard.comm.lockstep import fail
-from composable_shard.comm.order import exchange_always, note_setting
+from composable_shard.comm.order import before_next_collective, exchange_always, note_setting
 from composable_shard.comm.trace import log_events
 from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_nbytes
 
@@ -88,6 +88,7 @@ __all__ = [
     "all_reduce",
     "alloc_host",
     "as_received",
+    "before_next_collective",
     "bf16_compress_hook",
     "broadcast",
     "call_hook",

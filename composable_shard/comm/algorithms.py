@@ -38,7 +38,6 @@ from composable_shard.comm.devices import (
 from composable_shard.comm.lockstep import fail, make_exchange
 from composable_shard.comm.order import (
     LOWEST_TAG,
-    MAX_ISSUED,
     NUM_TAGS,
     GroupOrder,
     identify,
@@ -283,8 +282,8 @@ class AllGather:
             identity = identify(what, "all_gather", self._nbytes, is_of_step=bool(when))
             self._identities[when] = identity
         order = self._order  # as `note` does, without a call
-        if len(order.issued) > MAX_ISSUED:
-            order.fold()
+        if len(order.issued) > order.room:
+            order.make_room()
         order.issued.append(identity)
         if self._exchange is not None and (is_rare or order.is_checked):
             self._exchange(is_rare)
@@ -502,8 +501,8 @@ class ReduceScatter:
             )
             self._identities[key] = identity
         order = self._order  # as `note` does, without a call
-        if len(order.issued) > MAX_ISSUED:
-            order.fold()
+        if len(order.issued) > order.room:
+            order.make_room()
         order.issued.append(identity)
         if self._exchange is not None and order.is_checked:
             self._exchange(False)

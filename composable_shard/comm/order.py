@@ -29,7 +29,7 @@ from __future__ import annotations
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -88,6 +88,7 @@ class GroupOrder:
         is_exchanged: Identities go ahead of a backend's collectives, [Note: First steps].
         is_checked: Identities may go ahead of a backend's collectives.
         has_news: The step before the last `fold` has issued something new.
+        room: How long `issued` may get before `make_room` is called.
     """
 
     def __init__(self) -> None:
@@ -95,6 +96,8 @@ class GroupOrder:
         self.num_folded = 0
         self.failure: str | None = None
         self.timeout: timedelta | None = None
+        self.room = MAX_ISSUED
+        self._before_next: list[Callable[[], object]] = []
         self.last_step: list[int] = []
         self.is_exchanged = self.is_checked = True
         self._checks_next = False
@@ -109,9 +112,23 @@ class GroupOrder:
 
     def note(self, identity: int) -> None:
         """Enter a collective that is issued now."""
-        if len(self.issued) > MAX_ISSUED:
-            self.fold()
+        if len(self.issued) > self.room:
+            self.make_room()
         self.issued.append(identity)
+
+    def run_before_next(self, run: Callable[[], object]) -> None:
+        """Run something before the next collective, which it may issue itself."""
+        self._before_next.append(run)
+        self.room = -1
+
+    def make_room(self) -> None:
+        """Run what comes before the next collective; let `issued` be short."""
+        self.room = MAX_ISSUED
+        waiting, self._before_next = self._before_next, []
+        for run in waiting:
+            run()
+        if len(self.issued) > self.room:
+            self.fold()
 
     def fold(self) -> int:
         """Begin to count calls anew, as each step does; return a digest of the last ones."""
@@ -207,6 +224,12 @@ def order_of(group: dist.ProcessGroup) -> GroupOrder:
 def all_orders() -> list[tuple[dist.ProcessGroup, GroupOrder]]:
     """Return the groups on which this rank has issued collectives."""
     return list(_orders.items())
+
+
+def before_next_collective(run: Callable[[], object], groups: Iterable[dist.ProcessGroup]) -> None:
+    """Run something before what is issued next on any of these groups."""
+    for group in dict.fromkeys(groups):
+        order_of(group).run_before_next(run)
 
 
 def exchange_always(groups: Iterable[dist.ProcessGroup]) -> None:

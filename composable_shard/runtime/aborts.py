@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import torch
 
+from composable_shard.comm import before_next_collective
 from composable_shard.comm import note_setting as enter_setting
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.buckets import LATE
@@ -17,12 +19,32 @@ from composable_shard.runtime.unit import ShardState, TreeContext, trees
 from composable_shard.torch_private import current_backward_id
 
 
+def catch_up_before_next(context: TreeContext) -> None:
+    """Let this rank issue what others may have before they failed, before all else on its groups.
+
+    Nothing here can block or fail.
+    """
+    ref = weakref.ref(context)
+
+    def run() -> None:
+        if (found := ref()) is not None:
+            drop_aborted(found)
+
+    states = [each for each in context.live_states() if each.buckets and each.buckets.is_under_way]
+    groups = [handle.shard_group for state in states for handle in state.handles]
+    before_next_collective(
+        run, [each for one in groups for each in (one.group, *one.replicate_groups)]
+    )
+
+
 def drop_aborted(context: TreeContext) -> None:
     """Drop what an aborted backward left in handles; already published gradients stay.
 
     Gradients that `no_sync` kept unsharded are dropped too: the aborted pass may have added to
     some of them.
     """
+    if not context.has_aborted:
+        return
     context.has_aborted = False
     for state in context.live_states():
         if state.buckets is not None and state.buckets.is_under_way:
@@ -51,9 +73,6 @@ def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
     """
     agreed = [state for state in states if state.context and state.context.has_agreed]
     if agreed and is_new:
-        for context in dict.fromkeys(state.context for state in agreed):
-            if context is not None and context.has_aborted:
-                drop_aborted(context)  # first: some ranks have issued what others are to catch up
         groups = [handle.shard_group for state in agreed for handle in state.handles]
         text = f"{what} of unit '{agreed[0].name}'"
         enter_setting(text, [each for one in groups for each in (one.group, *one.joint_groups)])

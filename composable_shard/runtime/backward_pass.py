@@ -29,7 +29,7 @@ from composable_shard.flat_param import (
     needs_reduction,
     settle_pending,
 )
-from composable_shard.runtime.aborts import drop_aborted, find_late
+from composable_shard.runtime.aborts import catch_up_before_next, drop_aborted, find_late
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.early_gradients import EarlyGradients
 from composable_shard.runtime.prefetch import (
@@ -494,6 +494,7 @@ def _note_abort(
     if context is None or backward is None or not backward.is_called_by(callback):
         return
     context.backward, context.has_aborted, context.open_calls = None, True, 0
+    catch_up_before_next(context)
     warn_at_once({state.name: state.learnt for state in context.live_states() if state.needed})
     for state in context.live_states():
         for handle in state.handles:

@@ -23,8 +23,11 @@ from composable_shard import (
     FlatLayout,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    clip_grad_norm_,
     fully_shard,
     get_handles,
+    get_model_state_dict,
+    lazy_init,
     no_sync,
     set_requires_all_reduce,
     shard_model,
@@ -439,16 +442,43 @@ def test_parameters_that_some_ranks_use(
     assert_at_rest(twins.sharded)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def _change_a_setting(model: nn.Module) -> None:
+    with no_sync(model):
+        pass  # a setting, which is entered into the order of collectives
+
+
+def _clip_gradients(model: nn.Module) -> None:
+    clip_grad_norm_(model, 1.0)
+
+
+def _read_whole_values(model: nn.Module) -> None:
+    model.last.weight.full_tensor()
+    get_model_state_dict(model)
+
+
+def _take_a_norm(model: nn.Module) -> None:
+    model.last.weight.norm()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "then"),
+    [
+        *((strategy, _change_a_setting) for strategy in STRATEGIES),
+        *(
+            (ShardingStrategy.FULL_SHARD, then)
+            for then in (_clip_gradients, _read_whole_values, _take_a_norm, lazy_init)
+        ),
+    ],
+)
 @distributed(2)
 def test_a_backward_fails_when_ranks_have_reduced_different_buckets(
-    strategy: ShardingStrategy,
+    strategy: ShardingStrategy, then: Callable[[nn.Module], object]
 ) -> None:
-    """All ranks have issued the same collectives when the next step begins."""
-    _fail_and_step(Twins(_Picky, partial(_bucketed, cap=64 / MIB, strategy=strategy)))
+    """All ranks have issued the same collectives before the program calls anything else."""
+    _fail_and_step(Twins(_Picky, partial(_bucketed, cap=64 / MIB, strategy=strategy)), then)
 
 
-def _fail_and_step(twins: Twins) -> None:
+def _fail_and_step(twins: Twins, then: Callable[[nn.Module], object] = _change_a_setting) -> None:
     """Let a backward fail whose ranks used different layers; take a right step. Twice."""
 
     def fail(grad: Tensor) -> None:
@@ -461,8 +491,7 @@ def _fail_and_step(twins: Twins) -> None:
         with pytest.raises(ValueError, match="planned"):
             twins.sharded(x, used).sum().backward()
         y = rank_input(4, 5, step=step)
-        with no_sync(twins.sharded):
-            pass  # a setting, which is entered into the order of collectives
+        then(twins.sharded)
         twins.step(lambda model, y=y, used=used: model(y, used).square().mean())
         twins.assert_equal_gradients()
         for model in twins:
