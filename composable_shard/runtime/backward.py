@@ -133,9 +133,9 @@ class CallReached:
             backward.reads[self.reads] = None
         backward.reach(state, self._start, self.end)
         if state.buckets is not None:
-            is_safe = self.runs_alone and backward.is_sure_to_reduce
-            is_safe = is_safe and not (len(tree_refs) > 1 and _may_reach_others(context))
-            queue = _ending_next(backward, state, self._start) if is_safe else []
+            may_go = self.runs_alone and backward.is_sure_to_reduce
+            queue = _ending_next(backward, state, self._start) if may_go else []
+            is_safe = may_go and not (len(tree_refs) > 1 and _may_reach_others(context))
             state.buckets.reach(self._start if is_safe else None, queue)
         # The owner of borrowed ones may have ended since, and freed them.
         has_borrowed = all([handle.shown.is_unsharded for handle in state.borrowed])

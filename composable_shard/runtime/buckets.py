@@ -58,10 +58,11 @@ class Buckets:
 
         Args:
             position: Of that call; None where buckets may not be reduced early.
-            queue: The buckets that may then, in the order in which the unit's end reduces them.
+            queue: The buckets that others may reduce early, in the order in which the unit's end
+                reduces them. Garbage may hold another tree on this rank alone.
         """
         self._position, self._queue = position, queue
-        self._is_under_way = position is not None
+        self._is_under_way = len(queue) > 0
 
     @property
     def is_under_way(self) -> bool:
