@@ -6,8 +6,8 @@ full-size buffer of a collective. Of a gather or reduce-scatter over n ranks eac
 `(n - 1) / n` of the payload, of an all-reduce twice that, as a ring does it. Not counted: memory
 that is freed again within a pass, save for `gathered_nbytes`, scratch memory for the terms of a
 reduction on the CPU, a unit's gathers of parameters that another unit manages, the byte with which
-a backward with buckets begins, and those of early hooks. `num_collectives` leaves out the
-all-reduce of flags, one for each backward and mesh.
+a backward with buckets of sharded gradients begins, and those of early hooks. `num_collectives`
+leaves out the all-reduce of flags, one for each backward and mesh.
 
 Shards may differ in size: bytes held are those of the first rank. They are those of the device and
 the host together; `host_nbytes` says how much of them is on the host. There, the further backward

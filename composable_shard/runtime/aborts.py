@@ -15,14 +15,15 @@ from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.prefetch import return_to_idle
 from composable_shard.runtime.reads import learn_anew, warn_of_reads
+from composable_shard.runtime.reduction_order import Turns
 from composable_shard.runtime.unit import ShardState, TreeContext, trees
 from composable_shard.torch_private import current_backward_id
 
 
-def catch_up_before_next(context: TreeContext) -> None:
+def catch_up_before_next(context: TreeContext, turns: Turns) -> None:
     """Let this rank issue what others may have before they failed, before all else on its groups.
 
-    Nothing here can block or fail.
+    Nothing here can block or fail. [Note: Buckets]
     """
     ref = weakref.ref(context)
 
@@ -31,6 +32,9 @@ def catch_up_before_next(context: TreeContext) -> None:
             drop_aborted(found)
 
     states = [each for each in context.live_states() if each.buckets and each.buckets.is_under_way]
+    full = [handle for state in states if state.buckets for handle in state.buckets.take_expected()]
+    due = [h for each in full for h in (turns.take(each) if each in turns else [each])]
+    context.expected = due if states else None
     groups = [handle.shard_group for state in states for handle in state.handles]
     before_next_collective(
         run, [each for one in groups for each in (one.group, *one.replicate_groups)]
@@ -46,9 +50,7 @@ def drop_aborted(context: TreeContext) -> None:
     if not context.has_aborted:
         return
     context.has_aborted = False
-    for state in context.live_states():
-        if state.buckets is not None and state.buckets.is_under_way:
-            catch_up(context, state)
+    _catch_up(context)
     context.forget_graphs()
     for state in context.live_states():
         for handle in state.handles:
@@ -115,23 +117,24 @@ def _next_backward_id() -> int:
     return found[0]
 
 
-def catch_up(context: TreeContext, state: ShardState) -> None:
-    """Issue the reductions of a unit that other ranks may have issued before a backward failed.
+def _catch_up(context: TreeContext) -> None:
+    """Issue the reductions that other ranks may have issued before a backward failed.
 
     An error of it is not ours to raise: all of it is dropped. [Note: Buckets]
     """
-    if state.buckets is None:
+    expected, context.expected = context.expected, None
+    if expected is None:
         return
-    expected = state.buckets.take_expected()
     with suppress(Exception):
-        for handle in state.handles:
+        for handle in context.live_handles():
             handle.grads.advance()
         for handle in expected:
+            state = context.owner_of(handle)
             handle.grads.issue(
                 context.streams,
                 context.scratch,
                 keep_unsharded=True,
-                is_deferred=state.defers_all_reduce(handle),
+                is_deferred=state is not None and state.defers_all_reduce(handle),
             )
             handle.grads.advance()
 
@@ -143,9 +146,9 @@ def find_late(
     turns: Collection[FlatParamHandle],
 ) -> list[tuple[ShardState, FlatParamHandle]]:
     """Return what is reduced once more, see [Note: Buckets]; but `turns` have been."""
-    found = [h for h, flags in zip(handles, used, strict=True) if LATE in flags and h not in turns]
+    found = [handle for handle, flags in zip(handles, used, strict=True) if LATE in flags]
     late = [(state, handle) for handle in found if (state := context.owner_of(handle)) is not None]
     for state, _ in late:
         if state.buckets is not None:
             state.buckets.note_late()
-    return late
+    return [(state, handle) for state, handle in late if handle not in turns]

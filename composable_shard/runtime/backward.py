@@ -133,7 +133,10 @@ class CallReached:
             backward.reads[self.reads] = None
         backward.reach(state, self._start, self.end)
         if state.buckets is not None:
-            may_go = self.runs_alone and backward.is_sure_to_reduce
+            is_sure = backward.is_sure_to_reduce or not any(
+                handle.requires_grad and handle not in backward.turns for handle in state.handles
+            )
+            may_go = self.runs_alone and is_sure
             queue = _ending_next(backward, state, self._start) if may_go else []
             is_safe = may_go and not (len(tree_refs) > 1 and _may_reach_others(context))
             state.buckets.reach(self._start if is_safe else None, queue)
@@ -331,6 +334,10 @@ def _end_full_buckets(
         return
     may_go = buckets.may_go_early(handle, position) and handle in backward.reducing
     if not may_go or not buckets.fills(handle, index):
+        return
+    if handle in backward.turns:
+        buckets.note_issued(handle)
+        backward.issue_turns(backward.turns.take(handle))
         return
     for bucket in buckets.take_full(_ending_next(backward, state, position)):
         buckets.note_issued(bucket)

@@ -107,8 +107,8 @@ class BackwardPass:
         context.leaves_graphs = context.leaves_graphs or context.open_calls > 1 or keeps_graph()
         if context.prefetched:
             drop_prefetched(context.prefetched)
-        order = [state for ref in reversed(context.armed) if (state := ref()) is not None]
-        self.following = {state.ref: after.ref for state, after in pairwise(order)}
+        armed = [state for ref in reversed(context.armed) if (state := ref()) is not None]
+        self.following = {state.ref: after.ref for state, after in pairwise(armed)}
         states = context.live_states()
         for state in states:
             for handle in state.handles:
@@ -123,27 +123,25 @@ class BackwardPass:
                 if handle.has_early_hooks and self.early is None:
                     self.early = EarlyGradients(context.flag_reductions)
         context.has_regions = context.has_regions or len(context.may_recompute) > 0
+        buckets, order = context.find_buckets(), context.reduction_order
         self.asks_for_late = context.has_regions
-        if context.reduction_order is not None:
-            self.turns = context.reduction_order.begin(
-                states, self.reducing, asks_for_late=self.asks_for_late
-            )
+        if order is not None:
+            # What is late in a bucket is packed before the flags could see it where it was.
+            self.asks_for_late = self.asks_for_late or any(h.grads.is_persistent for h in buckets)
+            self.turns = order.begin(states, self.reducing, asks_for_late=self.asks_for_late)
         self.accumulates = any(h.will_get_gradient() for state in states for h in state.handles)
         # What waits is reduced by a backward that adds nothing to it, too: all of it, or nothing.
         self.accumulates = self.accumulates or any(map(needs_reduction, self.reducing))
-        self._agree_to_reduce()
-        for state in order:
+        self._agree_to_reduce([handle for handle in buckets if handle not in self.turns])
+        for state in armed:
             self.open_unit(state, context.first_calls.get(state.ref, -1))
 
-    def _agree_to_reduce(self) -> None:
+    def _agree_to_reduce(self, buckets: list[FlatParamHandle]) -> None:
         """Let all ranks know whether any of them accumulates gradients, see [Note: Buckets].
 
         Where there are buckets: one all-reduce of a byte for each process group.
         """
-        groups = {
-            handle.shard_group.joint_groups: handle.shard_group
-            for handle in self.context.find_buckets()
-        }
+        groups = {handle.shard_group.joint_groups: handle.shard_group for handle in buckets}
         if not groups:
             return
         own = int(self.accumulates)
@@ -238,7 +236,7 @@ class BackwardPass:
             if not self.accumulates or (self.early and self.early.is_final(handle)):
                 pass
             elif handle in self.turns:
-                self._issue_turns(self.turns.take(handle))
+                self.issue_turns(self.turns.take(handle))
             elif not (self._is_ending and self.asks_for_late and handle in self._reduced):
                 self.issue(state, handle, keeps=self._keeps_values(handle))
         elif handle.requires_grad and self.accumulates:
@@ -268,7 +266,7 @@ class BackwardPass:
         if not self.accumulates:
             self.accumulates = early.has_accumulating_rank(handle)
 
-    def _issue_turns(self, handles: Iterable[FlatParamHandle]) -> None:
+    def issue_turns(self, handles: Iterable[FlatParamHandle]) -> None:
         """Start reductions in the order that the ranks agree on, [Note: Agreed order]."""
         for handle in handles:
             self.issue(self.turns[handle], handle, keeps=self._keeps_values(handle))
@@ -322,7 +320,7 @@ class BackwardPass:
         if self.is_sure_to_reduce:
             # Other ranks may have done so already, and wait for it.
             self._issue_rest(unsynced)
-        self._issue_turns(self.turns.rest() if self.turns else ())
+        self.issue_turns(self.turns.rest() if self.turns else ())
         buckets = self.context.find_buckets()
         late = {h for h in self._reduced if any(h.grads.arrived)} if self.asks_for_late else ()
         flags = self._reduce_flags(
@@ -335,7 +333,7 @@ class BackwardPass:
             # Another rank may, where this one skips a unit for example.
             self.accumulates = any(any(used) for used in flags.finish())
         if self.accumulates and self.turns:
-            self._issue_turns(self.turns.last(handles, flags.finish()))
+            self.issue_turns(self.turns.last(handles, flags.finish()))
         if not self.is_sure_to_reduce:
             self._issue_rest(unsynced)
         if buckets or self.asks_for_late:
@@ -494,7 +492,7 @@ def _note_abort(
     if context is None or backward is None or not backward.is_called_by(callback):
         return
     context.backward, context.has_aborted, context.open_calls = None, True, 0
-    catch_up_before_next(context)
+    catch_up_before_next(context, backward.turns)
     warn_at_once({state.name: state.learnt for state in context.live_states() if state.needed})
     for state in context.live_states():
         for handle in state.handles:

@@ -20,6 +20,10 @@ take part even if they have no gradient at all. So each backward begins with a f
 tells whether any rank accumulates gradients; only ranks that do not accumulate wait for it. At the
 end of the backward the remaining buckets are reduced before anyone waits for anything else.
 
+Where gradients lie in a persistent buffer, a bucket that is full waits for its turn instead, and
+all ranks reduce it anyway: nothing tells ahead, and the ranks may fill buckets in any order.
+[Note: Agreed order]
+
 If a backward fails at the same point on all ranks, some may have reduced more buckets than others.
 Before the next call, all ranks issue the reductions of that unit that they have not issued, of
 those that might have gone early, and drop the results. A bucket that is tied to another unit's

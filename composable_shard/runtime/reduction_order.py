@@ -17,7 +17,8 @@ and whichever it has left out: the values are those of DistributedDataParallel.
 - Beside the flags travels a digest of the order in which the handles were over. If all ranks had
   the same one, they take it over.
 
-Handles that are reduced in buckets, or have hooks on gradients, keep the order of their backward.
+A bucket is over when it is full, if it may be reduced before its unit's end, [Note: Buckets].
+Handles that have hooks on gradients keep the order of their backward.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ class _Unit(Protocol):
 
     @property
     def handles(self) -> list[FlatParamHandle]: ...
-    @property
-    def buckets(self) -> Any: ...
 
 
 class ReductionOrder:
@@ -65,7 +64,6 @@ class ReductionOrder:
         owners = {
             handle: unit
             for unit in reversed(units)
-            if unit.buckets is None
             for handle in unit.handles
             if handle.grads.is_persistent and not handle.has_early_hooks
         }

@@ -374,7 +374,8 @@ class TreeContext:
             `has_regions` if there have ever been such.
         backward: The running `BackwardPass`; its module is above this one.
         last_backward_id: Autograd's number of the last backward; `probed_backward_id` of one ahead.
-        has_aborted: What an aborted backward left in handles has not been dropped yet.
+        has_aborted: What an aborted backward left has not been dropped yet; nor has `expected` been
+            reduced, which other ranks may have been about to: None where none may.
         flag_reductions: Those that a backward has issued and perhaps not waited for.
         serves_graphs: On some rank there may be graphs that read full values unannounced.
         has_agreed: The ranks shard the same model in the same way.
@@ -406,6 +407,7 @@ class TreeContext:
         self.last_backward_id = self.probed_backward_id = -1
         self.has_aborted = self.spans_calls = self.leaves_graphs = self.has_regions = False
         self.flag_reductions: list[FlagReduction] = []
+        self.expected: list[FlatParamHandle] | None = None
         self.serves_graphs = self.is_joined = self._has_warned_of_host_memory = False
         self._graph_writes = -1  # to parameters, when graphs were made
         self.has_agreed = self.is_checked = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
@@ -35,11 +37,22 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("strategy", KEPT)
+@pytest.mark.parametrize("strategy", ["SHARD_OPTIM", "NO_SHARD", "SHARD_OPTIM/buckets"])
 @distributed(2)
-def test_l_order_of_kept_gradients_is_not_the_forwards(strategy: ShardingStrategy) -> None:
+def test_l_order_of_kept_gradients_is_not_the_forwards(strategy: str) -> None:
     """Order: the values of DistributedDataParallel, whatever one rank runs, and how often."""
-    wrong = [name for name in ORDERS if not differences.train(name, strategy.name)]
+    wrong = [name for name in ORDERS if not differences.train(name, strategy)]
+    assert not wrong
+
+
+@distributed(2)
+def test_l_order_in_which_buckets_of_one_unit_fill_is_not_the_ranks() -> None:
+    """Order: a model in one call, as under DistributedDataParallel."""
+    strategy, wrong = "NO_SHARD/buckets", []
+    for name in ORDERS:
+        differences.DIFFERENCES["as one unit"] = replace(differences.DIFFERENCES[name], units=())
+        if not differences.train("as one unit", strategy):
+            wrong.append(name)
     assert not wrong
 
 
