@@ -109,11 +109,11 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Pa
 
     Args:
         path: The directory given to `save_checkpoint`, or one checkpoint in it.
-        step: Which checkpoint. Default: the one published last, or the one of the highest step if
-            the file `latest` is missing.
+        step: Which checkpoint. Default: the one published last that is there, or the one of the
+            highest step if the file `latest` is missing.
 
     Raises:
-        ValueError: If the file `latest` does not name a checkpoint.
+        ValueError: If the file `latest` has lines that name no checkpoint.
     """
     folder = Path(path)
     if step is None and (folder / METADATA).is_file():
@@ -121,7 +121,7 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Pa
     complete = list_checkpoints(folder)
     if step is not None:
         return next((each for number, _, each in reversed(complete) if number == step), None)
-    for name in list(read_history(folder))[:1]:
+    for name in read_history(folder):
         if parse_folder_name(name) is None:
             raise ValueError(f"{folder / LATEST} is damaged: {name!r} is no name of a checkpoint")
         if (folder / name / METADATA).is_file():

@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import stat
 import time
 import warnings
 from collections.abc import Iterator
@@ -162,11 +163,7 @@ def _write(group: HostGroup, name: str, plan: SavePlan, keep_last: int | None) -
     try:
         file = folder / data_file_name(group.rank, group.size)
         with group.agreed():
-            try:
-                report = _write_data(file, plan.items)
-            except Exception as failure:
-                reason = f"{type(failure).__name__}: {failure}"
-                raise RuntimeError(f"can't write {file}: {reason}") from failure
+            report = _write_data(file, plan.items)
         reports = group.gather(report)
         group.on_first(lambda: _publish(path, name, plan, reports, group.size))
     except BaseException:
@@ -202,6 +199,8 @@ class _Lock:
         files.make_folder(self._path)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = descriptor = os.open(self._path / LOCK, flags, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise RuntimeError(f"{self._path / LOCK} is not a regular file: remove it")
         try:
             self._wait(descriptor)
         except OSError as error:
@@ -246,6 +245,8 @@ def _prepare(path: Path, step: int, lock: _Lock) -> str:
         numbers[1] for numbers in map(parse_folder_name, names) if numbers and numbers[0] == step
     ]
     name = folder_name(step, max(attempts, default=-1) + 1)
+    if parse_folder_name(name) is None:
+        raise RuntimeError(f"{path} has no name left for step {step}: remove those of {name[:13]}")
     files.make_folder(path / temporary_name(name), is_new=True)
     return name
 
@@ -273,13 +274,21 @@ def _write_data(path: Path, items: list[Item]) -> dict[str, Any]:
 
 @contextmanager
 def _created(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, which is on disk when the body has succeeded."""
-    file = files.create(path)
+    """Open a new file, which is on disk when the body has succeeded.
+
+    Raises:
+        RuntimeError: Naming the file.
+    """
     try:
-        yield file
-        files.sync(file)
-    finally:
-        files.close(file)
+        file = files.create(path)
+        try:
+            yield file
+            files.sync(file)
+        finally:
+            files.close(file)
+    except Exception as failure:
+        reason = f"{type(failure).__name__}: {failure}"
+        raise RuntimeError(f"can't write {path}: {reason}") from failure
 
 
 def _write_values(file: BinaryIO, values: Tensor) -> str:
@@ -317,9 +326,9 @@ def _publish(
         files.write(file, write_metadata(metadata))
     files.sync_path(folder)
     files.rename(folder, path / name)
+    pointer = path / temporary_name(LATEST)
     try:
         files.sync_path(path)
-        pointer = path / temporary_name(LATEST)
         if os.path.lexists(pointer):
             _remove(pointer)
         # An entry of this name is that of a removed one, of another run perhaps.
@@ -334,6 +343,7 @@ def _publish(
         # A save that raises leaves nothing behind.
         with suppress(OSError):
             files.rename(path / name, folder)
+            files.remove_file(pointer)
         raise
 
 

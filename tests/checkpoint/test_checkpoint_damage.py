@@ -22,7 +22,13 @@ from torch.distributed.tensor import Partial, distribute_tensor, init_device_mes
 from torch.distributed.tensor.placement_types import Replicate
 from torch.testing._internal.two_tensor import TwoTensor
 
-from composable_shard import FlatShard, find_checkpoint, load_checkpoint, save_checkpoint
+from composable_shard import (
+    FlatShard,
+    find_checkpoint,
+    fully_shard,
+    load_checkpoint,
+    save_checkpoint,
+)
 from composable_shard.checkpoint import files
 from composable_shard.layout import Region
 from composable_shard.state_dict.json_tree import decode, encode, merge
@@ -375,6 +381,46 @@ def test_a_save_that_fails_leaves_what_was_there(name: str, rank: int, tmp_path:
     assert load_checkpoint(tmp_path, model, optimizer).path == second
     left = {path.name for path in tmp_path.iterdir()} - {"step_00000002"}
     assert left == {".lock", "latest", first.name, second.name}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@distributed(2)
+def test_any_one_operation_of_a_save_may_fail(rank: int, tmp_path: Path) -> None:
+    """Nothing is left of the save, and the one before is found: the newest, of the lower step."""
+    model = fully_shard(nn.Linear(4, 4))
+    for step in (5, 3):
+        newest = save_checkpoint(tmp_path, model, step=step)
+    before = sorted(os.listdir(tmp_path))
+    real, done, number = {name: getattr(files, name) for name in files.__all__}, 0, -1
+
+    def fail_once(name: str) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == number + 1:
+                if name == "close":
+                    real[name](*args)
+                raise OSError(errno.EIO, "planned")
+            return real[name](*args, **options)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == rank:
+            for name in files.__all__:
+                patch.setattr(files, name, fail_once(name))
+        save_checkpoint(tmp_path / "other", model, step=4)
+        counts: list[int] = [0, 0]
+        dist.all_gather_object(counts, done)
+        for number in range(counts[rank]):
+            done = 0
+            with pytest.raises(RuntimeError, match=r"planned"):
+                save_checkpoint(tmp_path, model, step=4)
+            dist.barrier()  # rank 0 removes it when all know
+            assert sorted(set(os.listdir(tmp_path)) - {"other"}) == before, number
+            assert find_checkpoint(tmp_path) == newest, number
+            dist.barrier()
+    assert counts[rank] >= 4
 
 
 @distributed(2)

@@ -177,6 +177,30 @@ def test_a_directory_in_the_place_of_the_pointer_is_named(tmp_path: Path) -> Non
 
 
 @distributed(2)
+def test_a_lock_that_is_no_file_is_named(tmp_path: Path) -> None:
+    """A pipe opens without an error, and can't be emptied."""
+    if dist.get_rank() == 0:
+        os.mkfifo(tmp_path / ".lock")
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r"\.lock is not a regular file: remove it"):
+        save_checkpoint(tmp_path, fully_shard(_model()), step=1)
+
+
+@distributed(2)
+def test_a_step_without_a_name_left_is_refused(tmp_path: Path) -> None:
+    """The next name would have had more digits than a load looks for."""
+    model = fully_shard(_model())
+    if dist.get_rank() == 0:
+        (tmp_path / "step_00000002.999999").mkdir()
+    dist.barrier()
+    with pytest.raises(
+        RuntimeError, match="no name left for step 2: remove those of step_00000002"
+    ):
+        save_checkpoint(tmp_path, model, step=2)
+    assert load_checkpoint(save_checkpoint(tmp_path, model, step=1), model).step == 1
+
+
+@distributed(2)
 def test_ranks_with_different_working_directories_save_one_checkpoint(tmp_path: Path) -> None:
     """A relative path is rank 0's."""
     before = os.getcwd()
