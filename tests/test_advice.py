@@ -131,6 +131,8 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], advice.Advice, str
     "numpy": (lambda: _param().detach().numpy(), RuntimeError, advice.VALUES, ""),
     "asarray": (lambda: np.asarray(_param().detach()), RuntimeError, advice.VALUES, ""),
     "tolist": (lambda: _param().tolist(), RuntimeError, advice.VALUES, ""),
+    "placements": (lambda: _param().placements, AttributeError, advice.PLACEMENTS, ""),
+    "device_mesh": (lambda: _param().device_mesh, AttributeError, advice.PLACEMENTS, ""),
     "save_file": (
         lambda: safetensors.torch.save_file(_encoder().state_dict(), "nowhere"),
         RuntimeError,

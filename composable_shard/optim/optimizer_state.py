@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard.tensor import FlatShard, is_owned_by_other_rank, wrap
@@ -110,6 +111,11 @@ def _is_full_size(entry: _Entry, scalar_keys: frozenset[str]) -> bool:
         raise ValueError(
             f"expected the state '{entry.key}' of '{spec.label.fqn}' to be a shard of the same "
             f"range as the parameter, got a shard of '{value._shard_spec.label.fqn}'"
+        )
+    if isinstance(value, DTensor) and spec.tensor_parallel is None:
+        raise ValueError(
+            f"the state '{entry.key}' of '{spec.label.fqn}' is a DTensor, whose parts are not "
+            "those of the parameter. Load it by set_optimizer_state_dict, on all ranks."
         )
     if value.shape == spec.shape:
         return entry.param.numel() != 1 or entry.key not in scalar_keys

@@ -152,6 +152,13 @@ VALUES = Advice(
     "Take p.full_tensor() on all ranks, and use what it returns on any of them.",
     _never,
 )
+PLACEMENTS = Advice(
+    "`p.placements`, `p.device_mesh`: a loader that calls `distribute_tensor`",
+    "Parameters at rest are no DTensors: a rank has a flat range, which no placement describes.",
+    "To load values give whole tensors, or DTensors of any placements, to model.load_state_dict or "
+    "set_model_state_dict, on all ranks: both cut them. get_param_ranges(model) tells the ranges.",
+    _never,
+)
 SAVE = Advice(
     "`torch.save` of a state dict or model",
     "torch.save writes the shards of this rank alone, a part of each parameter.",
@@ -209,7 +216,7 @@ FUNCTIONS = Advice(
 
 # What the page lists, and, of these, what frames tell; the first one that fits.
 CALLS = (
-    *(LAYER, METHOD, ANYTHING, HIDDEN, FULL_SIZE, VALUES, SAVE, SAFETENSORS),
+    *(LAYER, METHOD, ANYTHING, HIDDEN, FULL_SIZE, VALUES, PLACEMENTS, SAVE, SAFETENSORS),
     *(WRAPPED, LINE_SEARCH, MATRICES, FUNCTIONS, NOTEBOOK),
 )
 _FOUND = (SAFETENSORS, WRAPPED, LINE_SEARCH, MATRICES, METHOD)

@@ -36,7 +36,7 @@ from composable_shard.layout import (
     memory_order,
     whole_box,
 )
-from composable_shard.options import VALUES, advise
+from composable_shard.options import PLACEMENTS, VALUES, advise
 from composable_shard.torch_private import (
     compute_local_shape_and_global_offset,
     is_traceable_wrapper_subclass,
@@ -274,6 +274,11 @@ def _of_whole(name: str) -> Callable[..., Any]:
     return run
 
 
+def _refuse_placements(shard: Checkpointable) -> NoReturn:
+    """Say what loads values: no placement describes a flat range."""
+    raise AttributeError(f"'{shard._shard_spec.label.fqn}': {advise(PLACEMENTS)}")
+
+
 class Checkpointable(Tensor):
     """The protocols by which others read FlatShards: checkpoints, `torch.compile`, numpy."""
 
@@ -286,6 +291,8 @@ class Checkpointable(Tensor):
     numpy = _of_whole("numpy")
     tolist = _of_whole("tolist")
     storage = _of_whole("storage")
+
+    placements = device_mesh = property(_refuse_placements)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """Return a write item for each box of this rank's slice; no communication."""

@@ -16,6 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from composable_shard import (
     FlatShard,
@@ -27,9 +35,12 @@ from composable_shard import (
     fully_shard,
     get_handles,
     get_model_state_dict,
+    get_optimizer_state_dict,
     register_flat_param,
     reshard,
     set_model_state_dict,
+    set_optimizer_state_dict,
+    shard_optimizer_state,
     unshard,
     unshard_params,
 )
@@ -375,6 +386,60 @@ def test_assign_takes_the_values_over(layout: str, is_meta: bool) -> None:
     model(rank_input(4, 5)).sum().backward()
     optimizer.step()
     assert not torch.equal(model.state_dict()["out.bias"].full_tensor(), seeded(Net).out.bias)
+
+
+_PLACEMENTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
+    "rows": ((2,), (Shard(0),)),
+    "columns": ((2,), (Shard(-1),)),
+    "copies": ((2,), (Replicate(),)),
+    "hybrid": ((1, 2), (Replicate(), Shard(0))),
+    "term": ((2,), (Partial(),)),
+}
+
+
+@pytest.mark.parametrize("where", list(_PLACEMENTS))
+@distributed(2)
+def test_values_of_distribute_tensor_are_taken(where: str) -> None:
+    """For parameters, also by assignment, also on meta, and for optimizer state; by value."""
+    shape, placements = _PLACEMENTS[where]
+    mesh = init_device_mesh("cpu", shape)
+
+    def spread(value: Tensor) -> Tensor:
+        if where == "term":  # half on each rank
+            return DTensor.from_local(value / 2, mesh, placements)
+        return distribute_tensor(value, mesh, placements)
+
+    whole = seeded(Net).state_dict()
+    for is_meta, assign in ((False, False), (False, True), (True, True)):
+        model = seeded(Net, seed=1).to("meta" if is_meta else "cpu")
+        shard_blocks(model)
+        params = list(model.parameters())
+        given = {name: nn.Parameter(spread(value)) for name, value in whole.items()}
+        model.load_state_dict(given, assign=assign)
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        assert_holds(model.state_dict(), seeded(Net))
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    model(rank_input(4, 5)).sum().backward()
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)
+    expected = {name: 2 * each["momentum_buffer"] for name, each in state["state"].items()}
+    for name, values in state["state"].items():
+        values["momentum_buffer"] = spread(expected[name])
+    set_optimizer_state_dict(model, optimizer, state)
+    found = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)["state"]
+    assert_equal({name: each["momentum_buffer"] for name, each in found.items()}, expected)
+
+
+@distributed(2)
+def test_state_that_is_a_dtensor_is_refused_by_name() -> None:
+    """Put into an optimizer by hand; the error says which function loads it."""
+    model = seeded(Net)
+    shard_blocks(model)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    rows = distribute_tensor(torch.ones(3, 15), init_device_mesh("cpu", (2,)), [Shard(0)])
+    optimizer.state[model.out.weight]["sum"] = rows
+    with pytest.raises(ValueError, match=r"'sum' of 'out.weight' is a DTensor.*set_optimizer"):
+        shard_optimizer_state(optimizer)
 
 
 @distributed(2)
