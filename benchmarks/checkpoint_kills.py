@@ -326,6 +326,8 @@ def kill_at_random(scenario: Scenario, num_kills: int, seed: int) -> None:
         ranks.kill(victims)
         is_in_save = any(numbers[IN_SAVE + rank] for rank in victims)
         codes = ranks.join()
+        if not any(codes):  # the run had ended, and nobody was killed
+            break
         if not all(codes[rank] == -signal.SIGKILL for rank in victims):
             result.problems.append(f"random kill {number}: exit codes {codes}")
         kind = "all ranks" if len(victims) > 1 else "one rank"
