@@ -1,7 +1,7 @@
 """Random programs of which one rank deviates at a random step.
 
-A seed draws strategies of the units, a program of steps, and what rank 1 does differently in one of
-them. What is wanted of each: both ranks end with equal weights where nothing that matters was
+A seed draws strategies and options of the units, and what rank 1 does differently in one of its
+steps. What is wanted of each: both ranks end with equal weights where nothing that matters was
 different, or both raise Python errors, at least one of which names both ranks' places; no process
 dies, and none waits longer than the group's timeout and 10 s. For minutes, or for one seed again:
 
@@ -24,9 +24,11 @@ import torch.distributed as dist
 
 import composable_shard as cs
 from composable_shard import ShardingStrategy, fully_shard
+from composable_shard.comm import devices
 from tests import differences, helpers
 from tests.differences import DIFFERENCES, Cell, Chain, Difference, Run
 
+_OPTIONS = ("", "", "", "buckets", "whole", "flat", "mixed", "first", "later")
 # Where ranks may do these differently and every strategy ends right or says so.
 _LEFT_OUT = {
     # Collectives of the program's own, which carry no identity.
@@ -42,10 +44,12 @@ class Deviation:
     Attributes:
         strategies: Of the four blocks and the root.
         deeds: Names of differences that rank 1 does one after another in its third step.
+        option: One of `OPTIONS` or `WAYS` of the differences; "" for none.
     """
 
     strategies: tuple[str, ...]
     deeds: tuple[str, ...]
+    option: str
 
 
 def draw_case(seed: int) -> Deviation:
@@ -64,7 +68,8 @@ def draw_case(seed: int) -> Deviation:
         strategies = (random.choice(kinds),) * 5
     else:
         strategies = tuple(random.choice(kinds) for _ in range(5))
-    return Deviation(strategies, tuple(random.sample(names, random.choice((1, 1, 2)))))
+    deeds = tuple(random.sample(names, random.choice((1, 1, 2))))
+    return Deviation(strategies, deeds, random.choice(_OPTIONS))
 
 
 def run_deviation(seed: int, directory: str, timeout_s: int) -> None:
@@ -72,10 +77,13 @@ def run_deviation(seed: int, directory: str, timeout_s: int) -> None:
     rank, case = int(os.environ["RANK"]), draw_case(seed)
     differences.join_ranks(rank, directory, timeout_s)
     strategies = [ShardingStrategy[each] for each in case.strategies]
-    model = Chain()
+    model, warm_up = Chain(), differences.WAYS.get(case.option, 0)
+    if case.option in differences.WAYS:
+        devices.MAX_EXCHANGE_SIZE = 0
+    options = differences.OPTIONS.get(case.option, {})
     for block, strategy in zip(model.blocks, strategies, strict=False):
-        fully_shard(block, strategy=strategy)
-    fully_shard(model, strategy=strategies[-1])
+        fully_shard(block, strategy=strategy, **options)
+    fully_shard(model, strategy=strategies[-1], **options)
     run = Run(model, rank)
     run.directory = directory
 
@@ -85,7 +93,7 @@ def run_deviation(seed: int, directory: str, timeout_s: int) -> None:
         for _ in case.deeds if rank != differences.DEVIANT else ():
             run.step()
 
-    differences.train_and_note(run, act, lambda: _are_equal(run), timeout_s)
+    differences.train_and_note(run, act, lambda: _are_equal(run), timeout_s, warm_up)
 
 
 def _are_equal(run: Run) -> bool:
