@@ -252,6 +252,9 @@ def merge_trees(trees: list[Any]) -> dict[str, Any]:
     """Return the values of all ranks; of those that several have, the lowest rank's.
 
     Parameter groups are joined, because ranks may own different parameters.
+
+    Raises:
+        ValueError: If ranks step one parameter with other numbers, as another learning rate.
     """
     merged: dict[str, Any] = {
         kind: reduce(partial(json_tree.merge, depth=depth), [tree[kind] for tree in trees])
@@ -259,11 +262,34 @@ def merge_trees(trees: list[Any]) -> dict[str, Any]:
     }
     for name, state in merged["optimizer"].items():
         found: list[dict[str, Any]] = []
-        for optimizers in [tree["optimizer"] for tree in trees]:
+        for rank, optimizers in enumerate(tree["optimizer"] for tree in trees):
             if name in optimizers and (groups := optimizers[name]["param_groups"]) != found:
+                _check_numbers(found, groups, rank)
                 _join_groups(found, groups)
         merged["optimizer"][name] = {**state, "param_groups": found}
     return merged
+
+
+def _check_numbers(found: list[dict[str, Any]], groups: list[dict[str, Any]], rank: int) -> None:
+    """Check that a rank steps with the numbers of those before it what they step too."""
+    homes = {fqn: group for group in found for fqn in group["params"]}
+    for group in groups:
+        for fqn in group["params"]:
+            home = homes.get(fqn, group)
+            for key, value in group.items() if home is not group else ():
+                other = home.get(key)
+                if value != other and (_has_float(value) or _has_float(other)):
+                    raise ValueError(
+                        f"rank {rank} steps '{fqn}' with {key}={value}, another rank with {other}: "
+                        "all ranks must give their optimizers and schedulers the same numbers"
+                    )
+
+
+def _has_float(value: Any) -> bool:
+    """Return whether an encoded option is a number with a fraction, or holds some."""
+    if isinstance(value, dict | list):
+        return any(map(_has_float, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float)
 
 
 def _join_groups(found: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:

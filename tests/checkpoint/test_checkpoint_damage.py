@@ -485,6 +485,7 @@ def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
     rank = dist.get_rank()
     term = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Replicate()])
     term._spec.placements = (Partial(),)
+    faster = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"extra": {"a": [1, {"b": _Thing() if rank else 3}]}}, r"'extra/a/1/b', a .*_Thing"),
         ({"extra": {_Thing(): 1}}, "'extra': a key of it is a _Thing"),
@@ -503,6 +504,7 @@ def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
             r"names that differ as text, got \[1, '1'\]",
         ),
         ({"optimizer": optimizer if rank else None}, r"different optimizers: \[\[\], \[''\]\]"),
+        ({"optimizer": faster}, r"rank 1 steps '.*' with lr=0.2, another rank with 0.1: all ranks"),
     ]
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
