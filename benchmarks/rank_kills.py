@@ -50,6 +50,7 @@ from composable_shard import (
 )
 from composable_shard.checkpoint import files
 from composable_shard.comm import trace
+from composable_shard.torch_private import backend_of
 
 TIMEOUT_S = 5
 SPARE_S = 10.0  # beyond the timeout
@@ -124,8 +125,10 @@ def rank_main(rank: int, folder: Path, place: str, strategy: ShardingStrategy) -
         store=_store_of(rank, folder / "port"),
         rank=rank,
         world_size=NUM_RANKS,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=12 * TIMEOUT_S),  # the other ranks may begin late
     )
+    group = dist.group.WORLD
+    backend_of(group, torch.device("cpu"))._set_default_timeout(timedelta(seconds=TIMEOUT_S))
     model = make_model(strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(LAST_STEP):
@@ -207,14 +210,18 @@ class Kill:
             shutil.rmtree(self.folder)
 
     def _judge(self, statuses: dict[int, int]) -> Cell:
-        began = float((self.folder / "began").read_text())
         found = [
             json.loads((self.folder / f"error {rank}").read_text())
             for rank in range(NUM_RANKS)
             if (self.folder / f"error {rank}").exists()
         ]
-        seconds = max((at - began for at, _ in found), default=0.0)
         texts = [text for _, text in found]
+        path = self.folder / "began"
+        if not path.exists():
+            problem = f"rank {VICTIM} has not come to its kill: exit codes {statuses}"
+            return Cell(self.place, self.strategy.name, 0.0, texts, problem)
+        began = float(path.read_text())
+        seconds = max((at - began for at, _ in found), default=0.0)
         return Cell(
             self.place, self.strategy.name, seconds, texts, _problem(statuses, texts, seconds)
         )
