@@ -15,6 +15,7 @@ this library, or those of the backend, as on accelerators, with identities excha
     FULL_SHARD/buckets   with an option of `OPTIONS`: reductions in buckets, hooks, mixed precision
     FULL_SHARD/later/comm_hook    both
     FULL_SHARD/mesh      four ranks, of which two and two hold copies
+    FULL_SHARD/three     three ranks
 
 Set-up differences are there from the beginning: one rank changes its model, or shards it with
 another option. Right is then that both ranks train, and end with equal weights.
@@ -93,6 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "nan": {"check_for_nan_in_grad": True},
     "mesh": {},
+    "three": {},
     "comm_hook": {},
     "grad_hook": {},  # an optimizer in the backward
     "collective": {},  # a hook on gradients that issues a collective
@@ -101,7 +103,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def num_ranks(strategy: str) -> int:
     """Return how many ranks train, of whom the deviant is one."""
-    return 4 if "mesh" in strategy.split("/") else 2
+    kinds = strategy.split("/")
+    return 4 if "mesh" in kinds else 3 if "three" in kinds else 2
 
 
 class Chain(nn.Module):
