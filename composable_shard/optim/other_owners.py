@@ -63,25 +63,27 @@ def split_by_owners(
         ValueError: If a group is no group, or norms of this order can't be combined.
         RuntimeError: If units are shared by different ranks, and no group says who owns others.
     """
-    overall: dict[str, None] = {}
+    overall: dict[tuple[int, ...], str] = {}  # by ranks: two meshes may have a group each
     parts: list[tuple[list[Tensor], str]] = []
     taken: set[int] = set()
     for given in groups:
         if not isinstance(given, tuple):
-            overall.update(dict.fromkeys([_name_of(given)] if _size_of(given) > 1 else []))
+            if _size_of(given) > 1:
+                _add(overall, _group_of(given))
             continue
         wanted, owners = given
         ids = _ids_of(wanted) - taken
         taken |= ids
         if _size_of(owners) > 1:
-            parts.append(([param for param in params if id(param) in ids], _name_of(owners)))
+            name = _group_of(owners).group_name
+            parts.append(([param for param in params if id(param) in ids], name))
     named = {id(param) for part, _ in parts for param in part}
     shared = [param for param in params if id(param) not in named] if parts else params
     handles = handles_of(params)
     for handle in handles:
         pipeline = handle.shard_group.pipeline_group
         if pipeline is not None:
-            overall.setdefault(pipeline.group_name)
+            _add(overall, pipeline)
     if len({handle.shard_group.joint_groups for handle in handles}) > 1:
         _check_sharing(params, handles, taken)
     if (parts or overall) and order <= 0:
@@ -89,7 +91,7 @@ def split_by_owners(
             f"expected a positive norm_type where ranks own other parameters, got {order}"
         )
     device = params[0].device if params else torch.device("cpu")
-    return OwnedParams(shared, parts, tuple(overall), device)
+    return OwnedParams(shared, parts, tuple(overall.values()), device)
 
 
 def combine(norm: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:
@@ -103,7 +105,14 @@ def combine(norm: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:
     return total ** (1.0 / order)
 
 
-def _name_of(owners: Owners) -> str:
+def _add(overall: dict[tuple[int, ...], str], group: dist.ProcessGroup) -> None:
+    """Add a group, once for its ranks: of several the one whose name all of them sort first."""
+    name = str(group.group_name)
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    overall[ranks] = min(overall.get(ranks, name), name)
+
+
+def _group_of(owners: Owners) -> dist.ProcessGroup:
     if isinstance(owners, DeviceMesh):
         if owners.ndim != 1:
             raise ValueError(
@@ -111,7 +120,7 @@ def _name_of(owners: Owners) -> str:
                 f"{owners.ndim} axes {owners.mesh_dim_names}. Pass each axis by itself."
             )
         owners = owners.get_group()
-    return str(owners.group_name)
+    return owners
 
 
 def _size_of(owners: object) -> int:

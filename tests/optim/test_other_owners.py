@@ -149,6 +149,22 @@ def test_norm_over_stages(axis: str) -> None:
                 assert_close(param.grad.full_tensor(), other.grad, "clipped")
 
 
+@distributed(4)
+def test_stages_of_two_meshes_count_once() -> None:
+    """Units of one stage may be on meshes that were made twice; a group of equal ranks, too."""
+    meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")) for _ in range(2)]
+    layers = seeded(lambda: nn.Sequential(Layer(), Layer(15, 9))).double()
+    model = copy.deepcopy(layers[meshes[0]["pp"].get_local_rank()])
+    fully_shard(model.up, mesh=meshes[0]["dp"])
+    fully_shard(model, mesh=meshes[1]["dp"])
+    same = [dist.new_group([rank, rank + 2]) for rank in range(2)][dist.get_rank() % 2]
+    for layer in (*layers, model):
+        square_mean(layer(torch.ones(2, 15).double())).backward()
+    expected = nn.utils.get_total_norm([param.grad for param in layers.parameters()])
+    for groups in ([], [same]):
+        assert_close(clip_grad_norm_(model, 1e9, groups=groups), expected, "norm")
+
+
 @distributed(2)
 def test_groups_of_plain_parameters() -> None:
     """Parameters that no unit manages may be others' too; what is no group is refused."""
