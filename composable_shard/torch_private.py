@@ -192,6 +192,7 @@ root_mesh_of: Callable[[Any], Any] = methodcaller("_get_root_mesh")
 # Modules. Their dictionaries are written where `setattr` would check, or register twice.
 IncompatibleKeys = _IncompatibleKeys  # what `Module.load_state_dict` returns
 WrapPolicy = _Policy  # of FSDP1
+COMPILED_CALL = "_compiled_call_impl"  # the attribute that `module.compile()` sets
 CALL_CODE = nn.Module._wrapped_call_impl.__code__  # of the frame that calls a module
 load_from_state_dict_of = attrgetter("_load_from_state_dict")
 parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")

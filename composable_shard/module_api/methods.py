@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from composable_shard.runtime import get_states, is_sharded, managed_params
+from composable_shard.torch_private import COMPILED_CALL, never_compile
 
 _FORWARD = "forward"
 
@@ -42,7 +43,7 @@ class ForwardMethod:
         if module is None:
             raise RuntimeError(f"the module of method '{self._name}' is deleted")
         attributes = vars(module)
-        own = {_FORWARD: attributes[_FORWARD]} if _FORWARD in attributes else {}
+        own = {name: attributes[name] for name in (_FORWARD, COMPILED_CALL) if name in attributes}
 
         def restore() -> None:
             attributes.pop(_FORWARD, None)
@@ -54,6 +55,8 @@ class ForwardMethod:
             return method(*args, **kwargs)
 
         attributes[_FORWARD] = run
+        if COMPILED_CALL in own:  # compiled code does not see that `forward` is another one
+            attributes[COMPILED_CALL] = None
         try:
             return module(*args, **kwargs)
         finally:
@@ -67,6 +70,9 @@ class ForwardMethod:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ForwardMethod, (self._module(), self._name, self._given)
+
+
+never_compile(ForwardMethod.__call__)
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

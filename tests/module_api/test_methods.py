@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -127,6 +129,47 @@ def test_method_that_is_not_registered_is_named() -> None:
     plain = _WaysIn()
     register_forward_method(plain, "encode")
     assert "encode" not in vars(plain)
+
+
+class _Encodes(nn.Module):
+    """Its forward calls the method, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(15, 3)
+
+    def encode(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.encode(x)
+
+
+@pytest.mark.parametrize("compiled", ["layers", "method", "model"])
+@distributed(2)
+def test_registered_methods_of_compiled_modules(compiled: str) -> None:
+    """By themselves and in a forward: gradients of the plain model."""
+    torch.compiler.reset()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    model, plain = seeded(_Encodes), seeded(_Encodes)
+    for part in (*model.layers, model):
+        fully_shard(part)
+    register_forward_method(model, "encode")
+    if compiled == "method":
+        model.encode = torch.compile(model.encode, backend="aot_eager")
+    for part in {"layers": model.layers, "model": [model]}.get(compiled, []):
+        part.compile(backend="aot_eager")
+    x = rank_input(4, 15)
+    for is_method in (True, False, True, False):
+        for each in (model, plain):
+            square_mean(each.encode(x) if is_method else each(x)).backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        expected = other.grad.clone()
+        dist.all_reduce(expected)
+        torch.testing.assert_close(param.grad.full_tensor(), expected / 2)
 
 
 class _TiedHead(nn.Module):
