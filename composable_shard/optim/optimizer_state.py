@@ -144,7 +144,7 @@ def with_local_state(kind: type[_O]) -> type[_O]:
             if not isinstance(param, FlatShard):
                 made: Tensor = super()._new_buffer(param, signed)
                 return made
-            return wrap(super()._new_buffer(param.to_local(), signed), param._shard_spec)
+            return wrap(super()._new_buffer(param._local.detach(), signed), param._shard_spec)
 
     Local.__name__, Local.__qualname__ = kind.__name__, kind.__qualname__
     return Local

@@ -30,6 +30,7 @@ from composable_shard.state_dict.model_tensors import (
     params_by_fqn,
 )
 from composable_shard.tensor import FlatShard, ShardSpec, is_owned_by_other_rank
+from composable_shard.torch_private import is_traceable_wrapper_subclass
 
 _Told = dict[str, dict[str, dict[str, Any]]]  # by name and state, what `describe` says
 States = dict[str, dict[str, Any]]
@@ -146,7 +147,14 @@ def _cut_flat(member: Member, name: str, value: Any, index: int) -> Any:
     handle = member.handle
     assert handle is not None
     assert handle.shown.flat is not None
-    if isinstance(value, FlatShard) and value._shard_spec == handle.shown.flat.spec:
+    is_shard = isinstance(value, FlatShard) and value._shard_spec == handle.shown.flat.spec
+    if is_shard and is_traceable_wrapper_subclass(value._local):
+        raise NotImplementedError(
+            f"the optimizer state '{name}' of '{handle.shown.flat.label}' is a "
+            f"{type(value._local).__name__}, which wraps other tensors and can't be cut into that "
+            "of its parameters. Call register_orig_params(module) before building the optimizer."
+        )
+    if is_shard:
         entry, rank = handle.entries[index], handle.shard_group.rank
         start, end = handle.layout.world_range(index, rank)
         base = handle.shown.flat.spec.local_range[0]

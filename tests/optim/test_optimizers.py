@@ -17,11 +17,18 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as clipping_types
 
-from composable_shard import Block, fully_shard, shard_optimizer_state
+from composable_shard import (
+    Block,
+    fully_shard,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    shard_optimizer_state,
+)
 from composable_shard.comm.collectives import count_collectives
 from composable_shard.optim import with_local_state
 from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor
 from tests.helpers import assert_equal, distributed, run_ranks
+from tests.models import EVERYWHERE
 from tests.tensor.test_flat_shard import (
     OddShapes,
     assert_parameters_equal,
@@ -594,12 +601,35 @@ class LowBit(optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override] # no closure
         for param in self.param_groups[0]["params"]:
+            if param.grad is None:  # another rank has all of it
+                continue
             state = self.state[param]
             if not state:
                 state["mean"] = self._new_buffer(param, True)
             mean = state["mean"].lerp(param.grad, 0.1)
             state["mean"].copy_(mean)
             param.sub_(mean)
+
+
+@distributed(2)
+def test_state_of_a_subclass_of_whole_and_flat_parameters() -> None:
+    """An owner's state is 1-D as others' is; a flat parameter's state dict is refused by name."""
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 6, bias=False)
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    fully_shard(models[0], granularity="param")
+    fully_shard(models[1], granularity=Block(BLOCK), use_orig_params=False)
+    kind = with_local_state(LowBit)
+    optimizers = [kind(model.parameters(), {}) for model in models]
+    optimizers.append(LowBit(plain.parameters(), {}))
+    for model, optimizer in zip((*models, plain), optimizers, strict=True):
+        model(torch.ones(1, 8)).square().sum().backward()
+        optimizer.step()
+    whole = get_model_state_dict(models[1], options=EVERYWHERE)["weight"]
+    for value in (models[0].weight.full_tensor(), whole):
+        assert_equal(value, plain.weight.detach())
+    with pytest.raises(NotImplementedError, match=r"Coded, which wraps .* register_orig_params"):
+        get_optimizer_state_dict(models[1], optimizers[1])
 
 
 @distributed(2)
