@@ -1,0 +1,123 @@
+"""How long does a step take with compiled layers, next to FSDP2 and DDP with compiled layers?
+
+Forward, backward and fused AdamW on two gloo ranks of one thread each. A peer's name says when its
+layers were compiled, each by itself with inductor and `fullgraph=True`: `ours+before` before they
+are sharded, `ours+after` after that, `ours` not at all; `bare` trains without communication. Peers
+take turns in rotating order in the same two processes; a step's time is the slower rank's. The
+least of all steps is shown too, which another job of the machine disturbs least. From the third
+step on a recompilation is an error.
+
+    python -m benchmarks.compile_time --model std
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks import peers, report
+from benchmarks.models import make_batch, make_llama
+from benchmarks.ranks import run_ranks
+from benchmarks.step_time import train_step
+
+_PEERS = "bare,ddp_view,fsdp2_raf,ours,bare+after,ddp_view+before,fsdp2_raf+before,fsdp2_raf+after"
+
+
+def build(name: str, model: nn.Module, backend: str) -> nn.Module:
+    """Return a model that a peer trains, its layers compiled where the name says so."""
+    peer, _, when = name.partition("+")
+
+    def compile_layers(moment: str) -> None:
+        for layer in model.layers if moment == when else ():
+            layer.compile(backend=backend, fullgraph=True)
+
+    compile_layers("before")
+    built = peers.build(peer, model)
+    compile_layers("after")
+    return built
+
+
+def measure(
+    rank: int, model_name: str, names: list[str], backend: str, rounds: int, steps: int
+) -> Any:
+    """Return each peer's wall and CPU seconds of each step, and its last loss."""
+    trainers = {}
+    batch = make_batch(model_name, rank)
+    for name in names:
+        model = build(name, make_llama(model_name), backend)
+        trainers[name] = model, peers.make_optimizer(name.partition("+")[0], model)
+        for _ in range(2):
+            train_step(trainers[name], batch)
+    seconds: dict[str, list[list[list[float]]]] = {name: [] for name in names}
+    losses: dict[str, float] = {}
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for turn in range(rounds):
+            shift = turn % len(names)
+            for name in names[shift:] + names[:shift]:
+                results = [train_step(trainers[name], batch) for _ in range(steps)]
+                times = torch.tensor(results)[:, :2]
+                dist.all_reduce(times, dist.ReduceOp.MAX)
+                seconds[name].append(times.tolist())
+                losses[name] = results[-1][2]
+    return {"seconds": seconds, "losses": losses}
+
+
+def rows(result: Any, reference: str) -> list[list[str]]:
+    """Return one table row per peer, the least CPU time first."""
+    wall, cpu = (
+        {
+            name: [min(step[column] for step in steps) * 1e3 for steps in rounds]
+            for name, rounds in result["seconds"].items()
+        }
+        for column in (0, 1)
+    )
+    return [
+        [
+            name,
+            f"{min(wall[name]):.0f}",
+            f"{min(cpu[name]):.0f}",
+            f"{min(wall[name]) / min(wall[reference]):.2f}",
+            f"{min(cpu[name]) / min(cpu[reference]):.2f}",
+            report.spread([a / b for a, b in zip(cpu[name], cpu[reference], strict=True)]),
+            f"{result['losses'][name]:.7g}",
+        ]
+        for name in sorted(cpu, key=lambda name: min(cpu[name]))
+    ]
+
+
+def main() -> None:
+    """Parse the options, measure, report."""
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--model", default="tiny", help="out of std, tiny, micro")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--rounds", type=int, default=8, help="interleaved rounds")
+    parser.add_argument("--steps", type=int, default=2, help="steps per peer and round")
+    parser.add_argument("--peers", default=f"{_PEERS},ours+before,ours+after")
+    parser.add_argument("--reference", default="fsdp2_raf+before", help="the ratios are to")
+    parser.add_argument("--deadline", type=float, default=1800.0, help="give up after seconds")
+    args = parser.parse_args()
+    names = args.peers.split(",")
+    sizes = args.model, names, args.backend, args.rounds, args.steps
+    result = run_ranks(2, measure, *sizes, deadline=args.deadline)
+    markdown = report.header(
+        f"Step time with compiled layers: {args.model}",
+        "fp32, forward + backward + fused AdamW, 2 gloo ranks of one thread",
+        f"{args.rounds} rounds of {args.steps} steps of each peer in turn; the least of all steps,"
+        " and the ratio of each round's least CPU times, median (quartiles)",
+        "no peer compiled anything after its second step",
+        "bare trains without communication, so its loss is that of rank 0's data alone",
+    )
+    ratios = [f"{kind} / {args.reference}" for kind in ("time", "CPU", "CPU by round")]
+    columns = ["peer", "step ms", "CPU ms", *ratios, "last loss"]
+    report.emit(markdown + "\n" + report.table(columns, rows(result, args.reference)), args.output)
+
+
+if __name__ == "__main__":
+    main()
