@@ -8,7 +8,6 @@ from composable_shard.tensor.flat_shard import (
     DTensorSlots,
     FlatShard,
     FlatShardOfDTensor,
-    WriteGuard,
     is_owned_by_other_rank,
     rebind,
     wrap,
@@ -49,6 +48,7 @@ from composable_shard.tensor.shard_spec import (
     flat_spec,
     user_attributes,
 )
+from composable_shard.tensor.write_guard import WriteGuard
 
 __all__ = [
     "DTensorSlots",
