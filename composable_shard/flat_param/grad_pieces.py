@@ -19,11 +19,20 @@ Somebody may hold gradients of an earlier step, to compare them for example. The
 left to them, and another one is made.
 
 Where one rank trains alone, nothing is packed: autograd's own gradients are published, cast.
+
+[Note: Lent pieces]
+Elsewhere each backward needs a shard of memory for gradients, until they are dropped. To make the
+tensors anew took a quarter of all host time of a unit. So on the CPU they are kept from step to
+step: the shard, its views, and their wrappers, which `.grad` is set to. When the last of these
+`.grad`s is set to None, and nobody else has one or an alias, the shard's storage is resized to
+nothing. The next reduction gives it memory again. While one is in use, others are made.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from sys import getrefcount
 from typing import cast
 
@@ -34,7 +43,16 @@ from torch.distributed.tensor import DTensor
 from composable_shard.comm import ShardGroup
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import FlatShard, ShardSpec, rebind, wrap
+from composable_shard.tensor import (
+    FlatShard,
+    ShardSpec,
+    WriteGuard,
+    gradient_of,
+    is_trainable,
+    rebind,
+    set_gradient,
+    wrap,
+)
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     make_wrapper,
@@ -111,31 +129,93 @@ class GradPieces:
         self._sizes = [sizes[index] for index in kept]
         self._indices = [place for place, index in enumerate(kept) if index % 2]
         self._is_kept = is_kept
+        self._is_lent, self._num_refs = False, 0  # [Note: Lent pieces]; to the storage, by itself
+        self._entries: Sequence[ParamEntry] = ()
         self._shard: Tensor | None = None
         self._views: Sequence[Tensor] = []
         self._pieces: list[FlatShard | None] = []
 
-    def cut(self, shard: Tensor, specs: list[ShardSpec]) -> Sequence[FlatShard | None]:
-        """Return the parameters' slices of a shard of shape `(layout.shard_numel,)`.
+    def publish(
+        self,
+        shard: Tensor,
+        entries: Sequence[ParamEntry],
+        guard: WriteGuard,
+        used: Sequence[bool],
+    ) -> None:
+        """Set the gradients of parameters that were used, or add to those they have.
 
-        None for those that another rank holds whole: optimizers shall skip them.
+        `shard` has all of them, shape `(layout.shard_numel,)`; `guard` is that of the parameters.
         """
-        if shard is self._shard and all(
+        pieces = self._cut(shard, entries)
+        num_set = set_gradients(entries, pieces, used)
+        if self._is_lent and pieces is self._pieces:
+            guard.lent.lend(num_set, partial(_take_back, weakref.ref(self)))
+            if num_set == 0:
+                self.forget()
+
+    def _cut(self, shard: Tensor, entries: Sequence[ParamEntry]) -> Sequence[FlatShard | None]:
+        """Return the slices of parameters: None for those that another rank holds whole."""
+        if shard is self._shard and (
+            self._is_lent
             # They may have been moved out of the shard, or have got other data by hand.
-            piece is None or piece._local is view
-            for piece, view in zip(self._pieces, self._views, strict=True)
+            or all(
+                piece is None or piece._local is view
+                for piece, view in zip(self._pieces, self._views, strict=True)
+            )
         ):
             return self._pieces
-        parts = shard.split_with_sizes(self._sizes)  # as `split`, without a call more
-        views = [parts[index] for index in self._indices]
-        pieces = wrap_all(views, specs)
-        if self._is_kept:
+        views = self.split(shard)
+        pieces = wrap_all(views, [each.spec for each in entries])
+        is_lent = not self._is_kept and shard.device.type == "cpu"
+        if is_lent and self._shard is not None:
+            is_lent = self._shard is shard or not self._shard.untyped_storage().nbytes()
+        is_lent = is_lent and shard.untyped_storage().nbytes() == shard.nbytes
+        if self._is_kept or is_lent:
             self._shard, self._pieces, self._views = shard, pieces, views
+            self._is_lent, self._entries = is_lent, entries
+            self._num_refs = getrefcount(shard.untyped_storage())
         return pieces
+
+    def lend(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the shard with memory again; None where it is in use, or is another one."""
+        if self._shard is not None and self._shard.untyped_storage().nbytes():
+            self.take_back()
+        shard = self._shard
+        if not self._is_lent or shard is None or shard.untyped_storage().nbytes():
+            return None
+        if shard.dtype != dtype or shard.numel() != numel:
+            return None
+        shard.untyped_storage().resize_(shard.nbytes)
+        return shard
+
+    def take_back(self) -> int:
+        """Free the memory once no piece is a gradient; return how many still are."""
+        shard = self._shard
+        if shard is None or not self._is_lent:
+            return 0
+        pieces = zip(self._entries, self._pieces, strict=True)
+        num = sum([gradient_of(entry.sharded) is piece is not None for entry, piece in pieces])
+        if num:
+            return num
+        del pieces  # it holds the last one
+        is_held = getrefcount(shard) > 3 or use_count_of(shard) > 1
+        is_held = is_held or getrefcount(shard.untyped_storage()) > self._num_refs
+        if is_held or self._are_changed() or self.are_held(shard, 1):
+            self.forget()
+        else:
+            shard.untyped_storage().resize_(0)
+        return 0
+
+    def _are_changed(self) -> bool:
+        """Return whether a user has done anything to the pieces that would outlive a step."""
+        for piece, view in zip(self._pieces, self._views, strict=True):
+            if piece is not None and (piece._local is not view or len(vars(piece)) > 3):
+                return True
+        return any([piece is not None and is_trainable(piece) for piece in self._pieces])
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """Return the parameters' parts of a shard of shape `(layout.shard_numel,)`."""
-        parts = shard.split_with_sizes(self._sizes)
+        parts = shard.unsafe_split_with_sizes(self._sizes)  # which don't hold the shard itself
         return [parts[index] for index in self._indices]
 
     def are_held(self, memory: Tensor, num_uses: int) -> bool:
@@ -159,7 +239,12 @@ class GradPieces:
 
     def forget(self) -> None:
         """Give up the memory that pieces are views of."""
-        self._shard, self._views, self._pieces = None, [], []
+        self._shard, self._views, self._pieces, self._is_lent = None, [], [], False
+
+
+def _take_back(pieces_ref: weakref.ref[GradPieces]) -> int:
+    pieces = pieces_ref()
+    return 0 if pieces is None else pieces.take_back()
 
 
 class OwnBuffer:
@@ -285,24 +370,33 @@ def packing_scale(
 
 
 def set_gradients(
-    params: Sequence[FlatShard], shards: Sequence[FlatShard | None], used: Sequence[bool]
-) -> None:
+    entries: Sequence[ParamEntry],
+    shards: Sequence[FlatShard | None],
+    used: Sequence[bool],
+) -> int:
     """Set the gradients of sharded parameters that were used, or add to those they have.
+
+    Returns:
+        How many are set.
 
     Raises:
         RuntimeError: If one that a parameter has is not a shard like the parameter.
     """
+    num_set = 0
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
-        for param, shard, is_used in zip(params, shards, used, strict=True):
+        for entry, shard, is_used in zip(entries, shards, used, strict=True):
             if not is_used or shard is None:
                 continue
-            grad = param.grad
+            param = entry.sharded
+            grad = gradient_of(param)
             if grad is None:
-                param.grad = shard
+                set_gradient(param, shard)
+                num_set += 1
             elif isinstance(grad, FlatShard) and grad._local.shape == shard._local.shape:
                 grad._local.add_(shard._local)
             else:
                 take_gradient(param, grad)._local.add_(shard._local)
+    return num_set
 
 
 def take_gradient(param: FlatShard, grad: Tensor) -> FlatShard:

@@ -338,9 +338,10 @@ class FlatGradients:
                     view.zero_()
         if trace.logs:
             trace.record("issue_reduce", self.name)
-        output = self._own.part
-        if output is None and self.is_persistent:
-            output = self._own.result_of(self.reduction.own_numel)
+        output, numel = self._own.part, self.reduction.own_numel
+        if output is None:
+            is_kept, dtype = self.is_persistent, self.reduction.output_dtype
+            output = self._own.result_of(numel) if is_kept else self._pieces.lend(numel, dtype)
         self.reduction.start(
             full.output if self.views is self._shared_views else self._own.buffer,
             self._take_scratch(full, scratch, may_share=not (full.is_kept or keep_unsharded)),
@@ -439,15 +440,14 @@ class FlatGradients:
             return
         reduced, self.reduced = self.reduced, None
         self.was_used = [False] * len(self.was_used)
-        params = [each.sharded for each in shown.at_rest]
-        specs = [each.spec for each in shown.at_rest]
+        at_rest = shown.at_rest
         if pieces is not None:
-            set_gradients(params, wrap_all(pieces, specs), used)
+            set_gradients(at_rest, wrap_all(pieces, [each.spec for each in at_rest]), used)
         elif reduced is not None:
-            set_gradients(params, self._pieces.cut(reduced, specs), used)
+            self._pieces.publish(reduced, at_rest, shown.guard, used)
         if self.has_graph:
             self.has_graph = False
-            refuse_graphs(params, used)
+            refuse_graphs([each.sharded for each in at_rest], used)
 
     def _ready_pieces(
         self, full: FullValues, *, is_partial: bool

@@ -81,6 +81,11 @@ def _direct(name: str) -> Callable[..., Any]:
     return run
 
 
+gradient_of: Callable[[Tensor], Tensor | None] = Tensor.grad.__get__  # type: ignore[union-attr]
+is_trainable: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+set_gradient: Callable[[Tensor, Tensor | None], None] = Tensor.grad.__set__  # type: ignore[union-attr]
+
+
 class FlatShard(Checkpointable):
     """One rank's flat range of a tensor, under the tensor's logical shape, stride and dtype.
 
@@ -223,14 +228,29 @@ class FlatShard(Checkpointable):
     @property
     def requires_grad(self) -> bool:
         """Whether the parameter is trainable; a change counts from the next forward on."""
-        flag: bool = Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
-        return flag
+        return is_trainable(self)
 
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
         Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
         if self._guard is not None:
             self._guard.note_attributes(True)
+
+    def _set_grad(self, value: Tensor | None) -> None:
+        before = gradient_of(self)
+        set_gradient(self, value)
+        is_dropped, before = before is not None and before is not value, None  # held no more
+        if is_dropped and self._guard is not None:
+            lent = self._guard.lent
+            lent.num -= 1
+            if lent.num == 0:
+                lent.note_return()
+
+    def _drop_grad(self) -> None:
+        self._set_grad(None)
+
+    # Read by torch's own getter, without a call of Python's.
+    grad = property(gradient_of, _set_grad, _drop_grad, "The gradient, a shard like this one.")
 
     def requires_grad_(self, requires_grad: bool = True) -> FlatShard:
         """Set `requires_grad` and return the shard."""

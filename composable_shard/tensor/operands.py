@@ -63,7 +63,7 @@ class SharedGuard(WriteGuard):
 
     def __init__(self, whole: WriteGuard) -> None:
         super().__init__(whole.owner)
-        self._whole = whole
+        self._whole, self.lent = whole, whole.lent
 
     @property
     def whole(self) -> WriteGuard:

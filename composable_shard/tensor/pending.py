@@ -23,7 +23,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor, wrap
+from composable_shard.tensor.flat_shard import (
+    FlatShard,
+    FlatShardOfDTensor,
+    gradient_of,
+    set_gradient,
+    wrap,
+)
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import (
     COMPILER_MODULE,
@@ -154,16 +160,6 @@ def _where(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
 
 
-def gradient_of(param: Tensor) -> Tensor | None:
-    """Return a parameter's `.grad` as torch has it, whoever asks."""
-    grad: Tensor | None = Tensor.grad.__get__(param)  # type: ignore[union-attr]
-    return grad
-
-
-def _set_gradient(param: Tensor, value: Tensor | None) -> None:
-    Tensor.grad.__set__(param, value)  # type: ignore[union-attr]
-
-
 def reduced_gradient(param: Tensor) -> Tensor | None:
     """Return the part of a parameter's `.grad` that is reduced."""
     grad = gradient_of(param)
@@ -186,11 +182,11 @@ class _AwaitingShard(FlatShard):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _set_gradient(self, value)
+        set_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        _set_gradient(self, None)
+        set_gradient(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the parameter alone: it has no pending gradient."""
@@ -233,7 +229,7 @@ def show_pending(param: FlatShard, notice: PendingNotice) -> PendingState:
     """Let `.grad` of a parameter stand for a gradient that waits; return what it shares."""
     grad = gradient_of(param)
     state = PendingState(grad, notice)
-    _set_gradient(param, PendingGradient(param, param._shard_spec, state))
+    set_gradient(param, PendingGradient(param, param._shard_spec, state))
     param.__class__ = _AWAITING.get(type(param), type(param))
     return state
 

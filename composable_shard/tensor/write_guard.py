@@ -11,6 +11,30 @@ from composable_shard.torch_private import current_backward_id
 _MAX_READS = 4  # that are waited for one by one; older ones have long been done
 
 
+class LentGradients:
+    """How many `.grad`s share memory that somebody wants back, [Note: Lent pieces].
+
+    Attributes:
+        num: How many have not been dropped; negative where nobody wants anything.
+        at_return: Called when all have; it returns how many there are after all.
+    """
+
+    __slots__ = ("at_return", "num")
+
+    def __init__(self) -> None:
+        self.num = -1
+        self.at_return: Callable[[], int] = int
+
+    def lend(self, num: int, at_return: Callable[[], int]) -> None:
+        """Wait until so many are dropped."""
+        self.num, self.at_return = num, at_return
+
+    def note_return(self) -> None:
+        """Note that the last of them is dropped."""
+        self.num = -1
+        self.num = self.at_return() or -1
+
+
 class WriteGuard:
     """Counts the writes to a handle's sharded parameters.
 
@@ -27,6 +51,7 @@ class WriteGuard:
         "has_new_attributes",
         "is_in_backward",
         "is_in_scope",
+        "lent",
         "num_writes",
         "owner",
     )
@@ -35,6 +60,7 @@ class WriteGuard:
         self.num_writes = 0
         self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
         self._at_write: Callable[[], None] | None = None
+        self.lent = LentGradients()
         self.is_in_backward = False
         self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted

@@ -1,0 +1,134 @@
+"""Gradients are the same objects in every step, unless somebody keeps one, [Note: Lent pieces]."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.free_group import free_world
+from benchmarks.models import MatrixChain
+from composable_shard import fully_shard
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    """One unit of three parameters, on one of two ranks whose collectives do nothing."""
+    with free_world(2):
+        model = fully_shard(MatrixChain(1, 3))
+        for _ in range(3):
+            _compute(model, 1.0)
+            model.zero_grad()
+        yield model
+
+
+def _compute(model: nn.Module, value: float) -> None:
+    """Run a backward; as the ranks send nothing, make a number of the gradients."""
+    model(torch.ones(1, 16)).backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.fill_(value)
+
+
+def _gradient_refs(model: nn.Module) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(param.grad) for param in model.parameters()]
+
+
+def _nbytes(grad: Any) -> int:
+    return int(grad.to_local().untyped_storage().nbytes())
+
+
+def _drop_by_none(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def _drop_by_del(model: nn.Module) -> None:
+    for param in model.parameters():
+        del param.grad
+
+
+@pytest.mark.parametrize("drop", [nn.Module.zero_grad, _drop_by_none, _drop_by_del])
+def test_dropped_gradients_hold_no_memory_and_come_again(
+    model: nn.Module, drop: Callable[[nn.Module], None]
+) -> None:
+    """Whichever way they were dropped."""
+    _compute(model, 1.0)
+    before = _gradient_refs(model)
+    assert all(_nbytes(ref()) > 0 for ref in before)
+    drop(model)
+    assert [_nbytes(ref()) for ref in before] == [0] * len(before)
+    _compute(model, 2.0)
+    assert _gradient_refs(model) == before
+    assert all(_nbytes(ref()) > 0 for ref in before)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda grad: grad,
+        lambda grad: grad.detach(),
+        lambda grad: grad.to_local(),
+        lambda grad: grad.to_local()[1:],
+        lambda grad: grad.to_local().numpy(),
+        lambda grad: torch.utils.dlpack.from_dlpack(grad.to_local()),
+        lambda grad: grad.to_local().untyped_storage(),
+        lambda grad: (grad.to_local() * torch.ones(1, requires_grad=True)).grad_fn,
+    ],
+)
+def test_what_somebody_keeps_of_a_gradient_is_left_alone(
+    model: nn.Module, keep: Callable[[Any], Any]
+) -> None:
+    """A tensor, an alias, a view, an array, a storage, and a node of a graph."""
+    _compute(model, 1.0)
+    param = next(iter(model.parameters()))
+    kept = keep(param.grad)
+    address = param.grad.to_local().data_ptr()
+    model.zero_grad()
+    for value in (2.0, 3.0):
+        _compute(model, value)
+        assert param.grad.to_local().data_ptr() != address
+        model.zero_grad()
+    values = getattr(kept, "_saved_self", kept)
+    values = values.to_local() if hasattr(values, "to_local") else values
+    if isinstance(values, torch.UntypedStorage):
+        values = torch.empty(0).set_(values)
+    assert len(values)
+    assert all(value == 1.0 for value in values)
+
+
+def test_what_a_user_does_to_a_gradient_ends_with_it(model: nn.Module) -> None:
+    """An attribute, other data, another gradient, and `requires_grad`."""
+    changes: list[Callable[[Any], object]] = [
+        lambda param: setattr(param.grad, "note", 1),
+        lambda param: setattr(param.grad, "data", torch.ones_like(param)),
+        lambda param: setattr(param, "grad", torch.ones_like(param)),
+        lambda param: param.grad.requires_grad_(),
+    ]
+    for change in changes:
+        _compute(model, 1.0)
+        param = next(iter(model.parameters()))
+        change(param)
+        model.zero_grad()
+        _compute(model, 2.0)
+        assert not hasattr(param.grad, "note")
+        assert not param.grad.requires_grad
+        assert bool((param.grad.to_local() == 2.0).all())
+        assert {_nbytes(each.grad) for each in model.parameters()} == {_nbytes(param.grad)}
+        model.zero_grad()
+
+
+def test_gradients_of_a_second_backward_are_added(model: nn.Module) -> None:
+    """To the same objects, in memory that the second one does not get."""
+    _compute(model, 1.0)
+    before = _gradient_refs(model)
+    pieces = [param.grad.to_local() for param in model.parameters()]
+    addresses = [each.data_ptr() for each in pieces]
+    model(torch.ones(1, 16)).backward()
+    assert _gradient_refs(model) == before
+    assert [param.grad.to_local().data_ptr() for param in model.parameters()] == addresses
