@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from composable_shard.comm import note_setting as enter_setting
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.prefetch import return_to_idle
-from composable_shard.runtime.reads import learn_anew, warn_of_reads
+from composable_shard.runtime.reads import learn_anew, warn_at_once, warn_of_reads
 from composable_shard.runtime.reduction_order import Turns
 from composable_shard.runtime.unit import ShardState, TreeContext, trees
 from composable_shard.torch_private import current_backward_id
@@ -152,3 +153,23 @@ def find_late(
         if state.buckets is not None:
             state.buckets.note_late()
     return [(state, handle) for state, handle in late if handle not in turns]
+
+
+def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]) -> None:
+    """Forget an aborted backward, which the engine has dropped; show the sharded parameters.
+
+    Nothing here can block or fail. The next call deals with buffers and collectives in flight, and
+    with warnings that are errors; others come before the traceback of autograd's own error.
+    """
+    context = context_ref()
+    backward: Any = None if context is None else context.backward
+    if context is None or backward is None or not backward.is_called_by(callback):
+        return
+    context.backward, context.has_aborted, context.open_calls = None, True, 0
+    catch_up_before_next(context, backward.turns)
+    warn_at_once({state.name: state.learnt for state in context.live_states() if state.needed})
+    for state in context.live_states():
+        for handle in state.handles:
+            handle.grads.take_directly(False)
+            if state.depth == 0 and not state.is_held:
+                handle.shown.show_sharded()

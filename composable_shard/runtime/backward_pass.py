@@ -29,7 +29,7 @@ from composable_shard.flat_param import (
     needs_reduction,
     settle_pending,
 )
-from composable_shard.runtime.aborts import catch_up_before_next, drop_aborted, find_late
+from composable_shard.runtime.aborts import drop_aborted, find_late, note_abort
 from composable_shard.runtime.buckets import LATE
 from composable_shard.runtime.early_gradients import EarlyGradients
 from composable_shard.runtime.prefetch import (
@@ -37,7 +37,7 @@ from composable_shard.runtime.prefetch import (
     release_after_backward,
     return_to_idle,
 )
-from composable_shard.runtime.reads import CallReads, warn_at_once
+from composable_shard.runtime.reads import CallReads
 from composable_shard.runtime.reduction_order import NO_TURNS
 from composable_shard.runtime.tree import check_finite, step_facts
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
@@ -101,7 +101,7 @@ class BackwardPass:
         context = self.context
         # An object of its own, which no traceback keeps alive after an error.
         callback: _EngineCallback = partial(self.finish)
-        self._engine_callback = weakref.ref(callback, partial(_note_abort, weakref.ref(context)))
+        self._engine_callback = weakref.ref(callback, partial(note_abort, weakref.ref(context)))
         context.backward, context.last_backward_id = self, self.graph_task_id
         queue_callback(callback)
         context.leaves_graphs = context.leaves_graphs or context.open_calls > 1 or keeps_graph()
@@ -477,28 +477,6 @@ def begin_backward(context: TreeContext) -> BackwardPass:
         backward = BackwardPass(context)
         backward.begin()
     return backward
-
-
-def _note_abort(
-    context_ref: weakref.ref[TreeContext], callback: weakref.ref[_EngineCallback]
-) -> None:
-    """Forget an aborted backward, which the engine has dropped; show the sharded parameters.
-
-    Nothing here can block or fail. The next call deals with buffers and collectives in flight, and
-    with warnings that are errors; others come before the traceback of autograd's own error.
-    """
-    context = context_ref()
-    backward: BackwardPass | None = None if context is None else context.backward
-    if context is None or backward is None or not backward.is_called_by(callback):
-        return
-    context.backward, context.has_aborted, context.open_calls = None, True, 0
-    catch_up_before_next(context, backward.turns)
-    warn_at_once({state.name: state.learnt for state in context.live_states() if state.needed})
-    for state in context.live_states():
-        for handle in state.handles:
-            handle.grads.take_directly(False)
-            if state.depth == 0 and not state.is_held:
-                handle.shown.show_sharded()
 
 
 def _use_flags(handle: FlatParamHandle, is_bucket: bool, late: Collection[object]) -> Sequence[int]:
