@@ -105,8 +105,7 @@ class _PoisonedGather:
 
 def alloc_storage(tensor: Tensor) -> None:
     """Give `tensor`, which spans its whole storage, memory again; no-op if it has some."""
-    storage = tensor.untyped_storage()
-    nbytes = tensor.numel() * tensor.element_size()
+    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
         if Poison.is_on:
@@ -206,6 +205,7 @@ class FullValues:
         self.small_group: SmallGroup | None = None
         self.params = UnshardedParams(buffer, shard.layout)
         self.is_locked = True
+        self._memory = buffer.untyped_storage()  # kept: Python makes no object for each question
         self.storage = storage_of(buffer)
         self.serves_graphs = False
         self._has_unseen_reads = False  # by a graph that `params.are_saved` can't see

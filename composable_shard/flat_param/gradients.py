@@ -168,7 +168,7 @@ class FlatGradients:
     @property
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank since the last `publish`."""
-        return list(map(or_, self.was_used, self.arrived))
+        return list(map(or_, self.was_used, self.arrived)) if any(self.arrived) else self.was_used
 
     @property
     def is_idle(self) -> bool:

@@ -45,7 +45,6 @@ from composable_shard.tensor import (
     note_steps,
 )
 from composable_shard.torch_private import (
-    DisableTorchFunctionSubclass,
     version_of,
     will_run_node,
 )
@@ -428,9 +427,7 @@ class FlatParamHandle:
         """
         full, flat = self.full, self.shown.flat
         params = full.params
-        with DisableTorchFunctionSubclass():  # [Note: Many getters]
-            flags = [param.requires_grad for param in params.built]
-        if flags != params.flags:
+        if params.aliases.has_new_flags or params.has_unwatched:
             self._adopt_shown_flags(where)
         if full.is_locked:
             return  # nobody could edit them, or a backward wrote gradients in their place

@@ -358,7 +358,12 @@ class ShownParams:
         """Run the hooks that users put on the sharded parameters with
         `register_post_accumulate_grad_hook`, once, with the final gradient.
         """
-        for entry in _with_hooks(self.at_rest):
+        if not self.guard.may_have_hooks:
+            return
+        entries = _with_hooks(self.at_rest)
+        if not entries:
+            self.guard.note_no_hooks()
+        for entry in entries:
             if entry.sharded.grad is not None:
                 for hook in list((post_accumulate_hooks_of(entry.sharded) or {}).values()):
                     hook(entry.sharded)

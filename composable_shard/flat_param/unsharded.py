@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import user_attributes
+from composable_shard.tensor import is_trainable, user_attributes
 from composable_shard.torch_private import (
     PARAMETER_CODE,
     set_versions,
@@ -33,14 +33,15 @@ class Aliases:
 
     Attributes:
         are_hidden: Someone took an alias of one of them that autograd can't see.
+        has_new_flags: Someone has set `requires_grad` of one of them.
         overwritten: Those whose gradients have taken the place of their values, by position; None
             where none can have.
     """
 
-    __slots__ = ("are_hidden", "overwritten")
+    __slots__ = ("are_hidden", "has_new_flags", "overwritten")
 
     def __init__(self) -> None:
-        self.are_hidden = False
+        self.are_hidden = self.has_new_flags = False
         self.overwritten: Sequence[bool] | None = None
 
     def note_hidden(self, param: UnshardedParameter) -> None:
@@ -91,6 +92,21 @@ class UnshardedParameter(nn.Parameter):
             )
         self.aliases.note_hidden(self)
         return super().detach()
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trainable; a change counts from the end of the forward on."""
+        return is_trainable(self)
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
+        self.aliases.has_new_flags = True
+
+    def requires_grad_(self, requires_grad: bool = True) -> UnshardedParameter:
+        """Set `requires_grad` and return the parameter."""
+        self.requires_grad = requires_grad
+        return self
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return an array, as any tensor does; gradients stay out of memory that numpy has."""
@@ -157,6 +173,7 @@ class UnshardedParams:
         versions: Theirs, while the values are there.
         locked: Theirs, while they are not, see [Note: Locked versions].
         flags: Which of them are trainable, as it was last adopted.
+        has_unwatched: Some don't tell `aliases` when that is set.
         aliases: What they have noted.
         has_late_reads: A graph from before the next backward may read a value though its gradient
             is complete, see [Note: Packing in place]: some were frozen, or nobody knows it.
@@ -169,7 +186,7 @@ class UnshardedParams:
         self.watched: tuple[Tensor, ...] = ()
         self.versions: list[int] = []
         self.flags: list[bool] = []
-        self.has_late_reads = False
+        self.has_late_reads = self.has_unwatched = False
         self.aliases = Aliases()
         self.built: list[nn.Parameter] = []
         self.locked: tuple[int, ...] = ()
@@ -186,6 +203,7 @@ class UnshardedParams:
                 entry.unsharded.__dict__.setdefault(name, value)
             entry.runs_hooks = False
         self.built = [entry.unsharded for entry in entries if entry.unsharded is not None]
+        self.has_unwatched = not all(isinstance(each, UnshardedParameter) for each in self.built)
         self.watched = tuple(
             param if isinstance(param, DTensor) else view
             for param, view in zip(self.built, self.views(), strict=True)
@@ -204,6 +222,7 @@ class UnshardedParams:
         self.flags = list(flags)
         for param, flag in zip(self.built, flags, strict=True):
             param.requires_grad_(flag)
+        self.aliases.has_new_flags = False
 
     def note_late_reads(self) -> None:
         """Note that nobody knows which values a graph reads."""

@@ -208,9 +208,13 @@ class BackwardPass:
                 # second stage must be issued before. [Note: Two stages]
                 self._advance_in_flight()
             self.positions[handle] = position
-            handles = self.open_handles
-            start = len(handles) if handles and handles[-1][0] >= position else 0  # mostly the end
-            insort(handles, (position, owner, handle), start, key=lambda item: -item[0])
+            handles, item = self.open_handles, (position, owner, handle)
+            if not handles or handles[-1][0] >= position:
+                handles.append(item)
+            elif len(handles) > 1 and handles[-2][0] >= position:
+                handles.insert(-1, item)  # before the leader of a call, which began first
+            else:
+                insort(handles, item, key=lambda item: -item[0])
 
     def close(self, handle: FlatParamHandle) -> None:
         """Take a handle out of those that are open."""
@@ -322,10 +326,14 @@ class BackwardPass:
             self._issue_rest(unsynced)
         self.issue_turns(self.turns.rest() if self.turns else ())
         buckets = self.context.find_buckets()
+        is_asked = bool(buckets) or self.asks_for_late
         late = {h for h in self._reduced if any(h.grads.arrived)} if self.asks_for_late else ()
         flags = self._reduce_flags(
-            [(h.shard_group, _use_flags(h, h in buckets, late)) for h in handles],
-            highest=LATE if buckets or self.asks_for_late else 1,
+            [
+                (h.shard_group, _use_flags(h, h in buckets, late) if is_asked else h.grads.used)
+                for h in handles
+            ],
+            highest=LATE if is_asked else 1,
             facts=step_facts(self.context),
             proposal=self.turns.propose() if self.turns else None,
         )
@@ -336,7 +344,7 @@ class BackwardPass:
             self.issue_turns(self.turns.last(handles, flags.finish()))
         if not self.is_sure_to_reduce:
             self._issue_rest(unsynced)
-        if buckets or self.asks_for_late:
+        if is_asked:
             self._issue_rest(find_late(self.context, handles, flags.finish(), self.turns))
         if self.early is not None:
             self._deliver(self.early)

@@ -304,7 +304,7 @@ def _arm(
         num_uses -= guard_kept_views(state.needed, module)
         state.learnt.num_uses.add((num_nodes, num_uses))
     extents = [extent for handle in state.needed if (extent := handle.full.extent())]
-    tensors = _tensors(output)
+    tensors = (output,) if isinstance(output, Tensor) else _tensors(output)
     if extents and any([_is_within(extents, tensor) for tensor in tensors]):
         output = _map_output(partial(_copy_alias, extents), output)
         tensors = _tensors(output)
@@ -349,8 +349,8 @@ def _register(
             for handle in state.needed:
                 handle.full.params.note_late_reads()
     for tensor in tensors:
-        if tensor.requires_grad and tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(hook)
+        if tensor.requires_grad and (node := tensor.grad_fn) is not None:
+            node.register_prehook(hook)
             base = base_of(tensor)
             if base is not None and not _is_older(base, state.call_sequence_nr) and base.grad_fn:
                 # An in-place operation on a view gives the view a new node, fed by its base's.

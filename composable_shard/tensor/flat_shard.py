@@ -263,6 +263,12 @@ class FlatShard(Checkpointable):
             self._guard.note_attributes(True)
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Register a hook: on a unit's parameter it sees the reduced gradient."""
+        if self._guard is not None:
+            self._guard.note_attributes(True)
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
     def view_as(self, other: Tensor) -> Tensor:
         """View as a tensor of the same range; torch finds the node of a leaf's gradient so."""
         if other is self and self._guard is not None and self.requires_grad and _grad_enabled():

@@ -52,6 +52,7 @@ class WriteGuard:
         "is_in_backward",
         "is_in_scope",
         "lent",
+        "may_have_hooks",
         "num_writes",
         "owner",
     )
@@ -64,6 +65,7 @@ class WriteGuard:
         self.is_in_backward = False
         self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
+        self.may_have_hooks = True  # that see final gradients, for all that the owner knows
         self.owner = owner  # the handle; a unit that shares a parameter finds it here
 
     def __deepcopy__(self, memo: object) -> None:
@@ -132,6 +134,11 @@ class WriteGuard:
     def note_attributes(self, are_new: bool) -> None:
         """Note whether there is requires_grad or a hook that the owner has not adopted."""
         self.has_new_attributes = are_new
+        self.may_have_hooks |= are_new
+
+    def note_no_hooks(self) -> None:
+        """Note that no parameter has hooks that see final gradients, until attributes are noted."""
+        self.may_have_hooks = False
 
     def note_read(self, wait: Callable[[], None]) -> None:
         """Note that a copy of the shard is under way: `wait` returns when it is done."""
