@@ -243,13 +243,12 @@ class FlatGradients:
         """Choose whether gradients go into the open round unseen by the runtime, until it ends."""
         self.is_direct = flag and self.views is not None and self._is_plain
 
-    def pack_further(self, index: int) -> bool:
+    def pack_further(self, index: int, gradient: Tensor | None) -> bool:
         """Pack a gradient into the open round, or return False where `pack` must be called."""
-        param = self._shown.entries[index].unsharded
-        gradient = None if param is None or torch.is_grad_enabled() else param.grad
-        if gradient is None or self.views is None or self.arrived[index] or gradient.is_sparse:
+        if gradient is None or self.arrived[index] or self.views is None:
             return False
-        param.grad = None  # type: ignore[union-attr]
+        if gradient.is_sparse or torch.is_grad_enabled():
+            return False
         if self._factor is None:
             self.views[index].copy_(gradient)
         else:

@@ -80,6 +80,7 @@ class FlatParamHandle:
         initial: Checksums of the values that `fully_shard` found, until the ranks are compared.
         has_fixed_owners: Whether parameters that are owned whole stay where they are for good.
         is_attached: The unsharded parameters and their hooks exist.
+        on_gradient: Called with the gradient of each, see `attach`.
         is_sharded: False only where each rank holds everything: then nothing is gathered.
         is_kept: The unsharded buffer is never freed, see [Note: Kept buffers].
         memory: Makes its buffers.
@@ -150,7 +151,7 @@ class FlatParamHandle:
         self.initial = InitialValues(self.guard)
         note_steps(self)
         self.is_attached = False
-        self._on_gradient: GradientHook | None = None
+        self.on_gradient: GradientHook | None = None
         self.has_early_hooks = False
 
     def __repr__(self) -> str:
@@ -256,7 +257,7 @@ class FlatParamHandle:
             on_gradient: Called as `on_gradient(handle, index)` when the full gradient of a
                 parameter has been accumulated, in the thread that runs the backward.
         """
-        self._on_gradient, self.is_attached = on_gradient, True
+        self.on_gradient, self.is_attached = on_gradient, True
         # Inference tensors could never be trained, whatever context the first call runs in.
         with torch.inference_mode(False), torch.no_grad():
             self._build_unsharded_params()
@@ -272,8 +273,9 @@ class FlatParamHandle:
         if not self.is_kept:
             # Before the gradients' own buffer is made: no more than one is there at a time.
             free_storage(full.buffer)
-        for index, entry in enumerate(self.entries):
-            _hook_gradient(self, index, cast(nn.Parameter, entry.unsharded))
+        # Weak: the leaf holds its hooks where the garbage collector cannot see them, and the
+        # handle holds the leaf; one strong reference would leak the unit for ever.
+        full.params.hook_gradients(weakref.ref(self))
         self.requires_grad = any(trainable_flags(self.shown))
         is_pending = self.grads.is_unsynced or self.grads.reduction.partial is not None
         if self.requires_grad or is_pending:
@@ -488,19 +490,3 @@ def handle_of(param: FlatShard) -> FlatParamHandle | None:
     guard = param._guard
     owner = None if guard is None or guard.owner is None else guard.owner()
     return owner if isinstance(owner, FlatParamHandle) else None
-
-
-def _hook_gradient(handle: FlatParamHandle, index: int, unsharded: nn.Parameter) -> None:
-    # Weak: the leaf holds its hooks where the garbage collector cannot see them, and the
-    # handle holds the leaf; one strong reference would leak the unit for ever.
-    handle_ref = weakref.ref(handle)
-
-    def arrive(_: Tensor) -> None:
-        handle = handle_ref()
-        if handle is None:
-            return
-        if not (handle.grads.is_direct and handle.grads.pack_further(index)):
-            handle._on_gradient(handle, index)  # type: ignore[misc]
-
-    if unsharded.requires_grad:  # as all do now but integers
-        unsharded.register_post_accumulate_grad_hook(arrive)

@@ -1,10 +1,19 @@
-"""`UnshardedParams`: the parameters that modules compute with, and what was done to them."""
+"""`UnshardedParams`: the parameters that modules compute with, and what was done to them.
+
+[Note: Taken gradients]
+A gradient that autograd accumulates is set as `.grad`; a hook packs it, and sets `.grad` to None.
+On the CPU a hook of the node that would accumulate it takes it before that, and tells autograd that
+there is none: less host time for each. Autograd accumulates them itself from the moment when
+somebody freezes one of a unit's full parameters, gives it other data, or sets its `.grad`.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import gt
 from typing import Any
 
@@ -15,7 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import is_trainable, user_attributes
+from composable_shard.tensor import (
+    gradient_of,
+    is_trainable,
+    set_gradient,
+    user_attributes,
+)
 from composable_shard.torch_private import (
     PARAMETER_CODE,
     set_versions,
@@ -34,15 +48,24 @@ class Aliases:
     Attributes:
         are_hidden: Someone took an alias of one of them that autograd can't see.
         has_new_flags: Someone has set `requires_grad` of one of them.
+        stop_taking: Lets autograd accumulate their gradients, [Note: Taken gradients]; None where
+            it does.
         overwritten: Those whose gradients have taken the place of their values, by position; None
             where none can have.
     """
 
-    __slots__ = ("are_hidden", "has_new_flags", "overwritten")
+    __slots__ = ("are_hidden", "has_new_flags", "overwritten", "stop_taking")
 
     def __init__(self) -> None:
         self.are_hidden = self.has_new_flags = False
         self.overwritten: Sequence[bool] | None = None
+        self.stop_taking: Callable[[], None] | None = None
+
+    def note_unusual(self) -> None:
+        """Note that someone does to a parameter what `_take` does not know of."""
+        stop, self.stop_taking = self.stop_taking, None
+        if stop is not None:
+            stop()
 
     def note_hidden(self, param: UnshardedParameter) -> None:
         """Note that someone takes an alias of a parameter, in a hook of a tensor perhaps.
@@ -100,6 +123,8 @@ class UnshardedParameter(nn.Parameter):
 
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
+        if not flag:
+            self.aliases.note_unusual()  # first: frozen parameters can't get hooks
         Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
         self.aliases.has_new_flags = True
 
@@ -107,6 +132,17 @@ class UnshardedParameter(nn.Parameter):
         """Set `requires_grad` and return the parameter."""
         self.requires_grad = requires_grad
         return self
+
+    def _set_grad(self, value: Tensor | None) -> None:
+        set_gradient(self, value)
+        if value is not None:
+            self.aliases.note_unusual()
+
+    def _drop_grad(self) -> None:
+        set_gradient(self, None)
+
+    # Read by torch's own getter, without a call of Python's.
+    grad = property(gradient_of, _set_grad, _drop_grad, "What autograd has accumulated.")
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return an array, as any tensor does; gradients stay out of memory that numpy has."""
@@ -125,6 +161,7 @@ class UnshardedParameter(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         self.is_repointed = True
+        self.aliases.note_unusual()
         increment_version(self)  # an edit like any other
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
@@ -164,6 +201,46 @@ def _is_saved(param: nn.Parameter) -> bool:
     return use_count_of(param) > (1 if node is None else 2)
 
 
+_TAKEN = (None,)
+
+
+def _take(
+    handle_ref: weakref.ref[Any], aliases: Aliases, index: int, gradients: tuple[Tensor | None, ...]
+) -> tuple[None] | None:
+    """Take a gradient that autograd is about to accumulate, see [Note: Taken gradients]."""
+    handle = handle_ref()
+    if handle is None or aliases.stop_taking is None:
+        return None
+    params, grads, gradient = handle.full.params, handle.grads, gradients[0]
+    if params.aliases is not aliases:  # a graph of parameters that were built anew since
+        handle.on_gradient(handle, index)
+        return None
+    if not (grads.is_direct and grads.pack_further(index, gradient)):
+        param = params.built[index]
+        if gradient is not None:
+            before = gradient_of(param)  # one that came late is left there
+            set_gradient(param, gradient if before is None else before + gradient)
+        handle.on_gradient(handle, index)
+    return _TAKEN
+
+
+def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
+    """Tell a handle of a gradient that autograd has accumulated."""
+    handle = handle_ref()
+    if handle is None:
+        return
+    if handle.grads.is_direct and handle.grads.pack_further(index, param.grad):
+        param.grad = None
+    else:
+        handle.on_gradient(handle, index)
+
+
+def _stop_taking(params_ref: weakref.ref[UnshardedParams]) -> None:
+    params = params_ref()
+    if params is not None:
+        params.accumulate_gradients()
+
+
 class UnshardedParams:
     """The unsharded parameters of a flat parameter, views of its unsharded buffer.
 
@@ -189,6 +266,8 @@ class UnshardedParams:
         self.has_late_reads = self.has_unwatched = False
         self.aliases = Aliases()
         self.built: list[nn.Parameter] = []
+        self._handle: Any = None  # a weak reference
+        self._nodes: list[Any] = []  # which accumulate the gradients; kept, or their hooks are gone
         self.locked: tuple[int, ...] = ()
 
     def build(self, entries: Sequence[ParamEntry]) -> None:
@@ -211,6 +290,26 @@ class UnshardedParams:
         self.locked = (LOCKED,) * len(self.built)
         self.versions = [version_of(param) for param in self.built]
         self.flags, self.has_late_reads = [True] * len(self.built), False
+
+    def hook_gradients(self, handle: weakref.ref[Any]) -> None:
+        """Let a handle take each gradient as it arrives."""
+        self._handle = handle
+        is_taken = self._buffer.device.type == "cpu" and not self.has_unwatched
+        if not is_taken or not all([param.requires_grad for param in self.built]):  # integers
+            self.accumulate_gradients()
+            return
+        self.aliases.stop_taking = partial(_stop_taking, weakref.ref(self))
+        for index, param in enumerate(self.built):
+            node: Any = get_gradient_edge(param).node
+            node.register_prehook(partial(_take, handle, self.aliases, index))
+            self._nodes.append(node)
+
+    def accumulate_gradients(self) -> None:
+        """Let autograd accumulate gradients, and tell the handle of each."""
+        for index, param in enumerate(self.built):
+            if param.is_floating_point() or param.is_complex():
+                hook = partial(_arrive, self._handle, index)
+                param.register_post_accumulate_grad_hook(hook)
 
     def views(self) -> list[Tensor]:
         """Return the dense data of the parameters, under their version counters."""

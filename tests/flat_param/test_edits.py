@@ -63,6 +63,32 @@ def test_c16_edit_in_forward_is_warned_of(
         loss_of(model)
 
 
+def _sets_a_gradient(model: nn.Module, number: int) -> None:
+    def set_gradient(module: nn.Module, *_: object) -> None:
+        module.weight.grad = torch.full_like(module.weight, 0.25)
+
+    hook = model.blocks[0].up.register_forward_hook(set_gradient)
+    loss = square_mean(model(rank_input(3, 5, step=number, dtype=torch.float64)))
+    hook.remove()
+    loss.backward()
+    square_mean(model(rank_input(3, 5, step=number + 9, dtype=torch.float64))).backward()
+
+
+@strategies
+@distributed(2)
+def test_gradient_set_on_a_full_parameter_is_added_to(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """By a forward, and the gradients of later backwards too, [Note: Taken gradients]."""
+    assert_right(
+        Net,
+        _sets_a_gradient,
+        shard=shard_blocks,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
 def _read_as_array(model: nn.Module, number: int) -> None:
     arrays = []
     hook = model.blocks[0].up.register_forward_hook(
