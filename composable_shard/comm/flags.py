@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import add
 from typing import Protocol
 
 import torch
@@ -109,7 +111,7 @@ class _StepRecord:
             has_news = has_news or order.has_news
         self._orders, self._facts, self.proposal = orders, facts, proposal
         self._writes = [each for each in facts.writes if each[0].joint_groups == key]
-        self._counts = [count for _, counts, _ in self._writes for count in counts]
+        self._counts = [*chain.from_iterable([counts for _, counts, _ in self._writes])]
         complements = [255 - count if count else 0 for count in self._counts]
         self.sent = [*_with_complement(digest), int(has_news), *self._counts, *complements]
         if proposal is not None:
@@ -130,7 +132,7 @@ class _StepRecord:
         start, num = self.NBYTES + 1, len(self._counts)
         highest = received[start : start + num]
         lowest = received[start + num : start + 2 * num]
-        sums = [a + b for a, b in zip(highest, lowest, strict=True)]
+        sums = [*map(add, highest, lowest)]
         if max(sums, default=0) <= 255:
             return []
         index = next(index for index, total in enumerate(sums) if total > 255)
@@ -216,11 +218,13 @@ class FlagReduction:
         self._sizes = [len(numbers) for _, numbers in values]
         self._meshes: dict[_GroupTuple, _MeshReduction] = {}
         self._keys = [group.joint_groups for group, _ in values]
-        if len(set(self._keys)) > 1:
+        first = {id(group): group for group, _ in values}
+        if len({group.joint_groups for group in first.values()}) > 1:
             proposal = None
-        for key, (group, _) in zip(self._keys, values, strict=True):
-            if key not in self._meshes:
-                sent = [n for g, numbers in values if g.joint_groups == key for n in numbers]
+        for group in first.values():
+            if (key := group.joint_groups) not in self._meshes:
+                own = [numbers for g, numbers in values if g.joint_groups == key]
+                sent = [*chain.from_iterable(own)]
                 step = None
                 if facts is not None:
                     step = _StepRecord(_groups_of(values, key), key, facts, proposal)
@@ -256,7 +260,8 @@ def _groups_of(
     values: Sequence[tuple[_HasGroups, Sequence[int]]], key: _GroupTuple
 ) -> list[dist.ProcessGroup]:
     """Return all process groups of the flat parameters whose flags travel together."""
-    found = dict.fromkeys(group for group, _ in values if group.joint_groups == key)
+    groups = {id(group): group for group, _ in values}  # few; to hash one takes long
+    found = [group for group in groups.values() if group.joint_groups == key]
     return [each for one in found for each in (one.group, *one.replicate_groups, *key)]
 
 

@@ -293,7 +293,9 @@ class FlatReduction:
         output, self.output = self.output, None
         if output is None:
             return None
-        if self._done is None:
+        if self._done is None and self._scatter and not self._shard_group.replicate_groups:
+            self._end_first_stage()  # the only one
+        elif self._done is None:
             self.advance()
             self._end(output)
         else:

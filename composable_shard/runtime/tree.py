@@ -41,6 +41,7 @@ from composable_shard.tensor import FlatShard, OwnedGuard, WriteGuard
 from composable_shard.torch_private import (
     CALL_CODE,
     REGISTRY_KEY,
+    DisableTorchFunctionSubclass,
     RegistryItem,
     modules_of,
     parameters_of,
@@ -472,24 +473,25 @@ def step_facts(context: TreeContext) -> StepFacts:
     shared = [each for each in handles if not each.layout.owners or each.shard_group.size == 1]
     before, now, counts = context.writes, {h.guard: h.guard.num_writes for h in shared}, []
     has_writes = any([before.get(guard, number) != number for guard, number in now.items()])
-    for handle in handles:
-        shown, whole = handle.shown, handle.guard if handle.shard_group.size == 1 else None
-        named = shown.shared or handle.entries[:1]
-        if shown.shows_flat:
-            named = [*shown.at_rest, *named[1:]]
-        numbers = [0] * len(named)
-        is_one = shown.shows_flat or whole is not None
-        for index, entry in enumerate(shown.at_rest[:1] if is_one else shown.shared):
-            guard = entry.shared_guard if whole is None else whole
-            if guard is not None:
-                now[guard] = guard.num_writes
-                if guard in before and (guard.num_writes or not guard.counts_steps):
-                    num_writes = now[guard] - before[guard]
-                    has_grad = not guard.counts_steps and entry.sharded.grad is not None
-                    numbers[index] = 1 + (2 * num_writes + has_grad) % MAX_COUNT
-        if handle.layout.owners:
-            numbers.append(_stepped_gradients(handle, before))
-        counts.append((handle.shard_group, numbers, named))
+    with DisableTorchFunctionSubclass():  # [Note: Many getters]
+        for handle in handles:
+            shown, whole = handle.shown, handle.guard if handle.shard_group.size == 1 else None
+            named = shown.shared or handle.entries[:1]
+            if shown.shows_flat:
+                named = [*shown.at_rest, *named[1:]]
+            numbers = [0] * len(named)
+            is_one = shown.shows_flat or whole is not None
+            for index, entry in enumerate(shown.at_rest[:1] if is_one else shown.shared):
+                guard = entry.shared_guard if whole is None else whole
+                if guard is not None:
+                    now[guard] = guard.num_writes
+                    if guard in before and (guard.num_writes or not guard.counts_steps):
+                        num_writes = now[guard] - before[guard]
+                        has_grad = not guard.counts_steps and entry.sharded.grad is not None
+                        numbers[index] = 1 + (2 * num_writes + has_grad) % MAX_COUNT
+            if handle.layout.owners:
+                numbers.append(_stepped_gradients(handle, before))
+            counts.append((handle.shard_group, numbers, named))
     context.writes = now
     line = (
         f"a backward with{'' if has_writes else 'out'} writes to parameters since the last one (by "

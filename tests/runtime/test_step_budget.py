@@ -56,7 +56,7 @@ PINNED = {  # by parameters of a unit
         written=NBYTES,  # the gradient
         allocations=3,
         allocated=2 * NBYTES + NBYTES // 2 + 3,
-        calls=129,
+        calls=127,
         optimizer_calls=10,
     ),
     9: StepCost(
@@ -65,7 +65,7 @@ PINNED = {  # by parameters of a unit
         written=9 * NBYTES,
         allocations=3,
         allocated=9 * (2 * NBYTES + NBYTES // 2 + 3),
-        calls=145,
+        calls=143,
         optimizer_calls=19,
     ),
 }
