@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.flat_param.entries import FlatEntry
-from composable_shard.flat_param.grad_pieces import local_gradient, take_gradient
+from composable_shard.flat_param.grad_pieces import local_gradient
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.pending import settled
+from composable_shard.flat_param.published import take_gradient
 from composable_shard.flat_param.shown import check_flags, take_flags
 from composable_shard.tensor import FlatShard, ShardSpec, flat_spec, reduced_gradient, wrap
 from composable_shard.torch_private import post_accumulate_hooks_of
