@@ -105,7 +105,7 @@ REACHED = {
     "warm step: files": 18,
     "warm step: calls between files": 240,
     "set-up and first step: files": 43,
-    "lines": 33_229,
+    "lines": 33_509,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name
