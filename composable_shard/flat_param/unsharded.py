@@ -87,6 +87,12 @@ _LATER = (
 )
 
 
+def _set_gradient(param: UnshardedParameter, value: Tensor | None = None) -> None:
+    set_gradient(param, value)
+    if value is not None:
+        param.aliases.note_unusual()
+
+
 class UnshardedParameter(nn.Parameter):
     """A parameter that remembers whether anyone took an alias of it that autograd can't see.
 
@@ -99,6 +105,8 @@ class UnshardedParameter(nn.Parameter):
     position: int = 0
     aliases: Aliases = Aliases()
     is_repointed: bool = False  # `param.data = x`: it is no view of the buffer any more
+    # Read by torch's own getter, without a call of Python's.
+    grad = property(gradient_of, _set_gradient, _set_gradient, "What autograd has accumulated.")
     data_alias: Tensor | None = None  # whose version counts the edits through `.data`
 
     def detach(self) -> Tensor:
@@ -132,17 +140,6 @@ class UnshardedParameter(nn.Parameter):
         """Set `requires_grad` and return the parameter."""
         self.requires_grad = requires_grad
         return self
-
-    def _set_grad(self, value: Tensor | None) -> None:
-        set_gradient(self, value)
-        if value is not None:
-            self.aliases.note_unusual()
-
-    def _drop_grad(self) -> None:
-        set_gradient(self, None)
-
-    # Read by torch's own getter, without a call of Python's.
-    grad = property(gradient_of, _set_grad, _drop_grad, "What autograd has accumulated.")
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return an array, as any tensor does; gradients stay out of memory that numpy has."""

@@ -86,6 +86,17 @@ is_trainable: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: i
 set_gradient: Callable[[Tensor, Tensor | None], None] = Tensor.grad.__set__  # type: ignore[union-attr]
 
 
+def _set_gradient(shard: FlatShard, value: Tensor | None = None) -> None:
+    before = gradient_of(shard)
+    set_gradient(shard, value)
+    is_dropped, before = before is not None and before is not value, None  # held no more
+    if is_dropped and shard._guard is not None:
+        lent = shard._guard.lent
+        lent.num -= 1
+        if lent.num == 0:
+            lent.note_return()
+
+
 class FlatShard(Checkpointable):
     """One rank's flat range of a tensor, under the tensor's logical shape, stride and dtype.
 
@@ -131,6 +142,8 @@ class FlatShard(Checkpointable):
         return self
 
     __torch_function__ = disabled_torch_function
+    # Read by torch's own getter, without a call of Python's.
+    grad = property(gradient_of, _set_gradient, _set_gradient, "The gradient, a shard like it.")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub lacks `func`
@@ -235,22 +248,6 @@ class FlatShard(Checkpointable):
         Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
         if self._guard is not None:
             self._guard.note_attributes(True)
-
-    def _set_grad(self, value: Tensor | None) -> None:
-        before = gradient_of(self)
-        set_gradient(self, value)
-        is_dropped, before = before is not None and before is not value, None  # held no more
-        if is_dropped and self._guard is not None:
-            lent = self._guard.lent
-            lent.num -= 1
-            if lent.num == 0:
-                lent.note_return()
-
-    def _drop_grad(self) -> None:
-        self._set_grad(None)
-
-    # Read by torch's own getter, without a call of Python's.
-    grad = property(gradient_of, _set_grad, _drop_grad, "The gradient, a shard like this one.")
 
     def requires_grad_(self, requires_grad: bool = True) -> FlatShard:
         """Set `requires_grad` and return the shard."""

@@ -39,7 +39,7 @@ def _gradient_refs(model: nn.Module) -> list[weakref.ref[Tensor]]:
     return [weakref.ref(param.grad) for param in model.parameters()]
 
 
-def _nbytes(grad: Any) -> int:
+def _memory_of(grad: Any) -> int:
     return int(grad.to_local().untyped_storage().nbytes())
 
 
@@ -60,12 +60,12 @@ def test_dropped_gradients_hold_no_memory_and_come_again(
     """Whichever way they were dropped."""
     _compute(model, 1.0)
     before = _gradient_refs(model)
-    assert all(_nbytes(ref()) > 0 for ref in before)
+    assert all(_memory_of(ref()) > 0 for ref in before)
     drop(model)
-    assert [_nbytes(ref()) for ref in before] == [0] * len(before)
+    assert [_memory_of(ref()) for ref in before] == [0] * len(before)
     _compute(model, 2.0)
     assert _gradient_refs(model) == before
-    assert all(_nbytes(ref()) > 0 for ref in before)
+    assert all(_memory_of(ref()) > 0 for ref in before)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_a_user_does_to_a_gradient_ends_with_it(model: nn.Module) -> None:
         assert not hasattr(param.grad, "note")
         assert not param.grad.requires_grad
         assert bool((param.grad.to_local() == 2.0).all())
-        assert {_nbytes(each.grad) for each in model.parameters()} == {_nbytes(param.grad)}
+        assert {_memory_of(each.grad) for each in model.parameters()} == {_memory_of(param.grad)}
         model.zero_grad()
 
 
