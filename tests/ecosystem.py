@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import (
@@ -233,20 +234,27 @@ def run_lightning() -> None:
 
 
 def run_peft() -> None:
-    """LoRA: trained, saved as an adapter, loaded by peft, merged into the sharded weights."""
+    """LoRA: trained beside FSDP2, saved as an adapter, loaded by peft, merged into the weights."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     torch.manual_seed(1)
     model = get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    plain = copy.deepcopy(model)
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    plain, theirs = copy.deepcopy(model), copy.deepcopy(model)
+    for each, shard in ((model, fully_shard), (theirs, torch_fully_shard)):
+        for layer in each.base_model.model.model.layers:
+            shard(layer)
+        shard(each)
     optimizers = [
         torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-1)
-        for each in (model, plain)
+        for each in (model, plain, theirs)
     ]
-    train_alike(model, plain, optimizers)
+    train_alike(model, plain, optimizers[:2])
+    for step in range(3):
+        theirs(input_ids=words(step), labels=words(step)).loss.backward()
+        optimizers[2].step()
+        optimizers[2].zero_grad()
+    for param, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), other.full_tensor(), rtol=1e-5, atol=1e-5)
     folder = shared_folder()
     save_pretrained(model, folder)
     dist.barrier()
@@ -261,18 +269,25 @@ def run_peft() -> None:
 
 
 def run_generate() -> None:
-    """Generate and train by turns, as in reinforcement learning: the words of a plain model."""
-    model, plain = shard_llama(make_llama()), make_llama()
+    """Generate and train by turns, as in reinforcement learning: a plain model's words, FSDP2's."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    model, plain, theirs = shard_llama(make_llama()), make_llama(), make_llama()
     register_forward_method(model, "generate")
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+    for layer in theirs.model.layers:
+        torch_fully_shard(layer)
+    register_fsdp_forward_method(torch_fully_shard(theirs), "generate")
+    models = (model, plain, theirs)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in models]
     for step in range(3):
         prompt = words(step, 0)[:, :4]
         written = [
             each.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
-            for each in (model, plain)
+            for each in models
         ]
-        assert torch.equal(*written)
-        for each, optimizer in zip((model, plain), optimizers, strict=True):
+        assert torch.equal(*written[:2])
+        assert torch.equal(*written[1:])
+        for each, optimizer in zip(models, optimizers, strict=True):
             each(input_ids=written[0], labels=written[0]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -304,7 +319,6 @@ def run_blocks() -> None:
 def run_torchao() -> None:
     """8-bit, 4-bit and float8 AdamW: beside FSDP2 and one process."""
     from torch._inductor import config
-    from torch.distributed.fsdp import fully_shard as torch_fully_shard
     from torchao import optim
 
     # The caches take a DTensor of one of these classes for one of another.
@@ -348,7 +362,6 @@ def run_torchao() -> None:
 def run_torchao_weights() -> None:
     """Weights of torchao's classes, gathered as float8, 2 bits, bf16: beside FSDP2, bit by bit."""
     from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-    from torch.distributed.fsdp import fully_shard as torch_fully_shard
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.prototype.moe_training.config import (
         Float8TrainingOpConfig,
@@ -391,7 +404,6 @@ def run_torchao_weights() -> None:
 
 def run_torchao_parallel() -> None:
     """Float8 gathers of weights that tensor parallelism split: beside FSDP2, bit by bit."""
-    from torch.distributed.fsdp import fully_shard as torch_fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as torch_state_dict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from composable_shard import (
     ShardedGradScaler,
@@ -25,7 +27,14 @@ from composable_shard import (
     save_checkpoint,
 )
 from tests.claims import assert_close, unsharded_gradients, unsharded_values
-from tests.experts import MixtureNet, expert_mesh, mixture_batch, own_experts, shard_mixture
+from tests.experts import (
+    MixtureNet,
+    expert_mesh,
+    mixture_batch,
+    own_experts,
+    shard_mixture,
+    take_experts,
+)
 from tests.helpers import distributed
 from tests.models import (
     EVERYWHERE,
@@ -85,6 +94,35 @@ def test_experts_train_as_in_one_process(
             optimizer.step()
             optimizer.zero_grad()
     compare(unsharded_values(model), {k: p.detach() for k, p in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("as_dtensors", [False, True])
+@distributed(4)
+def test_experts_train_as_with_fsdp2(as_dtensors: bool) -> None:
+    """Gradients of two steps, and the whole state dict of experts that are DTensors."""
+    mesh = expert_mesh()
+    model, theirs = (seeded(MixtureNet).double() for _ in range(2))
+    shard_mixture(model, mesh, as_dtensors=as_dtensors)
+    take_experts(theirs, mesh, as_dtensors=as_dtensors)
+    experts: Any = torch_fully_shard(theirs.mixture.experts, mesh=mesh["efsdp"])
+    experts.set_gradient_divide_factor(4)
+    experts.set_force_sum_reduction_for_comms(True)  # gloo can't divide while it adds
+    for module in (theirs.mixture, theirs):
+        torch_fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
+    for step in range(2):
+        for each in (model, theirs):
+            each.loss(mixture_batch(dist.get_rank(), step)).backward()
+        for (name, param), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+            assert_close(full_tensor_of(param.grad), full_tensor_of(other.grad), name)
+        for each in (model, theirs):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+    if as_dtensors:
+        whole = torch_state_dict.StateDictOptions(full_state_dict=True)
+        expected = torch_state_dict.get_model_state_dict(theirs, options=whole)
+        found = get_model_state_dict(model, options=EVERYWHERE)
+        for name, value in expected.items():  # rank 0 has it
+            assert_close(found[name], value, name)
 
 
 @distributed(4)
