@@ -103,7 +103,8 @@ def train_alike(model: Any, plain: Any, optimizers: list[torch.optim.Optimizer])
 
 
 def run_trainer() -> None:
-    """Trainer: beside its DDP, saved, loaded by from_pretrained, resumed in the middle."""
+    """Trainer: beside its DDP, saved, loaded by from_pretrained, resumed; LoRA resumed, too."""
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     class Sharded(TrainerMixin, Trainer):
@@ -142,6 +143,14 @@ def run_trainer() -> None:
     path = str(folder / "sharded" / "checkpoint-3")
     assert train(Sharded, again, "resumed", path)[-3:] == found[-3:]
     assert_alike(values_of(again), values_of(sharded))
+    adapted = []
+    for name, resume in (("lora", None), ("lora again", folder / "lora" / "checkpoint-3")):
+        torch.manual_seed(1)
+        model = get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        shard_model(model, transformer_blocks(model))
+        losses = train(Sharded, model, name, None if resume is None else str(resume))
+        adapted.append((losses[-3:], values_of(model)))
+    torch.testing.assert_close(adapted[1], adapted[0], rtol=0, atol=0)
 
 
 def shared_folder() -> Path:

@@ -69,6 +69,9 @@ class TrainerMixin:
             trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
+        if Path(checkpoint, "adapter_model.safetensors").is_file():  # peft's, which takes it
+            super()._load_from_checkpoint(checkpoint, model)  # type: ignore[misc] # Trainer's
+            return
         load_safetensors(self.model if model is None else model, checkpoint)
 
     def _load_best_model(self) -> None:
