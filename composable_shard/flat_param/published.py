@@ -125,6 +125,9 @@ class GradPieces:
         del pieces  # it holds the last one
         is_held = getrefcount(shard) > 3 or use_count_of(shard) > 1
         is_held = is_held or getrefcount(shard.untyped_storage()) > self._num_refs
+        # Numpy has had it; or processes have.
+        is_held = is_held or not shard.untyped_storage().resizable()
+        is_held = is_held or shard.untyped_storage().is_shared()
         if is_held or self._are_changed() or self.are_held(shard, 1):
             self.forget()
         else:

@@ -103,12 +103,14 @@ def test_what_somebody_keeps_of_a_gradient_is_left_alone(
 
 
 def test_what_a_user_does_to_a_gradient_ends_with_it(model: nn.Module) -> None:
-    """An attribute, other data, another gradient, and `requires_grad`."""
+    """An attribute, other data or memory, another gradient, and `requires_grad`."""
     changes: list[Callable[[Any], object]] = [
         lambda param: setattr(param.grad, "note", 1),
         lambda param: setattr(param.grad, "data", torch.ones_like(param)),
         lambda param: setattr(param, "grad", torch.ones_like(param)),
         lambda param: param.grad.requires_grad_(),
+        lambda param: bool(param.grad.to_local().numpy().any()),
+        lambda param: bool(param.grad.to_local().share_memory_().any()),
     ]
     for change in changes:
         _compute(model, 1.0)
