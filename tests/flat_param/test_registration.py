@@ -641,7 +641,7 @@ def test_parameters_that_lie_differently_on_a_mesh_are_refused() -> None:
     assert names(models[1]) == ["weight", "bias"]
 
 
-@distributed(1, 2)
+@distributed(2)
 def test_gradient_that_is_no_shard_is_refused() -> None:
     """Before the first unit has changed its form."""
     model = make_flat()
