@@ -105,7 +105,7 @@ REACHED = {
     "warm step: files": 23,
     "warm step: calls between files": 267,
     "set-up and first step: files": 46,
-    "lines": 33_533,
+    "lines": 33_543,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name

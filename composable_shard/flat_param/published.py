@@ -38,6 +38,14 @@ from composable_shard.torch_private import (
 )
 
 
+def _count_local() -> int:
+    probe = object()
+    return getrefcount(probe)
+
+
+_LOCAL = _count_local()  # references that a local variable is counted with: 2 before Python 3.14
+
+
 class GradPieces:
     """Cuts a gradient shard into those of the parameters, each a view.
 
@@ -123,7 +131,7 @@ class GradPieces:
         if num:
             return num
         del pieces  # it holds the last one
-        is_held = getrefcount(shard) > 3 or use_count_of(shard) > 1
+        is_held = getrefcount(shard) > 1 + _LOCAL or use_count_of(shard) > 1
         is_held = is_held or getrefcount(shard.untyped_storage()) > self._num_refs
         # Numpy has had it; or processes have.
         is_held = is_held or not shard.untyped_storage().resizable()
@@ -158,10 +166,12 @@ class GradPieces:
         for index in range(len(self._views)):  # zip and enumerate would hold their last items
             piece, view = self._pieces[index], self._views[index]
             is_view = piece is not None and piece._local is view
-            # By a list, a variable and the argument; a view by its piece too.
-            if is_view and (getrefcount(piece) > 3 or use_count_of(cast(Tensor, piece)) > 1):
+            # By a list and the variable; a view by its piece too.
+            if is_view and (
+                getrefcount(piece) > 1 + _LOCAL or use_count_of(cast(Tensor, piece)) > 1
+            ):
                 return True
-            if getrefcount(view) > 3 + is_view or use_count_of(view) > 1:
+            if getrefcount(view) > 1 + is_view + _LOCAL or use_count_of(view) > 1:
                 return True
         return False
 

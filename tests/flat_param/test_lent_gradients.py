@@ -14,6 +14,8 @@ from benchmarks.free_group import free_world
 from benchmarks.models import MatrixChain
 from composable_shard import fully_shard
 
+pytestmark = pytest.mark.fast  # so on each version of Python, which count references differently
+
 
 @pytest.fixture
 def model() -> Iterator[nn.Module]:
