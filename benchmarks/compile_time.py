@@ -19,13 +19,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks import peers, report
 from benchmarks.models import make_batch, make_llama
 from benchmarks.ranks import run_ranks
-from benchmarks.step_time import train_step
+from benchmarks.step_time import take_turns, train_step
 
 _PEERS = "bare,ddp_view,fsdp2_raf,ours,bare+after,ddp_view+before,fsdp2_raf+before,fsdp2_raf+after"
 
@@ -58,14 +57,8 @@ def measure(
     seconds: dict[str, list[list[list[float]]]] = {name: [] for name in names}
     losses: dict[str, float] = {}
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for turn in range(rounds):
-            shift = turn % len(names)
-            for name in names[shift:] + names[:shift]:
-                results = [train_step(trainers[name], batch) for _ in range(steps)]
-                times = torch.tensor(results)[:, :2]
-                dist.all_reduce(times, dist.ReduceOp.MAX)
-                seconds[name].append(times.tolist())
-                losses[name] = results[-1][2]
+        for name, times, losses[name] in take_turns(trainers, batch, rounds, steps):
+            seconds[name].append(times)
     return {"seconds": seconds, "losses": losses}
 
 

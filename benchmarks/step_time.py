@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,26 @@ def measure(rank: int, model_name: str, names: list[str], rounds: int, steps: in
             train_step(trainer, batch)
     times: dict[str, list[list[float]]] = {name: [] for name in names}
     losses: dict[str, float] = {}
+    for name, seconds, losses[name] in take_turns(trainers, batch, rounds, steps):
+        times[name].append([statistics.median(column) for column in zip(*seconds, strict=True)])
+    return {"seconds": times, "losses": losses}
+
+
+def take_turns(
+    trainers: Mapping[str, Trainer], batch: tuple[Tensor, Tensor], rounds: int, steps: int
+) -> Iterator[tuple[str, list[list[float]], float]]:
+    """Yield of each trainer and round wall and CPU seconds of each step, and the last loss.
+
+    Seconds are those of the slowest rank; each round begins with another trainer.
+    """
+    names = list(trainers)
     for turn in range(rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             results = [train_step(trainers[name], batch) for _ in range(steps)]
             seconds = torch.tensor(results)[:, :2]
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            times[name].append([statistics.median(column) for column in seconds.T.tolist()])
-            losses[name] = results[-1][2]
-    return {"seconds": times, "losses": losses}
+            yield name, seconds.tolist(), results[-1][2]
 
 
 def rows(result: Any, references: list[str]) -> list[list[str]]:

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -523,10 +524,19 @@ def run_quietly(name: str) -> None:
 
 def run_all(names: list[str]) -> None:
     """Run each on two ranks, or four; print which are right."""
-    for name in names or RUNS:
+
+    def run(name: str) -> str:
+        run_ranks(NUM_RANKS.get(name, 2), run_quietly, name, timeout=300)
+        return "right"
+
+    print_each(names or RUNS, run)
+
+
+def print_each(names: Iterable[str], run: Callable[[str], str]) -> None:
+    """Run each; print what came of it, or its error."""
+    for name in names:
         try:
-            run_ranks(NUM_RANKS.get(name, 2), run_quietly, name, timeout=300)
-            sys.stdout.write(f"{name}: right\n")
+            sys.stdout.write(f"{name}: {run(name)}\n")
         except Exception as error:  # the next library is another matter
             sys.stdout.write(f"{name}: {error}\n")
         sys.stdout.flush()

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
-from tests.helpers import run_ranks, shut_down_workers
+from tests.ecosystem import print_each
+from tests.helpers import run_ranks
 
 FROM = ("torch.distributed._composable.fsdp import FSDPModule", "torch.distributed.fsdp import (")
 TO = ("composable_shard.fsdp2 import FSDPModule", "composable_shard.fsdp2 import (")
@@ -163,14 +164,12 @@ def train_both(name: str) -> list[str]:
 
 def run_cases(names: list[str]) -> None:
     """Run each case; print which are right, and what was changed."""
-    for name in names or CASES:
-        try:
-            lines = run_ranks(NUM_RANKS, train_both, name, timeout=300)[0]
-            sys.stdout.write(f"{name}: right, {len(lines)} lines changed\n")
-        except Exception as error:  # the next case is another matter
-            sys.stdout.write(f"{name}: {error}\n")
-        sys.stdout.flush()
-    shut_down_workers()
+
+    def run(name: str) -> str:
+        lines = run_ranks(NUM_RANKS, train_both, name, timeout=300)[0]
+        return f"right, {len(lines)} lines changed"
+
+    print_each(names or CASES, run)
 
 
 if __name__ == "__main__":
