@@ -5,7 +5,8 @@ a tensor-parallel mesh that a parameter is sharded on, the parts are reduced too
 replicated it counts once. Half-precision values accumulate in float32 and are rounded once.
 
 Random fills compute the dense tensor, in its own memory layout and with the given generator, and
-keep this rank's slice, so that the values are those of the unsharded tensor for any world size.
+keep this rank's slice, so that the values are those of the unsharded tensor for any world size. Or
+they compute the slice alone, [Note: Numbers of a fill].
 
 [Note: Scope of a reduction]
 A reduction to one value is over all ranks whatever the granularity, or it raises. Of a parameter
@@ -22,6 +23,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import all_reduce, resolve_group
+from composable_shard.tensor.draws import can_draw_parts, draw_part
 from composable_shard.tensor.flat_shard import FlatShard, wrap
 from composable_shard.tensor.operands import (
     check_same_spec,
@@ -408,16 +411,28 @@ def _keep_slice(shard: FlatShard, flat: Tensor) -> None:
     shard._local.copy_(flat[start:end])
 
 
-def _fill(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
-    """Run an in-place random fill."""
+def _fill(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], group: int = 0
+) -> FlatShard:
+    """Run an in-place random fill; of one that draws parts, `group` elements are made at a time."""
     shard = args[0]
     if not isinstance(shard, FlatShard) or any(isinstance(arg, Tensor) for arg in args[1:]):
         raise unsupported(func, args)
     note_write(shard)
-    if not shard._local.is_meta:
-        flat = _empty_flat(shard)
-        func(shard._shard_spec.unflatten(flat), *args[1:], **kwargs)
-        _keep_slice(shard, flat)
+    spec, local = shard._shard_spec, shard._local
+    if local.is_meta:
+        return shard
+    dense = torch.empty_strided(spec.dense_shape, spec.dense_stride, device="meta")
+    is_plain = group > 0 and spec.tensor_parallel is None and dense.is_contiguous()
+    if is_plain and can_draw_parts(group, local, spec.numel):
+        bounds, generator = spec.local_range, kwargs.get("generator")
+        draw_part(
+            lambda x: func(x, *args[1:], **kwargs), group, local, bounds, spec.numel, generator
+        )
+        return shard
+    flat = _empty_flat(shard)
+    func(spec.unflatten(flat), *args[1:], **kwargs)
+    _keep_slice(shard, flat)
     return shard
 
 
@@ -450,8 +465,8 @@ def _eye(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fla
 
 
 RULES |= {
-    aten.normal_.default: _fill,
-    aten.uniform_.default: _fill,
+    aten.normal_.default: partial(_fill, group=16),
+    aten.uniform_.default: partial(_fill, group=1),
     aten.bernoulli_.float: _fill,
     aten.exponential_.default: _fill,
     aten.random_.default: _fill,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard.comm.collectives import count_collectives
+from composable_shard.tensor import FlatShard, draws
 from tests.helpers import assert_equal, distributed
 from tests.tensor.test_flat_shard import (
     DTYPES,
@@ -49,7 +53,7 @@ def test_every_init_function_of_torch_is_covered() -> None:
 @pytest.mark.parametrize("name", INITS)
 def test_init_equals_the_unsharded_one(name: str) -> None:
     """From the same seed, and the generator is left in the same state."""
-    for shape in ((7, 15), (15, 7)):
+    for shape in ((7, 15), (15, 7), (67, 71)):
         whole, sharded = torch.zeros(shape), shard(torch.zeros(shape))
         after = []
         for tensor in (whole, nn.Parameter(sharded)):
@@ -170,3 +174,68 @@ def test_random_fill_of_every_dtype_equals_the_unsharded_one() -> None:
                 for param in model.parameters():
                     param.normal_()
         assert_parameters_equal(sharded, plain)
+
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes the elements of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, FlatShard) for each in types):
+            return NotImplemented  # the rules run, and what they make is seen
+        result = func(*args, **(kwargs or {}))
+        if "empty" in str(func) and not result.is_meta:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@distributed(2, 3)
+@pytest.mark.parametrize("name", ["normal_", "uniform_"])
+def test_large_fill_draws_the_own_part_alone(name: str) -> None:
+    """The values of other ranks are passed over, without memory for the whole tensor."""
+    for dtype in FLOATS:
+        whole, sharded = (torch.zeros(640, 512, dtype=dtype) for _ in range(2))
+        sharded = shard(sharded)
+        after = []
+        for tensor in (whole, sharded):
+            generator = torch.Generator().manual_seed(3)
+            with _Allocations() as made:
+                getattr(tensor, name)(1, 2, generator=generator)
+            after.append(torch.rand((), generator=generator))
+        assert made.largest < whole.numel() // 4
+        assert_equal(full(sharded), whole)
+        assert after[0] == after[1]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("name", "group"), [("normal_", 16), ("uniform_", 1)])
+def test_part_of_a_fill_equals_that_of_the_whole(name: str, group: int, dtype: torch.dtype) -> None:
+    """Any part, of sizes that are whole groups and that are not."""
+    generator = torch.Generator()
+
+    def fill(tensor: Tensor) -> None:
+        getattr(tensor, name)(1, 2, generator=generator)
+
+    for numel in (4096, 4111, 4112):
+        if not draws.can_draw_parts(group, torch.empty(1, dtype=dtype), numel):
+            assert dtype.itemsize == 2, "of 16 bits the last group is drawn otherwise"
+            continue
+        generator.manual_seed(3)
+        whole = torch.empty(numel, dtype=dtype)
+        fill(whole)
+        after = torch.rand((), generator=generator)
+        ends = (numel - distance for distance in (33, 32, 31, 17, 16, 15, 1, 0))
+        places = [0, 1, 16, 17, *ends]
+        for start, end in itertools.combinations_with_replacement(places, 2):
+            generator.manual_seed(3)
+            part = torch.empty(end - start, dtype=dtype)
+            draws.draw_part(fill, group, part, (start, end), numel, generator)
+            assert_equal(part, whole[start:end])
+            assert torch.rand((), generator=generator) == after
