@@ -35,7 +35,7 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm import lockstep
-from composable_shard.comm.order import all_orders
+from composable_shard.comm.lockstep import all_orders
 from composable_shard.runtime import forward
 
 _PACKAGE = str(Path(composable_shard.__file__).parent)

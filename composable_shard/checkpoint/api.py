@@ -14,12 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_shard.checkpoint.assignment import (
-    ModelOwners,
-    SaveArguments,
-    check_same,
-    list_items,
-)
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.objects import (
     OneOrMore,
@@ -35,6 +29,8 @@ from composable_shard.checkpoint.objects import (
     optimizer_kinds,
     set_rng_state,
     stage_objects,
+    take_parts,
+    wraps_state,
 )
 from composable_shard.checkpoint.reader import (
     CheckpointReader,
@@ -53,8 +49,14 @@ from composable_shard.checkpoint.run_state import (
     describe_model,
     list_names,
 )
-from composable_shard.checkpoint.wrapped_state import take_parts, wraps_state
-from composable_shard.checkpoint.writer import plan_save, write_checkpoint
+from composable_shard.checkpoint.writer import (
+    ModelOwners,
+    SaveArguments,
+    check_same,
+    list_items,
+    plan_save,
+    write_checkpoint,
+)
 from composable_shard.comm import HostGroup, get_host_group
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (

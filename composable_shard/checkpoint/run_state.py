@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_shard.checkpoint.objects import Change
+from composable_shard.checkpoint.objects import Change, read_parts, wraps_state
 from composable_shard.checkpoint.reader import CheckpointReader
-from composable_shard.checkpoint.wrapped_state import read_parts, wraps_state
 from composable_shard.comm import HostGroup
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (

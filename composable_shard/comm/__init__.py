@@ -6,9 +6,13 @@ makes ranks agree or raise together, `hooks` replaces reductions, `trace` observ
 
 from composable_shard.comm import collectives, trace
 from composable_shard.comm.agreement import (
+    MAX_COUNT,
     UNITS,
+    FlagReduction,
     HostGroup,
+    Proposal,
     Ranks,
+    StepFacts,
     all_bytes,
     compare_lines,
     get_host_group,
@@ -38,24 +42,30 @@ from composable_shard.comm.devices import (
     copies_for,
     make_streams,
 )
-from composable_shard.comm.flags import MAX_COUNT, FlagReduction, Proposal, StepFacts
 from composable_shard.comm.groups import ShardGroup, SmallGroup
 from composable_shard.comm.hooks import (
+    QUANTISED,
     CommHook,
     ErrorFeedback,
     HookedReduction,
     ReductionStage,
     StageKey,
+    as_received,
     bf16_compress_hook,
     call_hook,
     error_feedback_hook,
     fp16_compress_hook,
+    gather_in,
     then_call_hook,
+    wire_nbytes,
 )
-from composable_shard.comm.lockstep import fail
-from composable_shard.comm.order import before_next_collective, exchange_always, note_setting
+from composable_shard.comm.lockstep import (
+    before_next_collective,
+    exchange_always,
+    fail,
+    note_setting,
+)
 from composable_shard.comm.trace import log_events
-from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_nbytes
 
 __all__ = [
     "HOST",

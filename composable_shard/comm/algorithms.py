@@ -35,12 +35,13 @@ from composable_shard.comm.devices import (
     is_exchange,
     payload,
 )
-from composable_shard.comm.lockstep import fail, make_exchange
-from composable_shard.comm.order import (
+from composable_shard.comm.lockstep import (
     LOWEST_TAG,
     NUM_TAGS,
     GroupOrder,
+    fail,
     identify,
+    make_exchange,
     order_of,
 )
 from composable_shard.torch_private import all_gather_base_of, reduce_scatter_base_of

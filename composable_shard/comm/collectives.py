@@ -40,8 +40,13 @@ from composable_shard.comm.devices import (
     is_exchange,
     payload,
 )
-from composable_shard.comm.lockstep import exchange_identity
-from composable_shard.comm.order import GroupOrder, function_called, identify, order_of
+from composable_shard.comm.lockstep import (
+    GroupOrder,
+    exchange_identity,
+    function_called,
+    identify,
+    order_of,
+)
 from composable_shard.comm.trace import CollectiveLog, count_collectives
 from composable_shard.torch_private import resolve_process_group
 

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.collectives import resolve_group
-from composable_shard.comm.lockstep import begin_watch
-from composable_shard.comm.order import order_of
+from composable_shard.comm.lockstep import begin_watch, order_of
 from composable_shard.torch_private import (
     backend_of,
     inherit_timeout,

@@ -1,6 +1,6 @@
 """A log of events for tests, benchmarks and `logging`; costs one check when nobody observes.
 
-Each call of a tree looks for a profiler, see `flat_param.ranges`.
+Each call of a tree looks for a profiler, see `flat_param.observers`.
 """
 
 from __future__ import annotations

@@ -15,38 +15,33 @@ from composable_shard.flat_param.entries import (
     slot_key,
     take_place,
 )
-from composable_shard.flat_param.extensions import Extension
 from composable_shard.flat_param.flat_mode import (
     check_can_show_flat,
     check_can_show_originals,
     check_requires_grad,
+    drop_pending,
     gradient_shard,
     has_gradients,
+    keep_left_gradients,
     keep_requires_grad,
     make_flat_entry,
+    mark_pending,
+    needs_reduction,
+    pending_values,
     set_gradients,
+    settle_pending,
+    settled,
     show_flat,
     show_originals,
     write_unsharded_gradients,
 )
 from composable_shard.flat_param.full_values import FullState
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
-from composable_shard.flat_param.kept_views import guard_kept_views, kept_tensors
-from composable_shard.flat_param.memory import Precision, plan_layout
+from composable_shard.flat_param.memory import Extension, Precision, plan_layout
+from composable_shard.flat_param.observers import guard_kept_views, kept_tensors, show_ranges
 from composable_shard.flat_param.owners import settle_owners
-from composable_shard.flat_param.pending import (
-    drop_pending,
-    keep_left_gradients,
-    mark_pending,
-    needs_reduction,
-    pending_values,
-    settle_pending,
-    settled,
-)
-from composable_shard.flat_param.ranges import show_ranges
 from composable_shard.flat_param.reduction import ScratchPool
-from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
-from composable_shard.flat_param.shown import Shown
+from composable_shard.flat_param.shown import ScopeParams, Shown, is_shown_by_scope
 from composable_shard.flat_param.unsharded import LOCKED, UnshardedParameter
 
 __all__ = [

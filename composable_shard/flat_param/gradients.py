@@ -21,6 +21,7 @@ from composable_shard.flat_param.full_values import (
 )
 from composable_shard.flat_param.grad_pieces import (
     AwaitedGradients,
+    GradPieces,
     LocalGradients,
     OwnBuffer,
     check_has_place,
@@ -30,9 +31,10 @@ from composable_shard.flat_param.grad_pieces import (
     move_shard,
     note_used,
     packing_scale,
+    set_gradients,
+    wrap_all,
     write_gradient,
 )
-from composable_shard.flat_param.published import GradPieces, set_gradients, wrap_all
 from composable_shard.flat_param.reduction import FlatReduction, ScratchPool
 from composable_shard.flat_param.shard import HostGradient
 from composable_shard.flat_param.shown import ShownParams

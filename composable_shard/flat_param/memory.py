@@ -1,31 +1,324 @@
-"""How much memory a flat parameter takes, in which dtypes, and where.
+"""In which dtypes, where, and in which form the values and gradients of a flat parameter lie.
 
 [Note: Reduce dtype]
 The buffer of gradients may have another dtype than the parameters: packing casts. Gradients of
 microbatches that are not reduced then add up in it too, under every strategy. The result is cast
 once, to the main dtype. Where that takes memory of its own, persistent gradients have it
 persistently.
+
+Parameters that are gathered in a form of their own: FSDP2's extension points.
+
+[Note: Extended gathers]
+The class of a parameter may say what its gather sends and what the modules compute with: a weight
+that travels as float8 with one scale, for example. It has FSDP2's two methods:
+
+    fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy]) -> inputs, metadata
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> tensor, inner_tensors
+
+The shard holds the dense values that the class wraps, so that optimizers, state dicts and
+checkpoints see plain numbers. Each gather wraps this rank's rows, asks for the inputs, gathers each
+of them, and lets the class fill the unsharded parameter, which it made of the outputs once.
+
+Such a parameter has a handle of its own, cut as FSDP2 does it: each rank has as many rows, the last
+ones fewer or none. Scales that are reduced over the ranks rely on that. Where rows are missing, the
+class gets those that are there (one of zeros if none is), and what it returns is padded unless it
+did that itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from math import prod
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
-from composable_shard.comm import HOST, QUANTISED, ShardGroup, alloc_host, copies_for
-from composable_shard.flat_param.entries import ParamEntry, zero_gaps
-from composable_shard.flat_param.extensions import Codec, ExtendedValues, Extension
+from composable_shard.comm import (
+    HOST,
+    QUANTISED,
+    ShardGroup,
+    SmallGroup,
+    Streams,
+    Waitable,
+    alloc_host,
+    collectives,
+    copies_for,
+)
+from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
 from composable_shard.flat_param.full_values import (
+    FREED,
+    FullState,
     FullValues,
+    alloc_storage,
     free_storage,
 )
 from composable_shard.flat_param.shard import LocalShard
-from composable_shard.layout import FlatLayout
+from composable_shard.flat_param.unsharded import LOCKED, UnshardedParams
+from composable_shard.layout import FlatLayout, round_up
 from composable_shard.options import PRECISIONS, MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.tensor import WriteGuard
+from composable_shard.torch_private import is_traceable_wrapper_subclass, storage_of, version_of
+
+_OUTPUT_ALIGNMENT_NBYTES = 256  # of the outputs, which matrix products may read
+
+
+@dataclass(frozen=True, eq=False)  # one for each parameter: its handle has no other
+class Extension:
+    """How a parameter of a class with FSDP2's methods is made of its dense values.
+
+    Attributes:
+        kind: The class.
+        inner: The attribute that has the values.
+        context: What else the class is made of.
+    """
+
+    kind: Any
+    inner: str
+    context: Any
+
+    @classmethod
+    def of(cls, param: Tensor) -> Extension | None:
+        """Return that of a parameter; None where its class can't be made of dense values alone."""
+        has_both = hasattr(param, "fsdp_pre_all_gather") and hasattr(param, "fsdp_post_all_gather")
+        if not has_both or not is_traceable_wrapper_subclass(param) or param.dim() == 0:
+            return None
+        names, context = param.__tensor_flatten__()
+        values = getattr(param, names[0])
+        is_dense = type(values) in (Tensor, nn.Parameter) and values.is_contiguous()
+        if len(names) > 1 or not is_dense or values.shape != param.shape:
+            return None
+        return cls(type(param), names[0], context)
+
+    def values_of(self, param: Tensor) -> Tensor:
+        """Return the dense values that a parameter wraps."""
+        values: Tensor = getattr(param, self.inner)
+        return values.detach()
+
+    def wrap(self, values: Tensor) -> Any:
+        """Return dense values as the class."""
+        inner = {self.inner: values}
+        return self.kind.__tensor_unflatten__(inner, self.context, values.shape, values.stride())
+
+
+class Codec:
+    """Encodes the rows of this rank, gathers them, and lets the class take what was gathered.
+
+    Args:
+        shard: What is gathered.
+        extension: Of the parameter.
+        dtype: In which the parameter computes.
+
+    Attributes:
+        buffer: The memory that modules see, as bytes; empty until the parameter is made.
+        output: An alias of it.
+    """
+
+    _entry: ParamEntry
+    _memory: Sequence[Tensor]  # what was gathered, and further memory of the class
+    _parts: Sequence[Tensor]  # of what was gathered, one for each input, as bytes
+    _outputs: tuple[Tensor, ...]  # the same as the class gets them
+
+    def __init__(self, shard: LocalShard, extension: Extension, dtype: torch.dtype) -> None:
+        self.shard, self._extension, self._dtype = shard, extension, dtype
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=shard.device)
+        self.output = self.buffer.data
+        ranks = shard.shard_group
+        is_whole = ranks.size < ranks.group.size()
+        group = SmallGroup.of(ranks, 1).group if is_whole else ranks.group
+        self._mesh = DeviceMesh.from_group(group, shard.device.type)
+
+    def make_param(self, entry: ParamEntry) -> Tensor:
+        """Let the class make the parameter, of memory for what will be gathered."""
+        self._entry = entry
+        wrapped, inputs, metadata = self._encode()
+        world_size = self.shard.shard_group.size
+        shapes = [(each.shape[0] * world_size, *each.shape[1:]) for each in inputs]
+        sizes = [prod(shape) * each.itemsize for shape, each in zip(shapes, inputs, strict=True)]
+        padded = [round_up(size, _OUTPUT_ALIGNMENT_NBYTES) for size in sizes]
+        gathered = self.buffer.new_empty(sum(padded))
+        parts = zip(gathered.data.split_with_sizes(padded), sizes, strict=True)
+        self._parts = [part[:size] for part, size in parts]
+        self._outputs = tuple(
+            part.data.view(each.dtype).view(shape)  # [Note: Storage and autograd]
+            for part, each, shape in zip(self._parts, inputs, shapes, strict=True)
+        )
+        whole, inner = wrapped.fsdp_post_all_gather(self._outputs, metadata, self._dtype)
+        inner = [each for each in inner if storage_of(each) != storage_of(gathered)]
+        self._memory = [gathered, *inner]
+        # Modules see what the class has made memory for, or what was gathered.
+        self.buffer.set_(self._memory[-1].untyped_storage())
+        self.output.set_(self.buffer.untyped_storage())
+        spec = entry.spec
+        if whole.shape != spec.dense_shape:  # padded
+            whole = whole.as_strided(spec.dense_shape, spec.dense_stride, 0)
+        return spec.distribute(whole)
+
+    def _encode(self) -> tuple[Any, Sequence[Tensor], Any]:
+        """Return this rank's rows as the class, what they are gathered as, and the metadata."""
+        spec = self._entry.spec
+        start, end = spec.layout.local_range(0, spec.rank)
+        values = self.shard.on_device()
+        shape = (-1, *spec.dense_shape[1:])
+        rows = values[start:end].view(shape) if end > start else values.new_zeros(1, *shape[1:])
+        wrapped = self._extension.wrap(rows)
+        given: tuple[Any, ...] = (self._mesh,)
+        if len(signature(wrapped.fsdp_pre_all_gather).parameters) > 1:
+            module = next(place.module() for *_, place in self._entry.slots if place is not None)
+            policy = TorchMixedPrecisionPolicy(self._dtype)
+            given = self._mesh, spec.dense_shape, spec.dense_stride, module, policy
+        # A gather in an evaluation may serve a later backward.
+        with torch.inference_mode(False), torch.no_grad():
+            inputs, metadata = wrapped.fsdp_pre_all_gather(*given)
+            return wrapped, [self._pad(each, rows.shape[0]) for each in inputs], metadata
+
+    def _pad(self, given: Tensor, num_rows: int) -> Tensor:
+        """Return what a class gives for a number of rows as all ranks send it.
+
+        Raises:
+            ValueError: If it is neither for these nor for the rows of the first rank.
+        """
+        spec = self._entry.spec
+        rows = -(-spec.dense_shape[0] // spec.world_size)
+        if spec.dense_shape[0] % spec.world_size == 0 or given.shape[0] == rows:
+            return given.contiguous()
+        if given.shape[0] != num_rows:
+            raise ValueError(
+                f"expected fsdp_pre_all_gather of parameter '{spec.label}' to return {num_rows} "
+                f"rows, or {rows} as on the first rank, got {given.shape[0]}"
+            )
+        padded = given.new_zeros(rows, *given.shape[1:])
+        padded[:num_rows] = given
+        return padded
+
+    def start(self, what: str) -> Waitable:
+        """Start gathering; the parameter is right when it was waited for.
+
+        Args:
+            what: What is gathered and what for, the same on all ranks.
+        """
+        for each in self._memory:
+            alloc_storage(each)
+        wrapped, inputs, metadata = self._encode()
+        sent = [each.view(-1).view(torch.uint8) for each in inputs]
+        ranks, works = self.shard.shard_group, list[Waitable]()
+        for part, own in zip(self._parts, sent, strict=True):
+            if ranks.size == 1:
+                part.copy_(own)
+            else:
+                work = collectives.all_gather(part, own, ranks.group, what=what, is_of_step=True)
+                works.append(work)
+        return _ExtendedGather(works, sent, partial(self._fill, wrapped, metadata))
+
+    def _fill(self, wrapped: Any, metadata: Any) -> None:
+        param = self._entry.unsharded
+        with torch.inference_mode(False), torch.no_grad():
+            wrapped.fsdp_post_all_gather(self._outputs, metadata, self._dtype, out=param)
+
+    def free(self) -> None:
+        """Free all memory."""
+        for each in self._memory:
+            free_storage(each)
+
+
+class _ExtendedGather:
+    """Gathers of all inputs of a parameter, and what its class does when they are there."""
+
+    def __init__(
+        self, works: Sequence[Waitable], sent: Sequence[Tensor], fill: Callable[[], None]
+    ) -> None:
+        self._works, self._sent, self._fill = works, sent, fill
+
+    def wait(self) -> None:
+        """Wait for all of them, and fill the parameter."""
+        for work in self._works:
+            work.wait()
+        self._fill()
+
+
+class ExtendedParams(UnshardedParams):
+    """The one unsharded parameter, which its class makes of what was gathered."""
+
+    _whole: Tensor
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__(codec.buffer, codec.shard.layout)
+        self._codec = codec
+
+    def build(self, entries: Sequence[ParamEntry]) -> None:
+        """Make the parameter; graphs may save what is inside of it in its place."""
+        self._whole = self._codec.make_param(entries[0])
+        super().build(entries)
+        param: Any = self.built[0]
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        if is_traceable_wrapper_subclass(local):
+            self.watched += tuple(getattr(local, name) for name in local.__tensor_flatten__()[0])
+        self.versions = [version_of(each) for each in self.watched]
+        self.locked = (LOCKED,) * len(self.watched)
+
+    def views(self) -> list[Tensor]:
+        """Return the parameter itself: its class may know no alias of memory that is freed."""
+        return [*self.built]
+
+    def _view(self, index: int, entry: ParamEntry) -> Tensor:
+        return self._whole
+
+    def edited(self, flat: FlatEntry | None) -> list[str]:
+        """Return the name of the parameter if it, or a tensor inside of it, was edited."""
+        names = super().edited(flat)
+        if not names and [*map(version_of, self.watched)] != self.versions:
+            names = [str(self._entries[0].label)]
+        return names
+
+    def check_not_repointed(self) -> None:
+        """Check that nothing is to be written back, for the class knows no way.
+
+        Raises:
+            NotImplementedError: If the parameter was edited.
+        """
+        if names := self.edited(None):
+            raise NotImplementedError(
+                f"the parameters {names} were gathered in a form of their class's own "
+                "(fsdp_pre_all_gather), from which edits can't be written back. Edit them inside "
+                "unshard_params(module), which shows their plain values."
+            )
+
+
+class ExtendedValues(FullValues):
+    """The full values of one parameter in the form that its class gives them."""
+
+    def __init__(self, codec: Codec, *, is_kept: bool) -> None:
+        buffer = codec.buffer
+        super().__init__(codec.shard, buffer, codec.output, buffer, buffer.dtype, is_kept=is_kept)
+        self.params = ExtendedParams(codec)
+        self._codec = codec
+
+    def set_small_group(self, group: SmallGroup | None) -> None:
+        """Ignore a small group: what its ranks gather would have to be encoded otherwise."""
+
+    def _issue(self, streams: Streams | None, when: str) -> Waitable | None:
+        if self.is_sharded:
+            return super()._issue(streams, when)
+        self._start(when).wait()
+        return None
+
+    def _start(self, when: str) -> Waitable:
+        self.nbytes, self.storage = self.buffer.nbytes, storage_of(self.buffer)
+        return self._codec.start(f"the {when} gather of unit '{self.name}'")
+
+    def _forget(self, state: FullState = FREED) -> None:
+        super()._forget(state)
+        if not self.is_kept:
+            self._codec.free()
+
+    def write_back(self) -> None:
+        """Write nothing: see `check_not_repointed` of the parameters."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,16 @@
 """Directories of safetensors files, as Hugging Face's libraries write them, and their Trainer.
 
-Read `api`; `files` knows the format and the names there, `trainer` their training loops.
+Read `api`; `files` knows the format and the names there.
 """
 
-from composable_shard.huggingface.api import load_safetensors, save_pretrained, save_safetensors
+from composable_shard.huggingface.api import (
+    TrainerMixin,
+    keep_unwrapped,
+    load_safetensors,
+    save_pretrained,
+    save_safetensors,
+)
 from composable_shard.huggingface.files import Joined
-from composable_shard.huggingface.trainer import TrainerMixin, keep_unwrapped
 
 __all__ = [
     "Joined",

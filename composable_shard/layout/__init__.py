@@ -1,10 +1,17 @@
 """Integers only: where parameters lie in a flat parameter, and which rank holds what.
 
-Read `flat_layout` first, then `granularity` (who owns what) and `ranges`.
+Read `flat_layout` first (where ranks cut, who owns what), then `ranges`.
 """
 
-from composable_shard.layout.flat_layout import FlatLayout, cut_buckets, round_up
-from composable_shard.layout.granularity import balance, block_numel, fullest, is_owned
+from composable_shard.layout.flat_layout import (
+    FlatLayout,
+    balance,
+    block_numel,
+    cut_buckets,
+    fullest,
+    is_owned,
+    round_up,
+)
 from composable_shard.layout.ranges import (
     Bounds,
     Box,

@@ -1,12 +1,16 @@
 """What users call on a sharded module: `unshard`, `unshard_params`, settings.
 
-Read `controls`, `pending` and `full_params` first; `scope` does the work of `unshard_params`.
+Read `controls` first, then `full_params` (`unshard_params`).
 """
 
 from composable_shard.module_api.controls import (
     UnshardWork,
+    drop_pending_gradients,
+    get_pending_gradients,
     no_sync,
+    reduce_pending_gradients,
     register_comm_hook,
+    register_forward_method,
     reshard,
     set_backward_prefetch,
     set_forward_prefetch,
@@ -20,17 +24,12 @@ from composable_shard.module_api.controls import (
     unshard,
 )
 from composable_shard.module_api.full_params import (
+    ParamRange,
+    get_param_ranges,
     register_flat_param,
     register_orig_params,
     unshard_params,
     writeback,
-)
-from composable_shard.module_api.methods import register_forward_method
-from composable_shard.module_api.param_ranges import ParamRange, get_param_ranges
-from composable_shard.module_api.pending import (
-    drop_pending_gradients,
-    get_pending_gradients,
-    reduce_pending_gradients,
 )
 
 __all__ = [

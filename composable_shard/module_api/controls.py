@@ -1,15 +1,39 @@
-"""Functions that users call on sharded modules between and around steps."""
+"""Functions that users call on sharded modules between and around steps.
+
+Settings, pending gradients (show them, reduce them now, drop them), and methods other than forward
+that gather a unit, as forward does.
+
+[Note: Forward methods]
+A unit is gathered by hooks of its module, which only a call of the module runs. So a registered
+method runs as such a call, in which it takes the place of forward until it begins: hooks of users
+run too, and whatever looks at the calls that are running sees one. What stands for the method in
+the module's dictionary leads back to the module weakly, and copies lead to copies.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from composable_shard.comm import CommHook
-from composable_shard.flat_param import keep_left_gradients
+from composable_shard.comm import CommHook, FlagReduction
+from composable_shard.flat_param import (
+    FlatParamHandle,
+    ParamEntry,
+    drop_pending,
+    keep_left_gradients,
+    needs_reduction,
+    pending_values,
+    settle_pending,
+    settled,
+    slot_key,
+)
 from composable_shard.options import ReshardAfterForward, check_reshard_after_forward
 from composable_shard.runtime import (
     ShardState,
@@ -17,11 +41,15 @@ from composable_shard.runtime import (
     TrainingState,
     apply_policy,
     check_is_idle,
+    get_states,
+    is_sharded,
     lazy_init,
+    managed_params,
     note_setting,
     release_handle,
     select_states,
 )
+from composable_shard.torch_private import COMPILED_CALL, never_compile, parameters_of
 
 
 class UnshardWork:
@@ -406,3 +434,231 @@ def register_comm_hook(
         reduction.set_hook(hook, state)
     name = reductions[0][1].hook_name if reductions else None
     note_setting(states, f"register_comm_hook() of {name}", is_new=True)
+
+
+_FORWARD = "forward"
+
+
+class ForwardMethod:
+    """Stands for a method of a sharded module; a call of it is a call of the module.
+
+    Args:
+        module: The module.
+        name: The method's.
+        given: The method, if it is one of this object alone; None: its class has it.
+    """
+
+    def __init__(self, module: nn.Module, name: str, given: Callable[..., Any] | None) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+        self._given = given
+        functools.update_wrapper(self, given or getattr(type(module), name), updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method in the place of the module's forward."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError(f"the module of method '{self._name}' is deleted")
+        attributes = vars(module)
+        own = {name: attributes[name] for name in (_FORWARD, COMPILED_CALL) if name in attributes}
+
+        def restore() -> None:
+            attributes.pop(_FORWARD, None)
+            attributes.update(own)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            restore()
+            method = self._given or getattr(type(module), self._name).__get__(module)
+            return method(*args, **kwargs)
+
+        attributes[_FORWARD] = run
+        if COMPILED_CALL in own:  # compiled code does not see that `forward` is another one
+            attributes[COMPILED_CALL] = None
+        try:
+            return module(*args, **kwargs)
+        finally:
+            if attributes.get(_FORWARD) is run:
+                restore()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMethod:
+        module = self._module()
+        assert module is not None  # it is being copied
+        return ForwardMethod(memo.get(id(module), module), self._name, self._given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForwardMethod, (self._module(), self._name, self._given)
+
+
+never_compile(ForwardMethod.__call__)
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than forward gather the full parameters of its unit, as forward does.
+
+    For `model.generate(...)`, `model.encode(...)` and the like, which use parameters outside of
+    forward; they train too. The module's forward hooks run around the method. A module without
+    units is left as it is, so that a script runs unsharded too; a second call does nothing.
+
+    Args:
+        module: A sharded module.
+        method_name: The method's name.
+
+    Raises:
+        ValueError: If there is no such method, or a unit around the module manages its parameters.
+    """
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    if isinstance(method, ForwardMethod) or method_name == _FORWARD:
+        return
+    if is_sharded(module):
+        given = vars(module).get(method_name)
+        vars(module)[method_name] = ForwardMethod(module, method_name, given)
+    elif any(map(managed_params, module.modules())) and not get_states(module):
+        raise ValueError(
+            f"the parameters of this {type(module).__name__} belong to the unit of a module around "
+            "it. Register a method of that module, or call fully_shard on this one too, before."
+        )
+
+
+def get_pending_gradients(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+    """Return copies of the gradients that wait for a reduction, as whole tensors by name.
+
+    They are this rank's own sum over the microbatches, not divided: what plain PyTorch has in
+    `.grad` without data parallelism. A gradient of which only the all-reduce was put off
+    (`set_requires_all_reduce`) is there as the mean over the shard group. Of a parameter with
+    tensor parallelism it is the local part. Parameters without a pending gradient are left out.
+
+    No communication, except for one all-gather for each handle with such an all-reduce: then call
+    it on all ranks.
+
+    Args:
+        module: A module with sharded units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+        RuntimeError: Inside forward or backward.
+    """
+    values: dict[int, Tensor | None] = {}
+    handles = [each for _, each in _idle_handles(module, recurse, "gradients can't be shown")]
+    with torch.no_grad():
+        for handle in handles:
+            with settled(handle):
+                found = pending_values(handle)
+            values.update(zip(map(id, handle.entries), found, strict=True))
+    shown = {
+        slot_key(slot): entry
+        for handle in handles
+        for entry in handle.entries
+        for slot in entry.slots
+    }
+    pending: dict[str, Tensor] = {}
+    for prefix, child in module.named_modules():
+        for name in parameters_of(child):
+            entry: ParamEntry | None = shown.get((id(parameters_of(child)), name))
+            value = values.pop(id(entry), None)
+            if value is not None:
+                pending[f"{prefix}.{name}".lstrip(".")] = value
+    return pending
+
+
+def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None:
+    """Reduce the gradients that wait for it now, without another backward; sets `.grad`.
+
+    For a step after microbatches that all ran under `no_sync`, or with a deferred all-reduce: at
+    the end of an epoch, or after an exception. Does what the end of the backward would have done,
+    also inside `no_sync`, and runs hooks of `register_post_accumulate_grad_hook`. No-op where
+    nothing waits on any rank. Call it on all ranks.
+
+    One small all-reduce for each process group; then for each handle with pending gradients on any
+    rank one reduce-scatter, and one all-reduce over the ranks that hold copies of shards, as far as
+    there are such.
+
+    Args:
+        module: A module with sharded units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+        RuntimeError: Inside forward or backward.
+    """
+    handles = _idle_handles(module, recurse, "gradients can't be reduced")
+    for _, handle in handles:
+        settle_pending(handle)
+    if not handles:
+        return
+    flags = FlagReduction(
+        [
+            (
+                handle.shard_group,
+                [int(flag) for flag in (needs_reduction(handle), *handle.grads.used)],
+            )
+            for _, handle in handles
+        ],
+        highest=1,
+    ).finish()
+    due = [
+        (state, handle, [bool(flag) for flag in used])
+        for (state, handle), (is_due, *used) in zip(handles, flags, strict=True)
+        if is_due
+    ]
+    try:
+        with torch.no_grad():
+            for state, handle, used in due:
+                _reduce(state, handle, used)
+    except BaseException:
+        # As a whole, as after an error in a backward.
+        for _, handle, _ in due:
+            handle.grads.drop()
+        raise
+    for _, handle, _ in due:
+        handle.shown.run_gradient_hooks()
+
+
+def _reduce(state: ShardState, handle: FlatParamHandle, used: list[bool]) -> None:
+    assert state.context is not None
+    grads = handle.grads
+    grads.issue(
+        state.context.streams, state.context.scratch, keep_unsharded=True, is_deferred=False
+    )
+    grads.advance()
+    grads.finish()
+    grads.publish(used)
+
+
+def drop_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None:
+    """Drop the gradients that wait for a reduction, and free their memory; no communication.
+
+    What was reduced before stays in `.grad`. `zero_grad()` of a module or optimizer, and setting
+    `.grad` to None, drop both, but keep the memory until the next backward. Call it on all ranks.
+
+    Args:
+        module: A module with sharded units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+        RuntimeError: Inside forward or backward.
+    """
+    for _, handle in _idle_handles(module, recurse, "gradients can't be dropped"):
+        drop_pending(handle)
+
+
+def _idle_handles(
+    module: nn.Module, recurse: bool, what: str
+) -> list[tuple[ShardState, FlatParamHandle]]:
+    """Return the handles that can have pending gradients, each with its unit."""
+    states = select_states(module, recurse)
+    for context in dict.fromkeys(state.context for state in states):
+        if context is not None:
+            check_is_idle(context, what)
+    handles = [
+        (state, handle)
+        for state in states
+        for handle in state.handles
+        if state.context is not None and handle.grads.is_bound
+    ]
+    for _, handle in handles:
+        handle.adopt_changes()
+    return handles

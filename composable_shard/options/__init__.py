@@ -1,6 +1,6 @@
 """The options of a unit and the policies in them, frozen and validated.
 
-Read `unit_options` first, then `strategy` (what each strategy keeps, frees and sends).
+Read `unit_options` first: at its end `ShardingStrategy`, what each keeps, frees and sends.
 """
 
 from composable_shard.options.advice import (
@@ -13,29 +13,25 @@ from composable_shard.options.advice import (
     check_no_others,
     warn_of_partial_save,
 )
-from composable_shard.options.policies import (
+from composable_shard.options.unit_options import (
+    DEFAULT_STRATEGY,
     PRECISIONS,
     Block,
+    CheckOrder,
     Granularity,
     GranularityOption,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    StateDictOptions,
-    granularity_of,
-)
-from composable_shard.options.strategy import (
-    DEFAULT_STRATEGY,
-    ShardingStrategy,
-    StrategyFacts,
-    StrategyName,
-    strategy_of,
-)
-from composable_shard.options.unit_options import (
-    CheckOrder,
     OptionsDict,
     ReshardAfterForward,
+    ShardingStrategy,
+    StateDictOptions,
+    StrategyFacts,
+    StrategyName,
     UnitOptions,
     check_reshard_after_forward,
+    granularity_of,
+    strategy_of,
 )
 
 __all__ = [

@@ -1,29 +1,413 @@
-"""`UnitOptions`: all options of one `fully_shard` call, checked once."""
+"""What users choose for a unit.
+
+- `UnitOptions`: all options of one `fully_shard` call, checked once;
+- policies: granularity, dtypes, offload; and for state dicts;
+- `ShardingStrategy`, and the facts that follow from it: the only code that knows the members.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import Any, Literal, TypeAlias, get_args
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from typing_extensions import TypedDict
+from typing_extensions import Self, TypedDict
 
 from composable_shard.options.advice import expected, unexpected
-from composable_shard.options.policies import (
-    GranularityOption,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    check_granularity,
+
+
+@dataclass(frozen=True)
+class Block:
+    """A granularity: each `numel` consecutive elements of a parameter stay on one rank.
+
+    Blocks begin at the parameter's first element, in memory order; the last one may be shorter. Use
+    it for optimizers with block-wise quantised state, for example `Block(256)`.
+
+    Attributes:
+        numel: Elements in a block, at least 1.
+    """
+
+    numel: int
+
+    def __post_init__(self) -> None:
+        """Check the size.
+
+        Raises:
+            ValueError: If it is not a whole number of at least 1.
+        """
+        if not isinstance(self.numel, int) or isinstance(self.numel, bool) or self.numel < 1:
+            raise ValueError(f"expected Block(n) with n >= 1 elements, got {self.numel!r}")
+
+
+_Name = Literal["element", "row", "param"]
+# Cut anywhere, between rows, not at all, or between blocks.
+Granularity: TypeAlias = _Name | Block
+# One for all parameters of a unit, or a function of a parameter, the same on all ranks.
+GranularityOption: TypeAlias = Granularity | Callable[[nn.Parameter], Granularity]
+
+_EXPECTED = ", ".join(f'"{name}"' for name in get_args(_Name)) + " or Block(n)"
+
+
+def check_granularity(value: object) -> None:
+    """Check what a user passed for all parameters of a unit.
+
+    Raises:
+        ValueError: If it is neither a granularity nor a function that returns one.
+    """
+    if not (_is_granularity(value) or callable(value)) or isinstance(value, type):
+        raise ValueError(
+            f"expected granularity to be {_EXPECTED}, or a function of a parameter that returns "
+            f"one of these, got {value!r}"
+        )
+
+
+def granularity_of(param: nn.Parameter, fqn: str, option: GranularityOption) -> Granularity:
+    """Return the granularity of one parameter.
+
+    Raises:
+        ValueError: If the user's function returned something else, naming the parameter.
+    """
+    if isinstance(option, (str, Block)):
+        return option
+    value = option(param)
+    if not _is_granularity(value):
+        raise ValueError(
+            f"expected the granularity function to return {_EXPECTED}, got {value!r} for '{fqn}'"
+        )
+    return value
+
+
+def _is_granularity(value: object) -> bool:
+    return isinstance(value, Block) or (isinstance(value, str) and value in get_args(_Name))
+
+
+PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WIRE_PRECISIONS = (*PRECISIONS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPE_FIELDS = (
+    "param_dtype",
+    "gather_dtype",
+    "reduce_dtype",
+    "main_dtype",
+    "output_dtype",
+    "buffer_dtype",
 )
-from composable_shard.options.strategy import (
-    DEFAULT_STRATEGY,
-    ShardingStrategy,
-    StrategyName,
-    strategy_of,
-)
+
+
+class _Options:
+    """A class of fields that says what to do about those that it does not have."""
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """Check the names.
+
+        Raises:
+            TypeError: For a name that is no field, with what to pass instead.
+        """
+        known = tuple(each.name for each in fields(cls))  # type: ignore[arg-type] # of dataclasses
+        for name in given:
+            if name not in known:
+                raise TypeError(unexpected(cls.__name__, name, known))
+        return super().__new__(cls)
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy(_Options):
+    """Dtypes for compute, communication and the optimizer. `None` leaves a dtype unchanged.
+
+    Each dtype is float16, bfloat16, float32 or float64, `gather_dtype` also an 8-bit one.
+    Parameters of other dtypes (complex ones) are left as they are.
+
+    A unit has *main* parameters, the sharded ones: optimizers, checkpoints, `full_tensor()` and
+    `unshard_params` see only them, and gradients are published and accumulated in their dtype.
+    Forward and backward compute with a copy of them in `param_dtype`.
+
+    Attributes:
+        param_dtype: Compute dtype of the unit, of its gradients too. Default: as before the call.
+        gather_dtype: Dtype in which parameters are all-gathered. Default: `param_dtype`. With a
+            narrower one every rank, the owner too, computes with the rounded values. With int8,
+            float8_e4m3fn or float8_e5m2 an element is sent as one byte, with one fp32 scale for
+            each block of 128 within a shard: n elements take n + 4 * ceil(n / 128) bytes. In int8
+            no element is off by more than 1/254 of its block's largest. Where nothing is gathered
+            (`NO_SHARD`, one rank), nothing is rounded. With `reshard_after_forward=n` the
+            backward's all-gather sends received values in `param_dtype`.
+        reduce_dtype: Dtype in which gradients are packed and sent. Default: `param_dtype`. Where
+            this library sums what ranks sent, it does so in the wider one of this and the main
+            dtype.
+        main_dtype: Dtype of the sharded parameters, for example float32 for a bfloat16 model, which
+            then still computes in bfloat16. Default: as before the call.
+        output_dtype: Dtype to which floating-point tensors in the output of the unit's forward are
+            cast.
+        cast_forward_inputs: Cast floating-point tensors in the arguments of the unit's forward to
+            `param_dtype`; with `main_dtype` alone to the dtype that the unit had before, if it had
+            one. Containers are copied where something in them changes.
+        buffer_dtype: Dtype to which the unit's floating-point buffers are cast, once, by the call.
+        keep_fp32_classes: Modules of these classes, and what is in them, compute with their main
+            parameters, on inputs cast to their dtype; their outputs get the dtype of the inputs
+            again, and their buffers keep theirs. Costs one more collective each way in a unit that
+            has such modules. Counts only with a `param_dtype` or `main_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    main_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
+    keep_fp32_classes: tuple[type[nn.Module], ...] = (nn.BatchNorm1d.__bases__[0],)
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ValueError: Naming the field, what it may be, and what it is.
+        """
+        for name in _DTYPE_FIELDS:
+            value = getattr(self, name)
+            dtypes = _WIRE_PRECISIONS if name == "gather_dtype" else PRECISIONS
+            if value is not None and value not in dtypes:
+                allowed = ", ".join(map(str, dtypes))
+                raise ValueError(f"expected {name} to be None or one of {allowed}, got {value!r}")
+        if not isinstance(self.cast_forward_inputs, bool):
+            given = repr(self.cast_forward_inputs)
+            raise ValueError(f"expected cast_forward_inputs to be True or False, got {given}")
+        classes = self.keep_fp32_classes
+        if not isinstance(classes, tuple) or not all(
+            isinstance(each, type) and issubclass(each, nn.Module) for each in classes
+        ):
+            raise ValueError(
+                f"expected keep_fp32_classes to be a tuple of module classes, got {classes!r}"
+            )
+
+    @property
+    def changes_compute(self) -> bool:
+        """Whether units may compute with values that differ from their main parameters."""
+        return self.param_dtype is not None or self.main_dtype is not None
+
+
+@dataclass(frozen=True)
+class OffloadPolicy(_Options):
+    """Which parts of a unit live in host memory between uses, in one flat buffer each.
+
+    An optimizer needs a parameter, its gradient and its state on one device, so where the state is
+    on the host, the step runs there, on the CPU: `model.parameters()` then are CPU tensors, and so
+    are their gradients and the state that an optimizer makes for them. Two choices have a meaning:
+
+    - `OffloadPolicy(params=True)`: parameters, gradients and state. A gather copies the shard to
+      the device, into its own place in the full parameters; under `FULL_SHARD` the device holds
+      nothing of the unit at rest.
+    - `OffloadPolicy(optim_state=True)`: gradients and state. The device keeps a copy of the
+      parameters too, in the dtype in which they are gathered, and renews it once after each step;
+      under the strategies that keep parameters unsharded that copy is in the full parameters.
+
+    A gradient shard is copied to the host beside the backward and is complete when `backward()`
+    returns. Gradients of further backward passes are added there. Both train exactly like a step
+    on the CPU without offload. A dtype is changed on the device: what travels between it and the
+    host has the main dtype.
+
+    Attributes:
+        params: Parameters (their shards, in the main dtype) live on the host only.
+        grads: Reduced gradients live on the host. None: where the optimizer steps there; they
+            can't live elsewhere than the parameters that the optimizer sees.
+        optim_state: The optimizer steps on the host, where its state is. None: with `params`.
+        pin_memory: Pin the host memory, so that copies run beside computation. Counts only where
+            the mesh is of an accelerator.
+    """
+
+    params: bool = False
+    grads: bool | None = None
+    optim_state: bool | None = None
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the fields, and replace None by what it stands for.
+
+        Raises:
+            ValueError: For a combination in which no optimizer could step, with the remedy.
+        """
+        for name in ("params", "grads", "optim_state", "pin_memory"):
+            value, may_be_none = getattr(self, name), name in ("grads", "optim_state")
+            if not (isinstance(value, bool) or (value is None and may_be_none)):
+                allowed = "True, False or None" if may_be_none else "True or False"
+                raise ValueError(f"expected {name} to be {allowed}, got {value!r}")
+        if self.optim_state is None:
+            object.__setattr__(self, "optim_state", self.params)
+        if self.grads is None:
+            object.__setattr__(self, "grads", self.optim_state)
+        if self.params and not self.optim_state:
+            raise ValueError(
+                "OffloadPolicy(params=True, optim_state=False): an optimizer makes its state where "
+                "the parameters are. Leave optim_state out, or pass params=False."
+            )
+        if self.grads != self.optim_state:
+            raise ValueError(
+                f"OffloadPolicy(grads={self.grads}, optim_state={self.optim_state}): an optimizer "
+                "reads gradients and its state on one device. Leave grads out, and pass "
+                f"optim_state={self.grads}{'' if self.grads else ' and params=False'}."
+            )
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is on the host."""
+        return bool(self.optim_state)
+
+
+_TORCH_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+
+
+@dataclass(frozen=True)
+class StateDictOptions(_Options):
+    """How state dicts are made and loaded, as in torch.distributed.checkpoint.state_dict.
+
+    Attributes:
+        full_state_dict: Return whole plain tensors instead of FlatShards.
+        cpu_offload: Return tensors in host memory.
+        rank0_only: With `full_state_dict`: True gathers each flat parameter to the first rank, and
+            the other ranks get an empty dict. False all-gathers: all ranks get the tensors.
+        broadcast_from_rank0: For loading: only the first rank passes a dict, of whole tensors, the
+            others pass an empty one. Each rank is sent its own part, one unit at a time.
+        strict: Raise for names that are missing or unexpected; False ignores them.
+        keep_submodule_prefixes: With `submodules`: names begin at the model, not at the submodule.
+        flatten_optimizer_state_dict: Return optimizer state in torch's flat form, one key for each
+            value and for each option of each parameter. Loading takes both forms.
+        ignore_frozen_params: Leave parameters without `requires_grad` out of a model's state dict.
+        init_optimizer_state: For reading: give an optimizer that has not stepped its state, as
+            torch's function always does, so that `torch.distributed.checkpoint.load` has something
+            to load into. The values mean nothing until something is loaded.
+        dtype: Cast floating-point parameters and buffers of a model's state dict to this.
+    """
+
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    rank0_only: bool = True
+    broadcast_from_rank0: bool = False
+    strict: bool = True
+    keep_submodule_prefixes: bool = True
+    flatten_optimizer_state_dict: bool = False
+    ignore_frozen_params: bool = False
+    init_optimizer_state: bool = False
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> StateDictOptions:
+        """Return the options that a user passed, or the default ones.
+
+        Those of `torch.distributed.checkpoint.state_dict` mean what they mean there: a whole dict
+        is the first rank's with `cpu_offload`, every rank's without, and optimizers get state.
+
+        Raises:
+            ValueError: For an object of another class.
+        """
+        kind = type(given)
+        if (kind.__module__, kind.__name__) == (_TORCH_STATE_DICT, cls.__name__):
+            modifiers = given.dsd_fqn_modifiers
+            if modifiers != "_fqn_modifiers":
+                raise ValueError(unexpected(cls.__name__, "dsd_fqn_modifiers", ()))
+            names = cls.__dataclass_fields__.keys() & kind.__dataclass_fields__.keys()
+            same = {name: getattr(given, name) for name in names}
+            return cls(**same, rank0_only=given.cpu_offload, init_optimizer_state=True)
+        if not isinstance(given, cls | None):
+            raise ValueError(expected("options", cls, given))
+        return given or cls()
+
+
+@dataclass(frozen=True)
+class StrategyFacts:
+    """The facts of one strategy. Other code asks these, never which strategy it is.
+
+    Attributes:
+        known_as: Names of the same thing elsewhere.
+        frees_params: A rank keeps its shard alone, at rest and between forward and backward, and
+            each pass gathers. False: the full parameters stay in one buffer, and the first forward
+            after a write gathers into it.
+        accumulates_unsharded: Gradients accumulate in one persistent buffer of full size, and are
+            reduced once. False: each backward leaves shards, unless `no_sync` forbids it to reduce.
+        is_replicated: Each rank steps all parameters: nothing is gathered, gradients are
+            all-reduced. False: each rank steps its shard, gradients are reduce-scattered.
+    """
+
+    known_as: str
+    frees_params: bool = False
+    accumulates_unsharded: bool = False
+    is_replicated: bool = False
+
+    def keeps_params(self, shard_size: int) -> bool:
+        """Return whether full parameters stay, where `shard_size` ranks share the unit."""
+        return shard_size == 1 or not self.frees_params
+
+    def keeps_gradients(self, shard_size: int, num_ranks: int) -> bool:
+        """Return whether full gradients stay in one buffer.
+
+        Args:
+            shard_size: Ranks that share the unit.
+            num_ranks: These, and those that hold copies.
+        """
+        return num_ranks > 1 and (shard_size == 1 or self.accumulates_unsharded)
+
+
+class ShardingStrategy(Enum):
+    """The parts of a unit that each rank keeps. Every strategy trains the same way."""
+
+    facts: StrategyFacts
+
+    def __new__(cls, value: str, facts: StrategyFacts) -> ShardingStrategy:
+        """Make a member whose value is its name in lower case."""
+        member = object.__new__(cls)
+        member._value_ = value
+        member.facts = facts
+        return member
+
+    # Parameters, gradients and optimizer state are sharded at rest; a unit is gathered for its
+    # forward and again for its backward.
+    FULL_SHARD = "full_shard", StrategyFacts("ZeRO-3, FSDP", frees_params=True)
+    # Parameters stay unsharded, and are gathered again, in place, by the first forward after they
+    # were written; gradients and optimizer state are sharded.
+    SHARD_GRAD_OP = "shard_grad_op", StrategyFacts("ZeRO-2")
+    # Only optimizer state is sharded: gradients have a buffer that is as large as the parameters,
+    # accumulate in it, and are reduced once.
+    SHARD_OPTIM = (
+        "shard_optim",
+        StrategyFacts("ZeRO-1, OSS, DistributedOptimizer", accumulates_unsharded=True),
+    )
+    # Every rank holds everything; gradients are all-reduced.
+    NO_SHARD = (
+        "no_shard",
+        StrategyFacts("DDP", accumulates_unsharded=True, is_replicated=True),
+    )
+
+
+# The values of the members, as an editor completes them.
+StrategyName: TypeAlias = Literal["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
+
+
+def strategy_of(value: object) -> ShardingStrategy:
+    """Return the strategy that a user passed, as a member or as its name in either case.
+
+    Raises:
+        ValueError: For anything else, with the names.
+    """
+    if isinstance(value, ShardingStrategy):
+        return value
+    if isinstance(value, str):
+        members = {member.value: member for member in ShardingStrategy}
+        if value.lower() in members:
+            return members[value.lower()]
+        advice = _HYBRID if value.lower().removeprefix("_").startswith("hybrid") else ""
+        names = ", ".join(map(repr, members))
+        raise ValueError(
+            f"expected strategy to be a ShardingStrategy or one of {names}, got {value!r}.{advice}"
+        )
+    raise ValueError(expected("strategy", ShardingStrategy, value))
+
+
+_HYBRID = ' It is "full_shard" over a 2-D mesh (replicate, shard).'
+
+DEFAULT_STRATEGY = ShardingStrategy.FULL_SHARD
+
 
 ReshardAfterForward: TypeAlias = bool | int | None
 CheckOrder: TypeAlias = Literal["first", "always"]

@@ -4,9 +4,8 @@ Read `api`, `rules` and `costs` first.
 """
 
 from composable_shard.planning.api import shard_model
-from composable_shard.planning.description import DescribedUnit, Description, describe
+from composable_shard.planning.description import DescribedUnit, Description, ShardingPlan, describe
 from composable_shard.planning.estimation import Estimate, estimate, tabulate
-from composable_shard.planning.report import ShardingPlan
 from composable_shard.planning.rules import by_class, by_size, transformer_blocks
 
 __all__ = [

@@ -11,9 +11,8 @@ from typing_extensions import Unpack
 
 from composable_shard.options import OptionsDict, ShardingStrategy
 from composable_shard.planning.api import plan_model, step_memory
-from composable_shard.planning.fake_run import run_fake_step
-from composable_shard.planning.peaks import find_peaks, moments_of
-from composable_shard.planning.report import ShardingPlan, format_nbytes, format_table
+from composable_shard.planning.description import ShardingPlan, format_nbytes, format_table
+from composable_shard.planning.fake_run import find_peaks, moments_of, run_fake_step
 from composable_shard.planning.rules import Rules, by_class, transformer_blocks
 
 # States of the size of a parameter.

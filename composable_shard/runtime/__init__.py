@@ -3,20 +3,17 @@
 Read `unit` (a unit, a tree), `forward` and `backward_pass` first.
 """
 
-from composable_shard.runtime.aborts import note_setting
-from composable_shard.runtime.buckets import Buckets
-from composable_shard.runtime.buffers import (
-    BufferBroadcast,
-    check_can_broadcast,
-    place_buffers,
-    watch_meta_buffers,
-)
+from composable_shard.runtime.backward_pass import note_setting
 from composable_shard.runtime.casts import (
     Boundary,
+    BufferBroadcast,
     cast_arguments,
     cast_buffers,
     cast_output,
+    check_can_broadcast,
     iter_tensors,
+    place_buffers,
+    watch_meta_buffers,
 )
 from composable_shard.runtime.forward import check_is_idle, post_forward, pre_forward
 from composable_shard.runtime.initialization import (
@@ -25,11 +22,7 @@ from composable_shard.runtime.initialization import (
     lazy_init_params,
     share_context,
 )
-from composable_shard.runtime.prefetch import (
-    apply_policy,
-    find_small_group,
-    release_handle,
-)
+from composable_shard.runtime.reduction_order import Buckets
 from composable_shard.runtime.tree import (
     ModuleTree,
     attach_state,
@@ -49,7 +42,14 @@ from composable_shard.runtime.tree import (
     select_states,
     tensor_groups,
 )
-from composable_shard.runtime.unit import ShardState, StateRef, TrainingState
+from composable_shard.runtime.unit import (
+    ShardState,
+    StateRef,
+    TrainingState,
+    apply_policy,
+    find_small_group,
+    release_handle,
+)
 
 __all__ = [
     "Boundary",

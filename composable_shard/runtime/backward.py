@@ -12,13 +12,14 @@ import torch
 from composable_shard.comm import trace
 from composable_shard.flat_param import FlatParamHandle, Shown
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
-from composable_shard.runtime.prefetch import gather_ahead_in_backward, release_after_backward
 from composable_shard.runtime.reads import CallHooks, CallReads, Hooks, ReadHooks, choose_hooks
 from composable_shard.runtime.unit import (
     ShardState,
     TrainingState,
     TreeContext,
     all_trees,
+    gather_ahead_in_backward,
+    release_after_backward,
     tree_refs,
 )
 from composable_shard.torch_private import current_backward_id, next_sequence_nr

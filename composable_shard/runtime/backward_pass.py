@@ -1,4 +1,4 @@
-"""One backward over a tree: which units are over, what is reduced, and how it ends.
+"""One backward over a tree: which units are over, what is reduced, how it ends, and how it fails.
 
 [Note: End of a unit]
 A unit's gradients are reduced and its parameters freed when nothing in the backward needs it any
@@ -16,33 +16,202 @@ the backward was aborted, and its unpublished gradients are dropped as a whole.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from bisect import insort
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
-from composable_shard.comm import FlagReduction, Proposal, ShardGroup, StepFacts, trace
+import torch
+
+from composable_shard.comm import (
+    FlagReduction,
+    Proposal,
+    ShardGroup,
+    StepFacts,
+    before_next_collective,
+    trace,
+)
+from composable_shard.comm import note_setting as enter_setting
 from composable_shard.flat_param import (
     FlatParamHandle,
     mark_pending,
     needs_reduction,
     settle_pending,
 )
-from composable_shard.runtime.aborts import drop_aborted, find_late, note_abort
-from composable_shard.runtime.buckets import LATE
-from composable_shard.runtime.early_gradients import EarlyGradients
-from composable_shard.runtime.prefetch import (
+from composable_shard.runtime.reads import CallReads, learn_anew, warn_at_once, warn_of_reads
+from composable_shard.runtime.reduction_order import LATE, NO_TURNS, EarlyGradients, Turns
+from composable_shard.runtime.tree import check_finite, step_facts
+from composable_shard.runtime.unit import (
+    ShardState,
+    StateRef,
+    TrainingState,
+    TreeContext,
     drop_prefetched,
     release_after_backward,
     return_to_idle,
+    trees,
 )
-from composable_shard.runtime.reads import CallReads
-from composable_shard.runtime.reduction_order import NO_TURNS
-from composable_shard.runtime.tree import check_finite, step_facts
-from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 from composable_shard.tensor import PendingNotice
 from composable_shard.torch_private import current_backward_id, keeps_graph, queue_callback
+
+
+def catch_up_before_next(context: TreeContext, turns: Turns) -> None:
+    """Let this rank issue what others may have before they failed, before all else on its groups.
+
+    Nothing here can block or fail. [Note: Buckets]
+    """
+    ref = weakref.ref(context)
+
+    def run() -> None:
+        if (found := ref()) is not None:
+            drop_aborted(found)
+
+    states = [each for each in context.live_states() if each.buckets and each.buckets.is_under_way]
+    full = [handle for state in states if state.buckets for handle in state.buckets.take_expected()]
+    due = [h for each in full for h in (turns.take(each) if each in turns else [each])]
+    context.expected = due if states else None
+    groups = [handle.shard_group for state in states for handle in state.handles]
+    before_next_collective(
+        run, [each for one in groups for each in (one.group, *one.replicate_groups)]
+    )
+
+
+def drop_aborted(context: TreeContext) -> None:
+    """Drop what an aborted backward left in handles; already published gradients stay.
+
+    Gradients that `no_sync` kept unsharded are dropped too: the aborted pass may have added to
+    some of them.
+    """
+    if not context.has_aborted:
+        return
+    context.has_aborted = False
+    _catch_up(context)
+    context.forget_graphs()
+    for state in context.live_states():
+        for handle in state.handles:
+            if handle.full.is_locked:
+                handle.full.params.point_back()
+            else:
+                handle.full.warn_of_edits(handle.shown.flat, "in a backward hook")
+            handle.grads.drop()
+    return_to_idle(context)
+    learnt = {s.name: s.learnt for s in context.live_states() if s.needed}
+    warn_of_reads(learnt)  # unless the abort has
+    learn_anew(learnt)
+
+
+def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
+    """Let the ranks find out where one of them does not set this, once they have compared units.
+
+    Args:
+        states: The units that it is set on.
+        what: The setter, and the value.
+        is_new: Whether that changes anything.
+    """
+    agreed = [state for state in states if state.context and state.context.has_agreed]
+    if agreed and is_new:
+        groups = [handle.shard_group for state in agreed for handle in state.handles]
+        text = f"{what} of unit '{agreed[0].name}'"
+        enter_setting(text, [each for one in groups for each in (one.group, *one.joint_groups)])
+
+
+def note_unreached_call(context: TreeContext) -> None:
+    """Note that more calls than ever wait for a backward; warn if one ran and reached none.
+
+    Autograd finds sharded parameters in no graph, so `loss.backward(inputs=params)` runs no node
+    at all, and nothing tells of it. But it takes a number, as every backward does, also one that
+    failed before it reached a unit.
+    """
+    context.most_open_calls = context.open_calls
+    # Perhaps a read that nobody announced has stopped a backward at its beginning.
+    learn_anew({state.name: state.learnt for state in context.live_states()})
+    number, last = _next_backward_id(), context.probed_backward_id
+    context.probed_backward_id = number
+    others = [tree for tree in trees if tree is not context]
+    is_of_others = any(max(o.last_backward_id, o.probed_backward_id) > last for o in others)
+    if any(state.learnt.refuses_hooks for state in context.live_states()):
+        return  # or that of a transform in a forward
+    if not is_of_others and context.open_calls > 1 and context.last_backward_id < last < number - 1:
+        names = [state.name for ref in context.armed if (state := ref()) is not None]
+        warnings.warn(
+            f"a backward has run since the last forward of units {names}, and reached none of "
+            "them: they have no gradients from it. If it raised an error, that is why. If it was "
+            "backward(inputs=...) with sharded parameters, leave inputs out, or call unshard("
+            "module) before the forward and pass the parameters that the module shows then.",
+            stacklevel=2,
+        )
+
+
+def _next_backward_id() -> int:
+    """Return the number that the next backward would have had; the one after it has the next."""
+    found: list[int] = []
+    with torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        leaf.register_hook(lambda _: found.append(current_backward_id()))
+        leaf.backward()
+    return found[0]
+
+
+def _catch_up(context: TreeContext) -> None:
+    """Issue the reductions that other ranks may have issued before a backward failed.
+
+    An error of it is not ours to raise: all of it is dropped. [Note: Buckets]
+    """
+    expected, context.expected = context.expected, None
+    if expected is None:
+        return
+    with suppress(Exception):
+        for handle in context.live_handles():
+            handle.grads.advance()
+        for handle in expected:
+            state = context.owner_of(handle)
+            handle.grads.issue(
+                context.streams,
+                context.scratch,
+                keep_unsharded=True,
+                is_deferred=state is not None and state.defers_all_reduce(handle),
+            )
+            handle.grads.advance()
+
+
+def find_late(
+    context: TreeContext,
+    handles: list[FlatParamHandle],
+    used: list[list[int]],
+    turns: Collection[FlatParamHandle],
+) -> list[tuple[ShardState, FlatParamHandle]]:
+    """Return what is reduced once more, see [Note: Buckets]; but `turns` have been."""
+    found = [handle for handle, flags in zip(handles, used, strict=True) if LATE in flags]
+    late = [(state, handle) for handle in found if (state := context.owner_of(handle)) is not None]
+    for state, _ in late:
+        if state.buckets is not None:
+            state.buckets.note_late()
+    return [(state, handle) for state, handle in late if handle not in turns]
+
+
+def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]) -> None:
+    """Forget an aborted backward, which the engine has dropped; show the sharded parameters.
+
+    Nothing here can block or fail. The next call deals with buffers and collectives in flight, and
+    with warnings that are errors; others come before the traceback of autograd's own error.
+    """
+    context = context_ref()
+    backward: Any = None if context is None else context.backward
+    if context is None or backward is None or not backward.is_called_by(callback):
+        return
+    context.backward, context.has_aborted, context.open_calls = None, True, 0
+    catch_up_before_next(context, backward.turns)
+    warn_at_once({state.name: state.learnt for state in context.live_states() if state.needed})
+    for state in context.live_states():
+        for handle in state.handles:
+            handle.grads.take_directly(False)
+            if state.depth == 0 and not state.is_held:
+                handle.shown.show_sharded()
+
 
 _EngineCallback = partial[None]
 

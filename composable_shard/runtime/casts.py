@@ -1,17 +1,32 @@
-"""Tensors at any depth of containers, and casts of the inputs and outputs of a unit."""
+"""Casts of the inputs, outputs and buffers of a unit, and the broadcast of its buffers.
+
+[Note: When buffers are broadcast]
+Ranks see different data, so their batch statistics drift apart between two broadcasts. A forward
+broadcasts if the forward before it was for training and its gradients were synchronised. So
+microbatches without synchronisation keep what they add to each rank's buffers until the step, and
+an evaluation sees the same values everywhere for one broadcast. A unit that runs several times in
+a call broadcasts once; a recomputation in a backward broadcasts nothing.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from composable_shard.torch_private import buffers_of
+from composable_shard.comm import ShardGroup, collectives
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    buffers_of,
+    foreach_copy_,
+    version_of,
+)
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
@@ -172,3 +187,152 @@ class Boundary:
 
 def _floating(tensors: Any) -> Iterator[torch.dtype]:
     return (tensor.dtype for tensor in tensors if tensor.is_floating_point())
+
+
+_MARK = "_composable_shard_empty_version"
+
+
+class _MetaBuffer(Tensor):
+    """A meta tensor that marks what `empty_like` makes of it, which is how `to_empty()` works."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; fill and mark the result of `torch.empty_like`."""
+        if func is not torch.empty_like:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call, unused-ignore]
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if not result.is_meta:
+                _fill(result)
+                setattr(result, _MARK, version_of(result))
+        return result
+
+
+def _fill(tensor: Tensor) -> None:
+    """Fill with a value that a real buffer hardly holds everywhere, and that spoils results."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def watch_meta_buffers(module: nn.Module) -> None:
+    """Replace the meta-device buffers that `module` itself holds by ones that `to_empty` marks."""
+    for name, buffer in buffers_of(module).items():
+        if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
+            buffers_of(module)[name] = buffer.as_subclass(_MetaBuffer)
+
+
+def place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Bring the buffers that `module` itself holds to a device; those on meta stay."""
+    for name, buffer in buffers_of(module).items():
+        if buffer is not None and not buffer.is_meta and buffer.device != device:
+            buffers_of(module)[name] = buffer.to(device)
+
+
+def is_never_written(buffer: Tensor) -> bool:
+    """Return whether a buffer came out of `to_empty()` and still holds what was there.
+
+    The version counter tells of in-place writes, and the values of writes through `.data`.
+    """
+    if getattr(buffer, _MARK, None) != version_of(buffer) or buffer.numel() == 0:
+        return False
+    expected = torch.empty_like(buffer)
+    _fill(expected)
+    return (
+        torch.equal(buffer.isnan(), expected.isnan())
+        if (buffer.is_floating_point() or buffer.is_complex())
+        else torch.equal(buffer, expected)
+    )
+
+
+class BufferBroadcast:
+    """Broadcasts the buffers that a unit's modules hold when it runs.
+
+    Refers to the modules' dicts of buffers, never to modules, which would refer back to it.
+
+    Attributes:
+        shard_group: The ranks that take part.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], shard_group: ShardGroup) -> None:
+        self.shard_group = shard_group
+        self._slots = [buffers_of(module) for module in modules]
+        self._is_due = True
+
+    def describe(self) -> list[str]:
+        """Return one line for each buffer: all that the ranks must agree on."""
+        return [
+            f"buffer '{name}' shape {tuple(buffer.shape)} {buffer.dtype}"
+            for slots in self._slots
+            for name, buffer in slots.items()
+            if buffer is not None
+        ]
+
+    def broadcast_if_due(self, *, is_followed: bool) -> None:
+        """Broadcast, unless the rule says no: [Note: When buffers are broadcast].
+
+        All buffers of the unit travel together, as bytes: one broadcast, on a 2-D mesh without a
+        group of all its ranks one along each axis. None for a unit without buffers.
+
+        Args:
+            is_followed: Whether the next forward is to broadcast too.
+        """
+        if self._is_due:
+            self._broadcast()
+        self._is_due = is_followed
+
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        buffers = self._collect()
+        if not buffers or not self.shard_group.joint_groups:
+            return
+        flat = torch.cat([buffer.flatten().view(torch.uint8) for buffer in buffers])
+        for group in self.shard_group.joint_groups:
+            collectives.broadcast(flat, 0, group, what="the buffers of a unit").wait()
+        if self.shard_group.is_first:
+            return
+        parts = flat.split([buffer.nbytes for buffer in buffers])
+        received = [
+            part.view(buffer.dtype).view(buffer.shape)
+            for part, buffer in zip(parts, buffers, strict=True)
+        ]
+        foreach_copy_(buffers, received)
+
+    def _collect(self) -> list[Tensor]:
+        """Return the buffers, each once, widest dtype first: their bytes are aligned then.
+
+        As aliases with version counters of their own: a graph that waits for its backward may have
+        saved a buffer, for example batch norm's running mean, without reading it again.
+        """
+        found: dict[int, Tensor] = {}
+        for slots in self._slots:
+            for buffer in slots.values():
+                if buffer is not None and buffer.numel():
+                    local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+                    found.setdefault(id(buffer), local.data)
+        return sorted(found.values(), key=lambda buffer: -buffer.dtype.itemsize)
+
+
+def check_can_broadcast(modules: Sequence[nn.Module]) -> None:
+    """Check that the buffers of a unit can be broadcast.
+
+    Raises:
+        ValueError: For a sparse buffer, naming it.
+    """
+    for module in modules:
+        for name, buffer in buffers_of(module).items():
+            if buffer is not None and buffer.layout is not torch.strided:
+                raise ValueError(
+                    f"broadcast_buffers=True can't send buffer '{name}' of "
+                    f"{type(module).__name__}, which has layout {buffer.layout}. Make it dense, or "
+                    "leave broadcast_buffers out for its unit."
+                )

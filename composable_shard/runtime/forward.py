@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from composable_shard.comm import trace
 from composable_shard.flat_param import guard_kept_views, kept_tensors
-from composable_shard.runtime.aborts import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import (
     CallReached,
     begin_hooks,
@@ -25,21 +24,13 @@ from composable_shard.runtime.backward import (
     recompute,
     runs_alone,
 )
+from composable_shard.runtime.backward_pass import drop_aborted, note_unreached_call
 from composable_shard.runtime.casts import iter_tensors, map_tensors
 from composable_shard.runtime.initialization import (
     attach_or_refresh,
     initialize,
     join_connected,
     share_context,
-)
-from composable_shard.runtime.prefetch import (
-    begin_sequence,
-    choose_ahead,
-    drop_prefetched,
-    gather_ahead,
-    gather_kept,
-    is_first_call,
-    release_handle,
 )
 from composable_shard.runtime.tree import (
     CHILDREN_KEY,
@@ -53,6 +44,13 @@ from composable_shard.runtime.unit import (
     ShardState,
     TrainingState,
     TreeContext,
+    begin_sequence,
+    choose_ahead,
+    drop_prefetched,
+    gather_ahead,
+    gather_kept,
+    is_first_call,
+    release_handle,
     tree_refs,
 )
 from composable_shard.torch_private import (

@@ -36,9 +36,7 @@ from composable_shard.comm import (
 )
 from composable_shard.flat_param import FlatParamHandle, settle_owners
 from composable_shard.runtime.backward import on_gradient
-from composable_shard.runtime.buffers import is_never_written, place_buffers
-from composable_shard.runtime.casts import iter_tensors
-from composable_shard.runtime.prefetch import release_handle
+from composable_shard.runtime.casts import is_never_written, iter_tensors, place_buffers
 from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.tree import find_unmanaged, get_states, name_apart, raise_unmanaged
 from composable_shard.runtime.unit import (
@@ -47,6 +45,7 @@ from composable_shard.runtime.unit import (
     TrainingState,
     TreeContext,
     all_trees,
+    release_handle,
 )
 from composable_shard.tensor import join_tree
 from composable_shard.torch_private import sequence_nr_of

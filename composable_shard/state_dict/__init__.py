@@ -31,8 +31,13 @@ from composable_shard.state_dict.model_tensors import (
     mesh_groups,
     params_by_fqn,
 )
-from composable_shard.state_dict.optimizer_load import keeps_tensors, prepare_load
-from composable_shard.state_dict.optimizer_state import Group, own_tensors, view_optimizers
+from composable_shard.state_dict.optimizer_state import (
+    Group,
+    keeps_tensors,
+    own_tensors,
+    prepare_load,
+    view_optimizers,
+)
 from composable_shard.state_dict.torch_calls import check_torch_call, show_whole_values
 
 __all__ = [

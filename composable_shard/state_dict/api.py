@@ -42,8 +42,7 @@ from composable_shard.state_dict.model_tensors import (
     iter_slots,
     params_by_fqn,
 )
-from composable_shard.state_dict.optimizer_load import prepare_load
-from composable_shard.state_dict.optimizer_state import read_optimizers
+from composable_shard.state_dict.optimizer_state import prepare_load, read_optimizers
 from composable_shard.state_dict.torch_calls import flatten
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import IncompatibleKeys, buffers_of, parameters_of

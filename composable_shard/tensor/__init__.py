@@ -8,6 +8,7 @@ from composable_shard.tensor.flat_shard import (
     DTensorSlots,
     FlatShard,
     FlatShardOfDTensor,
+    WriteGuard,
     gradient_of,
     is_owned_by_other_rank,
     is_trainable,
@@ -51,7 +52,6 @@ from composable_shard.tensor.shard_spec import (
     flat_spec,
     user_attributes,
 )
-from composable_shard.tensor.write_guard import WriteGuard
 
 __all__ = [
     "DTensorSlots",

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from composable_shard.tensor import gradient_rules, pointwise_rules, reduction_rules, view_rules
-from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor, allow_loading
+from composable_shard.tensor.flat_shard import (
+    OP_RULES,
+    FlatShard,
+    FlatShardOfDTensor,
+    Rule,
+    allow_loading,
+)
 from composable_shard.tensor.operands import unsupported
 from composable_shard.tensor.pending import AWAITING_TYPES
 from composable_shard.tensor.reduction_rules import on_gathered
-from composable_shard.tensor.rule_table import OP_RULES, Rule
 from composable_shard.tensor.view_rules import on_whole
 from composable_shard.torch_private import FOREACH_TYPES, OpOverload
 

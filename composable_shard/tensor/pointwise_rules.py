@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from composable_shard.comm import HOST
 from composable_shard.tensor.flat_shard import (
     FlatShard,
+    NeedsWhole,
+    Rule,
     whole_of,
     wrap,
 )
@@ -27,7 +29,6 @@ from composable_shard.tensor.operands import (
     unsupported,
     write_to_plain,
 )
-from composable_shard.tensor.rule_table import NeedsWhole, Rule
 from composable_shard.tensor.shard_spec import ShardSpec, user_attributes
 from composable_shard.torch_private import (
     OpOverload,

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.options import advise
-from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
+from composable_shard.tensor.flat_shard import OP_RULES, FlatShard, NeedsWhole, Rule, whole_of, wrap
 from composable_shard.tensor.operands import note_write, owner_error, schema_arguments, unsupported
 from composable_shard.tensor.pointwise_rules import fill_mask
-from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole, Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import (
     OpOverload,

@@ -34,8 +34,8 @@ from composable_shard.comm import (
     fp16_compress_hook,
 )
 from composable_shard.comm.collectives import count_collectives
-from composable_shard.comm.order import order_of
-from composable_shard.comm.wire import encoded_nbytes, round_trip
+from composable_shard.comm.hooks import encoded_nbytes, round_trip
+from composable_shard.comm.lockstep import order_of
 from tests.helpers import Planned, assert_equal, distributed
 from tests.models import (
     Net,

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import composable_shard
 from composable_shard import MixedPrecisionPolicy, ShardingStrategy, clip_grad_norm_
-from composable_shard.comm.order import GroupOrder
+from composable_shard.comm.lockstep import GroupOrder
 from composable_shard.tensor.flat_shard import FlatShard
 from tests.models import Net, shard_blocks
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_shard.layout.granularity import balance, fullest
+from composable_shard.layout.flat_layout import balance, fullest
 
 pytestmark = pytest.mark.fast
 

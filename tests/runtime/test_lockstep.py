@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import fully_shard
 from composable_shard.comm import devices, get_host_group, lockstep
-from composable_shard.comm.order import NUM_TAGS, GroupOrder, identify, order_of
+from composable_shard.comm.lockstep import NUM_TAGS, GroupOrder, identify, order_of
 from composable_shard.torch_private import side_store, timeout_of
 from tests import differences, fuzz_lockstep, helpers
 from tests.differences import Chain, Run

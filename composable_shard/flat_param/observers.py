@@ -1,4 +1,4 @@
-"""Views of full values that outlive a forward, and reads of them when the values are freed.
+"""What watches full values: views that outlive a forward, and ranges in the traces of a profiler.
 
 [Note: Kept views]
 A view of a parameter that a forward keeps (`self.wt = self.weight.t()`) has no values once they
@@ -8,6 +8,13 @@ look for them costs more than all else at the end of a forward. To count the ten
 buffer's storage, those that autograd has saved among them, is one call: the search is done where
 the number is a new one, or has led to a view before. Views that are held elsewhere, in a closure or
 by an array made through dlpack, are not found: they can't be told from those that nodes hold.
+
+Ranges of what a flat parameter sends and waits for, in the traces of `torch.profiler`.
+
+[Note: Ranges]
+A range costs host time even where nobody looks. So the methods that send and wait are replaced by
+ones with ranges when a call of a tree finds that a profiler runs, and come back when one finds that
+none does. In between, and in processes that are never profiled, nothing is added.
 """
 
 from __future__ import annotations
@@ -15,14 +22,17 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.profiler import record_function
 
+from composable_shard.comm import trace
 from composable_shard.flat_param.entries import HiddenParam
 from composable_shard.flat_param.full_values import FullValues
+from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.torch_private import DisableTorchFunctionSubclass
 
@@ -142,3 +152,62 @@ def _is_readable(full_ref: weakref.ref[FullValues]) -> bool:
     """Return whether the values are there, and nobody has written shards since."""
     full = full_ref()
     return full is not None and (full.is_whole or not full.is_locked)
+
+
+def _gather(full: FullValues) -> str | None:
+    return f"all_gather {full.name}" if full.is_sharded else None
+
+
+def _wait_gather(full: FullValues) -> str | None:
+    return None if full._gather is None else f"wait all_gather {full.name}"
+
+
+def _reduction(grads: FlatGradients) -> str:
+    return "reduce_scatter" if grads._shard_group.size > 1 else "all_reduce"
+
+
+def _reduce(grads: FlatGradients) -> str | None:
+    return None if grads.is_alone else f"{_reduction(grads)} {grads.name}"
+
+
+def _wait_reduce(grads: FlatGradients) -> str | None:
+    if grads.reduction.output is None:
+        return None
+    return f"wait {_reduction(grads)} {grads.name}"
+
+
+_NAMES: tuple[tuple[type, str, Callable[[Any], str | None]], ...] = (
+    (FullValues, "gather", _gather),
+    (FullValues, "wait", _wait_gather),
+    (FlatGradients, "issue", _reduce),
+    (FlatGradients, "finish", _wait_reduce),
+)
+
+
+def _with_range(
+    method: Callable[..., Any], name_of: Callable[[Any], str | None]
+) -> Callable[..., Any]:
+    @wraps(method)
+    def ranged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = name_of(self)
+        if name is None:
+            return method(self, *args, **kwargs)
+        with record_function(name):
+            return method(self, *args, **kwargs)
+
+    return ranged
+
+
+_UNRANGED = [getattr(kind, name) for kind, name, _ in _NAMES]
+_RANGED = [
+    _with_range(method, name_of) for method, (*_, name_of) in zip(_UNRANGED, _NAMES, strict=True)
+]
+
+
+def show_ranges(flag: bool) -> None:
+    """Let the methods make ranges, or no more, [Note: Ranges]."""
+    for method, (kind, name, _) in zip(_RANGED if flag else _UNRANGED, _NAMES, strict=True):
+        setattr(kind, name, method)
+
+
+trace.profiling.switches.append(show_ranges)
