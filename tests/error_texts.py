@@ -6,6 +6,7 @@ The documentation site has a page of them; `python -m tests.error_texts` prints 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
     yield from ((text, "error") for text in texts if text and _REMEDY.search(text))
 
 
+@functools.cache
 def error_texts(package: str = "") -> dict[str, str]:
     """Return the kind of error by its text, sorted."""
     found: dict[str, str] = {}

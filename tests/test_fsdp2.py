@@ -121,7 +121,7 @@ class _Llama(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(WORDS, DIM)
-        self.layers = nn.ModuleDict({str(index): _LlamaBlock() for index in range(3)})
+        self.layers = nn.ModuleDict({str(index): _LlamaBlock() for index in range(2)})
         self.norm = nn.RMSNorm(DIM)
         self.output = nn.Linear(DIM, WORDS, bias=False)
 
@@ -195,8 +195,7 @@ def _train_llama(
     model.checkpoints = True
     if num_tp > 1:
         _apply_tp(model, mesh["tp"])
-        torch.compiler.reset()
-        for layer in model.layers.values():
+        for layer in model.layers.values() if api is fsdp2 else ():
             layer.compile(backend="aot_eager", fullgraph=True)
     _apply_fsdp(api, model, mesh["dp_shard"], dtype)
     assert isinstance(model, api.FSDPModule)
@@ -231,7 +230,7 @@ def test_a_script_trains_alike_by_its_import_line(dtype: torch.dtype | None) -> 
 
 @distributed(4)
 def test_a_tensor_parallel_script_trains_alike_by_its_import_line() -> None:
-    """With a sequence-parallel Llama of compiled layers on two times two ranks."""
+    """With a sequence-parallel Llama on two times two ranks; FSDP2's layers are not compiled."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     _compare_scripts(2, None)
 

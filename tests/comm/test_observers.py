@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import torch
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 from composable_shard import ShardingStrategy
@@ -67,6 +66,8 @@ def test_a_logger_sees_events() -> None:
 @distributed(2)
 def test_comm_debug_mode_sees_the_backends_collectives(by_messages: bool) -> None:
     """On gloo shards travel as messages, which it does not count; `count_collectives` does."""
+    from torch.distributed.tensor.debug import CommDebugMode  # noqa: PLC0415 -- and the compiler
+
     with pytest.MonkeyPatch.context() as patch:
         if not by_messages:
             patch.setattr(devices, "MAX_EXCHANGE_SIZE", 0)

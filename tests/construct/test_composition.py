@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed._composable import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -278,7 +277,7 @@ class _GraphRecorder:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         self.graphs.append(graph)
-        return aot_eager(graph, inputs)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)  # imports most of it
 
     def ops(self) -> set[str]:
         nodes = [node for graph in self.graphs for node in graph.graph.nodes]
