@@ -15,6 +15,7 @@ import torch
 
 from tests import helpers, house
 from tests.fake_group import fake_group
+from tests.pairs import GridRows, two_of_each
 
 NEEDS_GPU = "needs a CUDA GPU"
 ALLOWED_SKIPS = frozenset({NEEDS_GPU, "needs transformers and accelerate"})
@@ -67,13 +68,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--all-sizes", action="store_true", help="run each case on each world size of its test"
+        "--all-cases",
+        action="store_true",
+        help="run each combination of parameters, on each world size of its test",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("all_sizes"):
-        items[:] = _with_one_size_each(items)
+    if not config.getoption("all_cases"):
+        items[:] = _with_one_size_each(_with_two_of_each(items))
     num_tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (_turn_of(item), -num_tests[item.path]))
     if not torch.cuda.is_available():
@@ -107,6 +110,39 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def _turn_of(item: pytest.Item) -> int:
     name = item.path.stem
     return SLOW_FILES.index(name) if name in SLOW_FILES else len(SLOW_FILES)
+
+
+def _with_two_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Keep of a grid that runs on ranks what lets each value meet two of each other parameter's."""
+    grids: dict[object, dict[tuple[object, ...], list[pytest.Function]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item.obj, "rank_body"):
+            case = tuple(_values_of(item).items())
+            grids.setdefault(item.obj, {}).setdefault(case, []).append(item)
+    left_out: set[pytest.Item] = set()
+    for grid in grids.values():
+        cases = list(grid)
+        if len(cases[0]) > 1:
+            kept = {cases[index] for index in two_of_each([dict(case) for case in cases])}
+            left_out.update(item for case in grid if case not in kept for item in grid[case])
+    return [item for item in items if item not in left_out]
+
+
+def _values_of(item: pytest.Function) -> dict[str, object]:
+    """Return the value of each parameter, by its identity, without world sizes in turn.
+
+    Several parameters of one list of cases, unlike those of a grid, count as one.
+    """
+    values: dict[str, object] = {}
+    for mark in item.iter_markers("parametrize"):
+        names, rows = mark.args[:2]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        row = {name: id(item.callspec.params[name]) for name in names}
+        if isinstance(rows, GridRows):
+            values.update(row)
+        elif not (names == ["world_size"] and item.obj.has_several_sizes):
+            values[",".join(names)] = tuple(row.values())
+    return values
 
 
 def _with_one_size_each(items: list[pytest.Item]) -> list[pytest.Item]:

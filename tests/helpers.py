@@ -130,8 +130,9 @@ def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[
 
     Arguments from `parametrize` and fixtures reach the body pickled; a body that has an argument
     `world_size` gets it. Combines with `pytest.mark` decorators above and below: without world
-    sizes one of them gives the argument `world_size`. Each combination of other parameters runs
-    on one of the world sizes, in turn, unless pytest has the option `--all-sizes`.
+    sizes one of them gives the argument `world_size`. Each value of a parameter meets two of every
+    other one's, and each of these cases runs on one of the world sizes, in turn, unless pytest has
+    the option `--all-cases`.
     """
 
     def decorate(body: Callable[..., None]) -> Any:

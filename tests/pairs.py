@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 Pair = tuple[int, int, int, int]  # two parameters with a value of each, by number
+NUM_MET = 2  # values of each other parameter that a value meets in `make test`
 
 
-def pairwise(**parameters: Iterable[Any]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+class GridRows(list[tuple[Any, ...]]):
+    """GridRows of a grid, each value a parameter's own; those of a plain list belong together."""
+
+
+def pairwise(**parameters: Iterable[Any]) -> tuple[tuple[str, ...], GridRows]:
     """Return the arguments of `parametrize` for a grid of which every two values meet in some row.
 
     Three parameters of 4, 8 and 2 values have 64 combinations and 32 pairs of the larger two: 32
@@ -24,7 +30,7 @@ def pairwise(**parameters: Iterable[Any]) -> tuple[tuple[str, ...], list[tuple[A
         for a in range(len(values[first]))
         for b in range(len(values[second]))
     }
-    rows = []
+    rows = GridRows()
     while missing:
         first, a, second, b = next(iter(missing))
         row = {first: a, second: b}
@@ -52,3 +58,34 @@ def _pairs(row: dict[int, int]) -> list[Pair]:
         (first, row[first], second, row[second])
         for first, second in itertools.combinations(sorted(row), 2)
     ]
+
+
+def two_of_each(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
+    """Return which cases to keep, such that each value meets two of every other parameter's values.
+
+    Or the only one that it meets in all cases. Of two parameters with 21 and 4 values that are 42
+    cases, each of the 4 values in about as many.
+    """
+    meetings = [list(itertools.permutations(case.items(), 2)) for case in cases]
+    known: dict[tuple[Any, str], set[Any]] = defaultdict(set)
+    for value, other in itertools.chain.from_iterable(meetings):
+        known[value, other[0]].add(other)
+    met: dict[tuple[Any, str], set[Any]] = defaultdict(set)
+    num_uses: Counter[Any] = Counter()
+
+    def is_missing(value: Any, other: Any) -> bool:
+        seen = met[value, other[0]]
+        return other not in seen and len(seen) < min(NUM_MET, len(known[value, other[0]]))
+
+    def usefulness(index: int) -> tuple[int, int]:
+        num_missing = sum(is_missing(*pair) for pair in meetings[index])
+        return num_missing, -sum(num_uses[value] for value in cases[index].items())
+
+    left, kept = list(range(len(cases))), []
+    while left and usefulness(best := max(left, key=usefulness))[0]:
+        left.remove(best)
+        kept.append(best)
+        num_uses.update(cases[best].items())
+        for value, other in meetings[best]:
+            met[value, other[0]].add(other)
+    return sorted(kept)

@@ -354,12 +354,24 @@ SIZES = """
 
     @distributed(1, 2, 3)
     def test_one(): ...
+
+    @pytest.mark.parametrize("c", range(4))
+    @pytest.mark.parametrize("d", range(3))
+    @distributed(2)
+    def test_grid(c, d): ...
+
+    @pytest.mark.parametrize("e, f", [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
+    @distributed(2)
+    def test_list(e, f): ...
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--all-sizes",)], ids=["default", "all sizes"])
+@pytest.mark.parametrize("options", [(), ("--all-cases",)], ids=["default", "all cases"])
 def test_each_case_runs_on_one_of_the_world_sizes(options: tuple[str, ...], tmp_path: Path) -> None:
-    """Each value still meets each size; a test of one case runs on all of them."""
+    """Each value still meets each size; a test of one case runs on all of them.
+
+    Of a larger grid each value meets two of the other's, of what is no grid each case runs.
+    """
     output = _run_pytest(tmp_path, SIZES, "--collect-only", "-q", *options)[1]
     found = {line.partition("::")[2] for line in output.splitlines() if "::" in line}
     two = [name for name in found if name.startswith("test_two")]
@@ -368,7 +380,9 @@ def test_each_case_runs_on_one_of_the_world_sizes(options: tuple[str, ...], tmp_
     cases = [name.removesuffix("]").partition("[")[2].split("-") for name in two]
     assert len({(size, b) for size, b, _ in cases}) == 4
     assert len({(size, a) for size, _, a in cases}) == 6
-    assert found - set(two) == {f"test_one[{size}]" for size in (1, 2, 3)}
+    assert {f"test_one[{size}]" for size in (1, 2, 3)} < found
+    assert sum(name.startswith("test_grid") for name in found) == (12 if options else 8)
+    assert sum(name.startswith("test_list") for name in found) == 6
 
 
 SKIPS = f"""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 
-from tests.pairs import pairwise
+from tests.pairs import pairwise, two_of_each
 
 pytestmark = pytest.mark.fast
 
@@ -37,3 +38,25 @@ def test_rows_are_few_and_the_same_each_time() -> None:
 def test_two_parameters_give_all_combinations() -> None:
     """Of one there is nothing to pair."""
     assert sorted(pairwise(a=(1, 2), b="xy")[1]) == [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
+
+
+@pytest.mark.parametrize("sizes", [(21, 4), (4, 4), (8, 4, 2, 2), (2, 2), (5, 3), (7, 1)])
+def test_each_value_meets_two_of_the_others(sizes: tuple[int, ...]) -> None:
+    """Or all there are; each value comes about as often as the others of its parameter."""
+    names, rows = pairwise(**{f"p{number}": range(size) for number, size in enumerate(sizes)})
+    cases = [dict(zip(names, row, strict=True)) for row in rows]
+    kept = [cases[index] for index in two_of_each(cases)]
+    for one, other in itertools.permutations(names, 2):
+        for value in {case[one] for case in cases}:
+            expected = min(2, len({case[other] for case in cases}))
+            assert len({case[other] for case in kept if case[one] == value}) >= expected
+    for name in names:
+        counts = Counter(case[name] for case in kept).values()
+        assert max(counts) <= 2 * min(counts)
+    assert len(kept) <= 2.5 * max(sizes)
+
+
+def test_a_value_that_meets_one_other_keeps_it() -> None:
+    """As in a list of single cases."""
+    cases = [{"a": 0, "b": 0}, {"a": 1, "b": 0}, {"a": 2, "b": 0}, {"a": 3, "b": 1}]
+    assert two_of_each(cases) == [0, 1, 2, 3]

@@ -330,7 +330,8 @@ def _warnings(flags: dict[str, bool], has_values: bool) -> Iterator[None]:
 def _flag_rows(**others: Any) -> Any:
     """Return rows with each combination of flags: three meet the other two, and `others`."""
     first, last = (list(itertools.product([False, True], repeat=num)) for num in (3, 2))
-    return pairwise(first=first, last=last, use_orig_params=[True, False], **others)
+    names, rows = pairwise(first=first, last=last, use_orig_params=[True, False], **others)
+    return names, list(rows)  # each is a claim
 
 
 @pytest.mark.parametrize(*_flag_rows(strategy=STRATEGIES, world_size=(1, 2, 3)))
