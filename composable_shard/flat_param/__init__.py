@@ -36,11 +36,11 @@ from composable_shard.flat_param.flat_mode import (
     write_unsharded_gradients,
 )
 from composable_shard.flat_param.full_values import FullState
+from composable_shard.flat_param.gradients import ScratchPool
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import Extension, Precision, plan_layout
 from composable_shard.flat_param.observers import guard_kept_views, kept_tensors, show_ranges
 from composable_shard.flat_param.owners import settle_owners
-from composable_shard.flat_param.reduction import ScratchPool
 from composable_shard.flat_param.shown import ScopeParams, Shown, is_shown_by_scope
 from composable_shard.flat_param.unsharded import LOCKED, UnshardedParameter
 

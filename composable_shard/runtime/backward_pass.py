@@ -1,4 +1,4 @@
-"""One backward over a tree: which units are over, what is reduced, how it ends, and how it fails.
+"""One backward over a tree: which units end, what is reduced, how it ends, and how it fails.
 
 [Note: End of a unit]
 A unit's gradients are reduced and its parameters freed when nothing in the backward needs it any
@@ -26,8 +26,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from composable_shard.comm import (
+    MAX_COUNT,
     FlagReduction,
     Proposal,
     ShardGroup,
@@ -44,7 +46,6 @@ from composable_shard.flat_param import (
 )
 from composable_shard.runtime.reads import CallReads, learn_anew, warn_at_once, warn_of_reads
 from composable_shard.runtime.reduction_order import LATE, NO_TURNS, EarlyGradients, Turns
-from composable_shard.runtime.tree import check_finite, step_facts
 from composable_shard.runtime.unit import (
     ShardState,
     StateRef,
@@ -55,8 +56,13 @@ from composable_shard.runtime.unit import (
     return_to_idle,
     trees,
 )
-from composable_shard.tensor import PendingNotice
-from composable_shard.torch_private import current_backward_id, keeps_graph, queue_callback
+from composable_shard.tensor import OwnedGuard, PendingNotice, WriteGuard
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    current_backward_id,
+    keeps_graph,
+    queue_callback,
+)
 
 
 def catch_up_before_next(context: TreeContext, turns: Turns) -> None:
@@ -661,3 +667,97 @@ def _use_flags(handle: FlatParamHandle, is_bucket: bool, late: Collection[object
     is_late = any(param is not None and param.grad is not None for param in params)
     is_late = is_late or handle in late
     return [LATE * used for used in handle.grads.used] if is_late else handle.grads.used
+
+
+def check_finite(handles: Sequence[FlatParamHandle]) -> None:
+    """Check the gradients that a backward is about to publish, as each rank had its own.
+
+    An all-gather of 31 bytes for each process group, two more where something is found.
+
+    Args:
+        handles: Those that were reduced, in order; all with `check_for_nan_in_grad`.
+
+    Raises:
+        RuntimeError: On all ranks, about the first gradient of the backward that was not finite.
+    """
+    first: dict[tuple[dist.ProcessGroup, ...], list[Any]] = {}
+    ranks = {handle.shard_group.joint_groups: handle.shard_group.ranks for handle in handles}
+    for order, handle in enumerate(handles):
+        index = _find_nonfinite(handle)
+        if index is not None and handle.shard_group.joint_groups not in first:
+            # Backwards reach the last parameter of a unit first.
+            found = [order, -index, dist.get_rank(), handle.entries[index].label.fqn]
+            first[handle.shard_group.joint_groups] = found
+    messages = [each for key, group in ranks.items() for each in group.all_messages(first.get(key))]
+    if any(messages):
+        _, _, rank, fqn = min(each for each in messages if each is not None)
+        raise RuntimeError(
+            f"the gradient of parameter '{fqn}' is not finite on rank {rank}, the first one of "
+            "this backward, before the average over the ranks is taken. No gradient was published."
+        )
+
+
+def _find_nonfinite(handle: FlatParamHandle) -> int | None:
+    """Return the last parameter with a gradient that is not finite on this rank, if any."""
+    grads = handle.grads
+    if grads.is_alone:
+        none = handle.local_shard.new_zeros(1)
+        held = [grads.local.get(index) for index in range(len(handle.entries))]
+        grads.reduction.note_largest([none if each is None else each for each in held])
+    largest = grads.reduction.take_largest()
+    if largest is None or bool(largest.isfinite().all()):
+        return None
+    return int(largest.isfinite().logical_not().nonzero()[-1])
+
+
+def _stepped_gradients(handle: FlatParamHandle, before: dict[WriteGuard, int]) -> int:
+    """Return whether owned gradients were cleared since a step: 1 if all, 2 if not, 0 if none."""
+    found = [
+        entry.sharded.grad is not None
+        for entry in handle.entries
+        if isinstance(guard := entry.shared_guard, OwnedGuard)
+        and guard.had_gradient
+        and before.get(guard, guard.num_writes) != guard.num_writes
+    ]
+    return 1 + any(found) if found else 0
+
+
+def step_facts(context: TreeContext) -> StepFacts:
+    """Return what the program has done since the last backward, for all ranks to compare.
+
+    Writes to a parameter are counted, those by hooks in the backward too, and its gradient is
+    looked for, where this rank and others hold parts of it: an optimizer may leave out shards that
+    are empty. Where each rank holds all, writes to the handle are, as one number. Of parameters
+    that one rank owns whole steps are counted, on all ranks whose optimizers have them: only the
+    owner's write to them, and it may do so by hand. The owners tell whether they have cleared the
+    gradients since.
+    """
+    handles = [handle for state in context.live_states() for handle in state.handles]
+    shared = [each for each in handles if not each.layout.owners or each.shard_group.size == 1]
+    before, now, counts = context.writes, {h.guard: h.guard.num_writes for h in shared}, []
+    has_writes = any([before.get(guard, number) != number for guard, number in now.items()])
+    with DisableTorchFunctionSubclass():  # [Note: Many getters]
+        for handle in handles:
+            shown, whole = handle.shown, handle.guard if handle.shard_group.size == 1 else None
+            named = shown.shared or handle.entries[:1]
+            if shown.shows_flat:
+                named = [*shown.at_rest, *named[1:]]
+            numbers = [0] * len(named)
+            is_one = shown.shows_flat or whole is not None
+            for index, entry in enumerate(shown.at_rest[:1] if is_one else shown.shared):
+                guard = entry.shared_guard if whole is None else whole
+                if guard is not None:
+                    now[guard] = guard.num_writes
+                    if guard in before and (guard.num_writes or not guard.counts_steps):
+                        num_writes = now[guard] - before[guard]
+                        has_grad = not guard.counts_steps and entry.sharded.grad is not None
+                        numbers[index] = 1 + (2 * num_writes + has_grad) % MAX_COUNT
+            if handle.layout.owners:
+                numbers.append(_stepped_gradients(handle, before))
+            counts.append((handle.shard_group, numbers, named))
+    context.writes = now
+    line = (
+        f"a backward with{'' if has_writes else 'out'} writes to parameters since the last one (by "
+        "optimizer.step() or edits)"
+    )
+    return StepFacts(line, counts)
