@@ -91,9 +91,12 @@ bump_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
 use_count_of: Callable[[Tensor], int] = methodcaller("_use_count")
 
 
+number_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # while it is alive
+
+
 def storage_of(tensor: Tensor) -> int:
     """Return a number that stands for a tensor's storage while that is alive."""
-    return int(tensor.untyped_storage()._cdata)
+    return number_of(tensor.untyped_storage())
 
 
 # How many tensors, and storage objects of Python, share a storage, given its number.

@@ -101,9 +101,7 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "warm step: files": 19,
-    "warm step: calls between files": 247,
-    "set-up and first step: files": 35,
+    "set-up and first step: files": 34,
     "lines": 33_370,
 }
 

@@ -49,6 +49,18 @@ from composable_shard.torch_private import all_gather_base_of, reduce_scatter_ba
 _ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 
+class _InFlight(list[dist.Work]):
+    """Collectives and messages that are waited for even if they are dropped, as after an error.
+
+    A message in flight without its buffer: gloo closes the connection.
+    """
+
+    def __del__(self) -> None:
+        for work in self:
+            with suppress(RuntimeError):
+                work.wait(_ABANDONED_TIMEOUT)
+
+
 class Works:
     """Several collectives or messages, those with one tag, that are waited for together."""
 
@@ -59,7 +71,8 @@ class Works:
         tag: int = 0,
         timeout: timedelta | None = None,
     ) -> None:
-        self._works, self._group, self.tag, self._timeout = works, group, tag, timeout
+        self._works: _InFlight | None = _InFlight(works)
+        self._group, self.tag, self._timeout = group, tag, timeout
 
     def wait(self) -> None:
         """Wait for each of them, once.
@@ -67,18 +80,17 @@ class Works:
         Raises:
             RuntimeError: If one fails; it says what each rank of the group does.
         """
-        works, self._works = self._works, []
+        works, self._works = self._works, None
+        if works is None:
+            return
         try:
             for work in works:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
         except RuntimeError as error:
             fail(error, self._group)
-
-    def __del__(self) -> None:
-        # After an error. A message in flight without its buffer: gloo closes the connection.
-        for work in self._works:
-            with suppress(RuntimeError):
-                work.wait(_ABANDONED_TIMEOUT)
+        finally:
+            works.clear()
+            del works  # ends here, and not in the frame of whoever waits
 
 
 def exchange(

@@ -245,13 +245,6 @@ class FullValues:
         """Whether the buffer holds full values, or is being filled with them."""
         return self.state is CURRENT or self.state is STALE or self.state is GATHERING
 
-    def extent(self) -> tuple[int, int] | None:
-        """Return the addresses `[start, end)` of the buffer, None where it outlives every view."""
-        if self.is_kept or self.state in (FREED, PARTIAL, HOLDS_GRADIENTS):
-            return None
-        start = self.output.data_ptr()
-        return start, start + self.output.nbytes
-
     def claim(self) -> None:
         """Keep the values from being freed until `release_claim`."""
         self.num_claims += 1
@@ -486,8 +479,14 @@ class FullValues:
         else:
             self.lock()
 
-    def end_gradients(self) -> None:
-        """Free the memory of gradients that took the place of the values, if any did."""
+    def end_gradients(self, own: Tensor | None = None) -> None:
+        """Free the memory of gradients that took the place of the values, if any did.
+
+        Args:
+            own: A buffer of gradients that ends with them.
+        """
+        if own is not None:
+            free_storage(own)
         if self.state is HOLDS_GRADIENTS:
             self._forget()
             if trace.logs:

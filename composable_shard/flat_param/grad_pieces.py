@@ -57,7 +57,9 @@ from composable_shard.tensor import (
 )
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
+    count_uses,
     make_wrapper,
+    number_of,
     storage_uses_of,
     use_count_of,
 )
@@ -186,7 +188,8 @@ class GradPieces:
             memory: That of the shard.
             num_uses: How often its storage is used, pieces apart.
         """
-        if storage_uses_of(memory) > num_uses + len(self._views):
+        # As `storage_uses_of`, and one more: the object that is asked.
+        if count_uses(number_of(memory.untyped_storage())) > num_uses + len(self._views) + 1:
             return True
         for index in range(len(self._views)):  # zip and enumerate would hold their last items
             piece, view = self._pieces[index], self._views[index]

@@ -702,10 +702,11 @@ class FlatGradients:
 
     def free_buffers(self) -> None:
         """Free the buffers; persistent ones stay."""
-        if not self.is_persistent:
-            free_storage(self._own.buffer)
+        own = None if self.is_persistent else self._own.buffer
         if self._full is not None:
-            self._full.end_gradients()
+            self._full.end_gradients(own)
+        elif own is not None:
+            free_storage(own)
 
     def finish(self) -> None:
         """Wait for the reduction in flight, if any, free the buffers, add to `reduced`.

@@ -369,8 +369,6 @@ class ShownParams:
         """Run the hooks that users put on the sharded parameters with
         `register_post_accumulate_grad_hook`, once, with the final gradient.
         """
-        if not self.guard.may_have_hooks:
-            return
         entries = _with_hooks(self.at_rest)
         if not entries:
             self.guard.note_no_hooks()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import FlatParamHandle, Shown
+from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.reads import CallHooks, CallReads, Hooks, ReadHooks, choose_hooks
 from composable_shard.runtime.unit import (
@@ -18,7 +18,7 @@ from composable_shard.runtime.unit import (
     TrainingState,
     TreeContext,
     all_trees,
-    gather_ahead_in_backward,
+    gather_in_backward,
     release_after_backward,
     tree_refs,
 )
@@ -192,18 +192,8 @@ def runs_alone(context: TreeContext, state: ShardState) -> bool:
 
 def _unshard(backward: BackwardPass, state: ShardState) -> None:
     """Gather a unit for its backward, start the gathers of those to come, show its parameters."""
-    context = backward.context
-    state.transition(TrainingState.PRE_BACKWARD)
-    needed = () if state.learnt.reads_nothing else state.needed
-    for handle in state.needed:
-        if handle.guard.has_new_attributes:
-            handle.adopt_changes()
-        # Once registered it holds what is needed, though on some ranks a gradient may have taken
-        # the place of a value meanwhile: all ranks must decide alike.
-        if handle.shown.state is Shown.SHARDED and needed:
-            handle.unshard(context.streams, "backward")
-    gather_ahead_in_backward(context, state, backward.prefetched, backward.following)
-    for handle in needed:
+    gather_in_backward(backward.context, state, backward.prefetched, backward.following)
+    for handle in () if state.learnt.reads_nothing else state.needed:
         handle.full.wait()
         handle.shown.show_unsharded()
     if trace.logs:

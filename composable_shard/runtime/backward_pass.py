@@ -49,10 +49,9 @@ from composable_shard.runtime.reduction_order import LATE, NO_TURNS, EarlyGradie
 from composable_shard.runtime.unit import (
     ShardState,
     StateRef,
-    TrainingState,
     TreeContext,
     drop_prefetched,
-    release_after_backward,
+    end_in_backward,
     return_to_idle,
     trees,
 )
@@ -179,7 +178,7 @@ def _catch_up(context: TreeContext) -> None:
                 context.streams,
                 context.scratch,
                 keep_unsharded=True,
-                is_deferred=state is not None and state.defers_all_reduce(handle),
+                is_deferred=state is not None and _defers_all_reduce(state, handle),
             )
             handle.grads.advance()
 
@@ -293,12 +292,12 @@ class BackwardPass:
                     self.waiting[handle] = None
                 if handle.guard.has_new_attributes:
                     handle.adopt_changes()
-                if state.reduces(handle):
+                if _reduces(state, handle):
                     self.reducing.add(handle)
                 if handle.has_early_hooks and self.early is None:
                     self.early = EarlyGradients(context.flag_reductions)
         context.has_regions = context.has_regions or len(context.may_recompute) > 0
-        buckets, order = context.find_buckets(), context.reduction_order
+        buckets, order = _find_buckets(context), context.reduction_order
         self.asks_for_late = context.has_regions
         if order is not None:
             # What is late in a bucket is packed before the flags could see it where it was.
@@ -421,9 +420,7 @@ class BackwardPass:
         elif handle.requires_grad and self.accumulates:
             handle.grads.postpone()
             self.waiting[handle] = None
-        release_after_backward(self.context, handle)
-        if state.training_state is TrainingState.PRE_BACKWARD:
-            state.transition(TrainingState.POST_BACKWARD)
+        end_in_backward(self.context, state, handle)
 
     def _go_early(self, early: EarlyGradients, state: ShardState, handle: FlatParamHandle) -> None:
         """Collect what went early before, and let this handle go early if it may."""
@@ -433,7 +430,7 @@ class BackwardPass:
         if not handle.has_early_hooks or early.is_final(handle):
             return
         handle.grads.pack_rest(may_overwrite=not self._keeps_values(handle))
-        is_due = state.is_last_backward and not state.defers_all_reduce(handle)
+        is_due = state.is_last_backward and not _defers_all_reduce(state, handle)
         if is_due and not self._is_ending:
             may_change = (
                 state.ref in self.context.may_recompute
@@ -460,7 +457,7 @@ class BackwardPass:
         """
         # One reduction in flight: ending the last one here bounds the buffers to two units.
         self._advance_in_flight()
-        context, is_deferred = self.context, state.defers_all_reduce(handle)
+        context, is_deferred = self.context, _defers_all_reduce(state, handle)
         handle.grads.issue(
             context.streams, context.scratch, keep_unsharded=keeps, is_deferred=is_deferred
         )
@@ -500,7 +497,7 @@ class BackwardPass:
             # Other ranks may have done so already, and wait for it.
             self._issue_rest(unsynced)
         self.issue_turns(self.turns.rest() if self.turns else ())
-        buckets = self.context.find_buckets()
+        buckets = _find_buckets(self.context)
         is_asked = bool(buckets) or self.asks_for_late
         late = {h for h in self._reduced if any(h.grads.arrived)} if self.asks_for_late else ()
         flags = self._reduce_flags(
@@ -547,7 +544,7 @@ class BackwardPass:
             handle
             for _, state, handle in self.open_handles
             if handle in self.reducing
-            and not state.has_issued(handle)
+            and not (state.buckets is not None and state.buckets.is_issued(handle))
             and (handle.requires_grad or needs_reduction(handle))
         ]
         for handle in unsynced:
@@ -581,7 +578,7 @@ class BackwardPass:
                 handle.grads.is_unsynced
                 or (
                     handle.grads.reduction.partial is not None
-                    and not state.defers_all_reduce(handle)
+                    and not _defers_all_reduce(state, handle)
                 )
             )
         ]
@@ -627,7 +624,8 @@ class BackwardPass:
         if trace.logs:
             trace.record("gradient_hooks", handle.name)
         try:
-            handle.shown.run_gradient_hooks()
+            if handle.guard.may_have_hooks:
+                handle.shown.run_gradient_hooks()
         except BaseException as error:
             # Raised at the end: the other ranks count on this one's collectives.
             self._hook_error = error
@@ -660,6 +658,33 @@ def begin_backward(context: TreeContext) -> BackwardPass:
         backward = BackwardPass(context)
         backward.begin()
     return backward
+
+
+def _reduces(state: ShardState, handle: FlatParamHandle) -> bool:
+    """Return whether a backward reduces the gradients of the handle, or leaves them unsharded.
+
+    A buffer that holds them unsharded anyway is reduced once, when nothing is put off.
+    """
+    if not handle.grads.is_persistent:
+        return state.requires_gradient_sync
+    return state.reduces_fully
+
+
+def _defers_all_reduce(state: ShardState, handle: FlatParamHandle) -> bool:
+    """Return whether a reduction over the shard group leaves out the copies of the shard."""
+    is_due = state.requires_all_reduce and state.is_last_backward
+    return not is_due and bool(handle.shard_group.replicate_groups)
+
+
+def _find_buckets(context: TreeContext) -> dict[FlatParamHandle, ShardState]:
+    """Return the handles that may be reduced before their unit's end, each with its unit."""
+    return {
+        handle: state
+        for state in context.live_states()
+        if state.buckets is not None
+        for handle in state.handles
+        if _reduces(state, handle)
+    }
 
 
 def _use_flags(handle: FlatParamHandle, is_bucket: bool, late: Collection[object]) -> Sequence[int]:

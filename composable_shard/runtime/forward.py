@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import guard_kept_views, kept_tensors
+from composable_shard.flat_param import FullState, guard_kept_views, kept_tensors
 from composable_shard.runtime.backward import (
     CallReached,
     begin_hooks,
@@ -45,7 +45,6 @@ from composable_shard.runtime.unit import (
     TrainingState,
     TreeContext,
     begin_sequence,
-    choose_ahead,
     drop_prefetched,
     gather_ahead,
     gather_kept,
@@ -69,6 +68,8 @@ from composable_shard.torch_private import (
     unobserved,
     version_of,
 )
+
+_HAVE_VALUES = FullState.GATHERING, FullState.CURRENT, FullState.STALE
 
 # Before a forward
 
@@ -177,9 +178,7 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
     _check_forward_in_scope(state)
     for handle in needed:
         handle.shown.check_registered()
-    chosen = state.forward_prefetch
-    upcoming = call.order.advance(state.ref)
-    ahead = choose_ahead(state, call.prefetched, chosen, upcoming)
+    ahead = call.choose_ahead(state)
     for target in ahead:
         _refresh(target)
     if not state.is_in_pass:
@@ -190,7 +189,8 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
     for handle in needed:
         handle.unshard(context.streams, "forward")
     if ahead:
-        gather_ahead(context, call.prefetched, ahead, "forward", are_chosen=chosen is not None)
+        are_chosen = state.forward_prefetch is not None
+        gather_ahead(context, call.prefetched, ahead, "forward", are_chosen=are_chosen)
     for handle in needed:
         handle.full.wait()
     for handle in needed:
@@ -301,7 +301,13 @@ def _arm(
     if (num_nodes, num_uses) not in state.learnt.num_uses:
         num_uses -= guard_kept_views(state.needed, module)
         state.learnt.num_uses.add((num_nodes, num_uses))
-    extents = [extent for handle in state.needed if (extent := handle.full.extent())]
+    # Buffers that do not outlive every view, with values now.
+    buffers = [
+        full.output
+        for handle in state.needed
+        if not (full := handle.full).is_kept and full.state in _HAVE_VALUES
+    ]
+    extents = [(start := each.data_ptr(), start + each.nbytes) for each in buffers]
     tensors = (output,) if isinstance(output, Tensor) else _tensors(output)
     if extents and any([_is_within(extents, tensor) for tensor in tensors]):
         output = _map_output(partial(_copy_alias, extents), output)
@@ -443,7 +449,7 @@ def _end_call(context: TreeContext, call: ForwardCall) -> None:
         if call.prefetched:
             drop_prefetched(call.prefetched)
         call.order.end()
-    for state in context.entered_states():
+    for state in context.entered_states() if context.entered else ():
         # A unit of several modules of which this call ran only some.
         if state.depth == 0:
             _leave_pass(context, state)
@@ -455,7 +461,7 @@ def _recover_interrupted_call(context: TreeContext) -> None:
         trace.profiling.change()
     if context.has_aborted:
         drop_aborted(context)
-    for other in reversed(context.entered_states()):
+    for other in reversed(context.entered_states() if context.entered else ()):
         if other.hooks is not None:
             end_hooks(other, other.hooks)
         if other.depth > 0:

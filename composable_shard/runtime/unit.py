@@ -217,24 +217,6 @@ class ShardState:
         """Whether a backward reduces gradients as far as they are ever reduced."""
         return self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward
 
-    def reduces(self, handle: FlatParamHandle) -> bool:
-        """Return whether a backward reduces the gradients of the handle, or leaves them unsharded.
-
-        A buffer that holds them unsharded anyway is reduced once, when nothing is put off.
-        """
-        if not handle.grads.is_persistent:
-            return self.requires_gradient_sync
-        return self.reduces_fully
-
-    def has_issued(self, handle: FlatParamHandle) -> bool:
-        """Return whether the running backward reduces a bucket of the unit already."""
-        return self.buckets is not None and self.buckets.is_issued(handle)
-
-    def defers_all_reduce(self, handle: FlatParamHandle) -> bool:
-        """Return whether a reduction over the shard group leaves out the copies of the shard."""
-        is_due = self.requires_all_reduce and self.is_last_backward
-        return not is_due and bool(handle.shard_group.replicate_groups)
-
     @property
     def is_in_scope(self) -> bool:
         """Whether `unshard_params` shows any of its handles, perhaps for a unit it borrows from."""
@@ -368,6 +350,11 @@ class ForwardCall:
         self.broadcast: set[ShardState] = set()
         self.innermost: Any = None  # its module is above this one
 
+    def choose_ahead(self, state: ShardState) -> list[ShardState]:
+        """Note that a unit runs now; return the units to gather while it does."""
+        upcoming = self.order.advance(state.ref)
+        return choose_ahead(state, self.prefetched, state.forward_prefetch, upcoming)
+
 
 class TreeContext:
     """What the units of one tree share beyond one call and one backward.
@@ -442,16 +429,6 @@ class TreeContext:
         self.writes: dict[WriteGuard, int] = {}  # counted when the last backward ended
         self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
         trees.add(self)
-
-    def find_buckets(self) -> dict[FlatParamHandle, ShardState]:
-        """Return the handles that may be reduced before their unit's end, each with its unit."""
-        return {
-            handle: state
-            for state in self.live_states()
-            if state.buckets is not None
-            for handle in state.handles
-            if state.reduces(handle)
-        }
 
     def owner_of(self, handle: FlatParamHandle) -> ShardState | None:
         """Return the unit of a handle that another unit borrows, if it still exists."""
@@ -619,20 +596,28 @@ def gather_kept(context: TreeContext) -> None:
                 handle.unshard(context.streams, "forward")
 
 
-def gather_ahead_in_backward(
+def gather_in_backward(
     context: TreeContext,
     state: ShardState,
     prefetched: dict[ShardState, bool],
     following: dict[StateRef, StateRef],
 ) -> None:
-    """Start the gathers of the units to come after `state` in a backward.
+    """Start the gathers of a unit that a backward has reached, and of the units to come after it.
 
     Args:
         context: The tree's.
-        state: The unit that the backward has reached.
+        state: The unit.
         prefetched: The units that this backward has gathered ahead.
         following: The unit that is expected after each.
     """
+    state.transition(TrainingState.PRE_BACKWARD)
+    for handle in state.needed:
+        if handle.guard.has_new_attributes:
+            handle.adopt_changes()
+        # Once registered it holds what is needed, though on some ranks a gradient may have taken
+        # the place of a value meanwhile: all ranks must decide alike.
+        if handle.shown.state is Shown.SHARDED and not state.learnt.reads_nothing:
+            handle.unshard(context.streams, "backward")
     chosen = state.backward_prefetch
     ahead = choose_ahead(state, prefetched, chosen, _follow(following, state.ref))
     if ahead and chosen is None and prefetched:
@@ -694,6 +679,13 @@ def release_handle(
         handle.full.free(keeps_part=True)
     else:
         handle.full.free()
+
+
+def end_in_backward(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
+    """Bring a handle to rest that a backward needs no more, and its unit behind the backward."""
+    release_after_backward(context, handle)
+    if state.training_state is TrainingState.PRE_BACKWARD:
+        state.transition(TrainingState.POST_BACKWARD)
 
 
 def release_after_backward(context: TreeContext, handle: FlatParamHandle) -> None:
