@@ -1,9 +1,8 @@
 """The handle of one flat parameter: its shard, its full values, its gradients.
 
-`handle` ties four parts together, each in a module of its own: `shard` (this rank's part of the
-values), `full_values` (the unsharded buffer and its states), `shown` (which parameters modules
-show) and `gradients` (packing, reduction, `.grad`). Read `handle`, `full_values` and `gradients`
-first.
+`handle` ties four parts together: the local shard and the full values (`full_values`: this rank's
+part, the unsharded buffer and its states), `shown` (which parameters modules show) and `gradients`
+(packing, reduction, `.grad`). Read `handle`, `full_values` and `gradients` first.
 """
 
 from composable_shard.flat_param.entries import (

@@ -50,6 +50,7 @@ from composable_shard.flat_param.full_values import (
 from composable_shard.flat_param.grad_pieces import (
     AwaitedGradients,
     GradPieces,
+    HostGradient,
     LocalGradients,
     OwnBuffer,
     check_has_place,
@@ -63,7 +64,6 @@ from composable_shard.flat_param.grad_pieces import (
     wrap_all,
     write_gradient,
 )
-from composable_shard.flat_param.shard import HostGradient
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, PendingState, refuse_graphs

@@ -22,12 +22,12 @@ from composable_shard.flat_param.entries import (
 from composable_shard.flat_param.full_values import (
     HOLDS_GRADIENTS,
     STALE,
+    InitialValues,
     alloc_storage,
     free_storage,
 )
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
 from composable_shard.flat_param.memory import MemoryPlan, Precision
-from composable_shard.flat_param.shard import InitialValues
 from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,

@@ -56,10 +56,10 @@ from composable_shard.flat_param.full_values import (
     FREED,
     FullState,
     FullValues,
+    LocalShard,
     alloc_storage,
     free_storage,
 )
-from composable_shard.flat_param.shard import LocalShard
 from composable_shard.flat_param.unsharded import LOCKED, UnshardedParams
 from composable_shard.layout import FlatLayout, round_up
 from composable_shard.options import PRECISIONS, MixedPrecisionPolicy, OffloadPolicy

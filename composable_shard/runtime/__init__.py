@@ -12,15 +12,15 @@ from composable_shard.runtime.casts import (
     cast_output,
     check_can_broadcast,
     iter_tensors,
-    place_buffers,
-    watch_meta_buffers,
 )
 from composable_shard.runtime.forward import check_is_idle, post_forward, pre_forward
 from composable_shard.runtime.initialization import (
     join_owners,
     lazy_init,
     lazy_init_params,
+    place_buffers,
     share_context,
+    watch_meta_buffers,
 )
 from composable_shard.runtime.reduction_order import Buckets
 from composable_shard.runtime.tree import (

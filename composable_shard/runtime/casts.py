@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,10 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import ShardGroup, collectives
 from composable_shard.torch_private import (
-    DisableTorchFunctionSubclass,
     buffers_of,
     foreach_copy_,
-    version_of,
 )
 
 
@@ -187,71 +185,6 @@ class Boundary:
 
 def _floating(tensors: Any) -> Iterator[torch.dtype]:
     return (tensor.dtype for tensor in tensors if tensor.is_floating_point())
-
-
-_MARK = "_composable_shard_empty_version"
-
-
-class _MetaBuffer(Tensor):
-    """A meta tensor that marks what `empty_like` makes of it, which is how `to_empty()` works."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run `func`; fill and mark the result of `torch.empty_like`."""
-        if func is not torch.empty_like:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call, unused-ignore]
-        with DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if not result.is_meta:
-                _fill(result)
-                setattr(result, _MARK, version_of(result))
-        return result
-
-
-def _fill(tensor: Tensor) -> None:
-    """Fill with a value that a real buffer hardly holds everywhere, and that spoils results."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.fill_(float("nan"))
-    elif tensor.dtype is torch.bool:
-        tensor.fill_(True)
-    else:
-        tensor.fill_(torch.iinfo(tensor.dtype).max)
-
-
-def watch_meta_buffers(module: nn.Module) -> None:
-    """Replace the meta-device buffers that `module` itself holds by ones that `to_empty` marks."""
-    for name, buffer in buffers_of(module).items():
-        if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
-            buffers_of(module)[name] = buffer.as_subclass(_MetaBuffer)
-
-
-def place_buffers(module: nn.Module, device: torch.device) -> None:
-    """Bring the buffers that `module` itself holds to a device; those on meta stay."""
-    for name, buffer in buffers_of(module).items():
-        if buffer is not None and not buffer.is_meta and buffer.device != device:
-            buffers_of(module)[name] = buffer.to(device)
-
-
-def is_never_written(buffer: Tensor) -> bool:
-    """Return whether a buffer came out of `to_empty()` and still holds what was there.
-
-    The version counter tells of in-place writes, and the values of writes through `.data`.
-    """
-    if getattr(buffer, _MARK, None) != version_of(buffer) or buffer.numel() == 0:
-        return False
-    expected = torch.empty_like(buffer)
-    _fill(expected)
-    return (
-        torch.equal(buffer.isnan(), expected.isnan())
-        if (buffer.is_floating_point() or buffer.is_complex())
-        else torch.equal(buffer, expected)
-    )
 
 
 class BufferBroadcast:

@@ -17,14 +17,14 @@ different graphs stay apart, in whatever order their calls come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from composable_shard.comm import (
     UNITS,
@@ -36,7 +36,7 @@ from composable_shard.comm import (
 )
 from composable_shard.flat_param import FlatParamHandle, settle_owners
 from composable_shard.runtime.backward import on_gradient
-from composable_shard.runtime.casts import is_never_written, iter_tensors, place_buffers
+from composable_shard.runtime.casts import iter_tensors
 from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.tree import find_unmanaged, get_states, name_apart, raise_unmanaged
 from composable_shard.runtime.unit import (
@@ -48,7 +48,12 @@ from composable_shard.runtime.unit import (
     release_handle,
 )
 from composable_shard.tensor import join_tree
-from composable_shard.torch_private import sequence_nr_of
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    buffers_of,
+    sequence_nr_of,
+    version_of,
+)
 
 
 def share_context(modules: list[nn.Module]) -> TreeContext:
@@ -433,3 +438,68 @@ def _raise_other_values(all_values: list[list[tuple[str, int | None]]]) -> None:
                 "first rank's, seed all ranks alike before the model is built, or load the same "
                 "values on all. check_initial_values=False leaves out this comparison."
             )
+
+
+_MARK = "_composable_shard_empty_version"
+
+
+class _MetaBuffer(Tensor):
+    """A meta tensor that marks what `empty_like` makes of it, which is how `to_empty()` works."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; fill and mark the result of `torch.empty_like`."""
+        if func is not torch.empty_like:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call, unused-ignore]
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if not result.is_meta:
+                _fill(result)
+                setattr(result, _MARK, version_of(result))
+        return result
+
+
+def _fill(tensor: Tensor) -> None:
+    """Fill with a value that a real buffer hardly holds everywhere, and that spoils results."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def watch_meta_buffers(module: nn.Module) -> None:
+    """Replace the meta-device buffers that `module` itself holds by ones that `to_empty` marks."""
+    for name, buffer in buffers_of(module).items():
+        if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
+            buffers_of(module)[name] = buffer.as_subclass(_MetaBuffer)
+
+
+def place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Bring the buffers that `module` itself holds to a device; those on meta stay."""
+    for name, buffer in buffers_of(module).items():
+        if buffer is not None and not buffer.is_meta and buffer.device != device:
+            buffers_of(module)[name] = buffer.to(device)
+
+
+def is_never_written(buffer: Tensor) -> bool:
+    """Return whether a buffer came out of `to_empty()` and still holds what was there.
+
+    The version counter tells of in-place writes, and the values of writes through `.data`.
+    """
+    if getattr(buffer, _MARK, None) != version_of(buffer) or buffer.numel() == 0:
+        return False
+    expected = torch.empty_like(buffer)
+    _fill(expected)
+    return (
+        torch.equal(buffer.isnan(), expected.isnan())
+        if (buffer.is_floating_point() or buffer.is_complex())
+        else torch.equal(buffer, expected)
+    )

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.flat_param import FullState, Precision, Shown
 from composable_shard.flat_param.entries import FlatSlot, ParamEntry, find_slots
-from composable_shard.flat_param.full_values import MOVES, FullValues
+from composable_shard.flat_param.full_values import MOVES, FullValues, LocalShard
 from composable_shard.flat_param.gradients import FlatGradients, ScratchPool
 from composable_shard.flat_param.memory import MemoryPlan
-from composable_shard.flat_param.shard import LocalShard
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
