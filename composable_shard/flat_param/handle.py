@@ -149,7 +149,8 @@ class FlatParamHandle:
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
         self.initial = InitialValues(self.guard)
-        note_steps(self)
+        if self.layout.owners:
+            note_steps(self)
         self.is_attached = False
         self.on_gradient: GradientHook | None = None
         self.has_early_hooks = False

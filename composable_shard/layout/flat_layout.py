@@ -1,7 +1,7 @@
 """Where parameters lie in a flat parameter, and where ranks cut it.
 
-Also how finely they are cut, which ranks own whole ones, and ranges and boxes of elements. Pure arithmetic on integers, the same
-on every rank: no tensors, no process groups.
+Also how finely they are cut, which ranks own whole ones, and ranges and boxes of elements. Pure
+arithmetic on integers, the same on every rank: no tensors, no process groups.
 
 [Note: Balance]
 The largest item comes first, and each goes to the rank that has the least so far: the "longest

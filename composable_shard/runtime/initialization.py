@@ -69,7 +69,8 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
         state.context = context
     for old, own in before.items():
         old.give_up(own)
-    join_tree(handles)
+    if any(handle.layout.owners for handle in handles):
+        join_tree(handles)
     return context
 
 
@@ -119,7 +120,9 @@ def join(context: TreeContext, other: TreeContext) -> TreeContext:
     context.take_over(other)
     states = context.live_states()
     name_apart(states)
-    join_tree([handle for state in states for handle in state.handles])
+    handles = [handle for state in states for handle in state.handles]
+    if any(handle.layout.owners for handle in handles):
+        join_tree(handles)
     for state in states:
         is_kept = state.reshard_after_forward is None and not state.is_in_pass
         if is_kept and state.training_state is TrainingState.IDLE:
