@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,9 +37,11 @@ from composable_shard import (
 )
 from composable_shard.comm import lockstep
 from composable_shard.comm.lockstep import all_orders
+from composable_shard.options import Granularity
 from composable_shard.runtime import forward
 
 _PACKAGE = str(Path(composable_shard.__file__).parent)
+RANKS = (16, 16_384)
 _SLACK = 3  # what is found by bisection takes a line more here and there
 
 
@@ -190,11 +193,46 @@ def test_a_loop_over_all_units_in_each_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_number_of_ranks_costs_a_rank_nothing() -> None:
-    """Not one line more on one of 4096 ranks than of 16; only a scope asks each rank for a flag."""
+    """Not one line more on one of 16,384 ranks than of 16; only a scope asks each for a flag."""
     found = []
-    for size in (16, 4096, 16, 4096):
+    for size in RANKS * 2:
         with free_world(size):
             found.append(_do_everything(SumChain(2, 2), "one by one", {}))
     _, _, few, many = found  # without what is done once for all, as for new collectives
     del few["read"], many["read"]
     assert few == many
+
+
+@pytest.mark.parametrize("granularity", ["element", "row", "param"])
+def test_the_number_of_ranks_costs_a_plan_nothing(granularity: Granularity) -> None:
+    """For each unit; where parameters are owned whole, ranks are balanced once for all units."""
+
+    def lines(num_units: int, world_size: int) -> int:
+        with _count_lines() as counted:
+            model, rules = SumChain(num_units, 9), [(Sum, {})]
+            shard_model(model, rules, dry_run=True, world_size=world_size, granularity=granularity)
+        return counted.total()
+
+    lines(1, 1)  # what is done once for all
+    few, many = (lines(3, size) - lines(1, size) for size in RANKS)
+    assert many <= few + _SLACK
+
+
+def test_the_number_of_ranks_costs_a_rank_no_memory() -> None:
+    """No list of ranks is kept for a unit or a parameter: what Python holds after two steps."""
+    found, x = [], torch.zeros(8)
+    for size in RANKS * 2:
+        with free_world(size):
+            model = SumChain(2, 2)
+            tracemalloc.start()
+            for module in (*model.layers, model):
+                fully_shard(module)
+            for _ in range(2):
+                model(x).backward()
+                model.zero_grad()
+            gc.collect()
+            found.append(tracemalloc.get_traced_memory()[0])
+            tracemalloc.stop()
+    _, _, few, many = found
+    num_ranks = RANKS[1] - RANKS[0]
+    assert many - few < num_ranks  # bytes: less than one for each rank

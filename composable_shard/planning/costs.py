@@ -224,9 +224,13 @@ class FlatParamCost:
     ) -> Iterator[tuple[_Kind, int, int]]:
         """Yield the kinds of gathers and reductions, the bytes of each, and how many there are."""
         shard, small = self.ranks.shard, self.reshard_after_forward
-        each = self.layout.uneven_numels or (self.layout.shard_numel,) * shard
-        gather = ("all_gather", shard)
-        wire = sum(wire_nbytes(self._wire_dtype, numel) for numel in each)
+        gather, layout, wire_dtype = ("all_gather", shard), self.layout, self._wire_dtype
+        if layout.is_even:
+            wire = shard * wire_nbytes(wire_dtype, layout.shard_numel)
+        elif wire_dtype in QUANTISED:  # each rank's last block may be shorter
+            wire = sum(wire_nbytes(wire_dtype, numel) for numel in layout.shard_numels)
+        else:
+            wire = wire_nbytes(wire_dtype, layout.span)
         if shard > 1 and self._is_kept:
             # Else never written; but a step counts as a write to whole parameters of any kind.
             is_written = self.requires_grad or (self.layout.owners and not self._shows_flat)
