@@ -255,7 +255,7 @@ class ParamEntry:
     sharded: FlatShard  # the original Parameter object; spec.shape
     spec: ShardSpec
     slots: list[Slot] = field(default_factory=list)  # every place that shows it; several if tied
-    hidden: HiddenParam | None = None  # what stands for it where it is hidden
+    made_hidden: HiddenParam | None = None  # `hidden`, once it was needed
     # spec.shape, a view of the unsharded buffer; printing it without storage would crash
     unsharded: nn.Parameter | None = field(default=None, repr=False)
     shard_view: Tensor | None = None  # (spec's local numel,) view of the local shard
@@ -276,6 +276,13 @@ class ParamEntry:
         start, end = spec.layout.local_range(spec.index, spec.rank)
         return shard[start:end]
 
+    @property
+    def hidden(self) -> HiddenParam:
+        """What stands for the parameter where it is hidden; few units ever hide theirs."""
+        if self.made_hidden is None:
+            self.made_hidden = HiddenParam(self.sharded)
+        return self.made_hidden
+
     def hidden_at(self, place: ModuleItems | None) -> HiddenParam | None:
         """Return what a slot holds where the parameter is hidden: None where it is registered."""
         return self.hidden if place is None else None
@@ -291,7 +298,6 @@ class ParamEntry:
         """
         take_place(original, self.sharded)
         self.sharded = original  # type: ignore[assignment]
-        self.hidden = HiddenParam(self.sharded)
         if self.shard_view is None or original.dtype != self.shard_view.dtype:
             raise RuntimeError(
                 f"parameter '{self.label}' has {original.dtype} after it was sharded, not that of "

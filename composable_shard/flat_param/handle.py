@@ -219,7 +219,7 @@ class FlatParamHandle:
             "offload": self.offload,
             "requires_grad": self.requires_grad,
             "has_fixed_owners": self.has_fixed_owners,
-            "entries": [(entry.sharded, entry.slots, entry.hidden) for entry in self.entries],
+            "entries": [(entry.sharded, entry.slots, entry.made_hidden) for entry in self.entries],
             "parts": (
                 self.full.small_group,
                 self.grads.reduction.divide_factor,
