@@ -59,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     args += [f"-W{option}" for option in config.getoption("pythonwarnings") or ()]
     helpers.configure_workers(args)
     helpers.seed_the_host_alone()
+    torch.set_num_threads(1)  # small tensors, and a busy machine: threads would wait for each other
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -15,6 +15,7 @@ import functools
 import gc
 import importlib
 import inspect
+import io
 import itertools
 import json
 import os
@@ -30,7 +31,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -722,14 +723,15 @@ def assert_within(
 
 def run_benchmark(name: str, options: Sequence[str]) -> dict[str, Any]:
     """Run a benchmark that ends with a line of JSON, in a process of its own; return that."""
-    process = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *options, "--json"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    [(code, output)] = run_processes([{}], _run_benchmark_here, name, list(options), timeout=110)
+    assert code == 0, output
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
+
+
+def _run_benchmark_here(name: str, options: list[str]) -> tuple[int, str]:
+    sys.argv = [name, *options, "--json"]
+    with redirect_stdout(io.StringIO()) as output, warnings.catch_warnings():
+        warnings.simplefilter("default")
+        code = importlib.import_module(f"benchmarks.{name}").main()
+    return code, output.getvalue()

@@ -152,14 +152,6 @@ def _no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep, "is_capturing", lambda device: True)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small tensors, and a busy machine: threads would wait for each other
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def test_nothing_grows_faster_than_the_number_of_units() -> None:
     """With 10,000 units, what looks at all of them for each one would take minutes.
 

@@ -108,8 +108,7 @@ def test_language_model_ends_cleanly_at_ctrl_c(tmp_path: Path) -> None:
     deadline = time.monotonic() + 80
     while not (tmp_path / "loss.csv").exists() and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.2)
-    time.sleep(1)
+        time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     output = _finish(process)
     assert process.returncode == 130, output

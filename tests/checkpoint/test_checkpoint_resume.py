@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import os
 import random
-import subprocess
-import sys
 import threading
+import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +32,7 @@ from composable_shard import (
 )
 from composable_shard.checkpoint import CheckpointSave, LoadedCheckpoint, files
 from composable_shard.comm.collectives import count_collectives
-from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
+from tests.helpers import assert_equal, distributed, peak_bytes, run_processes, run_ranks
 from tests.models import Net, every_granularity, rank_input, shard_blocks, shard_root
 
 
@@ -365,29 +368,32 @@ def _disk_full(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-_ENDS = """
-import atexit, os, sys, time
-status = [1]
-atexit.register(lambda: os._exit(status[0]))  # before gloo's threads abort, as they do now and then
-import torch, torch.distributed as dist
-from composable_shard import fully_shard, save_checkpoint
-from composable_shard.checkpoint import files
-folder, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-create = files.create
-files.create = lambda path: (time.sleep(0.2), create(path))[1]
-save = save_checkpoint(folder, fully_shard(torch.nn.Linear(3, 3)), step=7, async_op=True)
-dist.destroy_process_group()
-assert not save.is_done
-if rank:
-    save.wait()
-status[0] = 0
-"""
+def _end_during_a_save(folder: Path) -> int:
+    """Let a fork of this process end while it saves; return its exit status."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status, rank = [1], int(os.environ["RANK"])
+    atexit.register(lambda: os._exit(status[0]))  # before gloo's threads abort now and then
+    try:
+        store = dist.FileStore(str(folder / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        create = files.create
+        files.create = lambda path: (time.sleep(0.2), create(path))[1]
+        model = fully_shard(nn.Linear(3, 3))
+        save = save_checkpoint(folder, model, step=7, async_op=True)
+        dist.destroy_process_group()
+        assert not save.is_done
+        if rank:
+            save.wait()
+        status[0] = 0
+    except BaseException:
+        traceback.print_exc()
+    ctypes.pythonapi.Py_Exit(1)  # the interpreter's own end, which waits for threads
+    raise AssertionError
 
 
 def test_a_process_that_ends_waits_for_its_save(tmp_path: Path) -> None:
     """Also if nobody does, and on a group of its own: the default group may be gone by then."""
-    command = [sys.executable, "-c", _ENDS, str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    ranks = [{"RANK": str(rank)} for rank in range(2)]
+    assert run_processes(ranks, _end_during_a_save, tmp_path) == [0, 0]
     assert find_checkpoint(tmp_path) == tmp_path / "step_00000007"
