@@ -35,7 +35,7 @@ from composable_shard.state_dict import (
     runs_own_code,
     set_model_state_dict,
 )
-from composable_shard.tensor import FlatShard, local_part, region_of
+from composable_shard.tensor import FlatShard, kind_of, local_part, region_of
 
 _MAX_NAMES = 8  # in a message
 
@@ -332,7 +332,8 @@ class StagedOptimizer:
             return reader.read_whole(name)
         place = own.get(keys.get(name, ""))
         is_same = place is not None and place.dtype == stored.dtype == param.dtype
-        if not is_same or type(place) is not type(param) or region_of(place) != region_of(param):
+        is_same = is_same and kind_of(place) is kind_of(param)
+        if place is None or not is_same or region_of(place) != region_of(param):
             return reader.read_like(name, param, stored.dtype)
         reader.verify(name, region_of(param))
         self.places.append((name, fqn, keys[name]))

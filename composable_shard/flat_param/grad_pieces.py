@@ -28,6 +28,10 @@ tensors anew took a quarter of all host time of a unit. So on the CPU they are k
 step: the shard, its views, and their wrappers, which `.grad` is set to. When the last of these
 `.grad`s is set to None, and nobody else has one or an alias, the shard's storage is resized to
 nothing. The next reduction gives it memory again. While one is in use, others are made.
+
+A setter of `.grad` in Python for each parameter would double the time of `zero_grad`. One parameter
+of a unit has it, whose gradient is not dropped yet. When it is, another one gets it, if there is
+any: the order rarely changes, so that from the second step on it is the last one from the start.
 """
 
 from __future__ import annotations
@@ -50,13 +54,14 @@ from composable_shard.comm import (
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
+    WATCHED_TYPES,
     FlatShard,
     ShardSpec,
-    WriteGuard,
     gradient_of,
     is_trainable,
     rebind,
     set_gradient,
+    watch,
     wrap,
 )
 from composable_shard.torch_private import (
@@ -65,7 +70,6 @@ from composable_shard.torch_private import (
     make_wrapper,
     number_of,
     storage_uses_of,
-    use_count_of,
 )
 
 
@@ -75,6 +79,7 @@ def _count_local() -> int:
 
 
 _LOCAL = _count_local()  # references that a local variable is counted with: 2 before Python 3.14
+_MAPPED = sum(map(getrefcount, [object()])) - 1  # those that `map` has
 
 
 class GradPieces:
@@ -98,24 +103,21 @@ class GradPieces:
         self._shard: Tensor | None = None
         self._views: Sequence[Tensor] = []
         self._pieces: list[FlatShard | None] = []
+        self._watched = 0  # whose gradient is dropped last, as far as that is known
+        self._at_drop = partial(_take_back, weakref.ref(self))
 
-    def publish(
-        self,
-        shard: Tensor,
-        entries: Sequence[ParamEntry],
-        guard: WriteGuard,
-        used: Sequence[bool],
-    ) -> None:
+    def publish(self, shard: Tensor, entries: Sequence[ParamEntry], used: Sequence[bool]) -> None:
         """Set the gradients of parameters that were used, or add to those they have.
 
-        `shard` has all of them, shape `(layout.shard_numel,)`; `guard` is that of the parameters.
+        `shard` has all of them, shape `(layout.shard_numel,)`.
         """
         pieces = self._cut(shard, entries)
         num_set = set_gradients(entries, pieces, used)
         if self._is_lent and pieces is self._pieces:
-            guard.lent.lend(num_set, partial(_take_back, weakref.ref(self)))
             if num_set == 0:
                 self.forget()
+            elif not self._is_watched():
+                self._watch(self._remaining())
 
     def _cut(self, shard: Tensor, entries: Sequence[ParamEntry]) -> Sequence[FlatShard | None]:
         """Return the slices of parameters: None for those that another rank holds whole."""
@@ -136,8 +138,9 @@ class GradPieces:
         is_lent = is_lent and shard.untyped_storage().nbytes() == shard.nbytes
         if self._is_kept or is_lent:
             self._shard, self._pieces, self._views = shard, pieces, views
-            self._is_lent, self._entries = is_lent, entries
-            self._num_refs = getrefcount(shard.untyped_storage())
+            self._is_lent, self._entries, self._watched = is_lent, entries, 0
+            storage = shard.untyped_storage()
+            self._num_refs = getrefcount(storage)
         return pieces
 
     def lend(self, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -152,26 +155,44 @@ class GradPieces:
         shard.untyped_storage().resize_(shard.nbytes)
         return shard
 
-    def take_back(self) -> int:
-        """Free the memory once no piece is a gradient; return how many still are."""
+    def _remaining(self) -> list[int]:
+        """Return the positions of parameters whose gradients are pieces."""
+        pairs = enumerate(zip(self._entries, self._pieces, strict=True))
+        return [i for i, (entry, piece) in pairs if gradient_of(entry.sharded) is piece is not None]
+
+    def _is_watched(self) -> bool:
+        """Return whether a parameter whose gradient is a piece tells when it is dropped."""
+        param, piece = self._entries[self._watched].sharded, self._pieces[self._watched]
+        is_told = param._guard is not None and param._guard.at_drop is self._at_drop
+        is_told = is_told and type(param) in WATCHED_TYPES  # a pending gradient ends that
+        return is_told and gradient_of(param) is piece is not None
+
+    def _watch(self, remaining: Sequence[int]) -> None:
+        """Let the parameter tell that is probably the last of those whose gradients are pieces."""
+        watch(self._entries[self._watched].sharded, None)
+        self._watched = remaining[-1 if remaining[-1] >= self._watched else 0]
+        watch(self._entries[self._watched].sharded, self._at_drop)
+
+    def take_back(self) -> None:
+        """Free the memory once no piece is a gradient."""
         shard = self._shard
         if shard is None or not self._is_lent:
-            return 0
-        pieces = zip(self._entries, self._pieces, strict=True)
-        num = sum([gradient_of(entry.sharded) is piece is not None for entry, piece in pieces])
-        if num:
-            return num
-        del pieces  # it holds the last one
-        is_held = getrefcount(shard) > 1 + _LOCAL or use_count_of(shard) > 1
-        is_held = is_held or getrefcount(shard.untyped_storage()) > self._num_refs
+            return
+        if self.are_held(shard, 1):  # by `.grad`s too
+            remaining = self._remaining()
+            if remaining:
+                self._watch(remaining)
+            else:
+                self.forget()
+            return
+        storage = shard.untyped_storage()
+        is_held = getrefcount(shard) > 1 + _LOCAL or getrefcount(storage) > self._num_refs
         # Numpy has had it; or processes have.
-        is_held = is_held or not shard.untyped_storage().resizable()
-        is_held = is_held or shard.untyped_storage().is_shared()
-        if is_held or self._are_changed() or self.are_held(shard, 1):
+        is_held = is_held or not storage.resizable() or storage.is_shared()
+        if is_held or self._are_changed():
             self.forget()
         else:
-            shard.untyped_storage().resize_(0)
-        return 0
+            storage.resize_(0)
 
     def _are_changed(self) -> bool:
         """Return whether a user has done anything to the pieces that would outlive a step."""
@@ -195,26 +216,25 @@ class GradPieces:
         # As `storage_uses_of`, and one more: the object that is asked.
         if count_uses(number_of(memory.untyped_storage())) > num_uses + len(self._views) + 1:
             return True
-        for index in range(len(self._views)):  # zip and enumerate would hold their last items
-            piece, view = self._pieces[index], self._views[index]
-            is_view = piece is not None and piece._local is view
-            # By a list and the variable; a view by its piece too.
-            if is_view and (
-                getrefcount(piece) > 1 + _LOCAL or use_count_of(cast(Tensor, piece)) > 1
-            ):
-                return True
-            if getrefcount(view) > 1 + is_view + _LOCAL or use_count_of(view) > 1:
-                return True
-        return False
+        # A sum, as none of the counts can be less than those of these two lists, of the pieces that
+        # have views, and of `map`. Torch has one in each tensor that C++ holds.
+        views = self._views
+        pairs = zip(self._pieces, views, strict=True)
+        pieces = [piece for piece, view in pairs if piece is not None and piece._local is view]
+        del pairs  # it holds the last ones
+        num_refs = len(pieces) * (3 + _MAPPED) + len(views) * (1 + _MAPPED)
+        return sum(map(getrefcount, pieces)) + sum(map(getrefcount, views)) > num_refs
 
     def forget(self) -> None:
         """Give up the memory that pieces are views of."""
         self._shard, self._views, self._pieces, self._is_lent = None, [], [], False
 
 
-def _take_back(pieces_ref: weakref.ref[GradPieces]) -> int:
+def _take_back(pieces_ref: weakref.ref[GradPieces]) -> None:
     pieces = pieces_ref()
-    return 0 if pieces is None else pieces.take_back()
+    if pieces is not None:
+        with DisableTorchFunctionSubclass():  # [Note: Many getters]
+            pieces.take_back()
 
 
 def wrap_all(

@@ -760,7 +760,7 @@ class FlatGradients:
         if pieces is not None:
             set_gradients(at_rest, wrap_all(pieces, [each.spec for each in at_rest]), used)
         elif reduced is not None:
-            self._pieces.publish(reduced, at_rest, shown.guard, used)
+            self._pieces.publish(reduced, at_rest, used)
         if self.has_graph:
             self.has_graph = False
             refuse_graphs([each.sharded for each in at_rest], used)

@@ -5,6 +5,7 @@ Read `shard_spec` (which range), `flat_shard` (the tensor) and `pointwise_rules`
 """
 
 from composable_shard.tensor.flat_shard import (
+    WATCHED_TYPES,
     DTensorSlots,
     FlatShard,
     FlatShardOfDTensor,
@@ -12,8 +13,10 @@ from composable_shard.tensor.flat_shard import (
     gradient_of,
     is_owned_by_other_rank,
     is_trainable,
+    kind_of,
     rebind,
     set_gradient,
+    watch,
     wrap,
 )
 from composable_shard.tensor.gradient_rules import (
@@ -54,6 +57,7 @@ from composable_shard.tensor.shard_spec import (
 )
 
 __all__ = [
+    "WATCHED_TYPES",
     "DTensorSlots",
     "FlatShard",
     "FlatShardOfDTensor",
@@ -75,6 +79,7 @@ __all__ = [
     "is_owned_by_other_rank",
     "is_trainable",
     "join_tree",
+    "kind_of",
     "local_part",
     "max_over",
     "needs_gather",
@@ -93,5 +98,6 @@ __all__ = [
     "sum_over",
     "total_norms",
     "user_attributes",
+    "watch",
     "wrap",
 ]

@@ -38,30 +38,6 @@ from composable_shard.torch_private import (
 _MAX_READS = 4  # that are waited for one by one; older ones have long been done
 
 
-class LentGradients:
-    """How many `.grad`s share memory that somebody wants back, [Note: Lent pieces].
-
-    Attributes:
-        num: How many have not been dropped; negative where nobody wants anything.
-        at_return: Called when all have; it returns how many there are after all.
-    """
-
-    __slots__ = ("at_return", "num")
-
-    def __init__(self) -> None:
-        self.num = -1
-        self.at_return: Callable[[], int] = int
-
-    def lend(self, num: int, at_return: Callable[[], int]) -> None:
-        """Wait until so many are dropped."""
-        self.num, self.at_return = num, at_return
-
-    def note_return(self) -> None:
-        """Note that the last of them is dropped."""
-        self.num = -1
-        self.num = self.at_return() or -1
-
-
 class WriteGuard:
     """Counts the writes to a handle's sharded parameters.
 
@@ -75,10 +51,10 @@ class WriteGuard:
     __slots__ = (
         "_at_write",
         "_reads",
+        "at_drop",
         "has_new_attributes",
         "is_in_backward",
         "is_in_scope",
-        "lent",
         "may_have_hooks",
         "num_writes",
         "owner",
@@ -88,7 +64,7 @@ class WriteGuard:
         self.num_writes = 0
         self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
         self._at_write: Callable[[], None] | None = None
-        self.lent = LentGradients()
+        self.at_drop: Callable[[], object] = int  # when a watched parameter's gradient is dropped
         self.is_in_backward = False
         self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
@@ -289,10 +265,7 @@ def _set_gradient(shard: FlatShard, value: Tensor | None = None) -> None:
     set_gradient(shard, value)
     is_dropped, before = before is not None and before is not value, None  # held no more
     if is_dropped and shard._guard is not None:
-        lent = shard._guard.lent
-        lent.num -= 1
-        if lent.num == 0:
-            lent.note_return()
+        shard._guard.at_drop()
 
 
 class FlatShard(Checkpointable):
@@ -340,8 +313,6 @@ class FlatShard(Checkpointable):
         return self
 
     __torch_function__ = disabled_torch_function
-    # Read by torch's own getter, without a call of Python's.
-    grad = property(gradient_of, _set_gradient, _set_gradient, "The gradient, a shard like it.")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub lacks `func`
@@ -496,7 +467,7 @@ class FlatShard(Checkpointable):
         spec = self._shard_spec
         start, end = spec.local_range
         return (
-            f"{type(self).__name__}('{spec.label.fqn}', shape={tuple(spec.shape)}, "
+            f"{kind_of(self).__name__}('{spec.label.fqn}', shape={tuple(spec.shape)}, "
             f"dtype={self.dtype}, elements [{start}, {end}) of {spec.numel}, local={self._local})"
         )
 
@@ -580,6 +551,36 @@ class DTensorSlots(Tensor):
 
 class FlatShardOfDTensor(FlatShard, DTensorSlots):
     """A FlatShard that can take the place of a DTensor by `torch.utils.swap_tensors`."""
+
+
+class WatchedShard(FlatShard):
+    """A parameter that tells its guard when its gradient is dropped, [Note: Lent pieces]."""
+
+    # Read by torch's own getter, without a call of Python's.
+    grad = property(gradient_of, _set_gradient, _set_gradient, "The gradient, a shard like it.")
+
+
+class WatchedShardOfDTensor(WatchedShard, FlatShardOfDTensor):
+    """Such a parameter that was a DTensor."""
+
+
+_WATCHED = {FlatShard: WatchedShard, FlatShardOfDTensor: WatchedShardOfDTensor}
+_KINDS: dict[type, type[Any]] = {watched: kind for kind, watched in _WATCHED.items()}
+WATCHED_TYPES: tuple[type, ...] = tuple(_KINDS)
+
+
+def kind_of(tensor: Any) -> type[Any]:
+    """Return the class of a tensor; of a watched parameter that of any other."""
+    return _KINDS.get(type(tensor), type(tensor))
+
+
+def watch(shard: FlatShard, at_drop: Callable[[], object] | None) -> None:
+    """Choose what is called when a parameter's gradient is dropped."""
+    kind = kind_of(shard)
+    if at_drop is None or shard._guard is None or kind not in _WATCHED:
+        shard.__class__ = kind
+    else:
+        shard.__class__, shard._guard.at_drop = _WATCHED[kind], at_drop
 
 
 def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:

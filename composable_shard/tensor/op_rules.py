@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from composable_shard.tensor import gradient_rules, pointwise_rules, reduction_rules, view_rules
 from composable_shard.tensor.flat_shard import (
     OP_RULES,
+    WATCHED_TYPES,
     FlatShard,
     FlatShardOfDTensor,
     Rule,
@@ -36,7 +37,7 @@ def register_op_rules() -> None:
     ]
     OP_RULES.on_whole = _on_whole
     for types in FOREACH_TYPES:
-        types += [FlatShard, FlatShardOfDTensor, *AWAITING_TYPES]
+        types += [FlatShard, FlatShardOfDTensor, *WATCHED_TYPES, *AWAITING_TYPES]
     allow_loading()
 
 

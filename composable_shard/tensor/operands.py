@@ -61,7 +61,7 @@ class SharedGuard(WriteGuard):
 
     def __init__(self, whole: WriteGuard) -> None:
         super().__init__(whole.owner)
-        self._whole, self.lent = whole, whole.lent
+        self._whole = whole
 
     @property
     def whole(self) -> WriteGuard:

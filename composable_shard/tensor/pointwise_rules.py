@@ -17,6 +17,7 @@ from composable_shard.tensor.flat_shard import (
     FlatShard,
     NeedsWhole,
     Rule,
+    kind_of,
     whole_of,
     wrap,
 )
@@ -189,7 +190,8 @@ def _like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fl
         raise unsupported(func, args)
     local = func(shard._local, *args[1:], **_keep_layout(func, shard, kwargs))
     # Of the same class, as `Module.to` and `to_empty` swap a parameter with what this returns.
-    return type(shard)(local, shard._shard_spec)
+    like: FlatShard = kind_of(shard)(local, shard._shard_spec)
+    return like
 
 
 def _convert(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:

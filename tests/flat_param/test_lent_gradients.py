@@ -55,7 +55,23 @@ def _drop_by_del(model: nn.Module) -> None:
         del param.grad
 
 
-@pytest.mark.parametrize("drop", [nn.Module.zero_grad, _drop_by_none, _drop_by_del])
+def _drop_in_another_order(model: nn.Module) -> None:
+    """Than in the step before."""
+    params, refs = list(model.parameters()), _gradient_refs(model)
+    for order in (params[::-1], params[3:] + params[:3], params[1::2] + params[::2]):
+        sizes = set()
+        for param in order:
+            sizes |= {_memory_of(ref()) for ref in refs}
+            param.grad = None
+        assert 0 not in sizes
+        assert {_memory_of(ref()) for ref in refs} == {0}
+        _compute(model, 1.0)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "drop", [nn.Module.zero_grad, _drop_by_none, _drop_by_del, _drop_in_another_order]
+)
 def test_dropped_gradients_hold_no_memory_and_come_again(
     model: nn.Module, drop: Callable[[nn.Module], None]
 ) -> None:

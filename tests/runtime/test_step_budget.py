@@ -57,7 +57,7 @@ PINNED = {  # by parameters of a unit
         allocations=3,
         allocated=2 * NBYTES + NBYTES // 2 + 3,
         calls=127,
-        optimizer_calls=10,
+        optimizer_calls=7,
     ),
     9: StepCost(
         sent=9,
@@ -66,7 +66,7 @@ PINNED = {  # by parameters of a unit
         allocations=3,
         allocated=9 * (2 * NBYTES + NBYTES // 2 + 3),
         calls=143,
-        optimizer_calls=19,
+        optimizer_calls=8,
     ),
 }
 _PACKAGE = str(Path(composable_shard.__file__).parent)
