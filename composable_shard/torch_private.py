@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter, methodcaller
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -351,6 +351,15 @@ def run_wrap_policy(
 
 
 _NEVER_COMPILE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+
+
+def is_check_of_types(code: CodeType) -> bool:
+    """Return whether code asks for the data of parameters to check their class, and no more.
+
+    So does the compiler around the first run of a graph, for each operator with a parameter.
+    """
+    is_dispatch = code.co_name == "__torch_dispatch__"
+    return is_dispatch and code.co_filename.endswith("_aot_autograd/runtime_wrappers.py")
 
 
 def never_compile(function: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -87,18 +88,30 @@ class _Trained:
     """A chain of equal units, sharded or plain, that has been trained for some steps."""
 
     def __init__(
-        self, num_layers: int, num_params: int, *, is_sharded: bool = True, is_fused: bool = True
+        self,
+        num_layers: int,
+        num_params: int,
+        *,
+        is_sharded: bool = True,
+        is_fused: bool = True,
+        compiled: str = "",
     ) -> None:
         self.model = MatrixChain(num_layers, num_params)
+        self._compile_layers(compiled == "before")
         if is_sharded:
             for layer in self.model.layers:
                 fully_shard(layer)
             fully_shard(self.model)
+        self._compile_layers(compiled == "after")
         self.x = torch.ones(1, 16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=is_fused, foreach=False)
         for _ in range(6):  # by then identities are not exchanged any more
             self.compute()
             self.update()
+
+    def _compile_layers(self, flag: bool) -> None:
+        for layer in self.model.layers if flag else ():
+            layer.compile(backend="aot_eager", fullgraph=True)
 
     def compute(self) -> None:
         self.model(self.x).backward()
@@ -189,6 +202,23 @@ def test_step_costs_no_more_than_is_pinned(num_params: int) -> None:
     assert not _exceeded(cost, limit)
     for key in ("sent", "payload", "written"):
         assert cost[key] == asdict(limit)[key]
+
+
+@pytest.mark.counts
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_layer_costs_no_call_more() -> None:
+    """The same functions as often: no hook runs otherwise, its gradients are packed as all are."""
+    eager, before, after = map(_calls_of_a_step, ("", "before", "after"))
+    assert eager == before == after
+
+
+def _calls_of_a_step(compiled: str) -> Counter[str]:
+    torch.compiler.reset()
+    gc.collect()  # compiled models are in cycles, and a call asks for other models
+    trained = _Trained(1, 2, compiled=compiled)
+    with _count_calls() as calls:
+        trained.compute()
+    return Counter(calls)
 
 
 def _gather_again(original: Callable[..., None], handle: FlatParamHandle, *args: Any) -> None:
