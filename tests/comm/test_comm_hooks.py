@@ -452,8 +452,8 @@ def _check_bytes(model: nn.Module, log: Any, dtype: torch.dtype, *, is_gathered:
 @pytest.mark.parametrize("dtype", [BF16, torch.int8])
 @distributed(2)
 def test_error_feedback_loses_nothing_where_rounding_drifts(dtype: torch.dtype) -> None:
-    """Over 100 steps of gradients of which each rounds off the same part."""
-    num_steps, errors = 100, []
+    """Over 40 steps of gradients of which each rounds off the same part."""
+    num_steps, errors = 40, []
     for has_memory in (True, False):
         model = fully_shard(nn.Linear(32, 32, bias=False))
         state = ErrorFeedback(dtype)
@@ -480,7 +480,7 @@ def test_error_feedback_loses_nothing_where_rounding_drifts(dtype: torch.dtype) 
             assert max(history) <= step_size
         assert state.nbytes == (4 * 32 * 32 if has_memory else 0)
     # Without memory the error grows with the number of steps.
-    assert errors[1][-1] > 20 * errors[0][-1]
+    assert errors[1][-1] > 10 * errors[0][-1]
     assert errors[1][-1] > 3 * errors[1][num_steps // 8]
 
 

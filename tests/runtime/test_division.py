@@ -90,5 +90,5 @@ def _check_random_division(seed: int, meshes: list[tuple[DeviceMesh, dist.Proces
 def test_any_tree_divides_by_the_one_rule(world_size: int) -> None:
     """Random meshes, strategies, factors and ways of accumulating."""
     meshes = _meshes()
-    for seed in range(12 * world_size, 12 * world_size + 12):
+    for seed in range(12 * world_size, 12 * world_size + (12 if world_size == 4 else 8)):
         _check_random_division(seed, meshes)

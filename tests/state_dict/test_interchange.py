@@ -7,6 +7,7 @@ it saved and must hold exactly the same values, by name, in full; then both go o
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -236,6 +237,19 @@ def _assert_same_groups(found: dict[str, Any], expected: dict[str, Any]) -> None
     assert groups[0] == groups[1]
 
 
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Return the folder that a party on so many ranks has saved to, once for all who load it."""
+
+    @functools.cache
+    def save(source: str, num_ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp("saved")
+        run_ranks(num_ranks, _save_party, source, folder)
+        return folder
+
+    return save
+
+
 @pytest.mark.parametrize(
     ("source", "before", "target", "after"),
     [
@@ -269,11 +283,10 @@ def _assert_same_groups(found: dict[str, Any], expected: dict[str, Any]) -> None
     ],
 )
 def test_checkpoints_go_from_any_party_to_any_other(
-    source: str, before: int, target: str, after: int, tmp_path: Path
+    source: str, before: int, target: str, after: int, saved_by: Callable[[str, int], Path]
 ) -> None:
     """Model, optimizer state and options of groups, bitwise; and the next step is a plain one's."""
-    run_ranks(before, _save_party, source, tmp_path)
-    run_ranks(after, _load_party, target, tmp_path)
+    run_ranks(after, _load_party, target, saved_by(source, before))
 
 
 def _muon(model: nn.Module, seed: int) -> list[torch.optim.Optimizer]:
