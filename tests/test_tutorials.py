@@ -12,9 +12,9 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
+import traceback
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -28,28 +28,6 @@ TUTORIALS = Path(__file__).parent.parent / "tutorials"
 SCRIPT = TUTORIALS / "train_language_model.py"
 SMALL = ["--layers", "2", "--dim", "64", "--check-steps", "2"]
 TINY = ["--layers", "1", "--dim", "64", "--length", "16", "--steps", "6", "--check-steps", "2"]
-
-
-def _start_python(arguments: list[str], folder: Path | None = None) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TUTORIALS.parent)}
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        env=environment,
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def _finish(process: subprocess.Popen[str], timeout: float = 90) -> str:
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"the tutorial did not end:\n{process.communicate()[0]}")
-    return output
 
 
 _kept: list[dict[str, object]] = []
@@ -100,18 +78,36 @@ def test_language_model_trains_and_equals_one_process(num_ranks: int, tmp_path: 
     assert (tmp_path / "loss.png").stat().st_size > 0
 
 
+def _interrupt_here(options: list[str], folder: Path) -> tuple[int, str]:
+    """Start the job in a fork of this process, and press Ctrl-C once it has taken a step."""
+    printed = folder / "printed"
+    if not (pid := os.fork()):
+        os.setpgid(0, 0)
+        with printed.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        code = 1
+        try:
+            code, output = _run_here(SCRIPT, options, folder)
+            os.write(1, output.encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    deadline = time.monotonic() + 80
+    while not (folder / "loss.csv").exists() and time.monotonic() < deadline:
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), printed.read_text()
+        time.sleep(0.05)
+    os.killpg(pid, signal.SIGINT)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), printed.read_text()
+
+
 def test_language_model_ends_cleanly_at_ctrl_c(tmp_path: Path) -> None:
     """All ranks stop, say so without a traceback, and leave the losses so far."""
     options = ["--ranks", "2", *TINY, "--steps", "100000", "--output", str(tmp_path)]
-    process = _start_python([str(SCRIPT), *options])
-    assert process.stdout is not None
-    deadline = time.monotonic() + 80
-    while not (tmp_path / "loss.csv").exists() and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    output = _finish(process)
-    assert process.returncode == 130, output
+    [(code, output)] = run_processes([{}], _interrupt_here, options, tmp_path, timeout=110)
+    assert code == 130, output
     assert "stopped by a signal" in output
     assert "Traceback" not in output
 

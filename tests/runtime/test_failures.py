@@ -467,7 +467,7 @@ def test_error_in_any_operation_leaves_the_next_step_right(policy: str) -> None:
         raise torch.OutOfMemoryError("there is no k-th operation")
 
     # A sample, for each policy another one: all of them would take a minute.
-    for k in itertools.count(1 + list(POLICIES).index(policy) * 7 % 24, 24):
+    for k in itertools.count(1 + list(POLICIES).index(policy) * 7 % 48, 48):
         mode = FailingMode(k)
         _assert_recovers(fail, torch.OutOfMemoryError, **POLICIES[policy])
         if mode.calls < k:
