@@ -26,6 +26,7 @@ from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
 from composable_shard.options import FULL_SIZE, METHOD, advise, warn_of_partial_save
 from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, cloned, user_attributes
 from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
     OpOverload,
     bump_version,
     current_backward_id,
@@ -187,6 +188,7 @@ class RuleTable(dict[OpOverload, Rule]):
 
     Attributes:
         families: Asked in order for a rule of an op that has none.
+        on_lists: Runs a function of torch if it is one of lists of shards.
         on_whole: Asked after `NeedsWhole` for what runs the op on whole tensors; it returns None
             where this rank does not hold them.
     """
@@ -194,6 +196,7 @@ class RuleTable(dict[OpOverload, Rule]):
     def __init__(self) -> None:
         super().__init__()
         self.families: list[Callable[[OpOverload], Rule | None]] = []
+        self.on_lists: Callable[..., Any] = lambda _, args, kwargs: (NotImplemented, args)
         self.on_whole: WholeRule = lambda *_: None  # until the table is filled
 
     def __missing__(self, func: OpOverload) -> Rule:
@@ -330,7 +333,7 @@ class FlatShard(Checkpointable):
             if run is None:
                 raise error.refusal() from None
         except RuntimeError as error:
-            _explain_devices(func, args, error)
+            explain_devices(func, args, error)
             raise
         return run()
 
@@ -471,6 +474,7 @@ class FlatShard(Checkpointable):
             f"dtype={self.dtype}, elements [{start}, {end}) of {spec.numel}, local={self._local})"
         )
 
+    is_sparse = False  # without a call of torch: optimizers ask each gradient
     # [Note: Direct ops]
     add = _direct("add")
     sqrt = _direct("sqrt")
@@ -484,7 +488,7 @@ class FlatShard(Checkpointable):
     sub_ = _direct("sub_")
 
 
-def _explain_devices(func: OpOverload, args: tuple[Any, ...], error: RuntimeError) -> None:
+def explain_devices(func: Any, args: tuple[Any, ...], error: RuntimeError) -> None:
     """Raise an error that says more where the operands are not on one device."""
     operands = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
     devices = {item._local.device: item for item in operands if isinstance(item, FlatShard)}
@@ -493,9 +497,9 @@ def _explain_devices(func: OpOverload, args: tuple[Any, ...], error: RuntimeErro
             f"a shard of '{item._shard_spec.label}' on {device}" for device, item in devices.items()
         )
         raise RuntimeError(
-            f"{func.overloadpacket} needs its operands on one device, got {found}. Optimizer state "
-            "that is not where the parameters are: optimizer.load_state_dict("
-            "optimizer.state_dict()) moves it there."
+            f"{getattr(func, 'overloadpacket', func)} needs its operands on one device, got "
+            f"{found}. Optimizer state that is not where the parameters are: "
+            "optimizer.load_state_dict(optimizer.state_dict()) moves it there."
         ) from error
 
 
@@ -564,14 +568,46 @@ class WatchedShardOfDTensor(WatchedShard, FlatShardOfDTensor):
     """Such a parameter that was a DTensor."""
 
 
+class LeadingShard(FlatShard):
+    """A shard that leads lists, [Note: Direct lists]."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of lists by its rule, any other one as ever."""
+        result, args = OP_RULES.on_lists(function, args, kwargs or {})
+        if result is not NotImplemented:
+            return result
+        with DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+class LeadingShardOfDTensor(LeadingShard, FlatShardOfDTensor):
+    """Such a shard of a DTensor."""
+
+
+_LEADING = {FlatShard: LeadingShard, FlatShardOfDTensor: LeadingShardOfDTensor}
 _WATCHED = {FlatShard: WatchedShard, FlatShardOfDTensor: WatchedShardOfDTensor}
-_KINDS: dict[type, type[Any]] = {watched: kind for kind, watched in _WATCHED.items()}
-WATCHED_TYPES: tuple[type, ...] = tuple(_KINDS)
+WATCHED_TYPES: tuple[type, ...] = tuple(_WATCHED.values())
+_KINDS: dict[type, type[Any]] = {
+    special: kind for kinds in (_LEADING, _WATCHED) for kind, special in kinds.items()
+}
 
 
 def kind_of(tensor: Any) -> type[Any]:
-    """Return the class of a tensor; of a watched parameter that of any other."""
+    """Return the class of a tensor; of a watched or leading shard that of any other."""
     return _KINDS.get(type(tensor), type(tensor))
+
+
+def lead(shard: FlatShard) -> FlatShard:
+    """Let the rule of lists run functions of lists that a shard is in, and return it."""
+    shard.__class__ = _LEADING.get(type(shard), type(shard))
+    return shard
 
 
 def watch(shard: FlatShard, at_drop: Callable[[], object] | None) -> None:

@@ -36,6 +36,7 @@ def register_op_rules() -> None:
         _refuse_family,
     ]
     OP_RULES.on_whole = _on_whole
+    OP_RULES.on_lists = pointwise_rules.run_function
     for types in FOREACH_TYPES:
         types += [FlatShard, FlatShardOfDTensor, *WATCHED_TYPES, *AWAITING_TYPES]
     allow_loading()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,7 +18,10 @@ from composable_shard.tensor.flat_shard import (
     FlatShard,
     NeedsWhole,
     Rule,
+    explain_devices,
+    is_trainable,
     kind_of,
+    lead,
     whole_of,
     wrap,
 )
@@ -33,8 +37,10 @@ from composable_shard.tensor.operands import (
 from composable_shard.tensor.shard_spec import ShardSpec, user_attributes
 from composable_shard.torch_private import (
     OpOverload,
+    VariableFunctions,
     backend_of,
     locals_of_caller,
+    num_dispatch_modes,
     overload_name_of,
     schema_of,
 )
@@ -380,15 +386,50 @@ def list_family(func: OpOverload) -> Rule | None:
     return None
 
 
-class _ListRule:
-    """Runs one op on lists of shards; all lists agree, item by item, in the range they hold."""
+class _Temporaries(tuple[Tensor, ...]):
+    """The results of a function that a step of torch's optimizers has called, for the next one.
 
-    __slots__ = ("_call", "_has_results", "_lists", "_written")
+    Torch finds the first shard here, asks it what to do, and finds slices behind it; Python finds
+    shards, which are made when they are asked for. So most are never made.
+    """
+
+    slices: Sequence[Tensor]
+    specs: list[ShardSpec]
+
+    @classmethod
+    def of(cls, slices: Sequence[Tensor], specs: list[ShardSpec]) -> _Temporaries:
+        """Return results of these specs."""
+        self = cls((lead(wrap(slices[0], specs[0])), *slices[1:]))
+        self.slices, self.specs = slices, specs
+        return self
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Return the shards one by one."""
+        return map(wrap, self.slices, self.specs)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a shard, or several."""
+        return tuple(self)[index]
+
+
+class _ListRule:
+    """Runs one op on lists of shards; all lists agree, item by item, in the range they hold.
+
+    [Note: Direct lists]
+    To take lists of a subclass through the dispatcher costs more than a step on their slices. Torch
+    asks each item of a list for `__torch_function__` before that. So the first item, if it is no
+    parameter, gets a class that has one. It runs the rule at once, where autograd is off and no
+    mode is active.
+    """
+
+    __slots__ = ("_call", "_has_results", "_lists", "_plain", "_written")
 
     def __init__(self, func: OpOverload) -> None:
         self._call = binding(func)
         self._has_results = bool(schema_of(func).returns)  # the binding returns its input otherwise
         arguments = schema_arguments(func)
+        names = [argument.name for argument in arguments]
+        self._plain = names.index("state_steps") if "state_steps" in names else -1
         self._lists = [
             position
             for position, argument in enumerate(arguments)
@@ -399,12 +440,14 @@ class _ListRule:
         self._written = [place for place in self._lists if arguments[place].is_write]
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        specs: Sequence[ShardSpec | None]
         try:
-            operands, specs = self._all_shards(func, args)
+            operands, specs = self._all_shards(func, args, self._lists)
         except AttributeError:  # a plain tensor in a list; rare, so found by trying
             operands, specs = self._some_shards(func, args)
         self._check_others(func, args)
         self._note_writes(args)
+        self._choose_lead(args)
         results = self._call(*operands, **kwargs)
         if not self._has_results:
             return None
@@ -413,16 +456,58 @@ class _ListRule:
             for item, spec in zip(results, specs, strict=True)
         ]
 
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run torch's function, [Note: Direct lists]; NotImplemented where the op must decide."""
+        if any(isinstance(value, FlatShard | list | tuple) for value in kwargs.values()):
+            return NotImplemented
+        try:
+            lists = [place for place, arg in enumerate(args) if self._has_shards(place, arg)]
+            operands, specs = self._all_shards(function, args, lists)
+        except (AttributeError, RuntimeError):
+            return NotImplemented
+        self._note_writes(args)
+        try:
+            results = function(*operands, **kwargs)
+        except RuntimeError as error:
+            explain_devices(function, args, error)
+            raise
+        if not self._has_results:
+            return None if results is None else args[0]
+        if sys._getframe(3).f_globals["__name__"].startswith("torch.optim."):
+            return _Temporaries.of(results, specs)
+        shards = tuple(map(wrap, results, specs))
+        lead(shards[0])
+        return shards
+
+    def _has_shards(self, place: int, arg: Any) -> bool:
+        if type(arg) is _Temporaries:
+            return True
+        if isinstance(arg, FlatShard):
+            raise AttributeError(place)
+        is_list = isinstance(arg, list | tuple) and bool(arg) and place != self._plain
+        return is_list and type(arg[0]) is not float and type(arg[0]) is not int
+
+    def _choose_lead(self, args: tuple[Any, ...]) -> None:
+        """Let the next function of these tensors run by its rule, [Note: Direct lists]."""
+        for place in (*reversed(self._written), *self._lists):
+            first = args[place][0] if place < len(args) and args[place] else None
+            if isinstance(first, FlatShard) and first._guard is None and not is_trainable(first):
+                lead(first)
+                return
+
     def _all_shards(
-        self, func: OpOverload, args: tuple[Any, ...]
-    ) -> tuple[list[Any], Sequence[ShardSpec | None]]:
+        self, func: Any, args: tuple[Any, ...], places: Sequence[int]
+    ) -> tuple[list[Any], list[ShardSpec]]:
         operands = list(args)
         specs: list[ShardSpec] = []
-        for place in self._lists:
+        for place in places:
             shards = args[place] if place < len(args) else None
             if shards:
-                operands[place] = [shard._local for shard in shards]
-                own_specs = [shard._shard_spec for shard in shards]
+                if type(shards) is _Temporaries:
+                    operands[place], own_specs = shards.slices, shards.specs
+                else:
+                    operands[place] = [shard._local for shard in shards]
+                    own_specs = [shard._shard_spec for shard in shards]
                 if not specs:
                     specs = own_specs
                 elif own_specs != specs:  # lists compare items by identity first
@@ -488,6 +573,8 @@ class _ListRule:
     def _note_writes(self, args: tuple[Any, ...]) -> None:
         for place in self._written:
             items = args[place] if place < len(args) else ()
+            if type(items) is _Temporaries:
+                continue
             try:
                 written = {item._guard: item for item in items}
             except AttributeError:
@@ -496,6 +583,36 @@ class _ListRule:
             for guard, item in written.items():
                 if guard is not None:
                     guard.note_write(item._shard_spec.label.fqn)
+
+
+class _FunctionRules(dict[Any, _ListRule]):
+    """The list rules by torch's functions."""
+
+    def __missing__(self, function: Any) -> Any:
+        """Return the rule of a function of lists, by any overload; None for another function."""
+        name = getattr(function, "__name__", "")
+        if not name.startswith("_f") or getattr(VariableFunctions, name, None) is not function:
+            return None
+        packet = getattr(aten, name)
+        rule: Any = list_family(getattr(packet, packet.overloads()[0]))
+        self[function] = rule
+        return rule
+
+
+_FUNCTION_RULES = _FunctionRules()
+
+
+def run_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch on lists, [Note: Direct lists]; return its result, and arguments.
+
+    NotImplemented, and those for the function itself, where it has no rule or the op must decide.
+    """
+    if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or num_dispatch_modes()):
+        rule = _FUNCTION_RULES[function]
+        result = NotImplemented if rule is None else rule.run(function, args, kwargs)
+        if result is not NotImplemented:
+            return result, args
+    return NotImplemented, tuple(tuple(a) if type(a) is _Temporaries else a for a in args)
 
 
 def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

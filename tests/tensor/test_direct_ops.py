@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -135,3 +136,68 @@ def test_other_operands_and_modes_take_the_dispatcher() -> None:
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         weight.add_(1)
     assert weight.sqrt().grad_fn is not None
+
+
+STEPS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "adamw_fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, foreach=True, weight_decay=0.0),
+    "adam_maximize": lambda params: torch.optim.Adam(params, foreach=True, maximize=True),
+    "nadam": lambda params: torch.optim.NAdam(params, foreach=True),
+    "radam": lambda params: torch.optim.RAdam(params, foreach=True),
+    "adadelta": lambda params: torch.optim.Adadelta(params, foreach=True),
+    "rprop": lambda params: torch.optim.Rprop(params, foreach=True),  # takes lists apart
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+}
+
+
+@distributed(2)
+def test_steps_on_lists_equal_those_on_slices() -> None:
+    """Without dispatch from the second one on, and each counts as a write of the parameters."""
+    for name, make in STEPS.items():
+        model = OddShapes()
+        shard_module(model)
+        params: list[Any] = list(model.parameters())
+        plain = [nn.Parameter(each) for each in _slices(model)]
+        optimizers = [make(params), make(plain)]
+        with pytest.MonkeyPatch.context() as patch:
+            for step in range(3):
+                for param, local in zip(params, plain, strict=True):
+                    local.grad = torch.full_like(local, step - 0.5)
+                    param.grad = FlatShard(local.grad.clone(), param._shard_spec)
+                before = [guard_of(param).num_writes for param in params]
+                if step and name not in ("adam_maximize", "rprop"):  # lists of gradients alone
+                    patch.setattr(FlatShard, "__torch_dispatch__", None)  # a call raises
+                for optimizer in optimizers:
+                    optimizer.step()
+                patch.undo()
+                after = [guard_of(param).num_writes for param in params]
+                assert all(more > less for more, less in zip(after, before, strict=True)), name
+                assert_equal(_slices(model), [each.detach() for each in plain], name)
+
+
+@distributed(2)
+def test_a_shard_that_leads_lists_is_like_any_other() -> None:
+    """For functions of one tensor, modes, errors and copies; results are shards for everyone."""
+    model, other = OddShapes(), OddShapes()
+    shard_module(model)
+    shard_module(other)
+    leads: list[Any] = [torch.zeros_like(param) for param in model.parameters()]
+    first = leads[0]
+    torch._foreach_add_(leads, 3.0)
+    assert type(first) is not FlatShard
+    assert repr(first).startswith("FlatShard(")
+    assert type(torch.zeros_like(first)) is type(copy.deepcopy(first).clone()) is FlatShard
+    assert torch.norm(first).item() == pytest.approx(3 * first.numel() ** 0.5)
+    roots = torch._foreach_sqrt(leads)
+    assert all(isinstance(root, FlatShard) for root in roots)
+    assert type(roots) is tuple
+    with torch.no_grad():
+        with _Seen() as seen:
+            torch._foreach_mul_(leads, 2.0)
+        assert seen.classes == set()  # lists
+        others = [param.detach() for param in other.parameters()]
+        with pytest.raises(RuntimeError, match="shards of one and the same range"):
+            torch._foreach_add_(leads, others[::-1])
+        with pytest.raises(RuntimeError, match="would need its own part"):
+            torch._foreach_add_([first], [torch.ones(7, 15)])
+    assert_equal(first._local, torch.full_like(first._local, 6.0), "values")
