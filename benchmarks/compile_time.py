@@ -2,12 +2,17 @@
 
 Forward, backward and fused AdamW on two gloo ranks of one thread each. A peer's name says when its
 layers were compiled, each by itself with inductor and `fullgraph=True`: `ours+before` before they
-are sharded, `ours+after` after that, `ours` not at all; `bare` trains without communication. Peers
+are sharded, `ours+after` after that, `ours` not at all; `bare` trains without communication.
+`ours+whole` compiles the sharded model itself, whose graph breaks at each unit. Peers
 take turns in rotating order in the same two processes; a step's time is the slower rank's. The
 least of all steps is shown too, which another job of the machine disturbs least. From the third
 step on a recompilation is an error.
 
+With `--first` it measures how long the first three steps take, each peer in processes of its own,
+without anything that was compiled before.
+
     python -m benchmarks.compile_time --model std
+    python -m benchmarks.compile_time --model std --first
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
+from torch._inductor.utils import fresh_cache
 
 from benchmarks import peers, report
 from benchmarks.models import make_batch, make_llama
@@ -40,7 +46,31 @@ def build(name: str, model: nn.Module, backend: str) -> nn.Module:
     compile_layers("before")
     built = peers.build(peer, model)
     compile_layers("after")
+    if when == "whole":
+        built.compile(backend=backend)
     return built
+
+
+def first_steps(rank: int, model_name: str, name: str, backend: str) -> Any:
+    """Return seconds of a peer's first steps, which find nothing compiled, and its graphs."""
+    with fresh_cache():
+        model = build(name, make_llama(model_name), backend)
+        trainer = model, peers.make_optimizer(name.partition("+")[0], model)
+        batch = make_batch(model_name, rank)
+        steps = [train_step(trainer, batch)[0] for _ in range(3)]
+    return {"steps": steps, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+
+
+def first_rows(model_name: str, names: list[str], backend: str, deadline: float) -> list[list[str]]:
+    """Return one table row per peer: the first steps' seconds, and what all but the last took."""
+    lines = []
+    for name in names:
+        found = run_ranks(2, first_steps, model_name, name, backend, deadline=deadline)
+        wall, cpu = zip(*(step[:2] for step in found["steps"]), strict=True)
+        compiling = [sum(seconds) - 3 * seconds[-1] for seconds in (wall, cpu)]
+        cells = [f"{seconds:.1f}" for seconds in (*wall, *compiling)]
+        lines.append([name, str(found["graphs"]), *cells])
+    return lines
 
 
 def measure(
@@ -78,7 +108,10 @@ def rows(result: Any, reference: str) -> list[list[str]]:
             f"{min(cpu[name]):.0f}",
             f"{min(wall[name]) / min(wall[reference]):.2f}",
             f"{min(cpu[name]) / min(cpu[reference]):.2f}",
-            report.spread([a / b for a, b in zip(cpu[name], cpu[reference], strict=True)]),
+            *(
+                report.spread([a / b for a, b in zip(each[name], each[reference], strict=True)])
+                for each in (wall, cpu)
+            ),
             f"{result['losses'][name]:.7g}",
         ]
         for name in sorted(cpu, key=lambda name: min(cpu[name]))
@@ -95,19 +128,31 @@ def main() -> None:
     parser.add_argument("--peers", default=f"{_PEERS},ours+before,ours+after")
     parser.add_argument("--reference", default="fsdp2_raf+before", help="the ratios are to")
     parser.add_argument("--deadline", type=float, default=1800.0, help="give up after seconds")
+    parser.add_argument("--first", action="store_true", help="measure the first steps instead")
     args = parser.parse_args()
     names = args.peers.split(",")
+    if args.first:
+        markdown = report.header(
+            f"First steps with compiled layers: {args.model}",
+            "2 gloo ranks of one thread, which compile at the same time, each for itself; nothing"
+            " is cached; CPU: of rank 0, without that of C++ compilers",
+        )
+        columns = ["peer", "graphs", *(f"step {n}, s" for n in (1, 2, 3)), "compiling, s", "CPU, s"]
+        lines = first_rows(args.model, names, args.backend, args.deadline)
+        report.emit(markdown + "\n" + report.table(columns, lines), args.output)
+        return
     sizes = args.model, names, args.backend, args.rounds, args.steps
     result = run_ranks(2, measure, *sizes, deadline=args.deadline)
     markdown = report.header(
         f"Step time with compiled layers: {args.model}",
         "fp32, forward + backward + fused AdamW, 2 gloo ranks of one thread",
         f"{args.rounds} rounds of {args.steps} steps of each peer in turn; the least of all steps,"
-        " and the ratio of each round's least CPU times, median (quartiles)",
+        " and the ratios of each round's least times, median (quartiles)",
         "no peer compiled anything after its second step",
         "bare trains without communication, so its loss is that of rank 0's data alone",
     )
-    ratios = [f"{kind} / {args.reference}" for kind in ("time", "CPU", "CPU by round")]
+    kinds = "time", "CPU", "time by round", "CPU by round"
+    ratios = [f"{kind} / {args.reference}" for kind in kinds]
     columns = ["peer", "step ms", "CPU ms", *ratios, "last loss"]
     report.emit(markdown + "\n" + report.table(columns, rows(result, args.reference)), args.output)
 

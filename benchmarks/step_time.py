@@ -6,6 +6,10 @@ ratios to the references are taken inside each round, so that the machine's load
 CPU time of all threads, likewise of the slower rank, hardly depends on that load. The last loss is
 shown because a fast step that computes something else is worth nothing.
 
+With the peer `bare` a second table says what a step can't fall below: the computation alone, and
+the messages that the peer sends in a step alone, on the same ranks, after the peer's turn of each
+round. Where each rank has a core of its own and no more, their sum is the limit, not the larger.
+
     python -m benchmarks.step_time --model std                # what every strategy costs
     python -m benchmarks.step_time --model tiny
     python -m benchmarks.step_time --model hf                 # pip install '.[benchmark]'
@@ -15,8 +19,8 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +30,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks import peers, report
+from benchmarks import limit, peers, report
 from benchmarks.models import make_batch, make_llama
 from benchmarks.ranks import run_ranks
 
 Trainer = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def train_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> tuple[float, float, float]:
-    """Take one step and return its wall and CPU seconds on this rank, and its loss."""
+def train_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> tuple[list[float], float]:
+    """Take one step and return what `limit.clocks` says it took on this rank, and its loss."""
     model, optimizer = trainer
     dist.barrier()
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = limit.clocks()
     loss = model(*batch)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return time.perf_counter() - start, time.process_time() - cpu_start, loss.item()
+    return (limit.clocks() - start).tolist(), loss.item()
 
 
 def measure(rank: int, model_name: str, names: list[str], rounds: int, steps: int) -> Any:
-    """Return each peer's wall and CPU seconds, medians of every round, and its last loss."""
+    """Return each peer's seconds by `limit.clocks`, medians of every round, and its last loss.
+
+    And the messages of a step where they are known, and their seconds when they are sent alone.
+    """
     trainers: dict[str, Trainer] = {}
     for name in names:
         model = peers.build(name, make_llama(model_name))
@@ -55,17 +62,32 @@ def measure(rank: int, model_name: str, names: list[str], rounds: int, steps: in
     for trainer in trainers.values():
         for _ in range(2):
             train_step(trainer, batch)
+    messages = {
+        name: sent
+        for name, trainer in trainers.items()
+        if (sent := limit.find_messages(name, trainer[0], partial(train_step, trainer, batch)))
+    }
+    longest = max(map(max, messages.values()), default=0)
+    buffer = torch.ones(dist.get_world_size(), longest, dtype=torch.uint8)
+    wires: dict[str, list[list[float]]] = {name: [] for name in messages}
     times: dict[str, list[list[float]]] = {name: [] for name in names}
     losses: dict[str, float] = {}
     for name, seconds, losses[name] in take_turns(trainers, batch, rounds, steps):
-        times[name].append([statistics.median(column) for column in zip(*seconds, strict=True)])
-    return {"seconds": times, "losses": losses}
+        times[name].append(_medians(seconds))
+        if name in messages:
+            alone = [limit.send_messages(messages[name], buffer) for _ in range(steps)]
+            wires[name].append(_medians(alone))
+    return {"seconds": times, "losses": losses, "wires": wires, "messages": messages}
+
+
+def _medians(seconds: list[list[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*seconds, strict=True)]
 
 
 def take_turns(
     trainers: Mapping[str, Trainer], batch: tuple[Tensor, Tensor], rounds: int, steps: int
 ) -> Iterator[tuple[str, list[list[float]], float]]:
-    """Yield of each trainer and round wall and CPU seconds of each step, and the last loss.
+    """Yield of each trainer and round seconds of each step by `limit.clocks`, and the last loss.
 
     Seconds are those of the slowest rank; each round begins with another trainer.
     """
@@ -74,9 +96,9 @@ def take_turns(
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             results = [train_step(trainers[name], batch) for _ in range(steps)]
-            seconds = torch.tensor(results)[:, :2]
+            seconds = torch.tensor([each for each, _ in results])
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            yield name, seconds.tolist(), results[-1][2]
+            yield name, seconds.tolist(), results[-1][1]
 
 
 def rows(result: Any, references: list[str]) -> list[list[str]]:
@@ -141,7 +163,11 @@ def main() -> None:
     )
     ratios = [f"{kind} / {name}" for name in references for kind in ("time", "CPU")]
     columns = ["peer", "step ms", *ratios, "last loss"]
-    report.emit(markdown + "\n" + report.table(columns, rows(result, references)), args.output)
+    markdown += "\n" + report.table(columns, rows(result, references))
+    if "bare" in names:
+        lines = limit.rows(result["seconds"], result["wires"], result["messages"])
+        markdown += "\n" + report.table(limit.COLUMNS, lines)
+    report.emit(markdown, args.output)
 
 
 if __name__ == "__main__":
