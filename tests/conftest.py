@@ -23,21 +23,26 @@ DEADLINE_S = 120.0
 # Files of which a test takes seconds, the longest first. The others are about as long as they have
 # tests.
 SLOW_FILES = (
-    "test_rank_kills",
+    "test_lockstep",
     "test_tutorials",
     "test_checkpoint_kills",
-    "test_lockstep",
     "test_harness",
-    "test_checkpoint_resume",
-    "test_fuzz_claims",
-    "test_interchange",
-    "test_training",
-    "test_strategy_costs",
-    "test_checkpoint",
     "test_composition",
+    "test_fsdp2",
+    "test_interchange",
+    "test_scale",
+    "test_strategy_costs",
+    "test_rank_kills",
     "test_comm_hooks",
+    "test_shared_writes",
+    "test_checkpoint_resume",
+    "test_extensions",
     "test_checkpoint_damage",
-    "test_parity",
+    "test_partial_units",
+    "test_training",
+    "test_reduction_order",
+    "test_fuzz_claims",
+    "test_checkpoint",
 )
 BACKSTOP_S = 30.0  # after the deadline: for a test that is stuck where no signal handler runs
 

@@ -202,7 +202,7 @@ def _train_llama(
     assert isinstance(model, _Llama)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     results: list[Tensor] = []
-    for step in range(3):
+    for step in range(2):
         for microbatch in range(2):
             model.set_requires_gradient_sync(microbatch == 1)
             model.set_is_last_backward(microbatch == 1)

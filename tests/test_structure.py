@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 from collections import defaultdict
@@ -18,6 +19,11 @@ pytestmark = pytest.mark.fast
 ROOT = Path(composable_shard.__file__).parent
 PACKAGES = [path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()]
 MAX_NUM_LINES = 850
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def test_no_file_is_long() -> None:
@@ -44,7 +50,7 @@ def test_a_package_uses_of_others_what_they_export(package: str) -> None:
     """A module imports from another package by its `__init__`, which says what may be used."""
     inside = []
     for path in (ROOT / package).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_parsed(path)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 root, *rest = node.module.split(".")
                 is_ours = root == "composable_shard" and rest and rest[0] in PACKAGES
@@ -70,7 +76,7 @@ def test_only_the_runtime_writes_units_and_trees() -> None:
     for path in ROOT.rglob("*.py"):
         if path.parent.name == "runtime":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_parsed(path)):
             is_written = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
             if is_written and ast.unparse(node.value) in ("state", "unit", "context", "tree"):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
@@ -103,7 +109,7 @@ def _private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_private_names_of_torch_are_spelled_in_one_module() -> None:
     """An attribute with a leading underscore is one that a module of the package defines."""
-    trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+    trees = {path: _parsed(path) for path in ROOT.rglob("*.py")}
     private = trees.pop(ROOT / "torch_private.py")
     ours = set().union(*map(_declared, trees.values())) | {"_replace", "_getframe"}
     foreign = [
