@@ -26,7 +26,6 @@ from tests.helpers import run_processes, run_ranks
 
 TUTORIALS = Path(__file__).parent.parent / "tutorials"
 SCRIPT = TUTORIALS / "train_language_model.py"
-SMALL = ["--layers", "2", "--dim", "64", "--check-steps", "2"]
 TINY = ["--layers", "1", "--dim", "64", "--length", "16", "--steps", "6", "--check-steps", "2"]
 
 
@@ -66,7 +65,7 @@ def _run_forked(script: Path, num_ranks: int, folder: Path, *arguments: str) -> 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_language_model_trains_and_equals_one_process(num_ranks: int, tmp_path: Path) -> None:
     """A small run writes its losses and finds those of one process on the same batches."""
-    arguments = [*SMALL, "--steps", "3", "--output", str(tmp_path)]
+    arguments = [*TINY, "--steps", "3", "--output", str(tmp_path)]
     if num_ranks == 1:
         [(code, output)] = run_processes([{}], _run_here, SCRIPT, arguments, tmp_path, timeout=90)
         assert code == 0, output
