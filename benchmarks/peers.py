@@ -34,8 +34,10 @@ def _fsdp1(model: nn.Module, *, strategy: ShardingStrategy) -> nn.Module:
     )
 
 
-def _fsdp2(model: nn.Module, *, reshard_after_forward: bool | None) -> nn.Module:
-    for layer in model.layers:
+def _fsdp2(
+    model: nn.Module, *, reshard_after_forward: bool | None, splits_root: bool = False
+) -> nn.Module:
+    for layer in (*model.layers, *([model.embedding] if splits_root else [])):
         fully_shard(layer, reshard_after_forward=reshard_after_forward)
     return fully_shard(model, reshard_after_forward=reshard_after_forward)
 
@@ -45,10 +47,13 @@ def _ours(
     *,
     strategy: str = "FULL_SHARD",
     layers_per_unit: int = 1,
+    splits_root: bool = False,
     **options: Any,
 ) -> nn.Module:
     package = importlib.import_module("composable_shard")
     options["strategy"] = package.ShardingStrategy[strategy]
+    if splits_root:
+        package.fully_shard(model.embedding, **options)
     layers = list(model.layers) if layers_per_unit else []
     for start in range(0, len(layers), layers_per_unit or 1):
         package.fully_shard(layers[start : start + layers_per_unit], **options)
@@ -66,6 +71,10 @@ _BUILDERS: dict[str, Builder] = {
     "fsdp2": partial(_fsdp2, reshard_after_forward=None),
     "fsdp2_raf": partial(_fsdp2, reshard_after_forward=True),  # the root as well
     "fsdp2_keep": partial(_fsdp2, reshard_after_forward=False),
+    # The embedding is a unit of its own: it is freed between its forward and its backward.
+    "fsdp2_split": partial(_fsdp2, reshard_after_forward=None, splits_root=True),
+    "ours_split": partial(_ours, splits_root=True),
+    "ours_optim_split": partial(_ours, strategy="SHARD_OPTIM", splits_root=True),
     "ours": partial(_ours, reshard_after_forward=None),
     "ours_raf": partial(_ours, reshard_after_forward=True),  # the root as well
     "ours_keep": partial(_ours, reshard_after_forward=False),

@@ -4,26 +4,33 @@ One process, as one rank of a process group whose collectives do nothing, so tha
 is what this rank does itself. Ranks: `fully_shard` on every layer and the root, `lazy_init`, and a
 step, in process CPU time; peers and sizes interleaved. Bytes: the full-size buffers of all
 gathers of a step, as the process group sees them. Units and parameters: a model of tiny ones, on
-one of eight ranks; garbage collection is part of what is measured.
+one of eight ranks; garbage collection is part of what is measured. Planning: of one flat parameter,
+and the dry run of a model. Metadata: bytes from malloc, Python's objects among them, that a rank
+holds for each parameter beyond the tensors' own values, in a process of its own; needs gcc.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks import peers, report
+from benchmarks import malloc_counter, peers, report
 from benchmarks.free_group import FreeGroup, free_world
 from benchmarks.models import (
     CONFIGS,
@@ -34,6 +41,7 @@ from benchmarks.models import (
     make_llama,
     param_nbytes,
 )
+from benchmarks.ranks import run_ranks
 
 Costs = dict[str, float]  # CPU seconds
 NUM_PARAMS = 9
@@ -134,6 +142,94 @@ def measure_size(num_units: int, num_params: int) -> Costs:
     return costs
 
 
+# Planning and metadata
+
+PLANNED = (1000, 100)  # units, and parameters in each
+
+
+def measure_planning(num_ranks: int) -> Costs:
+    """Return what it costs to plan 100,000 parameters: as one flat parameter, and as a model."""
+    layout = importlib.import_module("composable_shard.layout")
+    num_units, num_params = PLANNED
+    numels = [(512, 512 * 512, 1408 * 512)[index % 3] for index in range(num_units * num_params)]
+    rows = [1 if numel == 512 else 512 for numel in numels]
+    found: list[Any] = []
+
+    def own_ranges(**options: Any) -> None:
+        planned = layout.FlatLayout.plan(numels, num_ranks, 4, **options)
+        found.extend(planned.local_range(index, num_ranks // 2) for index in range(len(numels)))
+
+    def own_whole() -> None:
+        own_ranges(owners=sorted(layout.balance(numels, num_ranks)))
+
+    costs = {"layout": cpu_seconds(own_ranges)}
+    costs["layout of rows"] = cpu_seconds(lambda: own_ranges(blocks=rows))
+    costs["layout of whole parameters"] = cpu_seconds(own_whole)
+    with torch.device("meta"):
+        model = SumChain(num_units, num_params)
+    for granularity in ("element", "param"):
+        options = {"dry_run": True, "world_size": num_ranks, "granularity": granularity}
+
+        def plan(options: dict[str, Any] = options) -> None:
+            with redirect_stdout(StringIO()):
+                own_package().shard_model(model, [(Sum, {})], **options)
+
+        costs[f"dry run, {granularity}"] = cpu_seconds(plan)
+    return costs
+
+
+def values_nbytes() -> int:
+    """Return the bytes of all tensors' storages."""
+    storages: dict[int, int] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and each.layout is torch.strided:
+            with suppress(RuntimeError):  # wrappers have no storage
+                storage = each.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure_metadata(rank: int, peer: str, num_ranks: int, num_layers: int) -> Costs:
+    """Return the bytes for each parameter: of the plain model, and of what sharding adds."""
+    x, costs = torch.ones(1, 16), {}
+
+    def held() -> int:
+        gc.collect()
+        return malloc_counter.held_nbytes() - values_nbytes()
+
+    dist.destroy_process_group()
+    for num in (2, num_layers):  # the first for what is done once in a process
+        with free_world(num_ranks):
+            start = held()
+            model = MatrixChain(num, NUM_PARAMS)
+            plain = held()
+            peers.build(peer, model)
+            finish_setup(peer, model)
+            levels = {"set-up": held()}
+            for _ in range(3):
+                model(x).backward()
+                model.zero_grad()
+                levels.setdefault("first step", held())
+            levels["third step"] = held()
+            count = (num + 1) * NUM_PARAMS
+            costs = {"plain model": (plain - start) / count}
+            costs |= {name: (each - plain) / count for name, each in levels.items()}
+            del model
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return costs
+
+
+def metadata_rows(names: Sequence[str], ranks: Sequence[int], num_layers: int) -> list[list[str]]:
+    """Return a row for each peer and number of ranks."""
+    rows = []
+    with malloc_counter.preloaded(), patch.dict(os.environ, PYTHONMALLOC="malloc"):
+        for name in names:
+            for size in ranks:
+                found = run_ranks(1, measure_metadata, name, size, num_layers)
+                rows.append([name, f"{size:,}", *(f"{nbytes:,.0f}" for nbytes in found.values())])
+    return rows
+
+
 # Report
 
 Samples = dict[tuple[str, int], list[Costs]]
@@ -227,7 +323,7 @@ def sample(names: Sequence[str], ranks: Sequence[int], rounds: int, num_layers: 
 
 def make_parser() -> Any:
     parser = report.make_parser(__doc__)
-    parser.add_argument("--ranks", default="2,8,64,512,1024,4096", help="comma-separated")
+    parser.add_argument("--ranks", default="2,8,64,512,1024,4096,16384", help="comma-separated")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
     parser.add_argument("--layers", type=int, default=24, help="the root is one more unit")
     parser.add_argument("--peers", default="fsdp2,ours")
@@ -285,6 +381,24 @@ def main() -> None:
     markdown += "\n## Seconds, and microseconds per unit or parameter\n\n"
     first = next(iter(sizes.values()))
     markdown += report.table(["units x parameters", *first], size_rows(sizes))
+    plans = {size: measure_planning(size) for size in ranks}
+    markdown += (
+        "\n## Planning 100,000 parameters, seconds\n\nAs one flat parameter, the own range of each"
+        f" included; dry runs of {PLANNED[0]:,} units of {PLANNED[1]}.\n\n"
+    )
+    markdown += report.table(
+        ["ranks", *plans[ranks[0]]],
+        [[f"{n:,}", *(f"{value:.2f}" for value in costs.values())] for n, costs in plans.items()],
+    )
+    markdown += (
+        "\n## Metadata, bytes for each parameter\n\nOf the plain model (modules, parameters), and"
+        " what sharding it adds.\n\n"
+    )
+    extremes = sorted({min(ranks), max(ranks)})
+    markdown += report.table(
+        ["peer", "ranks", "plain model", "set-up", "first step", "third step"],
+        metadata_rows(names, extremes, args.layers),
+    )
     report.emit(markdown, args.output)
     if args.png:
         draw(args.png, samples, sizes, num_units)
