@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -18,6 +19,7 @@ from tests.fake_group import fake_group
 from tests.pairs import GridRows, two_of_each
 
 NEEDS_GPU = "needs a CUDA GPU"
+CLAIM = re.compile(r"test_c\d+_")  # docs/architecture.md lists them
 ALLOWED_SKIPS = frozenset({NEEDS_GPU, "needs transformers and accelerate"})
 DEADLINE_S = 120.0
 # Files of which a test takes seconds, the longest first. The others are about as long as they have
@@ -119,10 +121,14 @@ def _turn_of(item: pytest.Item) -> int:
 
 
 def _with_two_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Keep of a grid that runs on ranks what lets each value meet two of each other parameter's."""
+    """Keep of a grid that runs on ranks what lets each value meet two of each other parameter's.
+
+    But all of the claims: a program may go wrong under one strategy alone.
+    """
     grids: dict[object, dict[tuple[object, ...], list[pytest.Function]]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item.obj, "rank_body"):
+        is_claim = CLAIM.match(item.name)
+        if isinstance(item, pytest.Function) and hasattr(item.obj, "rank_body") and not is_claim:
             case = tuple(_values_of(item).items())
             grids.setdefault(item.obj, {}).setdefault(case, []).append(item)
     left_out: set[pytest.Item] = set()
