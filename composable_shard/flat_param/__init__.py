@@ -34,7 +34,7 @@ from composable_shard.flat_param.flat_mode import (
     show_originals,
     write_unsharded_gradients,
 )
-from composable_shard.flat_param.full_values import FullState
+from composable_shard.flat_param.full_values import HAVE_VALUES, FullState
 from composable_shard.flat_param.gradients import ScratchPool
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import Extension, Precision, plan_layout
@@ -44,6 +44,7 @@ from composable_shard.flat_param.shown import ScopeParams, Shown, is_shown_by_sc
 from composable_shard.flat_param.unsharded import LOCKED, UnshardedParameter
 
 __all__ = [
+    "HAVE_VALUES",
     "LOCKED",
     "Extension",
     "FlatParamHandle",

@@ -364,6 +364,7 @@ class FullState(Enum):
 
 
 FREED, GATHERING, CURRENT, STALE, PARTIAL, HOLDS_GRADIENTS = FullState
+HAVE_VALUES = CURRENT, STALE, GATHERING  # full values are there, or a gather still writes them
 
 MOVES: dict[FullState, frozenset[FullState]] = {
     FREED: frozenset({GATHERING, HOLDS_GRADIENTS}),
@@ -469,7 +470,7 @@ class FullValues:
     @property
     def has_values(self) -> bool:
         """Whether the buffer holds full values, or is being filled with them."""
-        return self.state is CURRENT or self.state is STALE or self.state is GATHERING
+        return self.state in HAVE_VALUES
 
     def claim(self) -> None:
         """Keep the values from being freed until `release_claim`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import FullState, guard_kept_views, kept_tensors
+from composable_shard.flat_param import HAVE_VALUES, guard_kept_views, kept_tensors
 from composable_shard.runtime.backward import (
     CallReached,
     begin_hooks,
@@ -68,8 +68,6 @@ from composable_shard.torch_private import (
     unobserved,
     version_of,
 )
-
-_HAVE_VALUES = FullState.GATHERING, FullState.CURRENT, FullState.STALE
 
 # Before a forward
 
@@ -305,7 +303,7 @@ def _arm(
     buffers = [
         full.output
         for handle in state.needed
-        if not (full := handle.full).is_kept and full.state in _HAVE_VALUES
+        if not (full := handle.full).is_kept and full.state in HAVE_VALUES
     ]
     extents = [(start := each.data_ptr(), start + each.nbytes) for each in buffers]
     tensors = (output,) if isinstance(output, Tensor) else _tensors(output)
