@@ -7,15 +7,16 @@ import random
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_shard.layout.flat_layout import balance, fullest
+from tests.properties import examples
 
 pytestmark = pytest.mark.fast
 
 sizes = st.lists(st.one_of(st.integers(0, 10), st.integers(0, 10**9)), max_size=40)
-few = settings(max_examples=100, deadline=None)
+few = examples(100)
 
 # Parameters of a layer, how many layers there are, and what is beside them.
 MODELS: dict[str, tuple[list[int], int, list[int]]] = {

@@ -7,11 +7,12 @@ import time
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from composable_shard.layout.flat_layout import FlatLayout, intersect, round_up
 from composable_shard.tensor.shard_spec import ShardSpec
+from tests.properties import examples
 
 pytestmark = pytest.mark.fast
 
@@ -53,7 +54,7 @@ def cuts_of(layout: FlatLayout, index: int) -> list[int]:
     return sorted(cut - start for cut in cuts if start < cut < end)
 
 
-few = settings(max_examples=60, deadline=None)
+few = examples(60)
 
 
 @few

@@ -49,6 +49,7 @@ from tests.models import (
     shard_root,
 )
 from tests.pairs import pairwise
+from tests.properties import examples
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)
@@ -63,6 +64,7 @@ def _bucketed(model: nn.Module, cap: float | None = CAP, **options: Any) -> nn.M
 # --- what a bucket holds ---
 
 
+@examples(100)
 @given(
     numels=st.lists(st.integers(0, 300), max_size=30),
     cap=st.integers(1, 1000),
