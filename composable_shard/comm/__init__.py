@@ -62,6 +62,7 @@ from composable_shard.comm.hooks import (
 from composable_shard.comm.lockstep import (
     before_next_collective,
     exchange_always,
+    explained,
     fail,
     note_setting,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "count_collectives",
     "error_feedback_hook",
     "exchange_always",
+    "explained",
     "fail",
     "fp16_compress_hook",
     "gather_in",

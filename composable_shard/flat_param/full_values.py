@@ -69,6 +69,7 @@ from composable_shard.comm import (
     Waitable,
     as_received,
     collectives,
+    explained,
     fail,
     gather_in,
     trace,
@@ -317,8 +318,11 @@ class Poison:
 class _PoisonedGather:
     """A gather whose values nobody sees before they are waited for, but for this rank's part."""
 
-    def __init__(self, gather: Waitable, output: Tensor, own_part: Tensor) -> None:
-        gather.wait()
+    def __init__(
+        self, gather: Waitable, output: Tensor, own_part: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        with explained(group):
+            gather.wait()
         self._output, self._values = output, output.clone()
         own = own_part.clone()  # perhaps the shard itself
         Poison.fill(output)
@@ -528,7 +532,8 @@ class FullValues:
             is_plain = streams is None and self.is_sharded
             gather = self._start(when) if is_plain else self._issue(streams, when)
             if Poison.is_on and gather is not None:
-                gather = _PoisonedGather(gather, self.output, self.own_part)
+                group = self.shard.shard_group.group
+                gather = _PoisonedGather(gather, self.output, self.own_part, group)
             self._gather = gather
         except BaseException:
             self._part = None
