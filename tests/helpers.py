@@ -158,6 +158,12 @@ def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[
     return decorate
 
 
+def needs_torch(version: str, why: str) -> pytest.MarkDecorator:
+    """Skip on an older torch, where torch itself can't do what the test is about."""
+    here, needed = (tuple(map(int, v.split(".")[:2])) for v in (torch.__version__, version))
+    return pytest.mark.skipif(here < needed, reason=f"needs torch {version}: {why}")
+
+
 def seed_the_host_alone() -> None:
     """Leave devices that are not there out of `torch.manual_seed`, for good.
 

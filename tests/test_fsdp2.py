@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_shard import fsdp2, get_handles
 from composable_shard.flat_param import FullState
-from tests.helpers import assert_equal, distributed
+from tests.helpers import assert_equal, distributed, needs_torch
 from tests.models import Net, assert_at_rest, collectives_of, full_tensor_of, loss_of, seeded
 
 METHODS = [name for name in vars(torch_fsdp2.FSDPModule) if not name.startswith("_")]
@@ -316,6 +316,7 @@ def test_placements_become_granularities() -> None:
         fsdp2.fully_shard(nn.Linear(3, 5), shard_placement_fn=lambda param: Placed())
 
 
+@needs_torch("2.13", "before, FSDP2 has no DataParallelMeshDims")
 @distributed(2)
 def test_mesh_axes_by_name() -> None:
     """`dp_mesh_dims` names the axes; replicas alone are `NO_SHARD`."""

@@ -111,7 +111,7 @@ class _Trained:
 
     def _compile_layers(self, flag: bool) -> None:
         for layer in self.model.layers if flag else ():
-            layer.compile(backend="aot_eager", fullgraph=True)
+            layer.compile(backend="aot_eager")
 
     def compute(self) -> None:
         self.model(self.x).backward()
