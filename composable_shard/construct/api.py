@@ -113,14 +113,14 @@ def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) 
 
     Warns where blocks are so large that a rank gets much more than the mean.
     """
-    dense = [original.dense for original in members]
+    sized = [original.sized for original in members]
     if members[0].is_owned:
         owners = [original.owner for original in members]
-        return plan_layout(dense, shard_size, precision, owners=owners)
+        return plan_layout(sized, shard_size, precision, owners=owners)
     if precision.extension is not None:  # [Note: Extended gathers]
-        return FlatLayout.plan([dense[0].numel()], shard_size, members[0].block_numel)
+        return FlatLayout.plan([sized[0].numel()], shard_size, members[0].block_numel)
     blocks = [original.block_numel for original in members]
-    layout = plan_layout(dense, shard_size, precision, blocks=blocks)
+    layout = plan_layout(sized, shard_size, precision, blocks=blocks)
     if layout.blocks:
         _warn_of_imbalance(members, layout)
     return layout
@@ -129,7 +129,7 @@ def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) 
 def _warn_of_imbalance(members: Sequence[Original], layout: FlatLayout) -> None:
     """Warn where the largest shard is well above the mean, and the difference counts."""
     mean = layout.span / layout.world_size
-    nbytes = (layout.shard_numel - mean) * (members[0].nbytes / max(1, members[0].dense.numel()))
+    nbytes = (layout.shard_numel - mean) * (members[0].nbytes / max(1, members[0].sized.numel()))
     if layout.shard_numel <= _MAX_IMBALANCE * mean or nbytes < _MIB:
         return
     # As many as explain it: a cut is off by half of a block.
@@ -146,18 +146,30 @@ def _warn_of_imbalance(members: Sequence[Original], layout: FlatLayout) -> None:
 
 def _by_kind(plan: Plan) -> list[Group]:
     groups: dict[object, Group] = {}
+    known: dict[object, Group] = {}  # by what the kind follows from, which is quicker to compare
     for original in plan.originals:
-        param, tensor_parallel = original.param, original.tensor_parallel
-        mesh = None if tensor_parallel is None else tensor_parallel[0]
-        placements = None if plan.options.use_orig_params or mesh is None else tensor_parallel
-        precision = Precision.of(plan.options.mp_policy, param.dtype, is_kept=original.is_kept)
-        if original.extension is not None:
-            precision = replace(precision, extension=original.extension)
-        main_dtype = precision.main_dtype or param.dtype
-        is_owned = original.is_owned
-        kind = (main_dtype, precision, param.requires_grad, mesh, placements, is_owned)
-        groups.setdefault(kind, (precision, []))[1].append(original)
+        param, own = original.param, original.tensor_parallel
+        given = (param.dtype, param.requires_grad, original.is_kept, original.is_owned)
+        facts = (*given, own, original.extension)
+        group = known.get(facts)
+        if group is None:
+            group = known[facts] = groups.setdefault(*_new_group(original, plan.options))
+        group[1].append(original)
     return list(groups.values())
+
+
+def _new_group(original: Original, options: UnitOptions) -> tuple[object, Group]:
+    """Return what a handle's parameters have in common, and an empty group of them."""
+    param, tensor_parallel = original.param, original.tensor_parallel
+    mesh = None if tensor_parallel is None else tensor_parallel[0]
+    placements = None if options.use_orig_params or mesh is None else tensor_parallel
+    precision = Precision.of(options.mp_policy, param.dtype, is_kept=original.is_kept)
+    if original.extension is not None:
+        precision = replace(precision, extension=original.extension)
+    main_dtype = precision.main_dtype or param.dtype
+    is_owned = original.is_owned
+    kind = (main_dtype, precision, param.requires_grad, mesh, placements, is_owned)
+    return kind, (precision, [])
 
 
 def _sort_by_owner(groups: list[Group]) -> list[Group]:

@@ -16,6 +16,7 @@ from composable_shard.comm import ShardGroup
 from composable_shard.flat_param import (
     Extension,
     FlatParamHandle,
+    ModuleItems,
     ParamEntry,
     Slot,
     UnshardedParameter,
@@ -50,13 +51,13 @@ from composable_shard.torch_private import (
 FLAT_PARAM_NAME = "_flat_param"
 
 
-@dataclass
+@dataclass(slots=True)  # by the hundred thousand in a plan: fewer objects for the collector
 class Original:
     """A parameter that the new unit will manage."""
 
     param: nn.Parameter
     fqn: str
-    slots: list[Slot] = field(default_factory=list)
+    slots: tuple[Slot, ...] = ()
     is_kept: bool = False  # in a module that computes in the main dtype
     granularity: Granularity = "element"
     owner: int = 0  # the rank that gets it whole, where the granularity says so
@@ -66,13 +67,18 @@ class Original:
     @property
     def dense(self) -> Tensor:
         """The data to shard: the parameter's, or its local part for a DTensor."""
-        values = _values_of(self.param)
-        return values if self.extension is None else self.extension.values_of(values)
+        values = self.sized
+        return values.detach() if self.extension is None else self.extension.values_of(values)
+
+    @property
+    def sized(self) -> Tensor:
+        """What has the size of `dense`, and without an extension its dtype: the parameter."""
+        return _values_of(self.param)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the data, in the dtype of the shard."""
-        return self.dense.numel() * (self.main_dtype or self.param.dtype).itemsize
+        return self.sized.numel() * (self.main_dtype or self.param.dtype).itemsize
 
     @property
     def is_owned(self) -> bool:
@@ -92,12 +98,14 @@ class Original:
     @property
     def block_numel(self) -> int:
         """Consecutive elements, in memory order, that stay together."""
+        if self.granularity == "element":
+            return 1
         return block_numel(self.dense, self.granularity)
 
     @property
     def tensor_parallel(self) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
         """The mesh and placements of a DTensor, None for other parameters."""
-        if not isinstance(self.param, DTensor):
+        if type(self.param) is nn.Parameter or not isinstance(self.param, DTensor):
             return None
         return self.param.device_mesh, tuple(self.param.placements)
 
@@ -108,7 +116,7 @@ class Borrowed:
 
     handle: FlatParamHandle
     entry: ParamEntry
-    slots: list[Slot] = field(default_factory=list)
+    slots: tuple[Slot, ...] = ()
 
 
 @dataclass
@@ -131,7 +139,7 @@ def plan_unit(
     shard_size: int,
     shard_group: ShardGroup | None,
     inner: Container[nn.Module] = (),
-    managed: Container[nn.Parameter] = (),
+    managed: Container[int] = (),
 ) -> Plan:
     """Find what a new unit over `modules` will manage, and check all that can be checked before.
 
@@ -141,7 +149,7 @@ def plan_unit(
         shard_size: How many ranks will share it.
         shard_group: These ranks; None leaves unchecked whether they can.
         inner: Modules to treat as if they were sharded already.
-        managed: Parameters to treat as if those modules' units managed them already.
+        managed: Parameters, by id, to treat as if those modules' units managed them already.
 
     Raises:
         ValueError: For modules, parameters and options that can't be combined, naming them.
@@ -176,7 +184,7 @@ def _find_params(
     modules: list[nn.Module],
     options: UnitOptions,
     inner: Container[nn.Module],
-    managed: Container[nn.Parameter],
+    managed: Container[int],
 ) -> Plan:
     originals: dict[int, Original] = {}
     borrowed: dict[int, Borrowed] = {}
@@ -186,7 +194,7 @@ def _find_params(
     ignored = {id(param) for param in options.ignored_params or ()}
     for root in modules:
         for prefix, module in iter_unmanaged_modules(root, seen=seen, inner=inner):
-            others = managed_params(module)
+            others, place = managed_params(module), ModuleItems(module)
             if not others:
                 unmanaged.append(module)
             for name, param in parameters_of(module).items():
@@ -198,9 +206,9 @@ def _find_params(
                     if id(entry.sharded) not in ignored:
                         borrowed.setdefault(id(entry.sharded), Borrowed(handle, entry))
                     continue
-                if param is None or param in managed:
+                if param is None or id(param) in managed:
                     continue
-                slots = find_slots(module, name)
+                slots = find_slots(module, name, place)
                 if id(param) in ignored:
                     left_out += slots
                     continue
@@ -294,20 +302,20 @@ def _check_is_not_inside(root: nn.Module, handle: FlatParamHandle, fqn: str) -> 
 def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> None:
     for original in originals:
         param, fqn = original.param, original.fqn
-        if isinstance(param, UnshardedParameter) or is_shown_by_scope(param):
+        is_plain = type(param) is nn.Parameter
+        if is_shown_by_scope(param) or (not is_plain and isinstance(param, UnshardedParameter)):
             raise ValueError(
                 f"parameter '{fqn}' is the full form of one that a unit manages already, shown by "
                 "unshard, unshard_params or a forward. Shard before that, inner modules first."
             )
-        if isinstance(param, UninitializedParameter):
+        if not is_plain and isinstance(param, UninitializedParameter):
             raise ValueError(
                 f"parameter '{fqn}' has no shape yet (a lazy module). Run one forward before "
                 "fully_shard."
             )
-        values = _values_of(param)
-        if hasattr(values, "fsdp_pre_all_gather"):
+        if not is_plain and hasattr(values := _values_of(param), "fsdp_pre_all_gather"):
             original.extension = Extension.of(values)
-        is_supported = original.extension is not None or _is_supported_type(param)
+        is_supported = is_plain or original.extension is not None or _is_supported_type(param)
         if param.layout is not torch.strided or not is_supported:
             own = ", and classes around one dense tensor that have fsdp_pre_all_gather"
             raise NotImplementedError(
@@ -382,6 +390,8 @@ def _is_uneven(original: Original) -> bool:
 
 def _values_of(param: nn.Parameter) -> Tensor:
     """Return a parameter's values, of a DTensor the local ones."""
+    if type(param) is nn.Parameter:
+        return param
     values = param.detach()
     return values.to_local() if isinstance(values, DTensor) else values
 

@@ -7,6 +7,7 @@ part, the unsharded buffer and its states), `shown` (which parameters modules sh
 
 from composable_shard.flat_param.entries import (
     FlatSlot,
+    ModuleItems,
     ParamEntry,
     Slot,
     dense_stride,
@@ -50,6 +51,7 @@ __all__ = [
     "FlatParamHandle",
     "FlatSlot",
     "FullState",
+    "ModuleItems",
     "ParamEntry",
     "Precision",
     "ScopeParams",

@@ -200,15 +200,20 @@ class FlatSlot(ModuleItems):
         return type(self), (self._get(), self.name, self._is_ours)
 
 
-def find_slots(module: nn.Module, name: str) -> list[Slot]:
-    """Return every place where `module` itself keeps its parameter `name`."""
-    place = ModuleItems(module)
+def find_slots(module: nn.Module, name: str, place: ModuleItems) -> tuple[Slot, ...]:
+    """Return every place where `module` itself keeps its parameter `name`.
+
+    Args:
+        module: The module.
+        name: Of one of its own parameters.
+        place: The module's; one object serves all its parameters.
+    """
     if isinstance(module, nn.RNNBase):
         position = flat_weights_names_of(module).index(name)
-        return [(parameters_of(module), name, place), (_FlatWeights(module), position, None)]
+        return (parameters_of(module), name, place), (_FlatWeights(module), position, None)
     if type(module).__setattr__ is nn.Module.__setattr__:
-        return [(parameters_of(module), name, place)]
-    return [(_Attributes(module), name, place)]
+        return ((parameters_of(module), name, place),)
+    return ((_Attributes(module), name, place),)
 
 
 def slot_key(slot: Slot) -> tuple[int, Any]:
@@ -255,7 +260,7 @@ class ParamEntry:
 
     sharded: FlatShard  # the original Parameter object; spec.shape
     spec: ShardSpec
-    slots: list[Slot] = field(default_factory=list)  # every place that shows it; several if tied
+    slots: tuple[Slot, ...] = ()  # every place that shows it; several if tied
     made_hidden: HiddenParam | None = None  # `hidden`, once it was needed
     # spec.shape, a view of the unsharded buffer; printing it without storage would crash
     unsharded: nn.Parameter | None = field(default=None, repr=False)
@@ -288,7 +293,7 @@ class ParamEntry:
         """Return what a slot holds where the parameter is hidden: None where it is registered."""
         return self.hidden if place is None else None
 
-    def add_slots(self, slots: list[Slot]) -> None:
+    def add_slots(self, slots: tuple[Slot, ...]) -> None:
         """Let the parameter be shown in further places."""
         self.slots = self.slots + slots
 

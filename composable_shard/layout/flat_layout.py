@@ -495,6 +495,13 @@ class FlatLayout:
         low = min(max(start - base, 0), stop - base)
         return low, low + end - start
 
+    def owned_numel(self, rank: int) -> int:
+        """Return how many elements of parameters `rank` owns: its shard without padding."""
+        start, end = self.shard_range(rank)
+        first, last = bisect_right(self.offsets, start) - 1, bisect_left(self.offsets, end)
+        places = zip(self.offsets[first:last], self.numels[first:last], strict=True)
+        return sum(max(0, min(end, low + numel) - max(start, low)) for low, numel in places)
+
     def piece_numels(self, rank: int) -> list[int]:
         """Return the sizes that cut a rank's local shard into gap, parameter, gap, ..., gap.
 
@@ -659,12 +666,15 @@ def _even_out(sizes: Sequence[int], owners: list[int], totals: list[int], goal: 
         if totals[top] <= goal:
             return
         trials += len(items[top]) * len(totals)
-        found = [
+        first: dict[object, int] = {}  # of the ranks that have the same, the lowest is the best
+        for rank in range(len(totals)):
+            if rank != top:
+                has = totals[rank], *(sizes[index] for index in items[rank])
+                first.setdefault(has, rank)
+        best = min(
             _best_exchange(sizes, items[top], items[rank], (totals[top], totals[rank]), rank)
-            for rank in range(len(totals))
-            if rank != top
-        ]
-        best = min(found)
+            for rank in first.values()
+        )
         if best.larger >= totals[top]:
             return
         _apply(sizes, items, totals, top, best)

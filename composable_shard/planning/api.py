@@ -364,7 +364,7 @@ def _check_units(tree: ModuleTree, units: Sequence[Unit], groups: _Ranks) -> lis
         ValueError, RuntimeError, NotImplementedError: As `fully_shard`, naming the unit.
     """
     checked: list[CheckedUnit] = []
-    managed: set[nn.Parameter] = set()
+    managed: set[int] = set()
     inner: set[nn.Module] = set()
     for unit in units:
         options = unit.options
@@ -377,7 +377,7 @@ def _check_units(tree: ModuleTree, units: Sequence[Unit], groups: _Ranks) -> lis
         except (ValueError, RuntimeError) as error:
             # The parameters in the text are named as seen from the unit.
             raise type(error)(f"{tree.describe(unit.module)}, {unit.rule}: {error}") from error
-        managed.update(original.param for original in plan.originals)
+        managed.update(id(original.param) for original in plan.originals)
         inner.add(unit.module)
         checked.append(CheckedUnit(unit, plan, shard_group, ranks))
     return checked

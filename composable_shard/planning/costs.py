@@ -190,7 +190,7 @@ class FlatParamCost:
         """Two moments of what the rank owns, without padding."""
         if not self.requires_grad:
             return 0
-        owned = sum(self._grads.piece_numels(self.rank)[1::2])
+        owned = self._grads.owned_numel(self.rank)
         if self._shows_flat:
             start, end = self.layout.shard_range(self.rank)
             owned = max(min(end, self.layout.end) - start, 0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.flat_param import FullState, Precision, Shown
-from composable_shard.flat_param.entries import FlatSlot, ParamEntry, find_slots
+from composable_shard.flat_param.entries import FlatSlot, ModuleItems, ParamEntry, find_slots
 from composable_shard.flat_param.full_values import MOVES, FullValues, LocalShard
 from composable_shard.flat_param.gradients import FlatGradients, ScratchPool
 from composable_shard.flat_param.memory import MemoryPlan
@@ -188,7 +188,11 @@ def _entries(module: nn.Linear, shard: LocalShard) -> list[ParamEntry]:
         view = shard.values[start:end]
         view.copy_(spec.slice(param.detach()))
         sharded = cast(FlatShard, nn.Parameter(FlatShard(view, spec, guard=shard.guard)))
-        entries.append(ParamEntry(sharded, spec, find_slots(module, name), shard_view=view))
+        entries.append(
+            ParamEntry(
+                sharded, spec, find_slots(module, name, ModuleItems(module)), shard_view=view
+            )
+        )
     return entries
 
 

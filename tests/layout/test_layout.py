@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -196,6 +197,8 @@ def test_what_is_kept_of_a_layout_stays_with_its_owners(
     assert (kept is layout) == (kept.numels == layout.numels)
     ranks = range(layout.world_size)
     assert sum(kept.shard_numels) == kept.span <= layout.padded_numel
+    for each, rank in itertools.product((layout, kept), ranks):
+        assert each.owned_numel(rank) == sum(each.piece_numels(rank)[1::2])
     for index, flag in enumerate(flags):
         for rank in ranks:
             start, end = layout.param_range(index, rank)
