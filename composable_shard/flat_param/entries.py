@@ -208,7 +208,7 @@ def find_slots(module: nn.Module, name: str, place: ModuleItems) -> tuple[Slot, 
         name: Of one of its own parameters.
         place: The module's; one object serves all its parameters.
     """
-    if isinstance(module, nn.RNNBase):
+    if isinstance(module, nn.RNNBase) and name in flat_weights_names_of(module):
         position = flat_weights_names_of(module).index(name)
         return (parameters_of(module), name, place), (_FlatWeights(module), position, None)
     if type(module).__setattr__ is nn.Module.__setattr__:

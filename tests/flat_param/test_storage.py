@@ -207,6 +207,15 @@ def test_rnn_keeps_a_parameter_in_two_places(kind: type[nn.RNNBase]) -> None:
     assert module._flat_weights[position] is replacement
 
 
+def test_a_parameter_that_a_subclass_adds_to_an_rnn_is_in_one_place() -> None:
+    """Torch's forward does not read it."""
+    module = nn.LSTM(2, 3)
+    module.scale = nn.Parameter(torch.ones(2))
+    ((container, key, _),) = find_slots(module, "scale", ModuleItems(module))
+    container[key] = replacement = nn.Parameter(torch.ones(2))
+    assert module.scale is replacement
+
+
 def test_module_with_its_own_setattr_is_asked() -> None:
     """Its `__setattr__` sees every change of registration."""
     module = _Strict()
