@@ -387,6 +387,7 @@ class FlatGradients:
         is_bound: There are buffers for gradients.
         awaited: Counts the parameters whose gradient this backward has accumulated.
         layout: That of the parameters, in which those that are frozen may have no elements.
+        pieces: Cuts the reduced shard into the parameters' gradients.
         local, host: Gradients of a rank that trains alone; where gradients are offloaded.
     """
 
@@ -405,7 +406,7 @@ class FlatGradients:
         self.is_persistent = is_persistent
         self.layout = layout
         self._shard_group = shard_group
-        self._pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
+        self.pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
         self.arrived, self.was_used = ([False] * len(layout.numels) for _ in range(2))
         self.reduced: Tensor | None = None
         self.is_unsynced = self.is_direct = self.has_graph = self.is_bound = self._is_plain = False
@@ -591,7 +592,7 @@ class FlatGradients:
             self.finish()
         if self.is_persistent:
             params = [each.sharded for each in self._shown.at_rest]
-            if self._own.is_lost(self._pieces, params):
+            if self._own.is_lost(self.pieces, params):
                 self._make_own(torch.empty_like(self._own.buffer))
             if self.host is not None:
                 self.host.reuse_sources()
@@ -656,7 +657,7 @@ class FlatGradients:
         output, numel = self._own.part, self.reduction.own_numel
         if output is None:
             is_kept, dtype = self.is_persistent, self.reduction.output_dtype
-            output = self._own.result_of(numel) if is_kept else self._pieces.lend(numel, dtype)
+            output = self._own.result_of(numel) if is_kept else self.pieces.lend(numel, dtype)
         self.reduction.start(
             full.output if self.views is self._shared_views else self._own.buffer,
             self._take_scratch(full, scratch, may_share=not (full.is_kept or keep_unsharded)),
@@ -760,7 +761,7 @@ class FlatGradients:
         if pieces is not None:
             set_gradients(at_rest, wrap_all(pieces, [each.spec for each in at_rest]), used)
         elif reduced is not None:
-            self._pieces.publish(reduced, at_rest, used)
+            self.pieces.publish(reduced, at_rest, used)
         if self.has_graph:
             self.has_graph = False
             refuse_graphs([each.sharded for each in at_rest], used)
@@ -775,7 +776,7 @@ class FlatGradients:
             dtype, factor = full.shard.values.dtype, self.reduction.divide_factor
             own = [self.local.take(*item, dtype, factor) for item in enumerate(shown.entries)]
         if self.host is not None and not is_partial:
-            cut = None if shown.shows_flat else self._pieces.split
+            cut = None if shown.shows_flat else self.pieces.split
             return self.host.pieces_of(shown.at_rest, shown.entries, own, cut)
         if not shown.shows_flat or shown.flat is None:
             return own
@@ -801,7 +802,7 @@ class FlatGradients:
     def _forget(self) -> None:
         self.reduction.drop()
         self.reduced = None
-        self._pieces.forget()
+        self.pieces.forget()
         self.close()
         self.was_used = [False] * len(self.was_used)
         self.awaited.reset()

@@ -21,8 +21,10 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import NoReturn, TypeVar
 
 import torch
@@ -48,7 +50,13 @@ from composable_shard.tensor import (
     sum_over,
     total_norms,
 )
-from composable_shard.torch_private import foreach_mul_, modules_of, parameters_of, unscale_
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    foreach_mul_,
+    modules_of,
+    parameters_of,
+    unscale_,
+)
 
 Owners = dist.ProcessGroup | DeviceMesh
 OtherOwners = Owners | tuple[nn.Module | Iterable[nn.Module | Tensor], Owners]
@@ -63,12 +71,14 @@ class OwnedParams:
         parts: The others, with the group's name; the same groups on all ranks.
         overall: Names of the groups whose ranks own other parameters altogether.
         device: Where norms of ranks without gradients are.
+        handles: Those of all parameters, with these' identities.
     """
 
     shared: list[Tensor]
     parts: list[tuple[list[Tensor], str]]
     overall: tuple[str, ...]
     device: torch.device
+    handles: dict[FlatParamHandle, list[int]]
 
 
 def split_by_owners(
@@ -113,7 +123,7 @@ def split_by_owners(
             f"expected a positive norm_type where ranks own other parameters, got {order}"
         )
     device = params[0].device if params else torch.device("cpu")
-    return OwnedParams(shared, parts, tuple(overall.values()), device)
+    return OwnedParams(shared, parts, tuple(overall.values()), device, handles)
 
 
 def combine(norm: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:
@@ -162,14 +172,22 @@ def _ids_of(wanted: nn.Module | Iterable[nn.Module | Tensor]) -> set[int]:
     return set(map(id, params))
 
 
-def handles_of(params: Sequence[Tensor]) -> list[FlatParamHandle]:
-    """Return the handles of sharded parameters, each once."""
-    guards = {param._guard: param for param in params if isinstance(param, FlatShard)}
-    found = [handle_of(param) for param in guards.values()]
-    return [handle for handle in dict.fromkeys(found) if handle is not None]
+def handles_of(params: Iterable[Tensor]) -> dict[FlatParamHandle, list[int]]:
+    """Return the handles of sharded parameters, with the identities of those that they show."""
+    handles: dict[FlatParamHandle, list[int]] = {}
+    known: set[int] = set()
+    for param in params:
+        if id(param) not in known and isinstance(param, FlatShard):
+            handle = handle_of(param)
+            if handle is not None and handle not in handles:
+                handles[handle] = [id(each.sharded) for each in handle.shown.at_rest]
+                known.update(handles[handle])
+    return handles
 
 
-def _check_sharing(params: list[Tensor], handles: list[FlatParamHandle], taken: set[int]) -> None:
+def _check_sharing(
+    params: list[Tensor], handles: Iterable[FlatParamHandle], taken: set[int]
+) -> None:
     """Check that all units have the same ranks, or that their parameters say who owns others.
 
     Raises:
@@ -255,12 +273,14 @@ def clip_grad_norm_(
             check_whole(model_or_params)
         _check_equal_gradients(plain, params)
     order = float(norm_type)
-    _note_call(params, max_norm, order)
-    grads, shards = _gradients(owned.shared)
+    _note_call(owned.handles, max_norm, order)
+    # An order of 0 counts the parameters that have other values than 0, not their elements.
+    handles = owned.handles if order > 0 else {}
+    grads, shards = _gradients(owned.shared, handles)
     slices = group_slices(shards)
     norm = _total_norm(grads, shards, slices, order)
     for part, group in owned.parts:
-        more_grads, more_shards = _gradients(part)
+        more_grads, more_shards = _gradients(part, handles)
         more_slices = group_slices(more_shards)
         own = _total_norm(more_grads, more_shards, more_slices, order)
         norm = _norm_of([norm, combine(own.to(owned.device), order, (group,))], [], order)
@@ -311,7 +331,7 @@ def count_zero_gradients(
 
 def _count_zeros(params: list[Tensor], device: torch.device) -> Tensor:
     """Return the zeros in the gradients of parameters, over all ranks that share them."""
-    grads, shards = _gradients(params)
+    grads, shards = _gradients(params, {})
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (groups, where), locals_ in group_slices(shards).items():
         zeros = [local.numel() - local.count_nonzero() for local in locals_]
@@ -329,9 +349,9 @@ def _count_zeros(params: list[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def _note_call(params: list[Tensor], max_norm: float, order: float) -> None:
+def _note_call(handles: Iterable[FlatParamHandle], max_norm: float, order: float) -> None:
     """Let the ranks find out where they clip differently: a replica needs no collective for it."""
-    groups = Counter(handle.shard_group.joint_groups for handle in handles_of(params))
+    groups = Counter(handle.shard_group.joint_groups for handle in handles)
     limit = "" if isinstance(max_norm, Tensor) else f"max_norm={max_norm}, "
     for joint, count in groups.items():
         note_setting(f"clip_grad_norm_({limit}norm_type={order}) of {count} flat parameters", joint)
@@ -341,7 +361,6 @@ def _total_norm(
     grads: list[Tensor], shards: list[FlatShard], slices: Slices, order: float
 ) -> Tensor:
     """Return the norm of gradients, over all ranks that share them."""
-    # An order of 0 counts the parameters that have other values than 0, not their elements.
     norms = total_norms(slices, order) if order > 0 else norms_of(_filled(shards), order)
     return _norm_of(norms, _filled(grads), order)
 
@@ -351,23 +370,14 @@ def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[T
         return [model_or_params]
     if not isinstance(model_or_params, nn.Module):
         return list(model_or_params)
-    # As parameters() yields them, in a third of its time.
-    params: dict[int, Tensor] = {}  # by identity, as tensors hash, but without calling Python
-    known: set[nn.Module] = set()
-    waiting = [model_or_params]
-    while waiting:
-        module = waiting.pop()
-        if module in known:
-            continue
-        known.add(module)
-        for param in parameters_of(module).values():
-            if param is not None:
-                params[id(param)] = param
-        if modules_of(module):  # most have none
-            waiting += [
-                child for child in reversed(modules_of(module).values()) if child is not None
-            ]
-    return list(params.values())
+    # A third of the time of parameters(), in another order.
+    found, level = {model_or_params: None}, [model_or_params]
+    while level:
+        children = chain.from_iterable(map(dict.values, map(modules_of, level)))
+        level = [x for x in dict.fromkeys(children) if x is not None and x not in found]
+        found |= dict.fromkeys(level)
+    params = chain.from_iterable(map(dict.values, map(parameters_of, found)))
+    return list({id(param): param for param in params if param is not None}.values())
 
 
 def _plain_params(params: list[Tensor]) -> list[Tensor]:
@@ -399,19 +409,30 @@ def _check_equal_gradients(plain: list[Tensor], params: list[Tensor]) -> None:
                 )
 
 
-def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:
-    """Return the plain gradients, and the shards, the same ones on all ranks for a collective."""
-    grads, shards = [], []
-    for param in params:
-        grad = param.grad
-        if isinstance(grad, FlatShard):
-            shards.append(grad)
-        elif grad is not None:
-            grads.append(grad)
-        elif isinstance(param, FlatShard) and _is_owned(param):
+def _gradients(
+    params: list[Tensor], handles: Mapping[FlatParamHandle, Sequence[int]]
+) -> tuple[list[Tensor], list[FlatShard]]:
+    """Return the plain gradients, and the shards, of the same groups in one order on all ranks.
+
+    Args:
+        params: The parameters.
+        handles: Those of which one shard may stand for all gradients, with the parameters'
+            identities.
+    """
+    with DisableTorchFunctionSubclass():  # [Note: Many getters]
+        grads = [*map(attrgetter("grad"), params)]
+    for index, param in enumerate(params):
+        if grads[index] is None and isinstance(param, FlatShard) and _is_owned(param):
             # Its owner may have a gradient, also of a frozen parameter: take part without elements.
-            shards.append(FlatShard(param._local.new_empty(0), param._shard_spec))
-    return grads, shards
+            grads[index] = FlatShard(param._local.new_empty(0), param._shard_spec)
+    by_param = dict(zip(map(id, params), grads, strict=True))
+    if len(by_param) == len(grads):  # a parameter that is given twice counts twice
+        grads = []
+        for handle, ids in handles.items():
+            grads += handle.grads.pieces.joined([by_param.pop(each, None) for each in ids])
+        grads += by_param.values()
+    plain = [grad for grad in grads if not (grad is None or isinstance(grad, FlatShard))]
+    return plain, [grad for grad in grads if isinstance(grad, FlatShard)]
 
 
 def _is_owned(tensor: Tensor) -> bool:

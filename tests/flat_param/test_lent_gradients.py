@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from benchmarks.free_group import free_world
 from benchmarks.models import MatrixChain
-from composable_shard import fully_shard
+from composable_shard import clip_grad_norm_, fully_shard
+from composable_shard.optim import clipping
 
 pytestmark = pytest.mark.fast  # so on each version of Python, which count references differently
 
@@ -30,7 +31,7 @@ def model() -> Iterator[nn.Module]:
 
 def _compute(model: nn.Module, value: float) -> None:
     """Run a backward; as the ranks send nothing, make a number of the gradients."""
-    model(torch.ones(1, 16)).backward()
+    model(torch.ones(1, next(iter(model.parameters())).shape[1])).backward()
     with torch.no_grad():
         for param in model.parameters():
             assert param.grad is not None
@@ -152,3 +153,51 @@ def test_gradients_of_a_second_backward_are_added(model: nn.Module) -> None:
     model(torch.ones(1, 16)).backward()
     assert _gradient_refs(model) == before
     assert [param.grad.to_local().data_ptr() for param in model.parameters()] == addresses
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        (lambda params: params, 1),
+        (lambda params: params[::-1], 1),
+        (lambda params: params[:-1], 3),
+        (lambda params: [*params, params[-1]], 5),
+        (lambda params: setattr(params[-2], "grad", None), 3),
+        (lambda params: setattr(params[-2], "grad", params[-1].grad), 4),
+        (lambda params: setattr(params[-2], "grad", torch.ones_like(params[-2])), 4),
+        (lambda params: setattr(params[-2].grad, "data", torch.ones_like(params[-2])), 4),
+    ],
+)
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_clipping_takes_pieces_as_one_while_they_are_the_gradients(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[list[Any]], Any], number: int, order: float
+) -> None:
+    """Each counts once for each time that it is given; padding does not."""
+    with free_world(2, rank=1):  # which has the last four of nine parameters, and padding
+        model = fully_shard(MatrixChain(2, 3, dim=2))
+        for step in range(2):
+            model.zero_grad()
+            _compute(model, step + 1.0)
+        params: list[Any] = list(model.parameters())
+        memory = params[0].grad.to_local().untyped_storage()
+        num_elements = sum(param.to_local().numel() for param in params)
+        padding = torch.empty(0).set_(memory)[num_elements:]  # type: ignore[call-overload]
+        assert len(padding)
+        padding.fill_(float("nan"))
+        given = change(params) or params
+        slices = [param.grad.to_local() for param in given if param.grad is not None]
+        expected = torch.linalg.vector_norm(torch.cat(slices), order)
+        before = [local.clone() for local in slices]
+        scaled: list[int] = []
+        scale = clipping.foreach_mul_
+
+        def note(tensors: list[Tensor], factor: Tensor) -> None:
+            scaled.append(len(tensors))
+            scale(tensors, factor)
+
+        monkeypatch.setattr(clipping, "foreach_mul_", note)
+        torch.testing.assert_close(clip_grad_norm_(given, 0.5, order), expected)
+    assert scaled == [number]
+    for local, old in zip(slices, before, strict=True):
+        times = sum(local is each for each in slices)
+        torch.testing.assert_close(local, old * (0.5 / expected) ** times)
