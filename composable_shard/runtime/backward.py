@@ -11,16 +11,19 @@ import torch
 
 from composable_shard.comm import trace
 from composable_shard.flat_param import FlatParamHandle
-from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
+from composable_shard.runtime.backward_pass import (
+    BackwardPass,
+    begin_backward,
+    early_trees,
+    let_buckets_go,
+    reduce_buckets,
+)
 from composable_shard.runtime.reads import CallHooks, CallReads, Hooks, ReadHooks, choose_hooks
 from composable_shard.runtime.unit import (
     ShardState,
     TrainingState,
-    TreeContext,
-    all_trees,
     gather_in_backward,
-    release_after_backward,
-    tree_refs,
+    num_calls,
 )
 from composable_shard.torch_private import current_backward_id, next_sequence_nr
 
@@ -120,27 +123,18 @@ class CallReached:
             raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
         _check_not_in_scope(state)
         backward: BackwardPass = context.backward or begin_backward(context)
+        if early_trees and context not in early_trees:
+            let_buckets_go(context)
         self.backward_id = backward.graph_task_id
         if outer is not None and outer.backward_id != self.backward_id and outer.is_announceable:
             outer()
         if torch.is_grad_enabled():
-            if not backward.makes_graph:
-                backward.make_graph()
-            # The graph that is being made gets aliases of views that hooks have saved, also those
-            # of a checkpoint inside the unit, which runs its forward again.
-            for handle in state.needed:
-                handle.full.note_unseen_read()
+            backward.make_graph(state)
         if self.reads is not None:
             backward.reads[self.reads] = None
         backward.reach(state, self._start, self.end)
         if state.buckets is not None:
-            is_sure = backward.is_sure_to_reduce or not any(
-                handle.requires_grad and handle not in backward.turns for handle in state.handles
-            )
-            may_go = self.runs_alone and is_sure
-            queue = _ending_next(backward, state, self._start) if may_go else []
-            is_safe = may_go and not (len(tree_refs) > 1 and _may_reach_others(context))
-            state.buckets.reach(self._start if is_safe else None, queue)
+            _reach_buckets(backward, state, self._start, runs_alone=self.runs_alone)
         # The owner of borrowed ones may have ended since, and freed them.
         has_borrowed = all([handle.shown.is_unsharded for handle in state.borrowed])
         if state.training_state is TrainingState.PRE_BACKWARD and has_borrowed:
@@ -184,9 +178,9 @@ def end_hooks(state: ShardState, hooks: CallHooks) -> None:
             state.learnt.learn(reads)  # no backward ever reaches a frozen unit
 
 
-def runs_alone(context: TreeContext, state: ShardState) -> bool:
+def runs_alone(state: ShardState) -> bool:
     """Return whether no other unit ran in the last call of one with buckets, [Note: Buckets]."""
-    has_units_inside = context.num_calls != state.last_call
+    has_units_inside = num_calls[0] != state.last_call
     return state.buckets is not None and not has_units_inside and not state.is_checkpointed
 
 
@@ -216,6 +210,7 @@ def recompute(state: ShardState) -> None:
     context = state.context
     if context is None:
         return
+    let_buckets_go()
     backward = begin_backward(context)
     backward.recomputed.add(state)
     if state.is_checkpointed and state.call_number >= context.call_start:
@@ -327,30 +322,24 @@ def _end_full_buckets(
     if not may_go or not buckets.fills(handle, index):
         return
     if handle in backward.turns:
-        buckets.note_issued(handle)
-        backward.issue_turns(backward.turns.take(handle))
+        reduce_buckets(backward, state, [handle])
         return
-    for bucket in buckets.take_full(_ending_next(backward, state, position)):
-        buckets.note_issued(bucket)
-        # Packed in place, its values are gone; else the unit may need them until its end.
-        is_packed_in_place = bucket.grads.is_in_place
-        backward.issue(state, bucket, keeps=not is_packed_in_place)
-        if is_packed_in_place:
-            release_after_backward(backward.context, bucket)
+    reduce_buckets(backward, state, buckets.take_full(_ending_next(backward, state, position)))
 
 
-def _may_reach_others(context: TreeContext) -> bool:
-    """Return whether the backward may reach another tree too, as all ranks know.
-
-    Perhaps by a graph that a backward left: it can be used until parameters are written.
-    """
-    others = [other for other in all_trees() if other is not context]
-    return any(other.armed for other in others) or any(
-        handle.requires_grad and handle.full.version_writes == handle.guard.num_writes
-        for other in others
-        if other.leaves_graphs
-        for handle in other.live_handles()
+def _reach_buckets(
+    backward: BackwardPass, state: ShardState, start: int, *, runs_alone: bool
+) -> None:
+    """Note which buckets of a unit may be reduced early, now that its call is reached."""
+    assert state.buckets is not None
+    is_sure = backward.is_sure_to_reduce or not any(
+        handle.requires_grad and handle not in backward.turns for handle in state.handles
     )
+    may_go = runs_alone and is_sure
+    queue = _ending_next(backward, state, start) if may_go else []
+    state.buckets.reach(start if may_go else None, queue)
+    if queue:
+        early_trees[backward.context] = None
 
 
 def _ending_next(backward: BackwardPass, state: ShardState, position: int) -> list[FlatParamHandle]:

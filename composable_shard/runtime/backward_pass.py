@@ -52,6 +52,7 @@ from composable_shard.runtime.unit import (
     TreeContext,
     drop_prefetched,
     end_in_backward,
+    release_after_backward,
     return_to_idle,
     trees,
 )
@@ -59,7 +60,6 @@ from composable_shard.tensor import OwnedGuard, PendingNotice, WriteGuard
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     current_backward_id,
-    keeps_graph,
     queue_callback,
 )
 
@@ -209,6 +209,7 @@ def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]
     if context is None or backward is None or not backward.is_called_by(callback):
         return
     context.backward, context.has_aborted, context.open_calls = None, True, 0
+    early_trees.pop(context, None)
     catch_up_before_next(context, backward.turns)
     warn_at_once({state.name: state.learnt for state in context.live_states() if state.needed})
     for state in context.live_states():
@@ -278,7 +279,6 @@ class BackwardPass:
         self._engine_callback = weakref.ref(callback, partial(note_abort, weakref.ref(context)))
         context.backward, context.last_backward_id = self, self.graph_task_id
         queue_callback(callback)
-        context.leaves_graphs = context.leaves_graphs or context.open_calls > 1 or keeps_graph()
         if context.prefetched:
             drop_prefetched(context.prefetched)
         armed = [state for ref in reversed(context.armed) if (state := ref()) is not None]
@@ -340,10 +340,17 @@ class BackwardPass:
         """Return whether this is the object that the engine calls at the end of this backward."""
         return self._engine_callback is callback
 
-    def make_graph(self) -> None:
-        """Note that the nodes of this backward are recorded, and may save full values."""
-        self.makes_graph = True
-        self.context.serve_graphs(self.context.live_handles())
+    def make_graph(self, state: ShardState) -> None:
+        """Note that the nodes of this backward are recorded, and may save full values of a unit.
+
+        The graph gets aliases of views that hooks have saved, also those of a checkpoint inside the
+        unit, which runs its forward again.
+        """
+        if not self.makes_graph:
+            self.makes_graph = True
+            self.context.serve_graphs(self.context.live_handles())
+        for handle in state.needed:
+            handle.full.note_unseen_read()
 
     # Units begin and end
 
@@ -455,6 +462,8 @@ class BackwardPass:
             handle: What to reduce.
             keeps: Whether the full values must stay.
         """
+        if early_trees and self.context not in early_trees:
+            let_buckets_go(self.context)
         # One reduction in flight: ending the last one here bounds the buffers to two units.
         self._advance_in_flight()
         context, is_deferred = self.context, _defers_all_reduce(state, handle)
@@ -487,6 +496,8 @@ class BackwardPass:
     def finish(self) -> None:
         """Reduce what is left, publish all gradients, and run hooks on them."""
         self._is_ending = True
+        early_trees.pop(self.context, None)
+        let_buckets_go(self.context)
         if self.early is not None and self.early.pending:
             # Whose gradients are final must be known before the others are asked about.
             self._advance_in_flight()
@@ -649,10 +660,47 @@ class BackwardPass:
                 del error  # its traceback has this frame: a cycle
 
 
+# Of which the running backward may have reduced buckets early, on some ranks: one at most.
+early_trees: dict[TreeContext, None] = {}
+
+
+def let_buckets_go(context: TreeContext | None = None) -> None:
+    """Reduce what any rank may have reduced early, before anything else is issued, [Note: Buckets].
+
+    Args:
+        context: The tree that is about to, which lets its own wait. None for a recomputation.
+    """
+    for other in [each for each in early_trees if each is not context]:
+        early_trees.pop(other)
+        for state in other.live_states():
+            if state.buckets is not None and state.buckets.is_under_way:
+                backward: BackwardPass = other.backward
+                due = [each for each in state.buckets.take_expected() if each in backward.reducing]
+                reduce_buckets(backward, state, due)
+
+
+def reduce_buckets(
+    backward: BackwardPass, state: ShardState, handles: Iterable[FlatParamHandle]
+) -> None:
+    """Start the reductions of buckets before their unit's end."""
+    for handle in handles:
+        assert state.buckets is not None
+        state.buckets.note_issued(handle)
+        if handle in backward.turns:
+            backward.issue_turns(backward.turns.take(handle))
+            continue
+        # Packed in place, its values are gone; else the unit may need them until its end.
+        is_packed_in_place = handle.grads.is_in_place
+        backward.issue(state, handle, keeps=not is_packed_in_place)
+        if is_packed_in_place:
+            release_after_backward(backward.context, handle)
+
+
 def begin_backward(context: TreeContext) -> BackwardPass:
     """Return the running backward over the tree; begin it if this is the first sign of it."""
     backward: BackwardPass | None = context.backward
     if backward is None:
+        let_buckets_go(context)
         if context.has_aborted:
             drop_aborted(context)
         backward = BackwardPass(context)
@@ -688,10 +736,14 @@ def _find_buckets(context: TreeContext) -> dict[FlatParamHandle, ShardState]:
 
 
 def _use_flags(handle: FlatParamHandle, is_bucket: bool, late: Collection[object]) -> Sequence[int]:
-    params = [entry.unsharded for entry in handle.entries] if is_bucket else []
-    is_late = any(param is not None and param.grad is not None for param in params)
-    is_late = is_late or handle in late
-    return [LATE * used for used in handle.grads.used] if is_late else handle.grads.used
+    used = handle.grads.used
+    if not is_bucket:
+        return [LATE * each for each in used] if handle in late else used
+    params = [entry.unsharded for entry in handle.entries]
+    is_late = [param is not None and param.grad is not None for param in params]
+    if not any(is_late) and handle not in late:
+        return used
+    return [LATE * (each or own) for each, own in zip(used, is_late, strict=True)]
 
 
 def check_finite(handles: Sequence[FlatParamHandle]) -> None:

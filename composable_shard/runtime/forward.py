@@ -49,6 +49,7 @@ from composable_shard.runtime.unit import (
     gather_ahead,
     gather_kept,
     is_first_call,
+    num_calls,
     release_handle,
     tree_refs,
 )
@@ -150,14 +151,12 @@ def _begin_call(
 
 def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
     """Note which calls of units a backward may reach, and in which order they began."""
-    context.num_calls += 1
-    state.last_call = context.num_calls
+    num_calls[0] += 1
+    state.last_call = num_calls[0]
     if torch.is_grad_enabled():
         earliest = 0 if context.spans_calls else context.call_start
         if context.first_calls.get(state.ref, -1) < earliest:
             context.first_calls[state.ref] = context.num_forwards
-        if state.ref in context.armed:
-            context.leaves_graphs = True  # a backward of one of the two calls leaves the other's
         state.call_number = context.num_forwards
         state.call_sequence_nr = next_sequence_nr()
         context.num_forwards += 1
@@ -342,11 +341,11 @@ def _register(
 ) -> bool:
     """Let the backward tell when it reaches outputs of the unit; return whether it may."""
     hook = hook or CallReached(state, None, context.num_forwards)
-    hook.runs_alone = state.buckets is not None and runs_alone(context, state)
+    hook.runs_alone = state.buckets is not None and runs_alone(state)
     is_armed = False
     if hook.reads is not None:
         # A unit inside announces it too, which ranks must expect alike, whatever they read here.
-        is_armed = hook.reads.num_reads > 0 or context.num_calls != state.last_call
+        is_armed = hook.reads.num_reads > 0 or num_calls[0] != state.last_call
         if hook.reads.note_outputs(state.name, tensors, state.call_sequence_nr):
             for handle in state.needed:
                 handle.full.params.note_late_reads()

@@ -29,18 +29,20 @@ gradients. Another rank may reach that point later, or never, but all ranks must
 collectives in the same order. So a bucket is reduced early only
 
 - after the buckets before it in the order in which the unit's end would reduce them, and
-- while no other collective can come before that end: the backward has reached the first call of
-  the unit, no other unit ran inside that call, and no other sharded tree has a graph: outputs that
-  wait for a backward, or what a backward left, retained or of another forward, until parameters
-  are written. In a region of non-reentrant checkpointing the recomputation might gather other
-  units; and
+- while no other collective of the tree can come before that end: the backward has reached the first
+  call of the unit, and no other unit, of any tree, ran inside that call. In a region of
+  non-reentrant checkpointing the recomputation might gather other units; and
 - if no hook waits for its gradients, see [Note: Early gradients].
 
 These are facts of the forward, the same on all ranks. Where they do not hold, buckets wait for the
-unit's end. A rank that reduces early waits for the others in the middle of its backward; they must
-take part even if they have no gradient at all. So each backward begins with a flag reduction that
-tells whether any rank accumulates gradients; only ranks that do not accumulate wait for it. At the
-end of the backward the remaining buckets are reduced before anyone waits for anything else.
+unit's end. Before another tree issues anything in a backward, or a forward that a backward runs
+again, all ranks issue what any of them may have reduced early. Which other trees there are is no
+fact: garbage is collected at other moments on each rank.
+
+A rank that reduces early waits for the others in the middle of its backward; they must take part
+even if they have no gradient at all. So each backward begins with a flag reduction that tells
+whether any rank accumulates gradients; only ranks that do not accumulate wait for it. At the end of
+the backward the remaining buckets are reduced before anyone waits for anything else.
 
 Where gradients lie in a persistent buffer, a bucket that is full waits for its turn instead, and
 all ranks reduce it anyway: nothing tells ahead, and the ranks may fill buckets in any order.
@@ -110,7 +112,7 @@ class Buckets:
         Args:
             position: Of that call; None where buckets may not be reduced early.
             queue: The buckets that others may reduce early, in the order in which the unit's end
-                reduces them. Garbage may hold another tree on this rank alone.
+                reduces them.
         """
         self._position, self._queue = position, queue
         self._is_under_way = len(queue) > 0

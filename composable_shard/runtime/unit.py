@@ -159,7 +159,7 @@ class ShardState:
         depth: Number of calls of its modules that are running.
         is_held: `unshard` claims its full parameters, until `reshard`.
         is_in_pass: A forward of its modules claims them.
-        last_call: `context.num_calls` when its last call began.
+        last_call: Number of the last call of a unit when its own last call began.
         call_number, call_end: Of its last call that recorded a graph, and of the first after it.
         call_sequence_nr: Number of the next autograd node when that call began.
         output_sequence_nr: Number of the next autograd node when it had returned.
@@ -369,12 +369,10 @@ class TreeContext:
         number: Of the context, in the order in which they were made.
         call: The running call, or one that an exception has interrupted.
         entered: Units whose forward runs, or whose full parameters it left claimed.
-        num_calls: Number of calls of units that have begun.
         num_forwards: Number of the next call of a unit that records a graph.
         call_start: `num_forwards` when the last call that records a graph began; of joined trees
             the last sequence of calls.
         open_calls, most_open_calls: Such calls since a backward, and the most there have been.
-        leaves_graphs: A backward may have left graphs, retained or of other calls.
         spans_calls: The last backward reached an earlier call too: so may the next.
         first_calls: Number of each unit's first call that the next backward may reach.
         armed: Units whose outputs wait for a backward, in the order of their last forward.
@@ -406,14 +404,14 @@ class TreeContext:
         self.number = next(_numbers)
         self.call: ForwardCall | None = None
         self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
-        self.num_calls = self.num_forwards = 0
+        self.num_forwards = 0
         self.call_start, self.open_calls, self.most_open_calls = 0, 0, 1
         self.first_calls: dict[StateRef, int] = {}
         self.armed: dict[StateRef, None] = {}
         self.may_recompute: set[StateRef] = set()
         self.backward: Any = None
         self.last_backward_id = self.probed_backward_id = -1
-        self.has_aborted = self.spans_calls = self.leaves_graphs = self.has_regions = False
+        self.has_aborted = self.spans_calls = self.has_regions = False
         self.flag_reductions: list[FlagReduction] = []
         self.expected: list[FlatParamHandle] | None = None
         self.serves_graphs = self.is_joined = self._has_warned_of_host_memory = False
@@ -503,6 +501,7 @@ def all_trees() -> list[TreeContext]:
     return sorted(trees, key=lambda context: context.number)
 
 
+num_calls = [0]  # of units, that have begun in this process: one tree may call another
 _numbers = count()
 trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process
 tree_refs: set[Any] = trees.data  # type: ignore[attr-defined]  # whose length costs no call

@@ -584,6 +584,93 @@ def test_two_trees_in_a_backward_after_another_one() -> None:
     assert_at_rest(twins.sharded)
 
 
+class _RegionBeside(nn.Module):
+    """A layer that may leave parameters out, and others in a region of reentrant checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), _Picky()])
+
+    def forward(self, x: Tensor, used: list[int], order: str) -> Tensor:
+        if order == "last":
+            return self.layers[2](checkpoint(self._region, x, use_reentrant=True), used)
+        y = self.layers[2](x, used)
+        return checkpoint(self._region, y if order == "first" else x, use_reentrant=True) + y
+
+    def _region(self, x: Tensor) -> Tensor:
+        return self.layers[1](torch.tanh(self.layers[0](x)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_a_region_of_other_trees_beside_a_model_that_one_rank_has_let_go(
+    strategy: ShardingStrategy,
+) -> None:
+    """Garbage on one rank: buckets go before what another tree issues, and not by what is alive."""
+    garbage = [_bucketed(Net(), strategy=strategy)]
+    garbage[0].itself = garbage  # a cycle
+    x = rank_input(4, 5).requires_grad_()
+    outputs = [loss_of(garbage[0])]
+    gc.disable()
+    del garbage, outputs[:]
+    if dist.get_rank() == 0:
+        gc.collect()
+    try:
+        for order in ("last", "first", "beside"):
+            twins = Twins(
+                _RegionBeside,
+                lambda model: [
+                    _bucketed(layer, 64 / MIB, strategy=strategy) for layer in model.layers
+                ],
+            )
+            for step in range(4):
+                used = [0, 1, 2] if dist.get_rank() == step % 2 else [1]
+                x = rank_input(4, 5, step=step).requires_grad_()
+                twins.step(lambda model, x=x, u=used, o=order: model(x, u, o).square().mean())
+            assert_at_rest(twins.sharded)
+    finally:
+        gc.enable()
+
+
+class _RunsAnother(nn.Module):
+    """Calls another model between its layers, or runs its backward there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, call: nn.Module | None, backward: Any) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if call is not None:
+            x = call(x)
+        else:
+            x.register_hook(lambda grad: backward())
+        return self.last(x)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_another_tree_inside_a_unit(strategy: ShardingStrategy, in_backward: bool) -> None:
+    """The gradients that come after it are not lost; where a forward called it, buckets wait."""
+    twins = Twins(
+        lambda: nn.ModuleList([_RunsAnother(), nn.Linear(5, 5)]),
+        lambda pair: [_bucketed(model, 64 / MIB, strategy=strategy) for model in pair],
+    )
+
+    def run(pair: nn.Module, x: Tensor) -> Tensor:
+        model, other = pair
+        call, backward = (None, other(x).square().sum().backward) if in_backward else (other, None)
+        return model(x, call, backward).square().mean()
+
+    for step in range(3):
+        log = collectives_of(partial(twins.step, partial(run, x=rank_input(4, 5, step=step))))
+        num_reduced = sum(event.kind == "reduce_scatter" for event in log.events)
+        if strategy is not ShardingStrategy.NO_SHARD and not in_backward:
+            assert num_reduced == len(get_handles(twins.sharded))
+    assert_at_rest(twins.sharded)
+
+
 class _Shifted(nn.Module):
     """The gradient of its last parameter needs nothing that a checkpoint must recompute."""
 
@@ -657,7 +744,6 @@ class _RepeatedRegion(nn.Module):
 @distributed(2)
 def test_a_gradient_that_comes_after_its_bucket_has_gone(strategy: ShardingStrategy) -> None:
     """On one rank: all reduce that bucket once more, and wait for the unit's end from then on."""
-    gc.collect()  # other trees, of tests before, may let buckets wait
     torch.manual_seed(0)
     plain = _RepeatedRegion()
     models = [_bucketed(copy.deepcopy(plain), cap, strategy=strategy) for cap in (None, 64 / MIB)]
