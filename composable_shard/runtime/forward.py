@@ -30,6 +30,7 @@ from composable_shard.runtime.initialization import (
     attach_or_refresh,
     initialize,
     join_connected,
+    renew_context,
     share_context,
 )
 from composable_shard.runtime.tree import (
@@ -89,6 +90,9 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         recompute(state)
         return
     context = share_context([module]) if state.context is None else state.context
+    parts, known = module.__dict__[CHILDREN_KEY]
+    is_changed = [*map(id, chain.from_iterable(map(dict.values, parts)))] != known
+    context.has_changed = context.has_changed or (is_changed and len(parts) > 0)
     call = context.call
     is_again = state.depth > 0 or (call is not None and call.leader is state.ref)
     if call is None or call.leader() is None or (is_again and not _is_running(state)):
@@ -97,10 +101,9 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
     state.depth += 1
     if state.depth > 1:
         return
-    parts, known = module.__dict__[CHILDREN_KEY]
     context.entered[state.ref] = None
     try:
-        if [*map(id, chain.from_iterable(map(dict.values, parts)))] != known:
+        if is_changed:
             check_children(module)
         _unshard(context, state, call)
         if state.buffers is not None and state not in call.broadcast:
@@ -117,9 +120,11 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         trace.record("compute", state.name)
 
 
-def _begin_call(
-    context: TreeContext, state: ShardState, module: nn.Module, args: tuple[Any, ...]
-) -> ForwardCall:
+def _prepare(context: TreeContext, state: ShardState, module: nn.Module) -> TreeContext:
+    """Return the tree that a unit is in, at rest and compared with the other ranks'."""
+    if context.has_changed and context.is_checked:
+        _recover_interrupted_call(context)
+        context = renew_context(context)
     if not context.is_checked:
         initialize(module, calling_modules(module))
         context = state.context or context
@@ -128,6 +133,13 @@ def _begin_call(
         for handle in context.live_handles():
             release_handle(context, handle)
         context.release_graphs()
+    return context
+
+
+def _begin_call(
+    context: TreeContext, state: ShardState, module: nn.Module, args: tuple[Any, ...]
+) -> ForwardCall:
+    context = _prepare(context, state, module)
     records_graph = torch.is_grad_enabled()
     if records_graph and len(tree_refs) > 1:
         context = join_connected(context, args)

@@ -13,6 +13,12 @@ begin at once: all as with a unit around them. A tree joins another one
 
 Only a tree at rest and without a graph can join, because calls are numbered per context. Trees of
 different graphs stay apart, in whatever order their calls come.
+
+[Note: Units that are taken out]
+A unit that a program takes out of its model may be garbage for a while, and collected at other
+moments on each rank. So nothing that all ranks do may depend on whether it is still there. When a
+call begins whose modules have other children than before, the tree is made anew of what is below
+them. Layers without a unit around them tell nothing of that.
 """
 
 from __future__ import annotations
@@ -72,6 +78,23 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
     if any(handle.layout.owners for handle in handles):
         join_tree(handles)
     return context
+
+
+def renew_context(context: TreeContext) -> TreeContext:
+    """Make a tree anew of the units below its modules, as some of these have other children now.
+
+    See [Note: Units that are taken out]. A tree that has a graph waits until it has none.
+    """
+    if context.armed:
+        return context
+    modules = context.live_modules()
+    inner = {child for module in modules for child in module.modules() if child is not module}
+    modules = [module for module in modules if module not in inner]
+    states = [state for module in modules for state in get_states(module)]
+    are_known = all(state.context is not None and state.context.is_checked for state in states)
+    renewed = share_context(modules)
+    renewed.follow(context, are_known=are_known)
+    return renewed
 
 
 def join_connected(context: TreeContext, args: tuple[Any, ...]) -> TreeContext:

@@ -378,6 +378,7 @@ class TreeContext:
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         may_recompute: Units whose forward a backward nested in the next one may run again;
             `has_regions` if there have ever been such.
+        has_changed: Modules of units have got other children.
         backward: The running `BackwardPass`; its module is above this one.
         last_backward_id: Autograd's number of the last backward; `probed_backward_id` of one ahead.
         has_aborted: What an aborted backward left has not been dropped yet; nor has `expected` been
@@ -411,7 +412,7 @@ class TreeContext:
         self.may_recompute: set[StateRef] = set()
         self.backward: Any = None
         self.last_backward_id = self.probed_backward_id = -1
-        self.has_aborted = self.spans_calls = self.has_regions = False
+        self.has_aborted = self.spans_calls = self.has_regions = self.has_changed = False
         self.flag_reductions: list[FlagReduction] = []
         self.expected: list[FlatParamHandle] | None = None
         self.serves_graphs = self.is_joined = self._has_warned_of_host_memory = False
@@ -447,6 +448,28 @@ class TreeContext:
         self.is_checked = self.is_checked and other.is_checked
         self.reduction_order = self.reduction_order or other.reduction_order
         self._owners = None
+
+    def follow(self, other: TreeContext, *, are_known: bool) -> None:
+        """Take the place of another tree, of which this one has the modules.
+
+        Args:
+            other: That tree.
+            are_known: All units have been compared with the other ranks'.
+        """
+        other.modules, other.has_changed = [], False
+        self.is_joined = other.is_joined and len(self.modules) > 1
+        self.has_regions = other.has_regions
+        if are_known:
+            self.has_agreed = self.is_checked = True
+            self.reduction_order = other.reduction_order and ReductionOrder()
+        own = set(self.states)
+        for state in self.live_states():
+            state.forward_order = ExecutionOrder()
+            ahead = state.forward_prefetch, state.backward_prefetch
+            state.forward_prefetch, state.backward_prefetch = (
+                None if chosen is None else tuple(each for each in chosen if each in own)
+                for chosen in ahead
+            )
 
     def give_up(self, states: Sequence[ShardState]) -> None:
         """Take out units that get another context."""

@@ -1,0 +1,77 @@
+"""Units that a program takes out of its model, which ranks let go of at different moments."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_shard import (
+    ShardingStrategy,
+    fully_shard,
+    set_forward_prefetch,
+)
+from tests.helpers import distributed
+from tests.models import Layer, Net, Twins, assert_at_rest, loss_of, rank_input, shard_blocks
+from tests.pairs import pairwise
+
+
+def _step_twins(twins: Twins, step: int) -> None:
+    x = rank_input(4, 5, step=step)
+    twins.step(lambda model: model(x).square().mean())
+    for model, optimizer in zip(twins, twins.optimizers(torch.optim.SGD), strict=True):
+        optimizer.step()
+        model.zero_grad()
+
+
+def _take_out(model: nn.Module, new: nn.Module | None) -> nn.Module:
+    """Take a unit out of a model, or put another module in its place; return it."""
+    block: nn.Module = model.blocks[1]
+    if new is None:
+        del model.blocks[1]
+    else:
+        model.blocks[1] = new
+    return block
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        strategy=list(ShardingStrategy),
+        how=["out", "replaced", "back", "waiting"],
+        cap=[None, 0.0001],
+    )
+)
+@distributed(2)
+def test_a_unit_that_is_taken_out_while_one_rank_still_has_it(
+    strategy: ShardingStrategy, how: str, cap: float | None
+) -> None:
+    """As garbage, say. Or it is put back, or its graph waits for a backward meanwhile."""
+    options = {"strategy": strategy, "bucket_cap_mb": cap}
+    twins = Twins(Net, partial(shard_blocks, **options))
+    set_forward_prefetch(twins.sharded.blocks[0], [twins.sharded.blocks[1]])
+    for step in range(3):
+        _step_twins(twins, step)
+    losses = [loss_of(model) for model in twins] if how == "waiting" else []
+    new = [None, None]
+    if how == "replaced":
+        new = [Layer(), Layer()]
+        new[1].load_state_dict(new[0].state_dict())
+        fully_shard(new[1], **options)
+    kept = [_take_out(*each) for each in zip(twins, new, strict=True)]
+    if dist.get_rank() == 0 and how != "back":
+        kept.clear()
+    while losses:
+        losses.pop().backward()
+    for model in twins:
+        model.zero_grad()
+    for step in range(3, 6):
+        _step_twins(twins, step)
+    if how == "back":
+        for model, block in zip(twins, kept, strict=True):
+            model.blocks.insert(1, block)
+        for step in range(6, 9):
+            _step_twins(twins, step)
+    assert_at_rest(twins.sharded)
