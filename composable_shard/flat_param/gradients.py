@@ -18,7 +18,7 @@ from operator import add, or_
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, is_grad_enabled, mul
 
 from composable_shard.comm import (
     CommHook,
@@ -66,7 +66,7 @@ from composable_shard.flat_param.grad_pieces import (
 )
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import FlatShard, PendingState, refuse_graphs
+from composable_shard.tensor import FlatShard, PendingState, refuse_graphs, set_gradient
 from composable_shard.torch_private import foreach_norm, version_of
 
 
@@ -529,7 +529,7 @@ class FlatGradients:
         if self.views is None:
             self._begin_round()
         # Dropped at once: a unit never holds its gradients twice.
-        unsharded.grad = None  # type: ignore[union-attr]
+        set_gradient(unsharded, None)  # type: ignore[arg-type]
         if not self._is_plain:
             gradient = local_gradient(gradient, entry.spec)
             check_has_place(self.layout, index, entry)
@@ -562,14 +562,15 @@ class FlatGradients:
 
     def pack_further(self, index: int, gradient: Tensor | None) -> bool:
         """Pack a gradient into the open round, or return False where `pack` must be called."""
-        if gradient is None or self.arrived[index] or self.views is None:
+        views = self.views
+        if gradient is None or views is None or self.arrived[index]:
             return False
-        if gradient.is_sparse or torch.is_grad_enabled():
+        if gradient.is_sparse or is_grad_enabled():
             return False
         if self._factor is None:
-            self.views[index].copy_(gradient)
+            views[index].copy_(gradient)
         else:
-            torch.mul(gradient, self._factor, out=self.views[index])
+            mul(gradient, self._factor, out=views[index])
         self.arrived[index] = True
         return True
 

@@ -211,12 +211,12 @@ def _take(
     handle = handle_ref()
     if handle is None or aliases.stop_taking is None:
         return None
-    params, grads, gradient = handle.full.params, handle.grads, gradients[0]
+    params, grads = handle.full.params, handle.grads
     if params.aliases is not aliases:  # a graph of parameters that were built anew since
         handle.on_gradient(handle, index)
         return None
-    if not (grads.is_direct and grads.pack_further(index, gradient)):
-        param = params.built[index]
+    if not (grads.is_direct and grads.pack_further(index, gradients[0])):
+        param, gradient = params.built[index], gradients[0]
         if gradient is not None:
             before = gradient_of(param)  # one that came late is left there
             set_gradient(param, gradient if before is None else before + gradient)
