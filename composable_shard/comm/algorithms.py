@@ -316,6 +316,8 @@ class SumAlgorithm:
         self._group, self._numels, self._order = group, numels, order_of(group)
         self._rank, self._size = group.rank(), group.size()
         self._is_nccl = backend_name(group, device) == "nccl"
+        self._sum, self._mean = dist.ReduceScatterOptions(), dist.ReduceScatterOptions()
+        self._mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
     def scratch_parts(self, *, in_place: bool) -> int:
         """Return how many shards' memory it wants for the ranks' terms, see `ReduceScatter`."""
@@ -325,10 +327,9 @@ class SumAlgorithm:
         self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float
     ) -> PendingReduction:
         """Start summing, see `ReduceScatter`."""
-        options = dist.ReduceScatterOptions()
+        options = self._sum
         if self._is_nccl and scale == 1.0 / self._size:
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-            scale = 1.0
+            options, scale = self._mean, 1.0
         is_cast = output.dtype != input.dtype
         received = input.new_empty(output.shape) if is_cast else output
         work = reduce_scatter_base_of(self._group)(as_real(received), as_real(input), options)

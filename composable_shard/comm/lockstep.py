@@ -661,10 +661,14 @@ def explained(group: dist.ProcessGroup) -> Iterator[None]:
 def make_exchange(
     group: dist.ProcessGroup, order: GroupOrder, device: torch.device
 ) -> Callable[[bool], None] | None:
-    """Return what comes before each collective of a group's backend; None for messages."""
-    if is_exchange(group, device):
+    """Return what comes before each collective of a group's backend; None for messages.
+
+    None too for torch's fake backend, which has no other ranks.
+    """
+    backend = backend_name(group, device)
+    if backend == "fake" or is_exchange(group, device):
         return None
-    if backend_name(group, device) == "gloo":
+    if backend == "gloo":
         order.check_next()
     return partial(exchange_identity, group, order, device)
 

@@ -310,13 +310,12 @@ def _arm(
     if (num_nodes, num_uses) not in state.learnt.num_uses:
         num_uses -= guard_kept_views(state.needed, module)
         state.learnt.num_uses.add((num_nodes, num_uses))
-    # Buffers that do not outlive every view, with values now.
-    buffers = [
-        full.output
+    # Of buffers that do not outlive every view, with values now.
+    extents = [
+        (start := full.output.data_ptr(), start + full.nbytes)
         for handle in state.needed
         if not (full := handle.full).is_kept and full.state in HAVE_VALUES
     ]
-    extents = [(start := each.data_ptr(), start + each.nbytes) for each in buffers]
     tensors = (output,) if isinstance(output, Tensor) else _tensors(output)
     if extents and any([_is_within(extents, tensor) for tensor in tensors]):
         output = _map_output(partial(_copy_alias, extents), output)
