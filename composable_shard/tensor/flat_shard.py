@@ -212,45 +212,50 @@ OP_RULES = RuleTable()
 _grad_enabled = torch.is_grad_enabled
 
 
-def _slices(shard: FlatShard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Return the arguments with slices in place of shards; None where the rules must decide."""
-    if _grad_enabled() or num_dispatch_modes() or num_function_modes():
-        return None
-    spec = shard._shard_spec
-    slices = []
-    for arg in args:
-        kind = type(arg)
-        if kind is float or kind is int:
-            slices.append(arg)
-        elif isinstance(arg, FlatShard) and arg._shard_spec is spec:
-            slices.append(arg._local)
-        else:
-            return None
-    for value in kwargs.values():
-        if type(value) is not float and type(value) is not int:
-            return None
-    return slices
+def _given(*operands: Any) -> list[Any]:
+    return [each for each in operands if each is not None]
 
 
-def _direct(name: str) -> Callable[..., Any]:
+def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
     """Return `torch.Tensor.<name>` for shards, in place where the name ends so."""
     plain = getattr(Tensor, name)
     is_in_place = name.endswith("_") and not name.endswith("__")
 
-    def run(self: FlatShard, *args: Any, **kwargs: Any) -> Any:
-        slices = _slices(self, args, kwargs)
-        if slices is None:
-            return plain(self, *args, **kwargs)
+    # Two operands by name, and no helper: tuples and calls would take a third of this one's time.
+    def run(  # noqa: C901 -- in line, for that
+        self: FlatShard, one: Any = None, two: Any = None, /, *others: Any, **kwargs: Any
+    ) -> Any:
+        if others or _grad_enabled() or num_dispatch_modes() or num_function_modes():
+            return plain(*_given(self, one, two), *others, **kwargs)
+        spec, first, second = self._shard_spec, one, two
+        kind = type(one)
+        if kind is not float and kind is not int and (is_in_place or one is not None):
+            if not isinstance(one, FlatShard) or one._shard_spec is not spec:
+                return plain(*_given(self, one, two), **kwargs)
+            first = one._local
+        if two is not None and type(two) is not float:
+            if not isinstance(two, FlatShard) or two._shard_spec is not spec:
+                return plain(*_given(self, one, two), **kwargs)
+            second = two._local
+        if kwargs:
+            for value in kwargs.values():
+                if type(value) is not float and type(value) is not int:
+                    return plain(*_given(self, one, two), **kwargs)
         try:
             if is_in_place:
                 if self._guard is not None:
-                    self._guard.note_write(self._shard_spec.label.fqn)
+                    self._guard.note_write(spec.label.fqn)
                 # Autograd may have saved the shard for a backward. Raises for inference tensors.
                 bump_version((self,))
-            local = plain(self._local, *slices, **kwargs)
+            if one is None:
+                result = plain(self._local, **kwargs)
+            elif two is None:
+                result = plain(self._local, first, **kwargs)
+            else:
+                result = plain(self._local, first, second, **kwargs)
         except RuntimeError:  # the rules say more about it, or can do it
-            return plain(self, *args, **kwargs)
-        return self if is_in_place else wrap(local, self._shard_spec)
+            return plain(*_given(self, one, two), **kwargs)
+        return self if is_in_place else wrap(result, spec)
 
     run.__name__ = name
     run.__qualname__ = f"FlatShard.{name}"
@@ -474,6 +479,7 @@ class FlatShard(Checkpointable):
             f"dtype={self.dtype}, elements [{start}, {end}) of {spec.numel}, local={self._local})"
         )
 
+    is_trainable = Tensor.requires_grad  # torch's own, without a call of Python's
     is_sparse = False  # without a call of torch: optimizers ask each gradient
     # [Note: Direct ops]
     add = _direct("add")

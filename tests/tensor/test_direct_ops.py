@@ -126,6 +126,14 @@ def test_other_operands_and_modes_take_the_dispatcher() -> None:
                     call(wrong)
         assert_equal(_slices(model), slices, "slices")
         assert isinstance(weight.add_(torch.tensor(1.0)), FlatShard)
+        num_writes = guard_of(weight).num_writes
+        with pytest.raises(TypeError, match="add_"):
+            weight.add_(None)
+        assert guard_of(weight).num_writes == num_writes
+        with pytest.warns(UserWarning, match="deprecated"):  # of torch, once in a process
+            expected = weight._local.addcmul(0.5, weight._local, weight._local)
+        weight.addcmul_(0.5, weight.detach(), weight.detach())
+        assert_equal(weight._local, expected, "three operands")
         with _Seen() as seen:
             weight.mul_(2)
         with _SeenCalls() as calls:
