@@ -62,7 +62,6 @@ from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
     gradient_of,
-    is_trainable,
     rebind,
     set_gradient,
     watch,
@@ -224,9 +223,11 @@ class GradPieces:
     def _are_changed(self) -> bool:
         """Return whether a user has done anything to the pieces that would outlive a step."""
         for piece, view in zip(self._pieces, self._views, strict=True):
-            if piece is not None and (piece._local is not view or len(vars(piece)) > 3):
-                return True
-        return any([piece is not None and is_trainable(piece) for piece in self._pieces])
+            if piece is not None:
+                values = piece.__dict__
+                if values["_local"] is not view or len(values) > 3 or piece.is_trainable:
+                    return True
+        return False
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """Return the parameters' parts of a shard of shape `(layout.shard_numel,)`."""
