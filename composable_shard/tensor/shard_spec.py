@@ -13,7 +13,6 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -86,7 +85,7 @@ class ParamLabel:
         return self.fqn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShardSpec:
     """Immutable description of one rank's flat range of one tensor.
 
@@ -94,7 +93,17 @@ class ShardSpec:
     or its local part where it is a DTensor of a tensor-parallel mesh. Its elements, in memory
     order, are those of one parameter of a layout from `start` on, or with `index` None of all its
     parameters with the padding between them. Compares and hashes by value; `label` is for messages
-    only.
+    only. The attributes below are computed at the first access.
+
+    Attributes:
+        numel: Elements of the dense tensor.
+        owner: The rank that holds the whole tensor by plan, None where all share it.
+        is_whole: This rank holds the whole tensor: by plan, or as the only one.
+        is_owned_by_other_rank: Another rank holds the whole tensor, and this one nothing of it.
+        local_range: This rank's half-open range of the dense tensor's elements.
+        region: This rank's elements in the logical tensor, [Note: Regions].
+        numels: Elements that each rank of the shard group holds.
+        stride: Of the logical tensor.
     """
 
     shape: torch.Size  # logical shape, what `tensor.shape` says
@@ -109,16 +118,26 @@ class ShardSpec:
     start: int = 0  # other than 0 for some rows of a parameter
     num_components: int = 1  # elements for each one of the layout: 2 for a complex tensor as real
 
+    numel: int = field(init=False, compare=False, repr=False)
+    owner: int | None = field(init=False, compare=False, repr=False)
+    is_whole: bool = field(init=False, compare=False, repr=False)
+    is_owned_by_other_rank: bool = field(init=False, compare=False, repr=False)
+    local_range: tuple[int, int] = field(init=False, compare=False, repr=False)
+    region: Region = field(init=False, compare=False, repr=False)
+    numels: list[int] = field(init=False, compare=False, repr=False)
+    stride: tuple[int, ...] = field(init=False, compare=False, repr=False)
+
     def to_plain(self) -> tuple[Any, ...]:
         """Return what defines the spec as plain data, for a pickle that loads safely."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         values |= {"layout": self.layout.as_tuple(), "label": self.label.fqn}
         return tuple(values.values())
 
     @classmethod
     def from_plain(cls, values: tuple[Any, ...]) -> ShardSpec:
         """Return the spec that `to_plain` was called on."""
-        given = dict(zip((each.name for each in fields(cls)), values, strict=True))
+        names = (each.name for each in fields(cls) if each.init)
+        given = dict(zip(names, values, strict=True))
         given["layout"] = FlatLayout.from_tuple(given["layout"])
         given["label"] = ParamLabel(given["label"])
         return cls(**given)
@@ -131,10 +150,8 @@ class ShardSpec:
     def __deepcopy__(self, memo: object) -> ShardSpec:
         return self
 
-    @cached_property
-    def numel(self) -> int:
-        """Elements of the dense tensor."""
-        return self.dense_shape.numel()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardSpec.from_plain, (self.to_plain(),)
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """Return the half-open range of the dense tensor's elements that `rank` holds."""
@@ -145,58 +162,6 @@ class ShardSpec:
         first, last = start * self.num_components - self.start, end * self.num_components
         low, high = intersect((0, self.numel), (first, last - self.start))
         return min(low, self.numel), min(high, self.numel)
-
-    @cached_property
-    def owner(self) -> int | None:
-        """The rank that holds the whole tensor by plan, None where all share it."""
-        owners = self.layout.owners
-        return owners[self.index] if owners and self.index is not None else None
-
-    @cached_property
-    def is_whole(self) -> bool:
-        """Whether this rank holds the whole tensor: by plan, or as the only one."""
-        return self.world_size == 1 or self.owner == self.rank
-
-    @cached_property
-    def is_owned_by_other_rank(self) -> bool:
-        """Whether another rank holds the whole tensor, and this one nothing of it."""
-        return self.owner is not None and self.owner != self.rank
-
-    @cached_property
-    def local_range(self) -> tuple[int, int]:
-        """This rank's half-open range of the dense tensor's elements."""
-        return self.range_of(self.rank)
-
-    @cached_property
-    def region(self) -> Region:
-        """This rank's elements in the logical tensor, [Note: Regions].
-
-        Raises:
-            NotImplementedError: For a DTensor of other placements than shards and replicas.
-        """
-        box = whole_box(self.shape)
-        if self.tensor_parallel is not None:
-            mesh, placements = self.tensor_parallel
-            if not all(isinstance(placement, Shard | Replicate) for placement in placements):
-                raise NotImplementedError(
-                    f"parameter '{self.label.fqn}' has placements {placements} on its "
-                    "tensor-parallel mesh, and only Shard and Replicate can be saved or loaded in "
-                    "parts. Save p.full_tensor() instead."
-                )
-            box = local_box(self.shape, mesh, placements)
-        return Region(box, memory_order(self.dense_shape, self.dense_stride), *self.local_range)
-
-    @cached_property
-    def numels(self) -> list[int]:
-        """Elements that each rank of the shard group holds."""
-        return [end - start for start, end in map(self.range_of, range(self.world_size))]
-
-    @cached_property
-    def stride(self) -> tuple[int, ...]:
-        """Stride of the logical tensor."""
-        if self.tensor_parallel is None:
-            return self.dense_stride
-        return torch.empty(self.shape, device="meta").stride()
 
     def flatten(self, dense: Tensor) -> Tensor:
         """Return the dense tensor's elements in memory order, shape `(numel,)`; a view if it can.
@@ -230,6 +195,62 @@ class ShardSpec:
         return DTensor.from_local(
             dense, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
         )
+
+
+def _region(spec: ShardSpec) -> Region:
+    """Return this rank's elements in the logical tensor, [Note: Regions].
+
+    Raises:
+        NotImplementedError: For a DTensor of other placements than shards and replicas.
+    """
+    box = whole_box(spec.shape)
+    if spec.tensor_parallel is not None:
+        mesh, placements = spec.tensor_parallel
+        if not all(isinstance(placement, Shard | Replicate) for placement in placements):
+            raise NotImplementedError(
+                f"parameter '{spec.label.fqn}' has placements {placements} on its "
+                "tensor-parallel mesh, and only Shard and Replicate can be saved or loaded in "
+                "parts. Save p.full_tensor() instead."
+            )
+        box = local_box(spec.shape, mesh, placements)
+    return Region(box, memory_order(spec.dense_shape, spec.dense_stride), *spec.local_range)
+
+
+def _stride(spec: ShardSpec) -> tuple[int, ...]:
+    if spec.tensor_parallel is None:
+        return spec.dense_stride
+    return torch.empty(spec.shape, device="meta").stride()
+
+
+def _owner(spec: ShardSpec) -> int | None:
+    owners = spec.layout.owners
+    return owners[spec.index] if owners and spec.index is not None else None
+
+
+_COMPUTED: dict[str, Callable[[ShardSpec], Any]] = {
+    "numel": lambda spec: spec.dense_shape.numel(),
+    "owner": _owner,
+    "is_whole": lambda spec: spec.world_size == 1 or spec.owner == spec.rank,
+    "is_owned_by_other_rank": lambda spec: spec.owner not in (None, spec.rank),
+    "local_range": lambda spec: spec.range_of(spec.rank),
+    "region": _region,
+    "numels": lambda spec: [b - a for a, b in map(spec.range_of, range(spec.world_size))],
+    "stride": _stride,
+}
+
+
+def _compute(spec: ShardSpec, name: str) -> Any:
+    """Fill a slot that is empty yet."""
+    if name not in _COMPUTED:
+        raise AttributeError(f"'ShardSpec' object has no attribute '{name}'")
+    value = _COMPUTED[name](spec)
+    object.__setattr__(spec, name, value)  # from now on read without a call
+    return value
+
+
+# Slots take a fifth of a dict that `cached_property` fills. Not in the class, where mypy would take
+# it to mean that a spec has any attribute.
+ShardSpec.__getattr__ = _compute  # type: ignore[attr-defined]
 
 
 def local_box(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> Bounds:
