@@ -228,3 +228,24 @@ def test_the_number_of_ranks_costs_a_rank_no_memory() -> None:
     _, _, few, many = found
     num_ranks = RANKS[1] - RANKS[0]
     assert many - few < num_ranks  # bytes: less than one for each rank
+
+
+def test_a_parameter_is_six_tensors() -> None:
+    """Its shard, the full values, an alias of each, the gradient and its piece.
+
+    A unit that packs no gradient outside of the values has no views for that.
+    """
+    found, x = [], torch.zeros(8)
+    for num_params in (2, 10, 30):  # the first for what is made once in a process
+        with free_world(2):
+            model = SumChain(1, num_params)
+            for module in (*model.layers, model):
+                fully_shard(module)
+            for _ in range(2):
+                model(x).backward()
+                model.zero_grad()
+            gc.collect()
+            found.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+            del model, module
+    _, few, many = found
+    assert many - few == 6 * (30 - 10)

@@ -288,11 +288,13 @@ def _build_handle(
 ) -> FlatParamHandle:
     dense = [original.dense for original in members]
     layout = lay_out(members, shard_group.size, precision)
+    shapes: dict[Any, Any] = {}  # parameters of one shape share what says so
+    strides: dict[Any, Any] = {}
     specs = [
         ShardSpec(
-            shape=original.param.shape,
-            dense_shape=tensor.shape,
-            dense_stride=dense_stride(tensor),
+            shape=shapes.setdefault(size := original.param.shape, size),
+            dense_shape=shapes.setdefault(size := tensor.shape, size),
+            dense_stride=strides.setdefault(stride := dense_stride(tensor), stride),
             layout=layout,
             index=index,
             rank=shard_group.rank,
@@ -420,10 +422,11 @@ def register_state_dict_hooks(
         modules: These and what is in the unit below them.
         state: The unit.
     """
+    show, load = partial(show_shards, state), partial(load_values, state)
     for module in modules:
         attach_unit(module, state)
-        module.register_state_dict_post_hook(partial(show_shards, state))
-        module.register_load_state_dict_pre_hook(partial(load_values, state))
+        module.register_state_dict_post_hook(show)
+        module.register_load_state_dict_pre_hook(load)
     for module in roots:
         module.register_state_dict_pre_hook(partial(adopt_new_data, state))
         module.register_state_dict_post_hook(show_whole_values)

@@ -312,7 +312,7 @@ class ParamEntry:
 
     def view_in(self, shard: Tensor, guard: WriteGuard) -> None:
         """Make the sharded parameter a view of its part of a new shard."""
-        self.shard_view = self.slice_of(shard)
+        self.shard_view = self.slice_of(shard).data
         param, view, guard = self.sharded, self.shard_view, self.shared_guard or guard
         if (
             param.dtype != view.dtype

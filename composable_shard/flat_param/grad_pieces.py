@@ -397,7 +397,8 @@ class OwnBuffer:
 
     Attributes:
         buffer: Shape `(padded_numel,)`; storage size 0 unless a round needs it.
-        views: The places of the parameters, in their dense shapes; nothing for those without.
+        views: The places of the parameters, in their dense shapes; nothing for those without. Made
+            when they are first needed: where gradients take the place of values they never are.
         part: Shape `(shard_numel,)`: this rank's part, where a reduction ends in place; else None.
         result: Shape `(shard_numel,)`: persistent memory of the main dtype, where it is needed.
     """
@@ -408,31 +409,28 @@ class OwnBuffer:
         self.part: Tensor | None = None
         self._num_uses = 0  # of the buffer's storage, by what is here
 
-    def replace(
-        self,
-        buffer: Tensor,
-        entries: Sequence[ParamEntry],
-        layout: FlatLayout,
-        part: tuple[int, int] | None,
-    ) -> None:
-        """Take a buffer, and make its views.
+    def replace(self, buffer: Tensor, part: tuple[int, int] | None) -> None:
+        """Take a buffer.
 
         Args:
             buffer: With memory, of shape `(layout.padded_numel,)`.
-            entries: The parameters.
-            layout: Where they lie.
             part: This rank's part, where a reduction ends in place.
         """
-        self.buffer = buffer
-        specs = [each.spec for each in entries]
+        self.buffer, self.views = buffer, []
+        self.part = None if part is None else buffer[slice(*part)]
+        self._num_uses = storage_uses_of(buffer)
+
+    def make_views(self, entries: Sequence[ParamEntry], layout: FlatLayout) -> list[Tensor]:
+        """Make `views` of the places of parameters, once the buffer has memory."""
+        buffer, specs = self.buffer, [each.spec for each in entries]
         self.views = [
             buffer.as_strided(spec.dense_shape, spec.dense_stride, offset)
             if numel == spec.numel
             else buffer[:0]
             for spec, offset, numel in zip(specs, layout.offsets, layout.numels, strict=True)
         ]
-        self.part = None if part is None else buffer[slice(*part)]
         self._num_uses = storage_uses_of(buffer)
+        return self.views
 
     def is_lost(self, pieces: GradPieces, params: Sequence[FlatShard]) -> bool:
         """Move results out of persistent memory; return whether somebody else holds that, too.

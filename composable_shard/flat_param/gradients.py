@@ -468,13 +468,14 @@ class FlatGradients:
         )
         if views is not None:
             alloc_storage(self._own.buffer)
-            copy_arrived(self._own.views, views, arrived, self.prescale / prescale)
-            self.views, self.arrived = self._own.views, arrived
+            self.views = self._own.make_views(self._shown.entries, self.layout)
+            self.arrived = arrived
+            copy_arrived(self.views, views, arrived, self.prescale / prescale)
 
     def _make_own(self, buffer: Tensor) -> None:
         ends_in_place = self.is_persistent and self.reduction.output_dtype == buffer.dtype
         part = self.layout.shard_range(self._shard_group.rank) if ends_in_place else None
-        self._own.replace(buffer, self._shown.entries, self.layout, part)
+        self._own.replace(buffer, part)
         free_storage(buffer)
 
     def release(self) -> None:
@@ -608,7 +609,8 @@ class FlatGradients:
             self.views = self._shared_views
         else:
             alloc_storage(self._own.buffer)
-            self.views = self._own.views
+            own, entries = self._own, self._shown.entries
+            self.views = own.views or own.make_views(entries, self.layout)
 
     def move_out(self) -> None:
         """Move gradients packed in place to the own buffer: the values are wanted again."""

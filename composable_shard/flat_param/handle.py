@@ -133,7 +133,7 @@ class FlatParamHandle:
         for param, spec in zip(params, specs, strict=True):
             kind = FlatShard if spec.tensor_parallel is None else FlatShardOfDTensor
             start, end = layout.local_range(cast(int, spec.index), shard_group.rank)
-            view = self.shard.values[start:end]
+            view = self.shard.values[start:end].data  # autograd's notes on a view are 290 bytes
             view.copy_(spec.slice(param.detach()))
             sharded = nn.Parameter(kind(view, spec, guard=self.guard), requires_grad)
             self.entries.append(ParamEntry(cast(FlatShard, sharded), spec, shard_view=view))
@@ -285,7 +285,7 @@ class FlatParamHandle:
             self.grads.release()
 
     def _bind_gradients(self) -> None:
-        views, before = self.full.params.views(), self.grads
+        views, before = self.full.params.views, self.grads
         layout = _gradient_layout(self)
         self.grads = before if layout == before.layout else in_layout(layout, before)
         dtype = self.precision.reduces_in(self.shard.values.dtype)

@@ -262,7 +262,7 @@ class ExtendedParams(UnshardedParams):
         self.versions = [version_of(each) for each in self.watched]
         self.locked = (LOCKED,) * len(self.watched)
 
-    def views(self) -> list[Tensor]:
+    def _aliases(self) -> list[Tensor]:
         """Return the parameter itself: its class may know no alias of memory that is freed."""
         return [*self.built]
 

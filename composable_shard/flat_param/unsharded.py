@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import gt
+from types import MethodType
 from typing import Any
 
 import torch
@@ -102,13 +103,25 @@ class UnshardedParameter(nn.Parameter):
     version counter would tell. See [Note: Packing in place].
     """
 
-    shard_label: object = "?"
-    position: int = 0
-    aliases: Aliases = Aliases()
+    __slots__ = ("aliases", "position", "shard_label")  # a dict for each would take 200 bytes
+    aliases: Aliases
+    position: int
+    shard_label: object
     is_repointed: bool = False  # `param.data = x`: it is no view of the buffer any more
     # Read by torch's own getter, without a call of Python's.
     grad = property(gradient_of, _set_gradient, _set_gradient, "What autograd has accumulated.")
     data_alias: Tensor | None = None  # whose version counts the edits through `.data`
+
+    def __new__(
+        cls,
+        data: Tensor,
+        requires_grad: bool = True,
+        noted: tuple[object, Aliases, int] | None = None,
+    ) -> UnshardedParameter:
+        """Make a parameter of a label, notes and a position, which a copy has not."""
+        self = super().__new__(cls, data, requires_grad)
+        self.shard_label, self.aliases, self.position = noted or ("?", Aliases(), 0)
+        return self
 
     def detach(self) -> Tensor:
         """Return a detached alias, as any tensor's does.
@@ -166,11 +179,11 @@ class UnshardedParameter(nn.Parameter):
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
-def _make_unsharded(dense: Tensor) -> nn.Parameter:
+def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Parameter:
     """Return the parameter whose data is `dense`, a view of the buffer (or a DTensor of one)."""
-    kind: Any = nn.Parameter if isinstance(dense, DTensor) else UnshardedParameter
-    param: nn.Parameter = kind(dense, dense.is_floating_point() or dense.is_complex())
-    return param
+    flag = dense.is_floating_point() or dense.is_complex()
+    is_other = isinstance(dense, DTensor)
+    return nn.Parameter(dense, flag) if is_other else UnshardedParameter(dense, flag, noted)
 
 
 def _is_repointed(param: nn.Parameter) -> bool:
@@ -205,9 +218,10 @@ _TAKEN = (None,)
 
 
 def _take(
-    handle_ref: weakref.ref[Any], aliases: Aliases, index: int, gradients: tuple[Tensor | None, ...]
+    place: tuple[weakref.ref[Any], Aliases, int], gradients: tuple[Tensor | None, ...]
 ) -> tuple[None] | None:
     """Take a gradient that autograd is about to accumulate, see [Note: Taken gradients]."""
+    handle_ref, aliases, index = place
     handle = handle_ref()
     if handle is None or aliases.stop_taking is None:
         return None
@@ -246,6 +260,7 @@ class UnshardedParams:
 
     Attributes:
         built: These, once they are there.
+        views: Their dense data, under their version counters.
         watched: The same, or plain aliases of the same version.
         versions: Theirs, while the values are there.
         locked: Theirs, while they are not, see [Note: Locked versions].
@@ -266,6 +281,7 @@ class UnshardedParams:
         self.has_late_reads = self.has_unwatched = False
         self.aliases = Aliases()
         self.built: list[nn.Parameter] = []
+        self.views: list[Tensor] = []
         self._handle: Any = None  # a weak reference
         self._nodes: list[Any] = []  # which accumulate the gradients; kept, or their hooks are gone
         self.locked: tuple[int, ...] = ()
@@ -274,18 +290,19 @@ class UnshardedParams:
         """Make the unsharded parameters of entries, trainable; the buffer must have memory."""
         self._entries, self.aliases = entries, Aliases()
         for index, entry in enumerate(entries):
-            entry.unsharded = _make_unsharded(self._view(index, entry))
-            noted = {"shard_label": entry.label, "aliases": self.aliases, "position": index}
-            entry.unsharded.__dict__.update(noted)
+            noted = entry.label, self.aliases, index
+            entry.unsharded = _make_unsharded(self._view(index, entry), noted)
             # What a forward asks of a parameter: how tensor parallelism split it, for example.
             for name, value in user_attributes(entry.sharded).items():
-                entry.unsharded.__dict__.setdefault(name, value)
+                if name != "_is_param":  # alone it would cost a dict
+                    entry.unsharded.__dict__.setdefault(name, value)
             entry.runs_hooks = False
         self.built = [entry.unsharded for entry in entries if entry.unsharded is not None]
         self.has_unwatched = not all(isinstance(each, UnshardedParameter) for each in self.built)
+        self.views = self._aliases()
         self.watched = tuple(
             param if isinstance(param, DTensor) else view
-            for param, view in zip(self.built, self.views(), strict=True)
+            for param, view in zip(self.built, self.views, strict=True)
         )
         self.locked = (LOCKED,) * len(self.built)
         self.versions = [version_of(param) for param in self.built]
@@ -301,7 +318,7 @@ class UnshardedParams:
         self.aliases.stop_taking = partial(_stop_taking, weakref.ref(self))
         for index, param in enumerate(self.built):
             node: Any = get_gradient_edge(param).node
-            node.register_prehook(partial(_take, handle, self.aliases, index))
+            node.register_prehook(MethodType(_take, (handle, self.aliases, index)))
             self._nodes.append(node)
 
     def accumulate_gradients(self) -> None:
@@ -311,8 +328,7 @@ class UnshardedParams:
                 hook = partial(_arrive, self._handle, index)
                 param.register_post_accumulate_grad_hook(hook)
 
-    def views(self) -> list[Tensor]:
-        """Return the dense data of the parameters, under their version counters."""
+    def _aliases(self) -> list[Tensor]:
         return [_alias_of(param) for param in self.built]
 
     def set_flags(self, flags: Sequence[bool]) -> None:

@@ -315,9 +315,8 @@ class FlatShard(Checkpointable):
             device=local.device,
             requires_grad=requires_grad,
         )
-        self._local = local
-        self._shard_spec = spec
-        self._guard = guard
+        # At once: a dict that grows takes more.
+        self.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": guard}
         return self
 
     __torch_function__ = disabled_torch_function
