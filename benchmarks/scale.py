@@ -185,7 +185,8 @@ def values_nbytes() -> int:
         if issubclass(type(each), Tensor) and each.layout is torch.strided:
             with suppress(RuntimeError):  # wrappers have no storage
                 storage = each.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
+                if storage.data_ptr():  # a wrapper's claims bytes that it has not
+                    storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 
