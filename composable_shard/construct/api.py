@@ -62,6 +62,7 @@ from composable_shard.runtime import (
     find_small_group,
     get_handles,
     join_owners,
+    part_joined_trees,
     place_buffers,
     post_forward,
     pre_forward,
@@ -606,6 +607,7 @@ def form_unit(
     register_state_dict_hooks(modules, plan.unmanaged_modules, state)
     for root in modules:
         rename(root)
+    part_joined_trees([state])
     join_owners(share_context(modules), [item.handle for item in plan.borrowed])
 
 

@@ -38,6 +38,7 @@ from composable_shard.runtime.tree import (
     called_modules,
     calling_modules,
     check_children,
+    has_other_children,
     read_state,
 )
 from composable_shard.runtime.unit import (
@@ -122,9 +123,12 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
 
 def _prepare(context: TreeContext, state: ShardState, module: nn.Module) -> TreeContext:
     """Return the tree that a unit is in, at rest and compared with the other ranks'."""
+    if context.is_joined and not context.has_changed:
+        context.has_changed = any(map(has_other_children, context.live_modules()))
     if context.has_changed and context.is_checked:
         _recover_interrupted_call(context)
-        context = renew_context(context)
+        renew_context(context)
+        context = state.context or context
     if not context.is_checked:
         initialize(module, calling_modules(module))
         context = state.context or context

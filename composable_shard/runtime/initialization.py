@@ -18,7 +18,7 @@ different graphs stay apart, in whatever order their calls come.
 A unit that a program takes out of its model may be garbage for a while, and collected at other
 moments on each rank. So nothing that all ranks do may depend on whether it is still there. When a
 call begins whose modules have other children than before, the tree is made anew of what is below
-them. Layers without a unit around them tell nothing of that.
+them. Joined trees part when new units are made, and those that are still used join again.
 """
 
 from __future__ import annotations
@@ -80,21 +80,38 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
     return context
 
 
-def renew_context(context: TreeContext) -> TreeContext:
-    """Make a tree anew of the units below its modules, as some of these have other children now.
+def renew_context(context: TreeContext) -> None:
+    """Make a tree anew of the units below each of its modules.
 
-    See [Note: Units that are taken out]. A tree that has a graph waits until it has none.
+    See [Note: Units that are taken out]. Graphs that wait for a backward stay valid.
     """
-    if context.armed:
-        return context
-    modules = context.live_modules()
+    modules, armed = context.live_modules(), list(context.armed)
+    first_to_join[0] = max(first_to_join[0], context.last_backward_id + 1)
     inner = {child for module in modules for child in module.modules() if child is not module}
-    modules = [module for module in modules if module not in inner]
-    states = [state for module in modules for state in get_states(module)]
-    are_known = all(state.context is not None and state.context.is_checked for state in states)
-    renewed = share_context(modules)
-    renewed.follow(context, are_known=are_known)
-    return renewed
+    renewed = []
+    for module in [module for module in modules if module not in inner]:
+        contexts = {state.context for state in get_states(module)}
+        renewed.append(share_context([module]))
+        are_known = all(each is not None and each.is_checked for each in contexts)
+        renewed[-1].follow(context, armed, are_known=are_known)
+    for each in [state for tree in renewed for state in tree.live_states() if state.borrowed]:
+        if each.context is not None:
+            join_owners(each.context, each.borrowed)
+
+
+def part_joined_trees(units: Sequence[ShardState]) -> None:
+    """Let joined trees part before their next call, as new units may stand for some of theirs.
+
+    See [Note: Units that are taken out]. Those that are parts of one graph still join again.
+    """
+    groups = {handle.shard_group.joint_groups for state in units for handle in state.handles}
+    for context in all_trees():
+        if not groups.isdisjoint(h.shard_group.joint_groups for h in context.live_handles()):
+            context.has_changed = context.has_changed or context.is_joined
+            first_to_join[0] = max(first_to_join[0], context.last_backward_id + 1)
+
+
+first_to_join = [0]  # number of the first backward of which the trees may join
 
 
 def join_connected(context: TreeContext, args: tuple[Any, ...]) -> TreeContext:
@@ -111,7 +128,7 @@ def join_connected(context: TreeContext, args: tuple[Any, ...]) -> TreeContext:
     """
     others = [other for other in all_trees() if other is not context]
     for other in others:
-        if context.last_backward_id == other.last_backward_id >= 0:
+        if context.last_backward_id == other.last_backward_id >= first_to_join[0]:
             join(context, other)
     calls = [
         (state.call_sequence_nr, state.output_sequence_nr, other)
@@ -241,6 +258,10 @@ def lazy_init_params(
         )
     if any(state.context is None for state in states):
         share_context([module])
+    contexts = list(dict.fromkeys(state.context for state in states if state.context))
+    for context in contexts:
+        if not context.has_agreed and context.call is None and context.backward is None:
+            renew_context(context)  # units may have been taken out since fully_shard
     contexts = list(dict.fromkeys(state.context for state in states if state.context))
     _fix_owners([context for context in contexts if not context.has_agreed])
     # Whole trees: a unit may borrow parameters of one that is not in `module`.

@@ -248,6 +248,12 @@ def watch_children(module: nn.Module) -> None:
     module.__dict__[CHILDREN_KEY] = (parts, ids)
 
 
+def has_other_children(module: nn.Module) -> bool:
+    """Return whether modules were added, replaced or taken out since the last call."""
+    parts, known = module.__dict__.get(CHILDREN_KEY, ((), ()))
+    return len(parts) > 0 and [id(child) for part in parts for child in part.values()] != known
+
+
 def rename(module: nn.Module) -> None:
     """Name all units and parameters in `module` as seen from it, for messages."""
     labels = {

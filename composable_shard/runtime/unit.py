@@ -378,7 +378,7 @@ class TreeContext:
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         may_recompute: Units whose forward a backward nested in the next one may run again;
             `has_regions` if there have ever been such.
-        has_changed: Modules of units have got other children.
+        has_changed: It is to be made anew, [Note: Units that are taken out].
         backward: The running `BackwardPass`; its module is above this one.
         last_backward_id: Autograd's number of the last backward; `probed_backward_id` of one ahead.
         has_aborted: What an aborted backward left has not been dropped yet; nor has `expected` been
@@ -449,20 +449,27 @@ class TreeContext:
         self.reduction_order = self.reduction_order or other.reduction_order
         self._owners = None
 
-    def follow(self, other: TreeContext, *, are_known: bool) -> None:
+    def follow(self, other: TreeContext, armed: list[StateRef], *, are_known: bool) -> None:
         """Take the place of another tree, of which this one has the modules.
 
         Args:
             other: That tree.
+            armed: Its units whose outputs wait for a backward.
             are_known: All units have been compared with the other ranks'.
         """
         other.modules, other.has_changed = [], False
-        self.is_joined = other.is_joined and len(self.modules) > 1
         self.has_regions = other.has_regions
         if are_known:
             self.has_agreed = self.is_checked = True
             self.reduction_order = other.reduction_order and ReductionOrder()
         own = set(self.states)
+        self.armed = {each: None for each in armed if each in own}
+        self.first_calls, self.num_forwards = dict(other.first_calls), other.num_forwards
+        self.call_start, self.spans_calls = other.call_start, other.spans_calls
+        self.open_calls, self.most_open_calls = other.open_calls, other.most_open_calls
+        self.last_backward_id = other.last_backward_id
+        self.probed_backward_id = other.probed_backward_id
+        self.may_recompute = other.may_recompute & own
         for state in self.live_states():
             state.forward_order = ExecutionOrder()
             ahead = state.forward_prefetch, state.backward_prefetch

@@ -75,3 +75,34 @@ def test_a_unit_that_is_taken_out_while_one_rank_still_has_it(
         for step in range(6, 9):
             _step_twins(twins, step)
     assert_at_rest(twins.sharded)
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+@distributed(2)
+def test_a_tree_that_is_replaced_while_one_rank_still_has_it(strategy: ShardingStrategy) -> None:
+    """Trees that were joined part when a new unit is made."""
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model.inp, strategy=strategy)
+        fully_shard(model.out, strategy=strategy)
+        for block in model.blocks:
+            for part in block.children():
+                fully_shard(part, strategy=strategy)
+            fully_shard(block, strategy=strategy)
+
+    twins = Twins(Net, shard)
+    for step in range(3):
+        _step_twins(twins, step)
+    new = [Layer(), Layer()]
+    new[1].load_state_dict(new[0].state_dict())
+    fully_shard(new[1], strategy=strategy)
+    kept = [_take_out(*each) for each in zip(twins, new, strict=True)]
+    for model in twins:
+        kept.append(model.blocks[0].up)
+        model.blocks[0].up = nn.Identity()
+        model.blocks[0].down = nn.Identity()
+    if dist.get_rank() == 0:
+        kept.clear()
+    for step in range(3, 7):
+        _step_twins(twins, step)
+    assert_at_rest(twins.sharded)
