@@ -38,10 +38,8 @@ any: the order rarely changes, so that from the second step on it is the last on
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import repeat
 from operator import attrgetter, is_
 from sys import getrefcount
 from typing import Any, cast
@@ -300,14 +298,11 @@ def set_gradients(
         RuntimeError: If one that a parameter has is not a shard like the parameter.
     """
     num_set = 0
-    params = [entry.sharded for entry in entries]
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
-        if all(used) and all(map(is_, map(gradient_of, params), repeat(None))):
-            deque(map(set_gradient, params, shards), maxlen=0)
-            return len(params) - sum(map(is_, shards, repeat(None)))
-        for param, shard, is_used in zip(params, shards, used, strict=True):
+        for entry, shard, is_used in zip(entries, shards, used, strict=True):
             if not is_used or shard is None:
                 continue
+            param = entry.sharded
             grad = gradient_of(param)
             if grad is None:
                 set_gradient(param, shard)

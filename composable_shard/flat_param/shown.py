@@ -16,12 +16,10 @@ buffer's storage is dropped, never resized to nothing. The parameters themselves
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import compress
-from operator import getitem, is_, setitem
 from typing import Any, NoReturn
 
 import torch
@@ -114,8 +112,8 @@ class ShownParams:
         self.scope: Scope | None = None
         self.agreed_flags: list[bool] | None = None
         self.shared: Sequence[ParamEntry] = ()
-        # Containers, keys, what they have at rest, and unsharded: as `map` takes them
-        self._slots: list[tuple[Any, ...]] = [()] * 4
+        # container, key, at rest, unsharded
+        self._slots: list[tuple[Any, Any, Tensor | None, Tensor | None]] = []
         # Module, name, what stands for the original; none where originals are at rest
         self._hidden: list[tuple[Any, str, Tensor | None]] = []
         self.set_flat(flat, shows_flat=shows_flat)
@@ -141,18 +139,16 @@ class ShownParams:
 
     def index_slots(self) -> None:
         """Refresh the flat list that registration walks; call after `entries[i].slots` changed."""
-        slots: list[tuple[Any, Any, Tensor | None, Tensor | None]] = []
-        self._hidden = []
+        self._slots, self._hidden = [], []
         for entry in self.entries:
             for container, key, place in entry.slots:
                 at_rest = entry.hidden_at(place) if self.shows_flat else entry.sharded
-                slots.append((container, key, at_rest, entry.unsharded))
+                self._slots.append((container, key, at_rest, entry.unsharded))
                 if self.shows_flat and place is not None:
                     self._hidden.append((place.module, key, entry.hidden))
         if self.shows_flat and self.flat is not None:
             slot = self.flat_slot
-            slots.append((slot.take(), slot.name, self.flat.sharded, None))
-        self._slots = [*zip(*slots, strict=True)] or [()] * 4
+            self._slots.append((slot.take(), slot.name, self.flat.sharded, None))
 
     @property
     def is_unsharded(self) -> bool:
@@ -173,8 +169,8 @@ class ShownParams:
             return
         if self.state is UNSHARDED_FLAT:
             self.show_unsharded_as(None)
-        containers, keys, _, unsharded = self._slots
-        deque(map(setitem, containers, keys, unsharded), maxlen=0)
+        for container, key, _, unsharded in self._slots:
+            container[key] = unsharded
         for module_ref, name, _ in self._hidden:
             if (module := module_ref()) is not None:
                 module.__dict__.pop(name, None)
@@ -186,8 +182,8 @@ class ShownParams:
             return
         if self.state is UNSHARDED_FLAT:
             self.show_unsharded_as(None)
-        containers, keys, at_rest, _ = self._slots
-        deque(map(setitem, containers, keys, at_rest), maxlen=0)
+        for container, key, at_rest, _ in self._slots:
+            container[key] = at_rest
         for module_ref, name, hidden in self._hidden:
             if (module := module_ref()) is not None:
                 module.__dict__[name] = hidden
@@ -207,7 +203,7 @@ class ShownParams:
             self._show(None, self.flat.unsharded)
             return
         self._show(None, None)
-        for container, key, at_rest, unsharded in zip(*self._slots, strict=True):
+        for container, key, at_rest, unsharded in self._slots:
             container[key] = unsharded if self.state is UNSHARDED else at_rest
         if self.state is UNSHARDED or not self.shows_flat:
             self._hide(False)
@@ -240,14 +236,7 @@ class ShownParams:
         is_unsharded = self.state is UNSHARDED
         if not is_unsharded and self.state is not SHARDED:
             return
-        containers, keys, at_rest, unsharded = self._slots
-        expected = unsharded if is_unsharded else at_rest
-        try:
-            if all(map(is_, map(getitem, containers, keys), expected)):
-                return
-        except KeyError:
-            pass
-        for container, key, param in zip(containers, keys, expected, strict=True):
+        for container, key, at_rest, unsharded in self._slots:
             try:
                 found = container[key]
             except KeyError:
@@ -256,7 +245,7 @@ class ShownParams:
                     "after register_parametrization. Parametrize, prune or delete parameters "
                     "before fully_shard."
                 ) from None
-            if found is not param:
+            if found is not (unsharded if is_unsharded else at_rest):
                 raise RuntimeError(
                     f"parameter '{self._label_at(container, key)}' was replaced by another object "
                     f"({_describe(found)}) after fully_shard, as by assignment, "
