@@ -4,7 +4,9 @@ Process CPU time of `AdamW.step()` in its three forms: fused, foreach, and one p
 The model is "micro": 48 layers of nine parameters, so small that what is left is host work. The
 process group is torch's `fake` backend, which moves no data. Every step follows a forward and a
 backward of its own, so the gradients are new ones, as in training. The peers run interleaved in one
-process, in rotating order, and the ratio to FSDP2 is taken inside each round.
+process, in rotating order, and the ratio to FSDP2 is taken inside each round. `subclass` is the
+plain model with parameters, gradients and state of a tensor subclass that does nothing: what torch
+itself takes to ask each of them for `__torch_function__`.
 
     python -m benchmarks.optimizer_host
     python -m benchmarks.optimizer_host --profile ours --forms loop
@@ -50,6 +52,10 @@ def stepper(peer: str, form: str) -> Callable[[Callable[[], Any] | None], float]
 
     def step(around: Callable[[], Any] | None = None) -> float:
         model(*batch).backward()
+        if peer == "subclass":
+            for values in optimizer.state.values():
+                for name in values.keys() - {"step"}:
+                    values[name] = values[name].as_subclass(peers.Subclass)
         toggle = around or (lambda: None)
         toggle()
         start = time.process_time()
@@ -103,7 +109,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps per peer and round")
     parser.add_argument("--world-size", type=int, default=8, help="of the fake process group")
     parser.add_argument("--forms", default="fused,foreach,loop", help="forms of AdamW")
-    parser.add_argument("--peers", default="bare,fsdp1,fsdp2,ours,ours_flat")
+    parser.add_argument("--peers", default="bare,subclass,fsdp1,fsdp2,ours,ours_flat")
     parser.add_argument("--profile", metavar="PEER", help="print a cProfile of this peer instead")
     args = parser.parse_args()
     torch.set_num_threads(1)
