@@ -44,7 +44,13 @@ from composable_shard.flat_param import FlatParamHandle, settle_owners
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.casts import iter_tensors
 from composable_shard.runtime.reduction_order import ReductionOrder
-from composable_shard.runtime.tree import find_unmanaged, get_states, name_apart, raise_unmanaged
+from composable_shard.runtime.tree import (
+    find_unmanaged,
+    get_states,
+    has_other_children,
+    name_apart,
+    raise_unmanaged,
+)
 from composable_shard.runtime.unit import (
     ShardState,
     StateRef,
@@ -155,6 +161,7 @@ def join(context: TreeContext, other: TreeContext) -> TreeContext:
     """
     is_busy = other.call or other.backward or other.has_aborted or other.serves_graphs
     is_busy = is_busy or context.call or context.backward or context.device != other.device
+    is_busy = is_busy or any(map(has_other_children, other.live_modules()))  # its next call looks
     if other.armed or is_busy:
         return other
     context.take_over(other)

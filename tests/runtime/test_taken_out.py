@@ -106,3 +106,27 @@ def test_a_tree_that_is_replaced_while_one_rank_still_has_it(strategy: ShardingS
     for step in range(3, 7):
         _step_twins(twins, step)
     assert_at_rest(twins.sharded)
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+@distributed(2)
+def test_a_tree_joins_without_the_units_that_were_taken_out(strategy: ShardingStrategy) -> None:
+    """The call that joins it is that of another tree."""
+
+    def shard(pair: nn.Module) -> None:
+        fully_shard(pair[0], strategy=strategy)
+        shard_blocks(pair[1], strategy=strategy)
+
+    twins = Twins(lambda: nn.ModuleList([nn.Linear(5, 5), Net()]), shard)
+    kept: list[nn.Module] = []
+    for step in range(5):
+        x = rank_input(4, 5, step=step)
+        twins.step(lambda pair, x=x: pair[0](x).square().mean() + pair[1](x).square().mean())
+        for model, optimizer in zip(twins, twins.optimizers(torch.optim.SGD), strict=True):
+            optimizer.step()
+            model.zero_grad()
+        if step == 0:
+            kept = [_take_out(pair[1], None) for pair in twins]
+            if dist.get_rank() == 0:
+                kept.clear()
+    assert_at_rest(twins.sharded)
