@@ -57,12 +57,19 @@ class Original:
 
     param: nn.Parameter
     fqn: str
-    slots: tuple[Slot, ...] = ()
+    place: ModuleItems  # where it was found first, under this name
+    name: str
+    further_slots: tuple[Slot, ...] = ()  # of modules that share it
     is_kept: bool = False  # in a module that computes in the main dtype
     granularity: Granularity = "element"
     owner: int = 0  # the rank that gets it whole, where the granularity says so
     main_dtype: torch.dtype | None = None  # of the shard, where it is not the parameter's
     extension: Extension | None = None  # of its class, [Note: Extended gathers]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Every place that shows the parameter."""
+        return find_slots(self.place, self.name) + self.further_slots
 
     @property
     def dense(self) -> Tensor:
@@ -208,16 +215,15 @@ def _find_params(
                     continue
                 if param is None or id(param) in managed:
                     continue
-                slots = find_slots(module, name, place)
                 if id(param) in ignored:
-                    left_out += slots
-                    continue
-                if isinstance(param, FlatShard):
+                    left_out += find_slots(place, name)
+                elif isinstance(param, FlatShard):
                     item = borrowed.get(id(param)) or _borrow(param, fqn)
-                    borrowed.setdefault(id(param), item).slots += slots
+                    borrowed.setdefault(id(param), item).slots += find_slots(place, name)
                 else:
-                    original = originals.setdefault(id(param), Original(param, fqn))
-                    original.slots += slots
+                    new = Original(param, fqn, place, name)
+                    known = originals.setdefault(id(param), new)
+                    known.further_slots += () if known is new else find_slots(place, name)
     return Plan(
         modules,
         list(originals.values()),

@@ -98,7 +98,8 @@ class ModuleItems:
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
 
-    def _get(self) -> nn.Module:
+    def get(self) -> nn.Module:
+        """Return the module."""
         module = self.module()
         if module is None:
             raise RuntimeError("the module that shows this parameter was deleted")
@@ -116,7 +117,7 @@ class _Attributes(ModuleItems):
     """The parameters of a module that overrides `__setattr__`."""
 
     def __getitem__(self, name: str) -> Any:
-        return parameters_of(self._get())[name]
+        return parameters_of(self.get())[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         if (module := self.module()) is not None:
@@ -127,7 +128,7 @@ class _FlatWeights(ModuleItems):
     """The list that an RNN's forward reads; RNNBase makes a new one in `.to()` and `to_empty()`."""
 
     def __getitem__(self, position: int) -> Any:
-        return flat_weights_of(self._get())[position]
+        return flat_weights_of(self.get())[position]
 
     def __setitem__(self, position: int, value: Any) -> None:
         if (module := self.module()) is not None:
@@ -147,7 +148,7 @@ class FlatSlot(ModuleItems):
     def take(self) -> dict[str, Any]:
         """Return the module's dict of parameters, in which the flat parameter will be shown."""
         self._is_ours = True
-        return parameters_of(self._get())
+        return parameters_of(self.get())
 
     def show(self, flat: Tensor | None) -> None:
         """Show `flat`, or nothing, in a place among the parameters that it then keeps."""
@@ -156,7 +157,7 @@ class FlatSlot(ModuleItems):
         if self.module() is None:
             return  # deleted, as by replacing it in its parent
         self._shown = flat
-        attributes = self._get().__dict__
+        attributes = self.get().__dict__
         if self._shadow is not None:
             attributes[self.name], self._shadow = self._shadow, None
         if flat is not None:
@@ -177,7 +178,7 @@ class FlatSlot(ModuleItems):
         Args:
             ours: The flat parameter, if there is one yet.
         """
-        module = self._get()
+        module = self.get()
         found = [vars(module).get(self.name), parameters_of(module).get(self.name)]
         taken = [buffers_of(module).get(self.name), modules_of(module).get(self.name)]
         taken.append(getattr(type(module), self.name, None))
@@ -191,23 +192,23 @@ class FlatSlot(ModuleItems):
 
     def keep_reachable(self, flat: Tensor) -> None:
         """Make `flat` an attribute of the module that is there while it is not registered too."""
-        self._get().__dict__[self.name] = flat
+        self.get().__dict__[self.name] = flat
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatSlot:
-        return type(self)(copy.deepcopy(self._get(), memo), self.name, self._is_ours)
+        return type(self)(copy.deepcopy(self.get(), memo), self.name, self._is_ours)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._get(), self.name, self._is_ours)
+        return type(self), (self.get(), self.name, self._is_ours)
 
 
-def find_slots(module: nn.Module, name: str, place: ModuleItems) -> tuple[Slot, ...]:
-    """Return every place where `module` itself keeps its parameter `name`.
+def find_slots(place: ModuleItems, name: str) -> tuple[Slot, ...]:
+    """Return every place where a module itself keeps its parameter `name`.
 
     Args:
-        module: The module.
-        name: Of one of its own parameters.
         place: The module's; one object serves all its parameters.
+        name: Of one of these.
     """
+    module = place.get()
     if isinstance(module, nn.RNNBase) and name in flat_weights_names_of(module):
         position = flat_weights_names_of(module).index(name)
         return (parameters_of(module), name, place), (_FlatWeights(module), position, None)
@@ -220,7 +221,7 @@ def slot_key(slot: Slot) -> tuple[int, Any]:
     """Return what identifies a slot that is an entry of a module's `_parameters`."""
     container, key, _ = slot
     if isinstance(container, _Attributes):
-        container = parameters_of(container._get())
+        container = parameters_of(container.get())
     return id(container), key
 
 

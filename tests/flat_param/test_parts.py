@@ -189,9 +189,7 @@ def _entries(module: nn.Linear, shard: LocalShard) -> list[ParamEntry]:
         view.copy_(spec.slice(param.detach()))
         sharded = cast(FlatShard, nn.Parameter(FlatShard(view, spec, guard=shard.guard)))
         entries.append(
-            ParamEntry(
-                sharded, spec, find_slots(module, name, ModuleItems(module)), shard_view=view
-            )
+            ParamEntry(sharded, spec, find_slots(ModuleItems(module), name), shard_view=view)
         )
     return entries
 

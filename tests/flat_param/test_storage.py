@@ -183,10 +183,10 @@ class _Strict(nn.Module):
 def test_plain_module_keeps_a_parameter_in_one_place() -> None:
     """The slot is the module's own dict, which costs no attribute look-up."""
     module = nn.Linear(2, 3)
-    assert [slot[:2] for slot in find_slots(module, "weight", ModuleItems(module))] == [
+    assert [slot[:2] for slot in find_slots(ModuleItems(module), "weight")] == [
         (module._parameters, "weight")
     ]
-    ((container, key, _),) = find_slots(module, "bias", ModuleItems(module))
+    ((container, key, _),) = find_slots(ModuleItems(module), "bias")
     replacement = nn.Parameter(torch.ones(3))
     container[key] = replacement
     assert module.bias is replacement
@@ -196,7 +196,7 @@ def test_plain_module_keeps_a_parameter_in_one_place() -> None:
 def test_rnn_keeps_a_parameter_in_two_places(kind: type[nn.RNNBase]) -> None:
     """Writing all slots changes what forward reads, also after the RNN made a new list."""
     module = kind(2, 3, num_layers=2)
-    slots = find_slots(module, "weight_hh_l1", ModuleItems(module))
+    slots = find_slots(ModuleItems(module), "weight_hh_l1")
     assert len(slots) == 2
     module.to(torch.float64)
     replacement = nn.Parameter(torch.ones_like(module.weight_hh_l1))
@@ -211,7 +211,7 @@ def test_a_parameter_that_a_subclass_adds_to_an_rnn_is_in_one_place() -> None:
     """Torch's forward does not read it."""
     module = nn.LSTM(2, 3)
     module.scale = nn.Parameter(torch.ones(2))
-    ((container, key, _),) = find_slots(module, "scale", ModuleItems(module))
+    ((container, key, _),) = find_slots(ModuleItems(module), "scale")
     container[key] = replacement = nn.Parameter(torch.ones(2))
     assert module.scale is replacement
 
@@ -219,7 +219,7 @@ def test_a_parameter_that_a_subclass_adds_to_an_rnn_is_in_one_place() -> None:
 def test_module_with_its_own_setattr_is_asked() -> None:
     """Its `__setattr__` sees every change of registration."""
     module = _Strict()
-    ((container, key, _),) = find_slots(module, "weight", ModuleItems(module))
+    ((container, key, _),) = find_slots(ModuleItems(module), "weight")
     replacement = nn.Parameter(torch.ones(2))
     container[key] = replacement
     assert container[key] is module.weight is replacement
@@ -231,7 +231,7 @@ def test_slots_hold_their_module_weakly(module: nn.Module) -> None:
     """A handle holds slots, and a module's hooks hold the handle: no cycle."""
     module = copy.deepcopy(module)
     name = next(iter(module._parameters))
-    container, key, _ = find_slots(module, name, ModuleItems(module))[-1]
+    container, key, _ = find_slots(ModuleItems(module), name)[-1]
     del module
     with pytest.raises(RuntimeError, match="the module that shows this parameter was deleted"):
         container[key]
@@ -248,7 +248,7 @@ def test_copied_slots_belong_to_the_copied_module(
         *([] if kind == "setattr" else [2, 3])
     )
     name = next(iter(module._parameters))
-    pair = (module, find_slots(module, name, ModuleItems(module)))[:: 1 if is_module_first else -1]
+    pair = (module, find_slots(ModuleItems(module), name))[:: 1 if is_module_first else -1]
     copied = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
     twin, slots = copied[:: 1 if is_module_first else -1]
     replacement = nn.Parameter(torch.ones(1))
@@ -258,5 +258,5 @@ def test_copied_slots_belong_to_the_copied_module(
     assert getattr(twin, name) is replacement
     assert all(
         container[key] is not replacement
-        for container, key, _ in find_slots(module, name, ModuleItems(module))
+        for container, key, _ in find_slots(ModuleItems(module), name)
     )
