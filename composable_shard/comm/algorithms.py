@@ -332,7 +332,8 @@ class SumAlgorithm:
             options, scale = self._mean, 1.0
         is_cast = output.dtype != input.dtype
         received = input.new_empty(output.shape) if is_cast else output
-        work = reduce_scatter_base_of(self._group)(as_real(received), as_real(input), options)
+        pair = (as_real(received), as_real(input)) if input.is_complex() else (received, input)
+        work = reduce_scatter_base_of(self._group)(*pair, options)
         terms = received[None] if is_cast else None
         return PendingReduction(work, output, input, terms, scale, self._group)
 
