@@ -38,10 +38,9 @@ class Sizes:
         root = [p.nbytes for name, p in model.named_parameters() if not name.startswith("layers.")]
         return cls(total, sum(layers) // len(model.layers), sum(root), max(root), num_ranks)
 
-    @property
-    def scratch(self) -> float:
-        """For a reduction in place on the CPU: a shard of the largest unit, or all of it."""
-        return max(self.layer, self.root) / (2 if self.num_ranks == 2 else 1)
+    def scratch(self, unit: int) -> float:
+        """For a unit's reduction in place on the CPU: a shard of the unit, or all of it."""
+        return unit / (2 if self.num_ranks == 2 else 1)
 
     @property
     def last_moment(self) -> float:
@@ -75,12 +74,12 @@ def _gradop(s: Sizes) -> Levels:
 
 
 def _optim(s: Sizes) -> Levels:
-    rest = 2 * s.total + 2 * s.total / s.num_ranks + s.scratch
-    return _levels(rest, 0, s.gradient, 0)
+    rest = 2 * s.total + 2 * s.total / s.num_ranks + s.scratch(s.layer)
+    return _levels(rest, 0, max(s.gradient, s.scratch(s.root)), 0)
 
 
 def _noshard(s: Sizes) -> Levels:
-    return _levels(4 * s.total + max(s.layer, s.root), 0, s.gradient, 0)
+    return _levels(4 * s.total + s.layer, 0, max(s.gradient, s.root), 0)
 
 
 def _levels(rest: float, forward: float, backward: float, gradients: float) -> Levels:

@@ -67,20 +67,37 @@ from composable_shard.flat_param.grad_pieces import (
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, PendingState, refuse_graphs, set_gradient
-from composable_shard.torch_private import foreach_norm, version_of
+from composable_shard.torch_private import foreach_norm, storage_of, version_of
 
 
 class ScratchPool:
-    """Memory that the reductions of a tree share: only one at a time is in its first stage."""
+    """Memory that the reductions of a tree share: only one at a time is in its first stage.
+
+    It is as large as the first reduction or several units need. More than that, for one unit alone,
+    is made anew in each step: mostly for the root, when a step's activations are gone.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._largest: dict[
+            tuple[torch.dtype, torch.device], int
+        ] = {}  # the buffer that needs more
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """Return memory of shape `(numel,)`; what was taken before may be the same."""
+        """Return memory of shape `(numel,)`; what was taken before may be the same.
+
+        Args:
+            numel: Its elements.
+            like: The buffer that is reduced.
+        """
         key = like.dtype, like.device
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < numel:
+        if buffer is None:
+            buffer = self._buffers[key] = like.new_empty(numel)
+        elif buffer.numel() < numel:
+            if self._largest.setdefault(key, owner := storage_of(like)) == owner:
+                return like.new_empty(numel)
+            del self._largest[key]
             buffer = self._buffers[key] = like.new_empty(numel)
         return buffer[:numel]
 

@@ -194,9 +194,11 @@ def estimate(  # noqa: PLR0913 -- what a plan depends on, each by name
     num_states = _NUM_STATES[optimizer]
     optimizer_nbytes = cost.optimizer_nbytes * num_states // 2
     kept = sum(unit.cost.grad_nbytes for unit in report.units if not unit.cost.packed_nbytes)
-    terms = max(unit.kept_terms for unit in memory.values())
-    rest = cost.param_nbytes + optimizer_nbytes + kept + terms
+    # The largest unit's memory for terms is there at the end of the backward only.
+    largest, *others = sorted((unit.kept_terms for unit in memory.values()), reverse=True)
+    rest = cost.param_nbytes + optimizer_nbytes + kept + max(others, default=largest)
     forward, backward = find_peaks(memory, moments)
+    backward = max(backward, largest if others else 0)
     is_offloaded = root.unit.options.offload_policy.is_active
     unused = cost.optimizer_nbytes - optimizer_nbytes
     return Estimate(

@@ -255,3 +255,16 @@ def test_a_rank_alone_publishes_the_gradients_of_autograd() -> None:
         assert torch.equal(entry.sharded.grad.to_local(), gradient.flatten())
         assert entry.unsharded is not None
         assert entry.unsharded.grad is None
+
+
+def test_scratch_memory_that_one_unit_alone_needs_is_not_kept() -> None:
+    """What several need is: a step of equal layers and a larger root allocates for the root."""
+    pool, numels = ScratchPool(), (1, 6, 6, 6, 9)
+    buffers = [torch.empty(1) for _ in numels]
+    kept: list[list[bool]] = []
+    for _ in range(3):
+        taken = [pool.take(*each) for each in zip(numels, buffers, strict=True)]
+        assert [each.numel() for each in taken] == list(numels)
+        kept.append([each.untyped_storage().nbytes() == 6 * 4 for each in taken])
+        is_last = [each.data_ptr() == taken[3].data_ptr() for each in taken]
+    assert kept[-1] == is_last == [True, True, True, True, False]

@@ -113,7 +113,7 @@ def test_terms_of_a_sum_take_memory_on_the_cpu() -> None:
 
 
 def test_terms_of_gradients_that_stay_are_shared_by_all_units() -> None:
-    """Of the largest unit: all of it, with two ranks one shard of it."""
+    """Of the largest unit but one: all of it, with two ranks one shard of it."""
     for world_size, terms in ((4, _WEIGHT), (2, _WEIGHT // 2), (16, 0)):
         on_cpu, on_gpu = (
             _estimate(world_size=world_size, device_type=kind, strategy=SHARD_OPTIM)
