@@ -466,9 +466,7 @@ class TreeContext:
         self.armed = {each: None for each in armed if each in own}
         self.first_calls, self.num_forwards = dict(other.first_calls), other.num_forwards
         self.call_start, self.spans_calls = other.call_start, other.spans_calls
-        self.open_calls, self.most_open_calls = other.open_calls, other.most_open_calls
         self.last_backward_id = other.last_backward_id
-        self.probed_backward_id = other.probed_backward_id
         self.may_recompute = other.may_recompute & own
         for state in self.live_states():
             state.forward_order = ExecutionOrder()

@@ -130,3 +130,17 @@ def test_a_tree_joins_without_the_units_that_were_taken_out(strategy: ShardingSt
             if dist.get_rank() == 0:
                 kept.clear()
     assert_at_rest(twins.sharded)
+
+
+@distributed(2)
+def test_trees_that_part_count_their_forwards_anew() -> None:
+    """A backward that reached neither is of another model: no warning that it should have."""
+    first, second = (fully_shard(nn.Linear(5, 5)) for _ in range(2))
+    x = rank_input(4, 5)
+    second(first(x)).sum().backward()
+    for _ in range(2):
+        second(first(x))
+    fully_shard(nn.Linear(5, 5))
+    torch.ones((), requires_grad=True).backward()
+    first(x).sum().backward()
+    assert_at_rest(first)
