@@ -210,10 +210,11 @@ OP_RULES = RuleTable()
 
 
 _grad_enabled = torch.is_grad_enabled
+_ABSENT: Any = object()  # no operand, which `None` is not
 
 
 def _given(*operands: Any) -> list[Any]:
-    return [each for each in operands if each is not None]
+    return [each for each in operands if each is not _ABSENT]
 
 
 def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
@@ -223,17 +224,17 @@ def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
 
     # Two operands by name, and no helper: tuples and calls would take a third of this one's time.
     def run(  # noqa: C901 -- in line, for that
-        self: FlatShard, one: Any = None, two: Any = None, /, *others: Any, **kwargs: Any
+        self: FlatShard, one: Any = _ABSENT, two: Any = _ABSENT, /, *others: Any, **kwargs: Any
     ) -> Any:
         if others or _grad_enabled() or num_dispatch_modes() or num_function_modes():
             return plain(*_given(self, one, two), *others, **kwargs)
         spec, first, second = self._shard_spec, one, two
         kind = type(one)
-        if kind is not float and kind is not int and (is_in_place or one is not None):
+        if kind is not float and kind is not int and (is_in_place or one is not _ABSENT):
             if not isinstance(one, FlatShard) or one._shard_spec is not spec:
                 return plain(*_given(self, one, two), **kwargs)
             first = one._local
-        if two is not None and type(two) is not float:
+        if two is not _ABSENT and type(two) is not float:
             if not isinstance(two, FlatShard) or two._shard_spec is not spec:
                 return plain(*_given(self, one, two), **kwargs)
             second = two._local
@@ -247,9 +248,9 @@ def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
                     self._guard.note_write(spec.label.fqn)
                 # Autograd may have saved the shard for a backward. Raises for inference tensors.
                 bump_version((self,))
-            if one is None:
+            if one is _ABSENT:
                 result = plain(self._local, **kwargs)
-            elif two is None:
+            elif two is _ABSENT:
                 result = plain(self._local, first, **kwargs)
             else:
                 result = plain(self._local, first, second, **kwargs)

@@ -129,7 +129,15 @@ def test_other_operands_and_modes_take_the_dispatcher() -> None:
         num_writes = guard_of(weight).num_writes
         with pytest.raises(TypeError, match="add_"):
             weight.add_(None)
+        for absent in (None, ...):
+            with pytest.raises(TypeError, match="add_"):
+                weight.add_(absent, 1.5)
+            with pytest.raises(TypeError, match="lerp_"):
+                weight.lerp_(absent, weight.detach(), weight=0.3)
+            with pytest.raises(TypeError, match="sqrt"):
+                weight.sqrt(absent)
         assert guard_of(weight).num_writes == num_writes
+        assert_equal(weight._local, slices[0] + 1, "None")
         with pytest.warns(UserWarning, match="deprecated"):  # of torch, once in a process
             expected = weight._local.addcmul(0.5, weight._local, weight._local)
         weight.addcmul_(0.5, weight.detach(), weight.detach())
