@@ -235,17 +235,24 @@ class CallReads:
         is_early: One came before the unit's output was reached, or a backward has run a node of
             the call that no output leads to.
         saved: Numbers of the nodes that have saved tensors; None where this is known of the unit.
-        beside: Those that no output leads to.
+        beside: Those that no output leads to, or perhaps none does.
+        num_found: How many nodes were found behind the outputs.
     """
 
-    __slots__ = ("beside", "is_early", "learnt", "num_nodes", "num_reads", "num_unread", "saved")
+    __slots__ = (
+        *("beside", "is_early", "learnt", "num_found", "num_nodes", "num_reads"),
+        *("num_unread", "saved"),
+    )
 
     def __init__(self, learnt: LearntReads) -> None:
         self.learnt = learnt
         self.saved: set[int] | None = set() if learnt.needs_nodes else None
         self.beside: set[int] = set()
-        self.num_reads = self.num_unread = self.num_nodes = 0
+        self.num_reads = self.num_unread = self.num_nodes = self.num_found = 0
         self.is_early = False
+
+    def __del__(self) -> None:
+        _num_found[0] -= self.num_found
 
     def note_outputs(self, name: str, outputs: Sequence[Tensor], first: int) -> bool:
         """Find the nodes beside the outputs: a loss of them alone may come in any later step.
@@ -269,19 +276,32 @@ class CallReads:
         if not self.saved and self.num_nodes in self.learnt.searched:
             return False
         numbers, has_functions = _search(outputs, first)
+        self.num_found = len(numbers)
+        _num_found[0] += self.num_found
         self.beside, self.saved = (self.saved or set()) - numbers, None
         return has_functions and self.num_nodes not in self.learnt.searched
 
 
+# Torch 2.13 and 2.15 free a chain of nodes that Python has seen by a C++ call in a call: 40,000 of
+# them overflow a stack of 8 MB.
+_MOST_FOUND = 25_000
+_num_found = [0]  # in graphs that may still live
+
+
 def _search(outputs: Sequence[Tensor], first: int) -> tuple[set[int], bool]:
-    """Return the numbers of the nodes behind outputs, and whether some are a user's functions."""
+    """Return the numbers of the nodes behind outputs, and whether some may be a user's functions.
+
+    Those that would be too many together with what was found before are left out.
+    """
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen, numbers, has_functions = set(nodes), set(), False
+    seen, has_functions, numbers = set(nodes), False, set[int]()
     while nodes:
         node = nodes.pop()
         number = sequence_nr_of(node)
         if number < first:
             continue
+        if _num_found[0] + len(numbers) >= _MOST_FOUND:
+            return numbers, True
         numbers.add(number)
         has_functions |= isinstance(node, BackwardCFunction)
         if node.name() == "CopySlices":

@@ -202,3 +202,26 @@ def test_c3_evaluation_in_inference_mode_ends_a_graph(
         (model(_rows(number)).square().mean() + loss).backward()
 
     claims.assert_right(_make_layers, program, strategy=strategy, use_orig_params=use_orig_params)
+
+
+class _LongChain(nn.Module):
+    """A chain of more operations than a stack has room for calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        for _ in range(30_000):
+            x = x + weight
+        return x
+
+
+@distributed(1)
+def test_graphs_of_any_depth_are_freed() -> None:
+    """Torch frees what Python has seen of a graph by calls in calls."""
+    model = nn.Sequential(fully_shard(_LongChain()), fully_shard(_LongChain()))
+    model(torch.ones(2)).sum().backward()
+    for unit in model:
+        assert unit.weight.grad.tolist() == [30_000, 30_000]
