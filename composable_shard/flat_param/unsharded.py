@@ -123,6 +123,11 @@ class UnshardedParameter(nn.Parameter):
         self.shard_label, self.aliases, self.position = noted or ("?", Aliases(), 0)
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain parameter of a copy: nobody frees its values."""
+        copy = nn.Parameter(super().detach().clone(), is_trainable(self))
+        return copy.__reduce_ex__(protocol)
+
     def detach(self) -> Tensor:
         """Return a detached alias, as any tensor's does.
 

@@ -541,14 +541,20 @@ def test_copy_of_one_unit_is_a_unit() -> None:
 def test_copy_while_full_parameters_are_shown_is_refused() -> None:
     """The copy would hold parameters that it does not manage."""
     model = fully_shard(Layer())
+    model(rank_input(4, 15)).sum().backward()
     unshard(model)
-    for make_copy in (copy.deepcopy, pickled):
+    for make_copy in (copy.deepcopy, pickled, saved):
         with pytest.raises(RuntimeError, match="can't be copied or pickled") as caught:
             make_copy(model)
         assert str(caught.value) == (
             "unit 'Layer' can't be copied or pickled while it shows its full parameters. Call "
             "reshard(module) first, and not during its forward or backward."
         )
+    for make_copy in (copy.deepcopy, pickled, saved):
+        param = make_copy(model.up.weight)
+        assert isinstance(param, nn.Parameter)
+        assert param.equal(model.up.weight)
+        assert param.data_ptr() != model.up.weight.data_ptr()
     reshard(model)
     assert copy.deepcopy(model).up.weight.to_local().equal(model.up.weight.to_local())
 
