@@ -52,6 +52,7 @@ from composable_shard.tensor import (
 )
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
+    bump_version,
     foreach_mul_,
     modules_of,
     parameters_of,
@@ -299,6 +300,8 @@ def clip_grad_norm_(
         )
     for shard in shards:
         note_write(shard)
+    with DisableTorchFunctionSubclass():  # of each, as autograd may have saved it
+        bump_version(tuple([grad for each in params if (grad := each.grad) is not None]))
     _scale(slices, grads, max_norm, norm)
     return norm
 
@@ -530,6 +533,7 @@ def _local_gradients(params: list[Tensor], allow_fp16: bool) -> Iterator[Tensor]
             raise ValueError("Attempting to unscale FP16 gradients.")
         if isinstance(grad, FlatShard):
             note_write(grad)
+            bump_version((grad,))
             yield grad._local
         elif grad.is_sparse:
             if grad.dtype is torch.float16:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.free_group import free_world
 from benchmarks.models import MatrixChain
-from composable_shard import clip_grad_norm_, fully_shard
+from composable_shard import ShardedGradScaler, clip_grad_norm_, fully_shard
 from composable_shard.optim import clipping
 
 pytestmark = pytest.mark.fast  # so on each version of Python, which count references differently
@@ -201,3 +201,20 @@ def test_clipping_takes_pieces_as_one_while_they_are_the_gradients(
     for local, old in zip(slices, before, strict=True):
         times = sum(local is each for each in slices)
         torch.testing.assert_close(local, old * (0.5 / expected) ** times)
+
+
+@pytest.mark.parametrize("is_scaler", [False, True])
+def test_write_of_gradients_that_autograd_saved_is_found(model: nn.Module, is_scaler: bool) -> None:
+    """As where the model is plain: what they were is gone, also of those scaled as one."""
+    _compute(model, 2.0)
+    params: list[Any] = list(model.parameters())
+    losses = [(param * param.grad).sum() for param in params]
+    if is_scaler:
+        scaler = ShardedGradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(torch.optim.SGD(params, 0.1))
+    else:
+        clip_grad_norm_(model, 0.5)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
