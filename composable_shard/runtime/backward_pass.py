@@ -52,6 +52,7 @@ from composable_shard.runtime.unit import (
     TreeContext,
     drop_prefetched,
     end_in_backward,
+    may_part,
     release_after_backward,
     return_to_idle,
     trees,
@@ -278,6 +279,7 @@ class BackwardPass:
         callback: _EngineCallback = partial(self.finish)
         self._engine_callback = weakref.ref(callback, partial(note_abort, weakref.ref(context)))
         context.backward, context.last_backward_id = self, self.graph_task_id
+        may_part[0] = True
         queue_callback(callback)
         if context.prefetched:
             drop_prefetched(context.prefetched)

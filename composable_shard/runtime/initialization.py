@@ -57,6 +57,7 @@ from composable_shard.runtime.unit import (
     TrainingState,
     TreeContext,
     all_trees,
+    may_part,
     release_handle,
 )
 from composable_shard.tensor import join_tree
@@ -110,9 +111,14 @@ def part_joined_trees(units: Sequence[ShardState]) -> None:
 
     See [Note: Units that are taken out]. Those that are parts of one graph still join again.
     """
+    if not may_part[0]:
+        return  # as in a set-up, whose cost this would make quadratic
+    may_part[0] = False
     groups = {handle.shard_group.joint_groups for state in units for handle in state.handles}
     for context in all_trees():
-        if not groups.isdisjoint(h.shard_group.joint_groups for h in context.live_handles()):
+        if groups.isdisjoint(h.shard_group.joint_groups for h in context.live_handles()):
+            may_part[0] = True
+        else:
             context.has_changed = context.has_changed or context.is_joined
             first_to_join[0] = max(first_to_join[0], context.last_backward_id + 1)
 

@@ -443,7 +443,7 @@ class TreeContext:
         self.modules = [ref for ref in self.modules + other.modules if ref() is not None]
         self.states = [ref for ref in self.states + other.states if ref() is not None]
         other.modules, other.states, other.last_backward_id = [], [], -1
-        self.is_joined = True
+        self.is_joined = may_part[0] = True
         self.has_agreed = self.has_agreed and other.has_agreed
         self.is_checked = self.is_checked and other.is_checked
         self.reduction_order = self.reduction_order or other.reduction_order
@@ -529,6 +529,7 @@ def all_trees() -> list[TreeContext]:
     return sorted(trees, key=lambda context: context.number)
 
 
+may_part = [False]  # Since units were made, a backward has begun or trees have joined.
 num_calls = [0]  # of units, that have begun in this process: one tree may call another
 _numbers = count()
 trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process
