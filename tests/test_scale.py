@@ -210,19 +210,24 @@ def test_the_number_of_ranks_costs_a_plan_nothing(granularity: Granularity) -> N
     assert many <= few + _SLACK
 
 
+def _shard_and_train(model: SumChain) -> None:
+    """Shard a unit for each layer, and take two steps; leave no garbage."""
+    for module in (*model.layers, model):
+        fully_shard(module)
+    for _ in range(2):
+        model(torch.zeros(8)).backward()
+        model.zero_grad()
+    gc.collect()
+
+
 def test_the_number_of_ranks_costs_a_rank_no_memory() -> None:
     """No list of ranks is kept for a unit or a parameter: what Python holds after two steps."""
-    found, x = [], torch.zeros(8)
+    found = []
     for size in RANKS * 2:
         with free_world(size):
             model = SumChain(2, 2)
             tracemalloc.start()
-            for module in (*model.layers, model):
-                fully_shard(module)
-            for _ in range(2):
-                model(x).backward()
-                model.zero_grad()
-            gc.collect()
+            _shard_and_train(model)
             found.append(tracemalloc.get_traced_memory()[0])
             tracemalloc.stop()
     _, _, few, many = found
@@ -235,17 +240,12 @@ def test_a_parameter_is_six_tensors() -> None:
 
     A unit that packs no gradient outside of the values has no views for that.
     """
-    found, x = [], torch.zeros(8)
+    found = []
     for num_params in (2, 10, 30):  # the first for what is made once in a process
         with free_world(2):
             model = SumChain(1, num_params)
-            for module in (*model.layers, model):
-                fully_shard(module)
-            for _ in range(2):
-                model(x).backward()
-                model.zero_grad()
-            gc.collect()
+            _shard_and_train(model)
             found.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
-            del model, module
+            del model
     _, few, many = found
     assert many - few == 6 * (30 - 10)

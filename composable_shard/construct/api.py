@@ -607,7 +607,7 @@ def form_unit(
     register_state_dict_hooks(modules, plan.unmanaged_modules, state)
     for root in modules:
         rename(root)
-    part_joined_trees([state])
+    part_joined_trees(state)
     join_owners(share_context(modules), [item.handle for item in plan.borrowed])
 
 

@@ -69,6 +69,8 @@ from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, PendingState, refuse_graphs, set_gradient
 from composable_shard.torch_private import foreach_norm, storage_of, version_of
 
+_Kind = tuple[torch.dtype, torch.device]
+
 
 class ScratchPool:
     """Memory that the reductions of a tree share: only one at a time is in its first stage.
@@ -78,10 +80,8 @@ class ScratchPool:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._largest: dict[
-            tuple[torch.dtype, torch.device], int
-        ] = {}  # the buffer that needs more
+        self._buffers: dict[_Kind, Tensor] = {}
+        self._largest: dict[_Kind, int] = {}  # storage of the one unit's buffer that needs more
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """Return memory of shape `(numel,)`; what was taken before may be the same.

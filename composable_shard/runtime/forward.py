@@ -91,7 +91,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         recompute(state)
         return
     context = share_context([module]) if state.context is None else state.context
-    parts, known = module.__dict__[CHILDREN_KEY]
+    parts, known = module.__dict__[CHILDREN_KEY]  # as `has_other_children`, without a call
     is_changed = [*map(id, chain.from_iterable(map(dict.values, parts)))] != known
     context.has_changed = context.has_changed or (is_changed and len(parts) > 0)
     call = context.call

@@ -106,15 +106,15 @@ def renew_context(context: TreeContext) -> None:
             join_owners(each.context, each.borrowed)
 
 
-def part_joined_trees(units: Sequence[ShardState]) -> None:
-    """Let joined trees part before their next call, as new units may stand for some of theirs.
+def part_joined_trees(new: ShardState) -> None:
+    """Let joined trees part before their next call, as a new unit may stand for one of theirs.
 
     See [Note: Units that are taken out]. Those that are parts of one graph still join again.
     """
     if not may_part[0]:
         return  # as in a set-up, whose cost this would make quadratic
     may_part[0] = False
-    groups = {handle.shard_group.joint_groups for state in units for handle in state.handles}
+    groups = {handle.shard_group.joint_groups for handle in new.handles}
     for context in all_trees():
         if groups.isdisjoint(h.shard_group.joint_groups for h in context.live_handles()):
             may_part[0] = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,14 @@ def _step_twins(twins: Twins, step: int) -> None:
     for model, optimizer in zip(twins, twins.optimizers(torch.optim.SGD), strict=True):
         optimizer.step()
         model.zero_grad()
+
+
+def _new_blocks(**options: Any) -> Sequence[nn.Module]:
+    """Return two equal blocks, of which the second is sharded."""
+    plain, sharded = Layer(), Layer()
+    sharded.load_state_dict(plain.state_dict())
+    fully_shard(sharded, **options)
+    return plain, sharded
 
 
 def _take_out(model: nn.Module, new: nn.Module | None) -> nn.Module:
@@ -55,11 +65,9 @@ def test_a_unit_that_is_taken_out_while_one_rank_still_has_it(
     for step in range(3):
         _step_twins(twins, step)
     losses = [loss_of(model) for model in twins] if how == "waiting" else []
-    new = [None, None]
+    new: Sequence[nn.Module | None] = (None, None)
     if how == "replaced":
-        new = [Layer(), Layer()]
-        new[1].load_state_dict(new[0].state_dict())
-        fully_shard(new[1], **options)
+        new = _new_blocks(**options)
     kept = [_take_out(*each) for each in zip(twins, new, strict=True)]
     if dist.get_rank() == 0 and how != "back":
         kept.clear()
@@ -93,9 +101,7 @@ def test_a_tree_that_is_replaced_while_one_rank_still_has_it(strategy: ShardingS
     twins = Twins(Net, shard)
     for step in range(3):
         _step_twins(twins, step)
-    new = [Layer(), Layer()]
-    new[1].load_state_dict(new[0].state_dict())
-    fully_shard(new[1], strategy=strategy)
+    new = _new_blocks(strategy=strategy)
     kept = [_take_out(*each) for each in zip(twins, new, strict=True)]
     for model in twins:
         kept.append(model.blocks[0].up)
