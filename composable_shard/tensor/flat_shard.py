@@ -479,7 +479,8 @@ class FlatShard(Checkpointable):
             f"dtype={self.dtype}, elements [{start}, {end}) of {spec.numel}, local={self._local})"
         )
 
-    is_trainable = Tensor.requires_grad  # torch's own, without a call of Python's
+    #: `requires_grad` of torch itself, which costs no call of Python's.
+    is_trainable = Tensor.requires_grad
     is_sparse = False  # without a call of torch: optimizers ask each gradient
     # [Note: Direct ops]
     add = _direct("add")
