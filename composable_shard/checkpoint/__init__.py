@@ -16,9 +16,7 @@ from composable_shard.checkpoint.reader import find_checkpoint
 __all__ = [
     "CheckpointSave",
     "LoadedCheckpoint",
-    "byte_view",
     "find_checkpoint",
     "load_checkpoint",
     "save_checkpoint",
-    "sync_path",
 ]

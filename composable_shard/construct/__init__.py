@@ -11,13 +11,3 @@ from composable_shard.construct.api import (
     lay_out,
 )
 from composable_shard.construct.plan import Plan, plan_unit
-
-__all__ = [
-    "Plan",
-    "find_shard_group",
-    "form_unit",
-    "fully_shard",
-    "group_params",
-    "lay_out",
-    "plan_unit",
-]

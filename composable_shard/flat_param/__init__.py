@@ -39,53 +39,7 @@ from composable_shard.flat_param.full_values import HAVE_VALUES, FullState
 from composable_shard.flat_param.gradients import ScratchPool
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import Extension, Precision, plan_layout
-from composable_shard.flat_param.observers import guard_kept_views, kept_tensors, show_ranges
+from composable_shard.flat_param.observers import guard_kept_views, kept_tensors
 from composable_shard.flat_param.owners import settle_owners
 from composable_shard.flat_param.shown import ScopeParams, Shown, is_shown_by_scope
 from composable_shard.flat_param.unsharded import LOCKED, UnshardedParameter
-
-__all__ = [
-    "HAVE_VALUES",
-    "LOCKED",
-    "Extension",
-    "FlatParamHandle",
-    "FlatSlot",
-    "FullState",
-    "ModuleItems",
-    "ParamEntry",
-    "Precision",
-    "ScopeParams",
-    "ScratchPool",
-    "Shown",
-    "Slot",
-    "UnshardedParameter",
-    "check_can_show_flat",
-    "check_can_show_originals",
-    "check_requires_grad",
-    "dense_stride",
-    "drop_pending",
-    "find_slots",
-    "gradient_shard",
-    "guard_kept_views",
-    "handle_of",
-    "has_gradients",
-    "is_shown_by_scope",
-    "keep_left_gradients",
-    "keep_requires_grad",
-    "kept_tensors",
-    "make_flat_entry",
-    "mark_pending",
-    "needs_reduction",
-    "pending_values",
-    "plan_layout",
-    "set_gradients",
-    "settle_owners",
-    "settle_pending",
-    "settled",
-    "show_flat",
-    "show_originals",
-    "show_ranges",
-    "slot_key",
-    "take_place",
-    "write_unsharded_gradients",
-]

@@ -20,21 +20,3 @@ from composable_shard.layout.flat_layout import (
     whole,
     whole_box,
 )
-
-__all__ = [
-    "Bounds",
-    "Box",
-    "FlatLayout",
-    "Region",
-    "balance",
-    "block_numel",
-    "cut_buckets",
-    "fullest",
-    "intersect",
-    "is_owned",
-    "memory_order",
-    "overlap",
-    "round_up",
-    "whole",
-    "whole_box",
-]

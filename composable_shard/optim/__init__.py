@@ -15,8 +15,6 @@ __all__ = [
     "ShardedGradScaler",
     "clip_grad_norm_",
     "count_zero_gradients",
-    "find_scalar_keys",
-    "init_state",
     "shard_optimizer_state",
     "with_local_state",
 ]
