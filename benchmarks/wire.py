@@ -36,7 +36,7 @@ from benchmarks.uneven import (
     reduce_by_all_to_all,
     reduce_to_owners,
 )
-from composable_shard.comm import collectives
+from composable_shard.comm import algorithms, collectives
 
 
 def gather_by_collective(case: Case) -> None:
@@ -54,7 +54,7 @@ def reduce_by_collective(case: Case) -> None:
 
 def reduce_as_the_library(case: Case) -> None:
     scratch = None if case.size == 2 else case.terms
-    reduction = collectives.ReduceScatter(case.group, case.full.dtype, case.full.device)
+    reduction = algorithms.ReduceScatter(case.group, case.full.dtype, case.full.device)
     reduction.start(case.output, case.full, scratch).finish()
 
 

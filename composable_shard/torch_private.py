@@ -278,8 +278,8 @@ def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any]
 # Python's: the innermost frame of each thread, by its number.
 frames_of_threads: Callable[[], dict[int, FrameType]] = sys._current_frames
 
-# Process groups.
-resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment, unused-ignore]
+# Process groups. Tensors name their group, so that they can pickle.
+resolve_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment, unused-ignore]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -29,7 +29,7 @@ from composable_shard import (
     get_states,
     shard_model,
 )
-from composable_shard.comm.collectives import CollectiveLog
+from composable_shard.comm.trace import CollectiveLog
 from composable_shard.options import Granularity
 from composable_shard.planning import ShardingPlan
 from composable_shard.runtime.unit import ShardState, TrainingState

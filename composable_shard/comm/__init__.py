@@ -18,18 +18,12 @@ from composable_shard.comm.agreement import (
     get_host_group,
     raise_difference,
 )
+from composable_shard.comm.algorithms import AllGather, PendingReduction, ReduceScatter
 from composable_shard.comm.collectives import (
-    AllGather,
     ExchangedAllReduce,
-    PendingReduction,
-    ReduceScatter,
-    Waitable,
     all_gather_uneven,
     all_reduce,
     broadcast,
-    count_collectives,
-    is_exchange,
-    resolve_group,
     scratch_parts,
 )
 from composable_shard.comm.devices import (
@@ -38,8 +32,10 @@ from composable_shard.comm.devices import (
     HostCopies,
     StreamPoint,
     Streams,
+    Waitable,
     alloc_host,
     copies_for,
+    is_exchange,
     make_streams,
 )
 from composable_shard.comm.groups import ShardGroup, SmallGroup
@@ -66,7 +62,8 @@ from composable_shard.comm.lockstep import (
     fail,
     note_setting,
 )
-from composable_shard.comm.trace import log_events
+from composable_shard.comm.trace import count_collectives, log_events
+from composable_shard.torch_private import resolve_group
 
 __all__ = [
     "CommHook",

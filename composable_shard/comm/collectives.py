@@ -27,19 +27,17 @@ from composable_shard.comm import trace
 from composable_shard.comm.algorithms import (
     LOW_PRECISION,
     AllGather,
-    PendingReduction,
-    ReduceScatter,
     Works,
     exchange,
 )
 from composable_shard.comm.devices import (
     Waitable,
-    abandon,
     as_real,
     cut_in_parts,
     is_exchange,
     payload,
 )
+from composable_shard.comm.devices import abandon as abandon
 from composable_shard.comm.lockstep import (
     GroupOrder,
     exchange_identity,
@@ -47,34 +45,6 @@ from composable_shard.comm.lockstep import (
     identify,
     order_of,
 )
-from composable_shard.comm.trace import CollectiveLog, count_collectives
-from composable_shard.torch_private import resolve_process_group
-
-__all__ = [
-    "AllGather",
-    "CollectiveLog",
-    "PendingReduction",
-    "ReduceScatter",
-    "Waitable",
-    "abandon",
-    "all_gather",
-    "all_gather_uneven",
-    "all_reduce",
-    "all_to_all",
-    "announce",
-    "broadcast",
-    "count_collectives",
-    "gather",
-    "gather_pieces",
-    "is_exchange",
-    "resolve_group",
-    "scatter",
-]
-
-
-def resolve_group(name: str) -> dist.ProcessGroup:
-    """Return the process group of this name; tensors name their group so that they can pickle."""
-    return resolve_process_group(name)
 
 
 def _note(

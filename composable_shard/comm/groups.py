@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard.comm.agreement import Ranks
-from composable_shard.comm.collectives import resolve_group
 from composable_shard.comm.lockstep import begin_watch, order_of
 from composable_shard.torch_private import (
     backend_of,
     inherit_timeout,
     num_known_groups,
+    resolve_group,
     root_mesh_of,
     timeout_of,
 )

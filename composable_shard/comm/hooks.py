@@ -58,8 +58,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
-from composable_shard.comm.collectives import Waitable, abandon
-from composable_shard.comm.devices import cut_in_parts
+from composable_shard.comm.algorithms import ReduceScatter
+from composable_shard.comm.devices import Waitable, abandon, cut_in_parts
 from composable_shard.comm.lockstep import explained
 
 BLOCK_NUMEL = 128
@@ -403,7 +403,7 @@ def _reduce_in(dtype: torch.dtype, stage: ReductionStage, factor: float) -> Wait
                 output.div_(factor)
 
         return _Then(collectives.all_reduce(low, group, what=stage.what), unpack)
-    reduction = collectives.ReduceScatter(group, low.dtype, low.device, _part_numels(stage))
+    reduction = ReduceScatter(group, low.dtype, low.device, _part_numels(stage))
     num_parts = reduction.scratch_parts(in_place=True)
     scratch = low.new_empty(num_parts * output.numel()) if num_parts else None
     started = reduction.start(output, low, scratch, 1.0 / factor, name=stage.unit)

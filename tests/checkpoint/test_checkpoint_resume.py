@@ -31,7 +31,7 @@ from composable_shard import (
     save_checkpoint,
 )
 from composable_shard.checkpoint import CheckpointSave, LoadedCheckpoint, files
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes, run_processes, run_ranks
 from tests.models import Net, every_granularity, rank_input, shard_blocks, shard_root
 

@@ -28,14 +28,13 @@ from composable_shard.comm import (
     ReductionStage,
     algorithms,
     bf16_compress_hook,
-    collectives,
     devices,
     error_feedback_hook,
     fp16_compress_hook,
 )
-from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.hooks import encoded_nbytes, round_trip
 from composable_shard.comm.lockstep import order_of
+from composable_shard.comm.trace import count_collectives
 from tests.helpers import Planned, assert_equal, distributed
 from tests.models import (
     Net,
@@ -621,7 +620,7 @@ def test_low_precision_terms_are_sent_as_they_are_and_added_up_in_fp32(
     with _sums_by(path), count_collectives() as log:
         for output_dtype in (F32, dtype):
             output = torch.empty(16, dtype=output_dtype)
-            reduction = collectives.ReduceScatter(group, dtype, input.device)
+            reduction = algorithms.ReduceScatter(group, dtype, input.device)
             num_parts = reduction.scratch_parts(in_place=True)
             assert num_parts == 3
             scratch = input.new_empty(num_parts * 16)
@@ -654,7 +653,7 @@ def test_a_backend_rounds_every_addition() -> None:
     value = 1.0 if dist.get_rank() == 0 else 2.0**-9
     input, output = torch.full((3 * 16,), value, dtype=BF16), torch.empty(16)
     with _sums_by("backend"):
-        reduction = collectives.ReduceScatter(group, BF16, input.device)
+        reduction = algorithms.ReduceScatter(group, BF16, input.device)
         assert reduction.scratch_parts(in_place=True) == 0
         reduction.start(output, input, None).finish()
     assert bool((output == 1).all())

@@ -25,8 +25,8 @@ from composable_shard import (
     writeback,
 )
 from composable_shard.comm import devices, hooks
-from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.hooks import BLOCK_NUMEL, decode, encode, encoded_nbytes, round_trip
+from composable_shard.comm.trace import count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import (
     Layer,

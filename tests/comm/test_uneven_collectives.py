@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.free_group import FreeGroup
 from composable_shard import FlatLayout
 from composable_shard.comm import algorithms, collectives, devices
-from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.groups import ShardGroup
+from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param.gradients import FlatReduction
 from tests.helpers import assert_equal, distributed
 from tests.pairs import pairwise
@@ -99,7 +99,7 @@ def test_sums_of_any_size_arrive(way: str, dtype: torch.dtype) -> None:
             output = torch.zeros_like(part) if kind == "own memory" else output
             with ways(way):
                 shares = kind == "in place" or (is_wide and wide != dtype)
-                reduction = collectives.ReduceScatter(group, dtype, input.device, numels)
+                reduction = algorithms.ReduceScatter(group, dtype, input.device, numels)
                 num_parts = reduction.scratch_parts(in_place=shares)
                 scratch = input.new_empty(num_parts * numels[rank]) if num_parts else None
                 pending = reduction.start(output, input, scratch, 0.5)
@@ -114,9 +114,9 @@ def test_the_memory_for_terms_is_bounded() -> None:
     for way in ("exchange", "all-to-all"):
         with ways(way):
             for numels, num_parts in (([4, 4, 4, 5], 4), ([16, 0, 0, 0], 0), ([8, 8, 0, 0], 4)):
-                reduction = collectives.ReduceScatter(group, torch.float32, CPU, numels)
+                reduction = algorithms.ReduceScatter(group, torch.float32, CPU, numels)
                 assert reduction.scratch_parts(in_place=True) == num_parts
-            low = collectives.ReduceScatter(group, torch.bfloat16, CPU, [16, 0, 0, 0])
+            low = algorithms.ReduceScatter(group, torch.bfloat16, CPU, [16, 0, 0, 0])
             assert low.scratch_parts(in_place=True) == 4
 
 

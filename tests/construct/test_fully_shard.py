@@ -40,7 +40,7 @@ from composable_shard import (
     unshard,
     unshard_params,
 )
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.tensor.pending import PendingGradient
 from tests.fake_group import fake_group

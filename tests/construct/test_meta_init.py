@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import FlatShard, fully_shard, get_handles, lazy_init
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from composable_shard.runtime.initialization import is_never_written
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import Layer, Net, Wide, assert_is_slice, on_meta, rank_input, shard_blocks

@@ -33,7 +33,7 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from tests.helpers import assert_equal, distributed
 from tests.models import EVERYWHERE
 

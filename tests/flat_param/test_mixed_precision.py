@@ -40,7 +40,7 @@ from composable_shard import (
     writeback,
 )
 from composable_shard.comm import algorithms, devices
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from composable_shard.planning import by_class
 from tests.helpers import assert_equal, assert_within, distributed, peak_bytes
 from tests.models import (

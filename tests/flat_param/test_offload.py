@@ -40,9 +40,9 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
-from composable_shard.comm.collectives import count_collectives
 from composable_shard.comm.devices import HostCopies
 from composable_shard.comm.groups import ShardGroup
+from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param import memory
 from composable_shard.flat_param.grad_pieces import HostGradient
 from composable_shard.tensor import WriteGuard

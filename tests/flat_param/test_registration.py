@@ -30,7 +30,7 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from tests.flat_param.test_flat_mode import (
     _FLAT_NAMES,
     _NET,

@@ -24,8 +24,7 @@ from composable_shard import (
     set_reshard_after_forward,
     set_unshard_in_backward,
 )
-from composable_shard.comm.collectives import count_collectives
-from composable_shard.comm.trace import trace_events
+from composable_shard.comm.trace import count_collectives, trace_events
 from composable_shard.flat_param import FullState
 from tests.helpers import assert_equal, distributed
 from tests.models import (

@@ -35,7 +35,7 @@ from composable_shard import (
     writeback,
 )
 from composable_shard.comm import collectives
-from composable_shard.comm.collectives import AllGather
+from composable_shard.comm.algorithms import AllGather
 from composable_shard.runtime.unit import TrainingState
 from tests.helpers import Planned, assert_equal, distributed
 from tests.models import (

@@ -39,7 +39,7 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
-from composable_shard.comm.collectives import CollectiveLog, count_collectives
+from composable_shard.comm.trace import CollectiveLog, count_collectives
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import Layer, Net, add_one, assert_at_rest, rank_input, shard_blocks
 from tests.pairs import pairwise

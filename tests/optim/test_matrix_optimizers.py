@@ -27,7 +27,7 @@ from composable_shard import (
     clip_grad_norm_,
     shard_optimizer_state,
 )
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from composable_shard.options import Granularity
 from tests.helpers import assert_equal, distributed, run_ranks
 from tests.models import (

@@ -24,7 +24,7 @@ from composable_shard import (
     get_optimizer_state_dict,
     shard_optimizer_state,
 )
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from composable_shard.optim import with_local_state
 from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor
 from tests.helpers import assert_equal, distributed, run_ranks

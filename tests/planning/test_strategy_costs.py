@@ -24,10 +24,11 @@ from composable_shard import (
     no_sync,
     shard_model,
 )
-from composable_shard.comm.collectives import CollectiveLog, resolve_group
+from composable_shard.comm.trace import CollectiveLog
 from composable_shard.options import Block, Granularity
 from composable_shard.planning import ShardingPlan, by_class
 from composable_shard.planning.costs import FlatParamCost, RankCounts, sent_nbytes
+from composable_shard.torch_private import resolve_group
 from tests.helpers import distributed
 from tests.models import Layer, Net, rank_input
 from tests.pairs import pairwise

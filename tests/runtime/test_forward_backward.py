@@ -26,8 +26,7 @@ from composable_shard import (
     set_requires_gradient_sync,
     unshard,
 )
-from composable_shard.comm.collectives import count_collectives
-from composable_shard.comm.trace import trace_events
+from composable_shard.comm.trace import count_collectives, trace_events
 from composable_shard.tensor import reduced_gradient
 from tests.helpers import assert_equal, distributed
 from tests.models import (

@@ -27,8 +27,7 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm import collectives
-from composable_shard.comm.collectives import count_collectives
-from composable_shard.comm.trace import trace_events
+from composable_shard.comm.trace import count_collectives, trace_events
 from tests.helpers import Planned, assert_equal, distributed, peak_bytes
 from tests.models import (
     Layer,

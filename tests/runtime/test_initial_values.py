@@ -15,7 +15,7 @@ from composable_shard import (
     set_model_state_dict,
     unshard_params,
 )
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param.full_values import _checksum
 from tests.helpers import assert_equal, distributed
 from tests.models import FROM_RANK0, Net, shard_blocks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from composable_shard import FlatShard, ShardingStrategy, clip_grad_norm_, fully_shard, no_sync
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from tests.helpers import distributed
 from tests.models import Net, replica_mesh, shard_blocks
 

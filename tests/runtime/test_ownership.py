@@ -24,7 +24,7 @@ from composable_shard import (
     shard_model,
     unshard_params,
 )
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from tests.helpers import assert_equal, distributed
 from tests.models import (
     Net,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import ShardingStrategy, fully_shard, get_handles, no_sync, shard_model
 from composable_shard.comm import groups
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param import FullState
 from tests.helpers import assert_equal, distributed
 from tests.models import (

@@ -31,8 +31,7 @@ from composable_shard import (
     no_sync,
     reduce_pending_gradients,
 )
-from composable_shard.comm.collectives import count_collectives
-from composable_shard.comm.trace import trace_events
+from composable_shard.comm.trace import count_collectives, trace_events
 from tests.helpers import assert_equal, distributed, peak_bytes
 from tests.models import (
     EqualBlocks,

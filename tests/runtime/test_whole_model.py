@@ -23,7 +23,7 @@ from composable_shard import (
     save_checkpoint,
     save_safetensors,
 )
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from tests.helpers import assert_equal, distributed
 from tests.models import Net, pickled, shard_blocks
 

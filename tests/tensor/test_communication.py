@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import Block, fully_shard
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from composable_shard.options import Granularity
 from tests.helpers import assert_equal, distributed
 

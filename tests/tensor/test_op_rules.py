@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.nn import functional
 
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from composable_shard.tensor.flat_shard import FlatShard
 from tests.helpers import assert_equal, distributed, run_ranks
 from tests.tensor.test_flat_shard import OddShapes, full, shard, shard_module

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from composable_shard.tensor import FlatShard, reduction_rules
 from tests.helpers import assert_equal, distributed
 from tests.tensor.test_flat_shard import (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import FlatShard, ShardingStrategy, fully_shard, get_handles, unshard_params
-from composable_shard.comm.collectives import count_collectives
+from composable_shard.comm.trace import count_collectives
 from composable_shard.layout.flat_layout import FlatLayout
 from composable_shard.options import Granularity
 from composable_shard.tensor.flat_shard import whole_of
