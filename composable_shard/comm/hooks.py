@@ -474,11 +474,6 @@ class ErrorFeedback:
         else:
             output.copy_(encoded.view(self.dtype))
 
-    def _encoded_nbytes(self, numel: int) -> int:
-        if self.dtype in QUANTISED:
-            return encoded_nbytes(numel)
-        return numel * self.dtype.itemsize
-
 
 def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable | None:
     """Send gradients compressed, and what that leaves out with the next ones.
@@ -508,13 +503,13 @@ def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable
     if part_numels is None:
         part_numel = -(-numel // size)  # an all-reduce may cut anywhere
         part_numels = [max(0, min(part_numel, numel - rank * part_numel)) for rank in range(size)]
-    part_nbytes = state._encoded_nbytes(max(part_numels))
+    part_nbytes = wire_nbytes(state.dtype, max(part_numels))
     sent = gradient.new_zeros(size * part_nbytes, dtype=torch.uint8)
     residual = state._residual(stage.key, gradient)
     residual.add_(gradient)
     parts = residual[: sum(part_numels)].split_with_sizes(list(part_numels))
     for part, encoded in zip(parts, sent.view(size, -1), strict=True):
-        part_encoded = encoded[: state._encoded_nbytes(part.numel())]
+        part_encoded = encoded[: wire_nbytes(state.dtype, part.numel())]
         state._encode(part, part_encoded)
         applied = torch.empty_like(part)
         state._decode(part_encoded, applied)
@@ -524,7 +519,7 @@ def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable
 
     def add_up() -> None:
         own_numel = part_numels[group.rank()]
-        own_nbytes = state._encoded_nbytes(own_numel)
+        own_nbytes = wire_nbytes(state.dtype, own_numel)
         dtype = torch.promote_types(output.dtype, torch.float32)
         total = output.new_zeros(own_numel, dtype=dtype)
         term = torch.empty_like(total)

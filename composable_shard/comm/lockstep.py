@@ -62,7 +62,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm.devices import HOST, backend_name, is_capturing, is_exchange
-from composable_shard.torch_private import backend_of, frames_of_threads, side_store
+from composable_shard.torch_private import frames_of_threads, side_store
 
 LOWEST_TAG = 1 << 20  # out of the way of tags that users choose
 NUM_TAGS = (1 << 31) - LOWEST_TAG
@@ -616,11 +616,7 @@ def _describe_rank(statement: _Statement, issued: Sequence[Sequence[Any]]) -> st
 
 def _close(group: dist.ProcessGroup, text: str) -> None:
     """Let all waits of a group fail, on all its ranks, if its backend can."""
-    try:
-        name = backend_of(group, torch.device("cpu")).name()
-    except RuntimeError:
-        name = ""
-    if name != "gloo":
+    if backend_name(group, HOST) != "gloo":
         _logger.error(text)
         return
     other = 1 if group.rank() == 0 else 0

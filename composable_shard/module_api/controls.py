@@ -25,14 +25,12 @@ from torch import Tensor, nn
 from composable_shard.comm import CommHook, FlagReduction
 from composable_shard.flat_param import (
     FlatParamHandle,
-    ParamEntry,
     drop_pending,
     keep_left_gradients,
     needs_reduction,
     pending_values,
     settle_pending,
     settled,
-    slot_key,
 )
 from composable_shard.options import ReshardAfterForward, check_reshard_after_forward
 from composable_shard.runtime import (
@@ -41,6 +39,7 @@ from composable_shard.runtime import (
     TrainingState,
     apply_policy,
     check_is_idle,
+    first_names,
     get_states,
     is_sharded,
     lazy_init,
@@ -49,7 +48,7 @@ from composable_shard.runtime import (
     release_handle,
     select_states,
 )
-from composable_shard.torch_private import COMPILED_CALL, never_compile, parameters_of
+from composable_shard.torch_private import COMPILED_CALL, never_compile
 
 
 class UnshardWork:
@@ -540,27 +539,14 @@ def get_pending_gradients(module: nn.Module, *, recurse: bool = True) -> dict[st
         ValueError: If there is no unit.
         RuntimeError: Inside forward or backward.
     """
-    values: dict[int, Tensor | None] = {}
-    handles = [each for _, each in _idle_handles(module, recurse, "gradients can't be shown")]
+    values = {}
     with torch.no_grad():
-        for handle in handles:
+        for _, handle in _idle_handles(module, recurse, "gradients can't be shown"):
             with settled(handle):
-                found = pending_values(handle)
-            values.update(zip(map(id, handle.entries), found, strict=True))
-    shown = {
-        slot_key(slot): entry
-        for handle in handles
-        for entry in handle.entries
-        for slot in entry.slots
-    }
-    pending: dict[str, Tensor] = {}
-    for prefix, child in module.named_modules():
-        for name in parameters_of(child):
-            entry: ParamEntry | None = shown.get((id(parameters_of(child)), name))
-            value = values.pop(id(entry), None)
-            if value is not None:
-                pending[f"{prefix}.{name}".lstrip(".")] = value
-    return pending
+                values[handle] = pending_values(handle)
+    names = first_names(module, values)
+    pending = {name: values[handle][index] for (handle, index), name in names.items()}
+    return {name: value for name, value in pending.items() if value is not None}
 
 
 def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None:

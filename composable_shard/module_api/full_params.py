@@ -28,18 +28,17 @@ from composable_shard.flat_param import (
     set_gradients,
     show_flat,
     show_originals,
-    slot_key,
     write_unsharded_gradients,
 )
 from composable_shard.runtime import (
     ShardState,
     check_is_idle,
+    first_names,
     get_handles,
     lazy_init_params,
     select_states,
     tensor_groups,
 )
-from composable_shard.torch_private import parameters_of
 
 
 @dataclass(frozen=True)
@@ -618,21 +617,8 @@ def get_param_ranges(module: nn.Module) -> dict[str, list[ParamRange]]:
     Args:
         module: A module with sharded units; names are those of its `named_parameters()`.
     """
-    places = {
-        slot_key(slot): (handle, index)
-        for handle in get_handles(module)
-        for index, entry in enumerate(handle.entries)
-        for slot in entry.slots
-    }
-    ranges: dict[str, list[ParamRange]] = {}
-    seen: set[tuple[FlatParamHandle, int]] = set()
-    for prefix, child in module.named_modules():
-        for name in parameters_of(child):
-            place = places.get((id(parameters_of(child)), name))
-            if place is not None and place not in seen:
-                seen.add(place)
-                ranges[f"{prefix}.{name}".lstrip(".")] = _ranges_of(*place)
-    return ranges
+    names = first_names(module, get_handles(module))
+    return {name: _ranges_of(*place) for place, name in names.items()}
 
 
 def _ranges_of(handle: FlatParamHandle, index: int) -> list[ParamRange]:

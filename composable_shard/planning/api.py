@@ -17,7 +17,7 @@ from composable_shard.construct import Plan, find_shard_group, form_unit, plan_u
 from composable_shard.layout import balance
 from composable_shard.options import OptionsDict, UnitOptions
 from composable_shard.planning.costs import RankCounts, unit_cost
-from composable_shard.planning.description import PlannedUnit, ShardingPlan
+from composable_shard.planning.description import PlannedUnit, ShardingPlan, listed
 from composable_shard.planning.fake_run import StepMemory, find_peaks, moments_of
 from composable_shard.planning.rules import Rule, Rules, Scope, parse_rules
 from composable_shard.runtime import ModuleTree, has_forward, is_sharded
@@ -109,9 +109,10 @@ def _why_idle(
     """Return the text for a rule that selects nothing, given what it would select alone."""
     shadowing = dict.fromkeys(taken[module].rule for module in alone if module in taken)
     if shadowing:
+        names = listed([tree.fqn(module) for module in alone], _MAX_NAMES)
         return (
-            f"{rule.label} selects no module, as earlier rules select all of "
-            f"{listed([tree.fqn(module) for module in alone])}: {' and '.join(shadowing)}. "
+            f"{rule.label} selects no module, as earlier rules select all of {names}: "
+            f"{' and '.join(shadowing)}. "
             "Remove it, or move it to the front."
         )
     if alone:
@@ -120,18 +121,12 @@ def _why_idle(
             f"{rule.label} selects no module, as earlier rules leave too few parameters for it. "
             "Remove it, or move it to the front."
         )
-    names = [name for name, _ in tree.root.named_children()]
-    classes = dict.fromkeys(type(module).__name__ for module in tree.root.modules())
+    names = listed([name for name, _ in tree.root.named_children()], _MAX_NAMES)
+    kinds = dict.fromkeys(type(module).__name__ for module in tree.root.modules())
     return (
-        f"{rule.label} selects no module of {type(tree.root).__name__}, which holds "
-        f"{listed(names)} and has the classes {listed(list(classes))}. Correct or remove it."
+        f"{rule.label} selects no module of {type(tree.root).__name__}, which holds {names} and "
+        f"has the classes {listed([*kinds], _MAX_NAMES)}. Correct or remove it."
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the names for a message, at most ten of them."""
-    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
-    return shown if len(names) <= _MAX_NAMES else f"{shown}, ... ({len(names)} in all)"
 
 
 def _merge(owner: str, given: Mapping[Any, Any]) -> UnitOptions:

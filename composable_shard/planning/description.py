@@ -471,7 +471,7 @@ def _warn_of_sizes(units: Sequence[DescribedUnit]) -> list[str]:
     if tiny and len(units) > 1:
         warnings.append(
             f"{len(tiny)} of {len(units)} units have less than {format_nbytes(_TINY_NBYTES)}, for "
-            f"which a gather costs its latency and frees next to nothing: {_shorten(tiny)}. Leave "
+            f"which a gather costs its latency and frees next to nothing: {listed(tiny)}. Leave "
             "them in the unit around them, or pass them to fully_shard as one list."
         )
     return warnings
@@ -482,7 +482,7 @@ def _warn_of_unmanaged(module: nn.Module, states: Sequence[ShardState]) -> list[
     if not names:
         return []
     return [
-        f"no unit manages the trainable parameters {_shorten(names)}. Call fully_shard on the "
+        f"no unit manages the trainable parameters {listed(names)}. Call fully_shard on the "
         "module that holds them, freeze them, or pass them in ignored_params."
     ]
 
@@ -499,14 +499,15 @@ def _warn_of_optimizer(states: Sequence[ShardState], optimizer: torch.optim.Opti
     if not missed:
         return []
     return [
-        f"the optimizer does not step the trainable parameters {_shorten(missed)}. Make it after "
+        f"the optimizer does not step the trainable parameters {listed(missed)}. Make it after "
         "fully_shard, from model.parameters(), or freeze them."
     ]
 
 
-def _shorten(names: Sequence[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:_MAX_NAMES])
-    return shown if len(names) <= _MAX_NAMES else f"{shown}, ... ({len(names)} in all)"
+def listed(names: Sequence[str], most: int = _MAX_NAMES) -> str:
+    """Return the first names for a message, and how many there are."""
+    shown = ", ".join(map(repr, names[:most]))
+    return shown if len(names) <= most else f"{shown}, ... ({len(names)} in all)"
 
 
 # Text

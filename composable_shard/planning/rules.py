@@ -131,7 +131,7 @@ def _selector(key: object, label: str) -> tuple[Selector, str]:
     if not _accepts(key, "fqn", nn.Identity()):
         raise ValueError(
             f"{label}: expected a predicate that is called with an FQN and a module, "
-            f"got {_name(key)}{_signature(key)}"
+            f"got {_name(key)}{inspect.signature(key)}"
         )
     return _Matching(cast("Callable[[str, nn.Module], bool]", key)), f"predicate {_name(key)}"
 
@@ -141,10 +141,6 @@ def _name(key: object) -> str:
     while isinstance(key, functools.partial):
         key = key.func
     return str(getattr(key, "__name__", type(key).__name__))
-
-
-def _signature(key: Callable[..., object]) -> str:
-    return str(inspect.signature(key))
 
 
 def _accepts(key: Callable[..., object], *args: object, **kwargs: object) -> bool:
@@ -269,8 +265,8 @@ def _policy_selector(key: object, label: str) -> Selector:
     if not _accepts(key, module=nn.Identity(), recurse=True, nonwrapped_numel=0):
         raise ValueError(
             f"{label}: expected a policy that can be called as policy(module=, recurse=, "
-            f"nonwrapped_numel=), got {_name(key)}{_signature(key)}. Give the other arguments "
-            "with functools.partial."
+            f"nonwrapped_numel=), got {_name(key)}{inspect.signature(key)}. Give the other "
+            "arguments with functools.partial."
         )
     return _PolicyFunction(key)
 

@@ -31,6 +31,7 @@ from composable_shard.runtime.tree import (
     check_whole,
     find_applied,
     find_unmanaged,
+    first_names,
     get_handles,
     get_root_states,
     get_states,

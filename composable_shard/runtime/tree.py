@@ -36,7 +36,7 @@ from composable_shard.flat_param import (
     slot_key,
 )
 from composable_shard.runtime.unit import ShardState
-from composable_shard.tensor import FlatShard
+from composable_shard.tensor import FlatShard, ParamLabel
 from composable_shard.torch_private import (
     CALL_CODE,
     REGISTRY_KEY,
@@ -75,14 +75,33 @@ def managed_params(module: nn.Module) -> dict[str, tuple[FlatParamHandle, ParamE
     state = module.__dict__.get(_UNIT_KEY)
     if state is None:
         return {}
-    slots = {
-        slot_key(slot): (handle, entry)
-        for handle in state.handles
-        for entry in handle.entries
+    found, place = _by_slot(state.handles), id(parameters_of(module))
+    indices = {name: found[place, name] for name in parameters_of(module) if (place, name) in found}
+    return {name: (handle, handle.entries[index]) for name, (handle, index) in indices.items()}
+
+
+def _by_slot(
+    handles: Iterable[FlatParamHandle],
+) -> dict[tuple[int, Any], tuple[FlatParamHandle, int]]:
+    return {
+        slot_key(slot): (handle, index)
+        for handle in handles
+        for index, entry in enumerate(handle.entries)
         for slot in entry.slots
     }
-    place = id(parameters_of(module))
-    return {name: slots[place, name] for name in parameters_of(module) if (place, name) in slots}
+
+
+def first_names(
+    module: nn.Module, handles: Iterable[FlatParamHandle]
+) -> dict[tuple[FlatParamHandle, int], str]:
+    """Return the first name in `module` of each parameter of handles, by handle and index."""
+    found, names = _by_slot(handles), dict[tuple[FlatParamHandle, int], str]()
+    for prefix, child in module.named_modules():
+        for key in parameters_of(child):
+            place = found.get((id(parameters_of(child)), key))
+            if place is not None:
+                names.setdefault(place, f"{prefix}.{key}".lstrip("."))
+    return names
 
 
 def find_applied(module: nn.Module) -> str | None:
@@ -256,19 +275,12 @@ def has_other_children(module: nn.Module) -> bool:
 
 def rename(module: nn.Module) -> None:
     """Name all units and parameters in `module` as seen from it, for messages."""
-    labels = {
-        slot_key(slot): entry.label
-        for handle in get_handles(module)
-        for entry in handle.entries
-        for slot in entry.slots
-    }
-    renamed: set[int] = set()
-    for prefix, child in module.named_modules():
-        for key in parameters_of(child):
-            label = labels.get((id(parameters_of(child)), key))
-            if label is not None and id(label) not in renamed:
-                renamed.add(id(label))
-                label.rename(f"{prefix}.{key}".lstrip("."))
+    labels: dict[int, tuple[ParamLabel, str]] = {}  # copies of a unit share them
+    for (handle, index), name in first_names(module, get_handles(module)).items():
+        label = handle.entries[index].label
+        labels.setdefault(id(label), (label, name))
+    for label, name in labels.values():
+        label.rename(name)
     named: set[ShardState] = set()
     for name, child in module.named_modules():
         state = read_state(child)
