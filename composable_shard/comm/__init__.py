@@ -32,6 +32,7 @@ from composable_shard.comm.devices import (
     HostCopies,
     StreamPoint,
     Streams,
+    Then,
     Waitable,
     alloc_host,
     copies_for,

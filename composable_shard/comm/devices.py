@@ -24,7 +24,7 @@ nothing relies on it is tested with copies that run only when they are waited fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -202,6 +202,21 @@ class Waitable(Protocol):
 
     def wait(self) -> object:
         """Block, on CPU, or make the current stream wait until the collective is done."""
+
+
+class Then:
+    """Works, and what is done when they are done; once, and what it holds is freed then."""
+
+    def __init__(self, works: Sequence[Waitable], action: Callable[[], object]) -> None:
+        self._works, self._actions = works, [action]
+
+    def wait(self) -> None:
+        """Wait for all of them, then do the rest."""
+        actions, self._actions = self._actions, []
+        for work in self._works:
+            work.wait()
+        for action in actions:
+            action()
 
 
 def abandon(work: Waitable) -> None:

@@ -50,6 +50,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -59,7 +60,7 @@ from torch import Tensor
 
 from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import ReduceScatter
-from composable_shard.comm.devices import Waitable, abandon, cut_in_parts
+from composable_shard.comm.devices import Then, Waitable, abandon, cut_in_parts
 from composable_shard.comm.lockstep import explained
 
 BLOCK_NUMEL = 128
@@ -195,7 +196,7 @@ def gather_in(
         staging = torch.empty_like(output, dtype=wire_dtype)
         own = cut_in_parts(staging, group, numels)[group.rank()].copy_(shard)
         work = collectives.all_gather(staging, own, group, numels, what=what, is_of_step=True)
-        return _StagedGather(work, staging, output.copy_)
+        return Then([work], partial(output.copy_, staging))
     each = numels or [shard.numel()] * group.size()
     sizes = [encoded_nbytes(numel) for numel in each]
     staging = output.new_empty(sum(sizes), dtype=torch.uint8)
@@ -209,7 +210,7 @@ def gather_in(
             decode(part, values, wire_dtype)
 
     work = collectives.all_gather(staging, own, group, encoded_sizes, what=what, is_of_step=True)
-    return _StagedGather(work, staging, decode_all)
+    return Then([work], partial(decode_all, staging))
 
 
 def as_received(wire_dtype: torch.dtype, shard: Tensor, dtype: torch.dtype) -> Tensor:
@@ -217,22 +218,6 @@ def as_received(wire_dtype: torch.dtype, shard: Tensor, dtype: torch.dtype) -> T
     if wire_dtype in QUANTISED:
         return round_trip(shard, wire_dtype, dtype)
     return shard.to(wire_dtype).to(dtype)
-
-
-class _StagedGather:
-    """A gather into memory of another dtype, which is freed when the values have been cast."""
-
-    def __init__(self, work: Waitable, staging: Tensor, unpack: Callable[[Tensor], object]) -> None:
-        self._work = work
-        self._staging: Tensor | None = staging
-        self._unpack = unpack
-
-    def wait(self) -> None:
-        """Wait for the values, and cast them into the output."""
-        staging, self._staging = self._staging, None
-        self._work.wait()
-        if staging is not None:
-            self._unpack(staging)
 
 
 class StageKey:
@@ -280,13 +265,6 @@ class ReductionStage:
 CommHook = Callable[[Any, ReductionStage], Waitable | None]
 
 
-class _Done:
-    """The work of a hook that returned None: it is done."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
     """Call a hook; return what to wait for.
 
@@ -303,9 +281,7 @@ def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
     # A backward with create_graph enables gradients.
     with torch.no_grad(), explained(stage.group):
         work = hook(state, stage)
-    if work is None:
-        return _Done()
-    if not callable(getattr(work, "wait", None)):
+    if work is not None and not callable(getattr(work, "wait", None)):
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         raise TypeError(
             f"expected the comm hook {name} to return None or an object with wait(), got {work!r}"
@@ -314,15 +290,16 @@ def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
 
 
 class _HookWork:
-    """What a hook returned, whose errors say what the ranks do."""
+    """What a hook returned, whose errors say what the ranks do; None: it is done."""
 
-    def __init__(self, work: Waitable, group: dist.ProcessGroup) -> None:
+    def __init__(self, work: Waitable | None, group: dist.ProcessGroup) -> None:
         self._work, self._group = work, group
 
     def wait(self) -> None:
         """Wait for it."""
-        with explained(self._group):
-            self._work.wait()
+        if self._work is not None:
+            with explained(self._group):
+                self._work.wait()
 
 
 class HookedReduction:
@@ -381,13 +358,12 @@ def then_call_hook(
     work, output = _reduce_in(stage.gradient.dtype, stage, 1.0), stage.output
 
     def call() -> None:
-        work.wait()
         if stage.kind == kind:
             output.mul_(stage.scale)
             function(output)
             output.div_(stage.scale)
 
-    return _Then(None, call)
+    return Then([work], call)
 
 
 def _reduce_in(dtype: torch.dtype, stage: ReductionStage, factor: float) -> Waitable:
@@ -402,12 +378,12 @@ def _reduce_in(dtype: torch.dtype, stage: ReductionStage, factor: float) -> Wait
             if factor != 1.0:
                 output.div_(factor)
 
-        return _Then(collectives.all_reduce(low, group, what=stage.what), unpack)
+        return Then([collectives.all_reduce(low, group, what=stage.what)], unpack)
     reduction = ReduceScatter(group, low.dtype, low.device, _part_numels(stage))
     num_parts = reduction.scratch_parts(in_place=True)
     scratch = low.new_empty(num_parts * output.numel()) if num_parts else None
     started = reduction.start(output, low, scratch, 1.0 / factor, name=stage.unit)
-    return _Then(None, started.finish)
+    return Then([], started.finish)
 
 
 class ErrorFeedback:
@@ -535,7 +511,7 @@ def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable
         ).wait()
         output.copy_(gathered)
 
-    return _Then(work, add_up)
+    return Then([work], add_up)
 
 
 _READY_MADE = (bf16_compress_hook, fp16_compress_hook, then_call_hook, error_feedback_hook)
@@ -546,20 +522,6 @@ def _part_numels(stage: ReductionStage) -> Sequence[int] | None:
     if stage.numels is None:
         return None
     return [numel * (2 if stage.gradient.is_complex() else 1) for numel in stage.numels]
-
-
-class _Then:
-    """Work, and what is done once it is."""
-
-    def __init__(self, work: Waitable | None, action: Callable[[], object]) -> None:
-        self._work = work
-        self._action = action
-
-    def wait(self) -> None:
-        """Wait, then do the rest."""
-        if self._work is not None:
-            self._work.wait()
-        self._action()
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -27,9 +27,8 @@ did that itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from math import prod
 from typing import Any
@@ -46,6 +45,7 @@ from composable_shard.comm import (
     ShardGroup,
     SmallGroup,
     Streams,
+    Then,
     Waitable,
     alloc_host,
     collectives,
@@ -214,32 +214,19 @@ class Codec:
             else:
                 work = collectives.all_gather(part, own, ranks.group, what=what, is_of_step=True)
                 works.append(work)
-        return _ExtendedGather(works, sent, partial(self._fill, wrapped, metadata))
 
-    def _fill(self, wrapped: Any, metadata: Any) -> None:
-        param = self._entry.unsharded
-        with torch.inference_mode(False), torch.no_grad():
-            wrapped.fsdp_post_all_gather(self._outputs, metadata, self._dtype, out=param)
+        def fill() -> None:
+            sent.clear()  # the gathers have read it
+            param = self._entry.unsharded
+            with torch.inference_mode(False), torch.no_grad():
+                wrapped.fsdp_post_all_gather(self._outputs, metadata, self._dtype, out=param)
+
+        return Then(works, fill)
 
     def free(self) -> None:
         """Free all memory."""
         for each in self._memory:
             free_storage(each)
-
-
-class _ExtendedGather:
-    """Gathers of all inputs of a parameter, and what its class does when they are there."""
-
-    def __init__(
-        self, works: Sequence[Waitable], sent: Sequence[Tensor], fill: Callable[[], None]
-    ) -> None:
-        self._works, self._sent, self._fill = works, sent, fill
-
-    def wait(self) -> None:
-        """Wait for all of them, and fill the parameter."""
-        for work in self._works:
-            work.wait()
-        self._fill()
 
 
 class ExtendedParams(UnshardedParams):
