@@ -271,33 +271,21 @@ class FSDPModule:
         module_api.register_comm_hook(module, then_call_hook, (hook, last), recurse=False)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refuse.
-
-        Raises:
-            NotImplementedError: A comm hook does it.
-        """
+        """Refuse, and say what to call instead."""
         raise NotImplementedError(
             "call composable_shard.register_comm_hook(module, hook), whose hook reduces a unit's "
             "gradients from one buffer into another"
         )
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refuse.
-
-        Raises:
-            NotImplementedError: Gathers write straight into the unit's buffer.
-        """
+        """Refuse, and say what to do instead."""
         raise NotImplementedError(
             "an all-gather writes straight into the unit's buffer, and can't be replaced. For "
             "other algorithms or memory pass a mesh of a process group with another backend."
         )
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Refuse.
-
-        Raises:
-            NotImplementedError: `reduce_pending_gradients` does it.
-        """
+        """Refuse, and say what to call instead."""
         raise NotImplementedError(
             "call set_requires_gradient_sync(False) before the backwards, and after them "
             "composable_shard.reduce_pending_gradients(module)"
@@ -308,11 +296,7 @@ class FSDPModule:
         self.set_manual_backward_finalization(enabled=True)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Refuse to keep freed memory.
-
-        Raises:
-            NotImplementedError: Strategies that free nothing do it.
-        """
+        """Refuse to keep freed memory."""
         if keep:
             raise NotImplementedError(
                 'what is freed has no memory. Pass strategy="shard_grad_op" to fully_shard, which '

@@ -321,11 +321,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
 
 
 def _quiet_group() -> HostGroup:
-    """Return the group of all ranks when no save uses it in the background.
-
-    Raises:
-        RuntimeError: On all ranks, if that save failed and no call has raised its error yet.
-    """
+    """Return the group of all ranks when no save uses it; raise the error of one that failed."""
     group = get_host_group()
     pending: CheckpointSave | None = group.take_pending(None)
     error = None if pending is None else pending.untold_error()

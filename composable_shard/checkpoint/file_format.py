@@ -155,8 +155,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def make_header(entries: Sequence[tuple[str, torch.dtype, int]]) -> bytes:
     """Return the header of a safetensors file; the entries' data follows without gaps.
 
-    Args:
-        entries: Key, dtype and number of elements of each entry, in the order of the file.
+    An entry is key, dtype and number of elements.
     """
     header: dict[str, Any] = {"__metadata__": {"format": _FORMAT}}
     end = 0
@@ -219,11 +218,7 @@ def _first_line(rest: bytes) -> bytes:
 
 
 def parse_metadata(text: bytes, path: str) -> Metadata:
-    """Parse and check the text of `metadata.json`; `path` is for messages.
-
-    Raises:
-        ValueError: If it is damaged, inconsistent, or of another program or version.
-    """
+    """Parse and check the text of `metadata.json`; `path` is for messages."""
     line, newline, rest = text.partition(b"\n")
     if not re.fullmatch(rb'\{"crc32":"[0-9a-f]{8}",', line):
         raise ValueError(f"{path} is not the metadata of a checkpoint of composable_shard")

@@ -54,11 +54,7 @@ def as_dict(objects: OneOrMore) -> dict[str, Any]:
 
 
 def find_stored(reader: CheckpointReader, kind: str) -> dict[str, Any]:
-    """Return the encoded states of all objects of a kind, by name.
-
-    Raises:
-        ValueError: If the checkpoint has none, not even an empty dict.
-    """
+    """Return the encoded states of all objects of a kind, by name."""
     stored = reader.metadata.tree.get(kind)
     if not isinstance(stored, dict):
         raise ValueError(f"{reader.folder / METADATA} is damaged: it has no '{kind}'")
@@ -72,14 +68,6 @@ def check_names(
 
     Kinds that no rank wants are not checked. Ranks may want different parts: pipeline stages have
     optimizers of their own.
-
-    Args:
-        group: All ranks.
-        reader: The checkpoint.
-        wanted: This rank's names of objects by kind.
-
-    Raises:
-        ValueError: On all ranks, with the names.
     """
     own = {kind: sorted(names) for kind, names in wanted.items()}
     told = group.all_messages(own if any(own.values()) else None)
@@ -96,11 +84,7 @@ def check_names(
 def stage_objects(
     reader: CheckpointReader, kind: str, objects: dict[str, Any], *, is_strict: bool
 ) -> list[Change]:
-    """Return how to give schedulers or a scaler their new states.
-
-    Raises:
-        ValueError: If a state is that of a scheduler of another kind.
-    """
+    """Return how to give schedulers or a scaler their new states."""
     saved = reader.metadata.tree.get(kind)
     if kind == "scaler" and bool(objects) != bool(saved):
         text = (
@@ -145,11 +129,7 @@ def optimizer_kinds(optimizers: dict[str, Optimizer]) -> dict[str, list[Any]]:
 
 
 def check_kinds(reader: CheckpointReader, optimizers: dict[str, Optimizer]) -> None:
-    """Check that optimizers are of the classes that were saved, or have the same options.
-
-    Raises:
-        ValueError: Naming both classes.
-    """
+    """Check that optimizers are of the classes that were saved, or have the same options."""
     saved = reader.metadata.tree.get("optimizer_kinds", {})
     for name, (kind, options) in optimizer_kinds(optimizers).items():
         saved_kind, saved_options = saved.get(name, [kind, options])
@@ -179,10 +159,7 @@ def _num_groups(state: Any) -> list[int]:
 def changed(group: HostGroup, changes: list[Change], *others: Callable[[], None]) -> Iterator[None]:
     """Give objects new states, on all ranks, and their old ones if that or the body fails.
 
-    Args:
-        group: All ranks.
-        changes: What to write, and how.
-        others: To call with that; the caller undoes it.
+    `others` are called with that, and undone by the caller.
     """
     before: list[tuple[Callable[[Any], object], Any]] = []
     try:
@@ -229,11 +206,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: dict[str, Any]) -> None:
-    """Check that the generators accept the states; changes nothing.
-
-    Raises:
-        ValueError: If a state is invalid.
-    """
+    """Check that the generators accept the states; changes nothing."""
     try:
         random.Random().setstate(state["python"])
         torch.Generator().set_state(_to_tensor(state["torch"]))
@@ -270,11 +243,7 @@ def wraps_state(optimizer: Optimizer) -> bool:
 def take_parts(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Take this rank's parts of wrapped state out of an optimizer's. [Note: Wrapped state]
 
-    Args:
-        state: By FQN and name; loses what is taken.
-
-    Returns:
-        By FQN, and by a text that tells name and region.
+    Return them by FQN, and by a text that tells name and region.
     """
     taken: dict[str, dict[str, Any]] = {}
     for fqn, values in state.items():
@@ -312,15 +281,8 @@ def read_parts(
     """Read this rank's part of a parameter's wrapped state, by name.
 
     Args:
-        reader: The checkpoint.
-        parts: As `take_parts` has described them.
-        target: The parameter.
         as_saved: Whether the optimizer takes state of the saved class.
         is_strict: Whether nothing but the saved state will do.
-
-    Raises:
-        ValueError: If this rank holds other regions than any rank that saved, or if the program
-            does not know the class.
     """
     region = region_of(target)
     found: dict[str, Tensor] = {}

@@ -57,11 +57,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def open_to_read(path: Path) -> int:
-    """Open a file and return its descriptor; a link or a pipe is refused.
-
-    Raises:
-        OSError: If it can't be opened, or is no regular file.
-    """
+    """Open a file and return its descriptor; a link or a pipe is refused."""
     # Without waiting: to open a pipe would take until somebody writes into it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -71,11 +67,7 @@ def open_to_read(path: Path) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file, which must be no link.
-
-    Raises:
-        OSError: As `open_to_read`.
-    """
+    """Return the content of a file, which must be no link."""
     with os.fdopen(open_to_read(path), "rb") as file:
         return file.read()
 
@@ -152,11 +144,7 @@ class CheckpointReader:
     """
 
     def __init__(self, folder: Path, metadata_text: bytes | None = None) -> None:
-        """Read the metadata, unless the caller has done so.
-
-        Raises:
-            ValueError: If it is missing or damaged, naming the file.
-        """
+        """Read the metadata, unless the caller has done so."""
         self.folder = folder
         self.nbytes_read = 0
         self._files: dict[str, _OpenFile] = {}
@@ -181,11 +169,7 @@ class CheckpointReader:
         return sum(self.metadata.files.values()) <= STAGED_NBYTES
 
     def check_files(self) -> None:
-        """Check that all data files exist and have the right length.
-
-        Raises:
-            ValueError: Naming the file.
-        """
+        """Check that all data files exist and have the right length."""
         for name, nbytes in self.metadata.files.items():
             path = self.folder / name
             with reading(path), os.fdopen(open_to_read(path), "rb") as file:
@@ -194,18 +178,9 @@ class CheckpointReader:
                 raise ValueError(f"{path} is damaged: expected {nbytes} bytes, found {found}")
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """Read some elements of a tensor into host memory.
+        """Read elements, by default all row by row, into host memory; shape `(region.numel,)`.
 
-        Args:
-            name: The tensor.
-            region: Its elements to read. Default: all, row by row.
-
-        Returns:
-            Shape `(region.numel,)`, in the stored dtype.
-
-        Raises:
-            ValueError: If a file is missing, truncated or damaged, naming it, or if elements are
-                in no piece.
+        A file that is missing, truncated or damaged is an error that names it.
         """
         region = whole(self._find(name).shape) if region is None else region
         output = torch.empty(region.numel, dtype=self._find(name).dtype, device=HOST)
@@ -221,19 +196,11 @@ class CheckpointReader:
         return self.read(name).view(self.metadata.tensors[name].shape)
 
     def verify(self, name: str, region: Region) -> None:
-        """Read what `read` would read, and keep nothing.
-
-        Raises:
-            ValueError: As `read`.
-        """
+        """Read what `read` would read, and keep nothing."""
         self._read_region(name, region, None)
 
     def read_again(self, fill: Callable[[], None]) -> None:
-        """Call what reads what has been verified. [Note: Two passes]
-
-        Raises:
-            ValueError: As `read`, if a file has been written or can't be read.
-        """
+        """Call what reads what has been verified. [Note: Two passes]"""
         self._is_verified = self._is_unchanged()
         fill()
         if self._is_verified and not self._is_unchanged():
@@ -246,8 +213,7 @@ class CheckpointReader:
     def read_into(self, name: str, place: Tensor) -> None:
         """Read this rank's elements into a tensor of any kind, dtype and device.
 
-        Raises:
-            ValueError: As `read`; some elements may have been written then.
+        If that fails, some elements may have been written.
         """
         region = region_of(place)
         local = place._local if isinstance(place, FlatShard) else place

@@ -46,9 +46,7 @@ _MAX_NAMES = 8  # in a message
 def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the model's state, encoded, by FQN; a tied parameter is saved once. No communication.
 
-    Args:
-        model: The model.
-        tensors: Gets this rank's tensors, by name.
+    `tensors` gets this rank's tensors, by name.
     """
     tree: dict[str, Any] = {}
     names: dict[Any, str] = {}
@@ -94,9 +92,6 @@ def check_optimizers(model: nn.Module, names: Iterable[str]) -> None:
     """Check that the ranks that share a model have optimizers of the same names.
 
     One all-gather of 31 bytes for each process group.
-
-    Raises:
-        ValueError: On all ranks.
     """
     told = ModelRanks(model).all_messages(sorted(names))
     if len(told) > 1:
@@ -128,18 +123,7 @@ class StagedModel:
     def read(
         cls, reader: CheckpointReader, model: nn.Module, state: dict[str, Any], *, is_strict: bool
     ) -> StagedModel:
-        """Verify this rank's part, and read what `fill` will not; changes nothing.
-
-        Args:
-            reader: The checkpoint.
-            model: The model to load.
-            state: Its present state, by name.
-            is_strict: Whether dtypes must fit.
-
-        Raises:
-            ValueError: If the checkpoint does not fit or is damaged.
-            RuntimeError: If a model without units is on the meta device.
-        """
+        """Verify this rank's part, and read what `fill` will not; changes nothing."""
         tree = reader.metadata.tree["model"]
         extra = {
             fqn: json_tree.decode(tree[fqn], reader.read_whole)
@@ -287,9 +271,6 @@ class StagedOptimizer:
         """Verify this rank's part, and read what `fill` will not; changes nothing.
 
         State of a parameter's shape is read in the parameter's sharding, other state whole.
-
-        Raises:
-            ValueError: If the checkpoint does not fit or is damaged.
         """
         groups = json_tree.decode(tree["param_groups"], reader.read_whole)
         own = [group.fqns for group in view]
@@ -347,11 +328,7 @@ class StagedOptimizer:
 
 
 def check_state(fqn: str, state: dict[str, Any]) -> None:
-    """Check that an optimizer accepts the values that are no tensors.
-
-    Raises:
-        ValueError: Naming the value.
-    """
+    """Check that an optimizer accepts the values that are no tensors."""
     for name, value in state.items():
         expected = Tensor | int | float if name == "step" else Tensor | int | float | str | None
         if not isinstance(value, expected):
@@ -377,11 +354,7 @@ def _check_option(name: str, value: Any, own: Any) -> None:
 
 
 def check_is_number(name: str, value: Any) -> None:
-    """Check that an option of an optimizer, or what it consists of, is not NaN.
-
-    Raises:
-        ValueError: Naming the option.
-    """
+    """Check that an option of an optimizer, or what it consists of, is not NaN."""
     if isinstance(value, tuple | list):
         for part in value:
             check_is_number(name, part)
@@ -445,11 +418,7 @@ def list_names(
     views: Mapping[str, list[Group]],
     trees: Iterable[Any],
 ) -> list[NameLists]:
-    """Return the names of the model and of its optimizers, here and in a checkpoint.
-
-    Raises:
-        ValueError: If the checkpoint has no model.
-    """
+    """Return the names of the model and of its optimizers, here and in a checkpoint."""
     stored = reader.metadata.tree.get("model")
     if not isinstance(stored, dict):
         raise ValueError(f"{reader.folder} has no model")
@@ -463,11 +432,7 @@ def list_names(
 
 
 def compare_names(group: HostGroup, folder: Path, lists: list[NameLists]) -> None:
-    """Check that every rank finds its names, and that some rank has each name of the checkpoint.
-
-    Raises:
-        ValueError: On all ranks, naming them.
-    """
+    """Check that every rank finds its names, and that some rank has each name of the checkpoint."""
     unknown = {each.what: sorted(set(each.stored) - set(each.own)) for each in lists}
     told: list[dict[str, list[str]]] = group.all_messages(unknown)
     with group.agreed():

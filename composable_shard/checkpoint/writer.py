@@ -154,11 +154,7 @@ class SaveArguments:
 
 
 def list_items(tensors: dict[str, Tensor], owners: Mapping[str, Owners]) -> list[Item]:
-    """Return this rank's region of each tensor.
-
-    Raises:
-        ValueError: For a DTensor of an unknown layout.
-    """
+    """Return this rank's region of each tensor."""
     return [
         Item(name, region_of(tensor), tensor.shape, tensor, owners.get(name))
         for name, tensor in tensors.items()
@@ -186,11 +182,7 @@ class Draft:
 
 
 def make_draft(ranks: list[Any]) -> Draft:
-    """Join what all ranks have described.
-
-    Raises:
-        ValueError: If they disagree about an argument, or about a tensor.
-    """
+    """Join what all ranks have described."""
     check_same(ranks, "step", *SaveArguments.__dataclass_fields__)
     draft = Draft(merge_trees([rank["tree"] for rank in ranks]), {}, len(ranks))
     parts = _Parts()
@@ -217,11 +209,7 @@ def make_draft(ranks: list[Any]) -> Draft:
 
 
 def check_same(ranks: list[dict[str, Any]], *names: str) -> None:
-    """Check that all ranks passed the same values of arguments.
-
-    Raises:
-        ValueError: Naming the argument.
-    """
+    """Check that all ranks passed the same values of arguments."""
     for name in names:
         values = [rank[name] for rank in ranks]
         if any(value != values[0] for value in values):
@@ -262,15 +250,7 @@ class _Parts:
 
 
 def check_copies(draft: Draft, samples: list[dict[str, Any]]) -> None:
-    """Check that tensors of one name are equal where ranks do not share them. [Note: Owners]
-
-    Args:
-        draft: With the names in `copies`.
-        samples: Of each rank, by name.
-
-    Raises:
-        ValueError: Naming the tensors and the ranks.
-    """
+    """Check that tensors of one name are equal where ranks do not share them. [Note: Owners]"""
     different = []
     for name, copies in draft.copies.items():
         found = [sorted({json.dumps(samples[rank][name]) for rank in ranks}) for ranks in copies]
@@ -292,9 +272,6 @@ def merge_trees(trees: list[Any]) -> dict[str, Any]:
     """Return the values of all ranks; of those that several have, the lowest rank's.
 
     Parameter groups are joined, because ranks may own different parameters.
-
-    Raises:
-        ValueError: If ranks step one parameter with other numbers, as another learning rate.
     """
     merged: dict[str, Any] = {
         kind: reduce(partial(json_tree.merge, depth=depth), [tree[kind] for tree in trees])
@@ -348,11 +325,7 @@ def _join_groups(found: list[dict[str, Any]], groups: list[dict[str, Any]]) -> N
 def share_pieces(draft: Draft) -> list[list[int]]:
     """Choose one rank for each piece, the largest first: the holder with the least to write.
 
-    Returns:
-        For each rank the numbers of its lines to write.
-
-    Raises:
-        ValueError: If the pieces of a tensor do not cover it exactly.
+    Return for each rank the numbers of its lines to write.
     """
     holders, tensors = draft.holders, draft.tensors
     numels = dict.fromkeys(tensors, 0)
@@ -421,11 +394,7 @@ def plan_save(
     ranks have in common without sharing the tensor. [Note: Owners]
 
     Args:
-        group: All ranks.
-        step: Number of steps taken.
         tree: All values, encoded; where ranks differ, the lowest rank's are saved.
-        items: This rank's regions.
-        arguments: What else was passed.
 
     Raises:
         ValueError: On all ranks, if ranks disagree about the step, another argument or a tensor, or
@@ -462,14 +431,7 @@ def write_checkpoint(
 ) -> Path:
     """Write and publish; return the directory. [Note: One save]
 
-    Args:
-        group: All ranks.
-        plan: The pieces to write.
-        keep_last: Number of checkpoints to keep, this one included; None for all.
-        error: An earlier error of this rank, to raise on all.
-
-    Raises:
-        RuntimeError: On all ranks, naming the rank and the file.
+    An earlier error of a rank is raised on all of them instead.
     """
     group.agree(error)
     lock = _Lock(plan.path)
@@ -514,11 +476,7 @@ class _Lock:
             self._descriptor = None
 
     def acquire(self) -> None:
-        """Wait for the save of another job, then lock.
-
-        Raises:
-            RuntimeError: If that takes longer than `LOCK_TIMEOUT_S`, naming the other job.
-        """
+        """Wait for the save of another job, then lock."""
         files.make_folder(self._path)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = descriptor = os.open(self._path / LOCK, flags, 0o666)
@@ -597,11 +555,7 @@ def _write_data(path: Path, items: list[Item]) -> dict[str, Any]:
 
 @contextmanager
 def _created(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, which is on disk when the body has succeeded.
-
-    Raises:
-        RuntimeError: Naming the file.
-    """
+    """Open a new file, which is on disk when the body has succeeded; errors name it."""
     try:
         file = files.create(path)
         try:

@@ -103,7 +103,6 @@ class Ranks:
 
         Args:
             message: A JSON value; tuples become lists.
-            flag: None for no flag.
             what: What it is for, for messages. Default: the function that the program has called.
 
         Returns:
@@ -215,9 +214,6 @@ def compare_lines(ranks: Ranks, lines: list[str]) -> None:
 
     One all-gather of 32 bytes for each process group: as lazy init sends its lines, which ranks
     that have nothing to send here may have reached already.
-
-    Raises:
-        RuntimeError: On all ranks, as `raise_difference`.
     """
     messages, _ = ranks.compare([lines, []], False, what=UNITS)
     raise_difference([each for each, _ in messages])
@@ -226,11 +222,7 @@ def compare_lines(ranks: Ranks, lines: list[str]) -> None:
 def raise_difference(all_lines: list[list[str]]) -> None:
     """Raise if the ranks describe their units differently, naming the first difference.
 
-    Args:
-        all_lines: Each rank's, one line for each parameter; of one rank only if all are the same.
-
-    Raises:
-        RuntimeError: Naming the difference and the ranks.
+    Each rank has one line for each parameter; only one rank's come if all are the same.
     """
     longest = max(len(lines) for lines in all_lines)
     for index in range(longest):
@@ -520,8 +512,7 @@ class _StepRecord:
     def other_writes(self, received: Sequence[int]) -> list[str]:
         """Return what this rank has done with the first parameter that ranks wrote unequally often.
 
-        Args:
-            received: The maximum of what the ranks have sent.
+        Of the maximum of what the ranks have sent.
         """
         start, num = self.NBYTES + 1, len(self._counts)
         highest = received[start : start + num]
@@ -636,11 +627,7 @@ class FlagReduction:
         return largest
 
     def check_step(self) -> None:
-        """Check that all ranks were in step, see [Note: Digest of a step]; after `finish`.
-
-        Raises:
-            RuntimeError: If not, on all ranks.
-        """
+        """Check, after `finish`, that all ranks were in step. [Note: Digest of a step]"""
         for mesh in self._meshes.values():
             mesh.check_step()
 

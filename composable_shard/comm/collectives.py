@@ -53,7 +53,6 @@ def _note(
     """Record a collective that is issued now; return the group's order.
 
     Args:
-        group: Its ranks.
         kind: For the log.
         nbytes: Of the full-size payload.
         what: What it is for; None to name the function that the program has called.
@@ -81,11 +80,7 @@ def _by_messages(
 def announce(
     group: dist.ProcessGroup, device: torch.device, kind: str, nbytes: int, what: str
 ) -> None:
-    """Enter a collective that somebody else is about to issue, in the middle of a step.
-
-    Raises:
-        RuntimeError: If the ranks are about to issue different ones, on all of them.
-    """
+    """Enter a collective that somebody else is about to issue in a step; ranks that differ fail."""
     order = order_of(group)
     order.note(identify(what, kind, nbytes, is_of_step=True))
     order.check_next()
@@ -119,7 +114,6 @@ def gather(
         output: On the first rank: shape `(group.size() * shard_numel,)`, as in `all_gather`. None
             on the others.
         shard: Shape `(shard_numel,)`, this rank's.
-        group: The ranks that take part.
         numels: As in `all_gather`.
     """
     nbytes = shard.nbytes * group.size() if numels is None else payload(shard, numels)
@@ -155,7 +149,6 @@ def gather_pieces(
             that does not receive.
         pieces: This rank's ranges, one-dimensional.
         nbytes: Bytes of all ranks' ranges.
-        group: The ranks that take part.
         to_first: Only the first one receives.
         device: Where the ranges are.
     """
@@ -185,7 +178,6 @@ def scatter(
     Args:
         output: Shape `(shard_numel,)`, this rank's part.
         input: On the first rank: shape `(group.size() * shard_numel,)`. None on the others.
-        group: The ranks that take part.
         numels: As in `all_gather`.
     """
     nbytes = output.nbytes * group.size() if numels is None else payload(output, numels)
@@ -211,7 +203,6 @@ def all_to_all(
     Args:
         output: Shape `(group.size() * part_numel,)`; what rank r sent lands in its r-th part.
         input: Likewise; its r-th part goes to rank r.
-        group: The ranks that take part.
         what: What it is for, for messages; None to name the function that was called.
     """
     order = _note(group, "all_to_all", input.nbytes, what)
@@ -249,14 +240,9 @@ class ExchangedAllReduce:
         order: GroupOrder,
         scratch: Tensor | None = None,
     ) -> None:
-        """Start reducing a tensor.
+        """Start reducing a contiguous tensor; the collective has been entered in the group's order.
 
-        Args:
-            tensor: What is reduced, contiguous.
-            group: The ranks that take part.
-            op: How.
-            order: The group's, which the collective has been entered in.
-            scratch: Memory of as many elements as the tensor, free again after `advance`.
+        The scratch memory, of as many elements as the tensor, is free again after `advance`.
         """
         self._group, self._op, self._order = group, op, order
         real = as_real(tensor).view(-1)
@@ -329,9 +315,6 @@ def all_reduce(
     """Start reducing `tensor` in place over all ranks; any shape, the same on every rank.
 
     Args:
-        tensor: What is reduced.
-        group: The ranks that take part.
-        op: How.
         what: What it is for, for messages; None to name the function that was called.
         digest_nbytes: How many bytes are no payload, for the log: [Note: Digest of a step].
         scratch: Memory of as many elements, for an `ExchangedAllReduce`.
@@ -371,7 +354,6 @@ def all_gather_uneven(
     Args:
         local: Shape `(numels[rank],)`, this rank's shard, of any dtype.
         numels: Elements of every rank's shard, the same list on all ranks.
-        group: The ranks that take part.
         what: What it is for, for messages.
 
     Returns:

@@ -68,17 +68,10 @@ class ShardGroup:
         second axis and holds copies along the first.
 
         Args:
-            mesh: A mesh, or None.
             is_replicated: Every rank of the mesh holds all of it instead.
             spans_replicas: All ranks of a 2-D mesh share it instead, and its second axis is a
                 small group. Where no process group has just these ranks, one is made the first
                 time: all of them must call this together.
-
-        Raises:
-            RuntimeError: If torch.distributed is not initialised, and this is one of several
-                processes that torchrun has not launched.
-            ValueError: If the mesh has more than two axes, this rank is not in it, or the ranks of
-                a 2-D mesh don't ascend (with `spans_replicas`, row by row).
         """
         begin_watch()
         if mesh is None:
@@ -118,11 +111,7 @@ class ShardGroup:
         return cls(inner, rank, size, device, replicate, joint, pipeline_group=stages)
 
     def check_host_collectives(self) -> None:
-        """Check that the ranks can also communicate what is on the host.
-
-        Raises:
-            ValueError: If a process group has no backend for the CPU.
-        """
+        """Check that the ranks can also communicate what is on the host."""
         for group in (self.group, *self.joint_groups):
             try:
                 backend_of(group, torch.device("cpu"))
@@ -209,9 +198,6 @@ class SmallGroup:
 
         All ranks of the shard group must call this together the first time: an all-gather of 31
         bytes, and one group is made for each part of it.
-
-        Raises:
-            RuntimeError: If the ranks know different numbers of process groups, on all of them.
         """
         near = shard_group.near_group
         if near is not None and near.size() == size:
@@ -328,12 +314,7 @@ def _make_group(ranks: list[int], asking: _Groups, device: torch.device) -> dist
     different numbers would wait for each other.
 
     Args:
-        ranks: Its ranks, by their numbers in the world.
         asking: All ranks that make a group now, over these groups one after another.
-        device: Where they communicate.
-
-    Raises:
-        RuntimeError: If the numbers differ, on all ranks.
     """
     num_known = num_known_groups()
     known = Ranks(asking, device).all_messages(num_known)
@@ -380,11 +361,7 @@ def _group_of_all_ranks(is_replicated: bool, spans_replicas: bool) -> ShardGroup
 
 
 def _init_one_process() -> None:
-    """Make a process group of this process alone, as in a notebook.
-
-    Raises:
-        RuntimeError: If the environment says that there are more processes: each would train alone.
-    """
+    """Make a process group of this process alone, as in a notebook."""
     found = {name: os.environ[name] for name in _NUM_PROCESSES if name in os.environ}
     several = [f"{name}={value}" for name, value in found.items() if value != "1"]
     if several:

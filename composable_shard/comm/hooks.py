@@ -185,10 +185,8 @@ def gather_in(
     [Note: Quantised wire]. As many bytes are allocated for it, and freed by `wait`.
 
     Args:
-        wire_dtype: In which shards travel.
         output: Shape `(group.size() * shard_numel,)`.
         shard: Shape `(shard_numel,)`, this rank's, of any dtype.
-        group: The ranks that take part.
         numels: As in `all_gather`.
         what: Likewise.
     """
@@ -270,10 +268,6 @@ def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
 
     A user's may call collectives of the backend, which carry no identity. So the ranks exchange
     before it what it is about to reduce. [Note: First steps]
-
-    Raises:
-        RuntimeError: If ranks are about to reduce different units, on all of them.
-        TypeError: If the hook returned something else than None or an object with `wait()`.
     """
     if hook not in _READY_MADE:
         gradient = stage.gradient
@@ -352,7 +346,6 @@ def then_call_hook(
 
     Args:
         state: The function, and the kind of stage after which it is called.
-        stage: What to do.
     """
     function, kind = state
     work, output = _reduce_in(stage.gradient.dtype, stage, 1.0), stage.output

@@ -283,11 +283,7 @@ _PLAIN = (bool, int, float)
 def find_call(frame: FrameType | None) -> tuple[str, bool, FrameType | None]:
     """Return what a program has called: the function, whether it is ours, and the caller's frame.
 
-    Args:
-        frame: The innermost one.
-
-    Returns:
-        An empty name where it has called neither this library nor torch.
+    An empty name where it has called neither this library nor torch.
     """
     name, ours = "", None
     while frame is not None:
@@ -315,8 +311,7 @@ def _name_of(frame: FrameType) -> str:
 def function_called(*, with_arguments: bool = True) -> str:
     """Return the library's function that the program has called.
 
-    Args:
-        with_arguments: With numbers and flags; not where the ranks are about to compare these.
+    With numbers and flags, but not where the ranks are about to compare these.
     """
     name = find_call(sys._getframe(1))[0]
     return name if with_arguments else f"{name.partition('(')[0]}()"
@@ -689,9 +684,6 @@ def exchange_identity(
     size as far as all ranks know. They travel by messages then, which never meet collectives: a
     rank that differs waits for an answer, the others in a collective, until the thread of [Note:
     Watch] finds out.
-
-    Raises:
-        RuntimeError: On all ranks alike, naming both sides.
     """
     if not (is_rare or order.is_checked) or group.size() == 1 or is_capturing(device):
         return

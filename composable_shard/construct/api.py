@@ -90,8 +90,6 @@ def group_params(plan: Plan, *, shard_size: int, is_alone: bool) -> list[Group]:
     """Return the original parameters of each handle that the unit will have, and its dtypes.
 
     Args:
-        plan: The unit's; the owners of its parameters are known.
-        shard_size: The ranks that share a flat parameter.
         is_alone: No other rank has gradients: nothing is reduced, so there are no buckets.
     """
     groups, cap_mb = _by_kind(plan), plan.options.bucket_cap_mb
@@ -199,10 +197,7 @@ def _cut(
 def sync_states(plan: Plan, shard_group: ShardGroup) -> None:
     """Give every rank the parameters and buffers of the mesh's first: a broadcast for each.
 
-    One all-gather of 32 bytes for each process group compares what will be sent.
-
-    Raises:
-        RuntimeError: If the ranks would send other tensors, naming the first; nothing was sent.
+    One all-gather of 32 bytes for each process group compares before what will be sent.
     """
     lines = [
         f"'{original.fqn}' shape {tuple(original.param.shape)} {original.param.dtype} is broadcast"
@@ -221,9 +216,6 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
     """Carry out the plan: build handles, and put FlatShards into the original parameters.
 
     All memory is allocated before the first parameter is changed.
-
-    Raises:
-        RuntimeError: If the parameters of a handle can't be one, and `use_orig_params` is False.
     """
     options = plan.options
     is_alone = shard_group.num_ranks == 1
@@ -416,13 +408,7 @@ def _unit_line(state: Any) -> str:
 def register_state_dict_hooks(
     roots: list[nn.Module], modules: list[nn.Module], state: ShardState
 ) -> None:
-    """Make the state dicts of a unit's modules right, [Note: State dicts].
-
-    Args:
-        roots: The modules that `fully_shard` was called on.
-        modules: These and what is in the unit below them.
-        state: The unit.
-    """
+    """Make the state dicts of a unit's modules right, [Note: State dicts]."""
     show, load = partial(show_shards, state), partial(load_values, state)
     for module in modules:
         attach_unit(module, state)
@@ -586,11 +572,8 @@ def form_unit(
 ) -> None:
     """Do what `fully_shard` does.
 
-    Args:
-        modules: The modules of the unit.
-        options: Its options.
-        owners: The ranks that get the parameters that are owned whole. Default: they are planned
-            together with those of all units inside, which may move. [Note: Owners]
+    `owners` are the ranks that get the parameters that are owned whole. Default: they are planned
+    together with those of all units inside, which may move. [Note: Owners]
     """
     shard_group = find_shard_group(options)
     plan = plan_unit(modules, options, shard_group.size, shard_group)

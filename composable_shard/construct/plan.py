@@ -151,17 +151,9 @@ def plan_unit(
     """Find what a new unit over `modules` will manage, and check all that can be checked before.
 
     Args:
-        modules: The modules of the unit.
-        options: Its options.
-        shard_size: How many ranks will share it.
         shard_group: These ranks; None leaves unchecked whether they can.
         inner: Modules to treat as if they were sharded already.
         managed: Parameters, by id, to treat as if those modules' units managed them already.
-
-    Raises:
-        ValueError: For modules, parameters and options that can't be combined, naming them.
-        NotImplementedError: For kinds of parameters that are not supported.
-        RuntimeError: For parameters that a live autograd graph refers to.
     """
     _check_modules(modules)
     plan = _find_params(modules, options, inner, managed)
@@ -235,11 +227,7 @@ def _find_params(
 
 
 def as_modules(module: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules of one unit: those given, less those inside another one given.
-
-    Raises:
-        ValueError: If something given is not a module.
-    """
+    """Return the modules of one unit: those given, less those inside another one given."""
     if isinstance(module, nn.Module):
         return [module]
     modules = list(dict.fromkeys(module if isinstance(module, Iterable) else [module]))
@@ -351,13 +339,7 @@ def _check_forwards_write_nothing(modules: Iterable[nn.Module]) -> None:
 
 
 def _check_can_be_flat(plan: Plan) -> None:
-    """Check that the unit can show a flat parameter instead of its originals.
-
-    Raises:
-        ValueError: If the module has attributes of that name, or hooks wait for gradients that
-            no parameter would get.
-        RuntimeError: If parameters lie unevenly on a tensor-parallel mesh.
-    """
+    """Check that the unit can show a flat parameter instead of its originals."""
     module = plan.modules[0]
     taken = [name for name in dir(module) if name.startswith(FLAT_PARAM_NAME)]
     if taken:
@@ -459,11 +441,7 @@ def states_to_sync(plan: Plan) -> list[Tensor]:
 
 
 def _apply_precision(plan: Plan) -> None:
-    """Enter into the plan which modules and parameters compute in the main dtype.
-
-    Raises:
-        ValueError: If there are parameters that can't be made of the main dtype.
-    """
+    """Enter into the plan which modules and parameters compute in the main dtype."""
     policy = plan.options.mp_policy
     if policy.main_dtype is not None:
         for original in plan.originals:

@@ -62,13 +62,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def zero_gaps(shard: Tensor, layout: FlatLayout, rank: int) -> None:
-    """Set what lies between the parameters in a shard to zero: it counts in norms.
-
-    Args:
-        shard: Shape `(layout.shard_numel,)`.
-        layout: The flat parameter's.
-        rank: Whose shard it is.
-    """
+    """Set what lies between the parameters in the shard of a rank to zero: it counts in norms."""
     for gap in shard.split_with_sizes(layout.piece_numels(rank))[::2]:
         gap.zero_()
 
@@ -173,11 +167,7 @@ class FlatSlot(ModuleItems):
             parameters_of(module).pop(self.name, None)
 
     def is_free(self, ours: Tensor | None) -> bool:
-        """Return whether the module has no attribute of its own where the flat parameter goes.
-
-        Args:
-            ours: The flat parameter, if there is one yet.
-        """
+        """Return whether the module has no attribute but `ours` where the flat parameter goes."""
         module = self.get()
         found = [vars(module).get(self.name), parameters_of(module).get(self.name)]
         taken = [buffers_of(module).get(self.name), modules_of(module).get(self.name)]
@@ -204,9 +194,7 @@ class FlatSlot(ModuleItems):
 def find_slots(place: ModuleItems, name: str) -> tuple[Slot, ...]:
     """Return every place where a module itself keeps its parameter `name`.
 
-    Args:
-        place: The module's; one object serves all its parameters.
-        name: Of one of these.
+    `place` is the module's; one object serves all its parameters.
     """
     module = place.get()
     if isinstance(module, nn.RNNBase) and name in flat_weights_names_of(module):

@@ -151,11 +151,7 @@ def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
 
 
 def make_flat_entry(handle: FlatParamHandle) -> FlatEntry:
-    """Return the flat parameter as one parameter, made at the first call; shows nothing.
-
-    Raises:
-        RuntimeError: If parameters of a tensor-parallel mesh lie on it in different ways.
-    """
+    """Return the flat parameter as one parameter, made at the first call; shows nothing."""
     shown = handle.shown
     if shown.flat is None:
         spec = _flat_spec(handle)
@@ -174,13 +170,7 @@ def _flat_spec(handle: FlatParamHandle) -> ShardSpec:
 
 
 def check_can_show_flat(handle: FlatParamHandle) -> None:
-    """Check that one parameter can stand for all; changes nothing.
-
-    Raises:
-        RuntimeError: If some are frozen and some not, if they lie on a tensor-parallel mesh in
-            different ways, if hooks wait for the gradient of one of them, if the module has
-            another attribute of that name, or if a `.grad` is no shard.
-    """
+    """Check that one parameter can stand for all; changes nothing."""
     _flat_spec(handle)
     frozen = [str(e.label) for e in handle.entries if not e.sharded.requires_grad]
     if frozen and len(frozen) < len(handle.entries):
@@ -213,12 +203,7 @@ def check_can_show_flat(handle: FlatParamHandle) -> None:
 
 
 def check_can_show_originals(handle: FlatParamHandle) -> None:
-    """Check that no hook is lost; changes nothing.
-
-    Raises:
-        RuntimeError: If hooks wait for the gradient of the flat parameter, or if a `.grad` is no
-            shard.
-    """
+    """Check that no hook is lost; changes nothing."""
     handle.shown.adopt_hooks()
     has_gradients(handle)
     if handle.shown.flat is not None and post_accumulate_hooks_of(handle.shown.flat.sharded):
@@ -268,11 +253,7 @@ def show_originals(handle: FlatParamHandle) -> None:
 
 
 def check_requires_grad(handle: FlatParamHandle) -> None:
-    """Check that what a scope's body froze or unfroze can be one flat parameter again.
-
-    Raises:
-        RuntimeError: If only some of the parameters of a flat parameter are frozen now.
-    """
+    """Check that what a scope's body froze or unfroze can be one flat parameter again."""
     if handle.shown.scope is not None:
         flags = [param.requires_grad for param in handle.shown.scope.params]
         check_flags(handle.shown, flags, handle.name, "inside unshard_params")
@@ -287,11 +268,7 @@ def keep_requires_grad(handle: FlatParamHandle) -> None:
 
 
 def has_gradients(handle: FlatParamHandle) -> list[bool]:
-    """Return which parameters have a sharded gradient, in either form, on this rank.
-
-    Raises:
-        RuntimeError: If a `.grad` is no shard like its parameter.
-    """
+    """Return which parameters have a sharded gradient, in either form, on this rank."""
     for shown in handle.shown.at_rest:
         grad = reduced_gradient(shown.sharded)
         if grad is not None:
@@ -315,12 +292,9 @@ def gradient_shard(handle: FlatParamHandle) -> Tensor:
 
 
 def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -> None:
-    """Write sharded gradients, in either form, where there are some already.
+    """Write sharded gradients, shape `(layout.shard_numel,)`, where there are some already.
 
-    Args:
-        handle: Whose parameters' gradients.
-        shard: Shape `(layout.shard_numel,)`.
-        dropped: Which gradients to set to None instead.
+    In either form; those that are `dropped` are set to None instead.
     """
     flat = handle.shown.flat
     if handle.shown.shows_flat and flat is not None:

@@ -137,9 +137,7 @@ class LocalShard:
     def to_device(self, shard: Tensor, target: Tensor | None = None) -> Tensor:
         """Copy a shard from the host, in the order of the current stream; else return it.
 
-        Args:
-            shard: Shape `(layout.shard_numel,)`.
-            target: Where to; of any dtype. Default: memory of its own.
+        Into a target of any dtype, or memory of its own.
         """
         copies = self.copies
         if copies is None:
@@ -449,11 +447,7 @@ class FullValues:
         self._part_writes = -1  # guard.num_writes when it was filled
 
     def move(self, state: FullState) -> None:
-        """Change the state.
-
-        Raises:
-            RuntimeError: If that is not one of `MOVES`.
-        """
+        """Change the state by one of `MOVES`."""
         if state not in MOVES[self.state]:
             raise RuntimeError(
                 f"the full values of unit '{self.name}' can't go from {self.state.name} to "
@@ -516,7 +510,6 @@ class FullValues:
         values are freed.
 
         Args:
-            streams: The side streams of an accelerator.
             when: What the values are for, the same on all ranks: "forward", for example.
         """
         if self.state is GATHERING:
@@ -624,9 +617,7 @@ class FullValues:
         """Free the values, after waiting for a gather in flight; a kept buffer stays as it is.
 
         Gradients in the place of values stay, until `end_gradients`, and what a graph may read.
-
-        Args:
-            keeps_part: Keep this rank's part in the small group, if there is one.
+        With `keeps_part` so does this rank's part in the small group, if there is one.
         """
         if self.serves_graphs:
             is_aliased = self._has_unseen_reads and storage_uses_of(self.buffer) > self._num_aliases
@@ -699,8 +690,7 @@ class FullValues:
     def hold_gradients(self, *, are_packed: bool) -> None:
         """Note that gradients take the place of the values, see [Note: Packing in place].
 
-        Args:
-            are_packed: They were written through the parameters, whose versions have changed.
+        Packed ones were written through the parameters, whose versions have changed.
         """
         if self.state is not HOLDS_GRADIENTS:
             self.move(HOLDS_GRADIENTS)
@@ -714,8 +704,7 @@ class FullValues:
     def end_gradients(self, own: Tensor | None = None) -> None:
         """Free the memory of gradients that took the place of the values, if any did.
 
-        Args:
-            own: A buffer of gradients that ends with them.
+        A buffer of gradients that is given ends with them.
         """
         if own is not None:
             free_storage(own)

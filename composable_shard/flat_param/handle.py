@@ -100,17 +100,8 @@ class FlatParamHandle:
     ) -> None:
         """Allocate the shard and copy this rank's part of `params` into it; changes no module.
 
-        Args:
-            params: Dense tensors (local tensors of DTensors) on one device; of one dtype, unless
-                the precision has a main dtype.
-            shard_group: The ranks that share the flat parameter.
-            layout: Where each parameter lies.
-            specs: One for each parameter.
-            granularities: How finely each parameter may be cut.
-            requires_grad: Whether the parameters are trainable.
-            strategy: What each rank keeps.
-            precision: Dtypes, where they are not those of `params`.
-            offload: What lives on the host.
+        The tensors are dense (local ones of DTensors), on one device, and of one dtype unless the
+        precision has a main dtype.
         """
         self.offload = offload or OffloadPolicy()
         self.precision = precision or Precision()
@@ -191,11 +182,7 @@ class FlatParamHandle:
     # Copies and pickles
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep what defines the flat parameter; the copy makes buffers and hooks of its own.
-
-        Raises:
-            RuntimeError: While modules show the full parameters, which the copy does not manage.
-        """
+        """Keep what defines the flat parameter; the copy makes buffers and hooks of its own."""
         if self.shown.is_in_scope:
             raise RuntimeError(
                 f"unit '{self.name}' can't be copied or pickled inside unshard_params, for the "
@@ -469,11 +456,7 @@ class FlatParamHandle:
             )
 
     def check_pinned(self) -> None:
-        """Check that an offloaded shard is in the memory that it was given.
-
-        Raises:
-            RuntimeError: If it should be pinned and is not, naming a parameter.
-        """
+        """Check that an offloaded shard is in the memory that it was given."""
         self.memory.check_pinned(self.shard.values, self.name)
 
 

@@ -179,11 +179,7 @@ class Codec:
             return wrapped, [self._pad(each, rows.shape[0]) for each in inputs], metadata
 
     def _pad(self, given: Tensor, num_rows: int) -> Tensor:
-        """Return what a class gives for a number of rows as all ranks send it.
-
-        Raises:
-            ValueError: If it is neither for these nor for the rows of the first rank.
-        """
+        """Return what a class gives for a number of rows as all ranks send it."""
         spec = self._entry.spec
         rows = -(-spec.dense_shape[0] // spec.world_size)
         if spec.dense_shape[0] % spec.world_size == 0 or given.shape[0] == rows:
@@ -198,11 +194,7 @@ class Codec:
         return padded
 
     def start(self, what: str) -> Waitable:
-        """Start gathering; the parameter is right when it was waited for.
-
-        Args:
-            what: What is gathered and what for, the same on all ranks.
-        """
+        """Start gathering; the parameter is right when it was waited for."""
         for each in self._memory:
             alloc_storage(each)
         wrapped, inputs, metadata = self._encode()
@@ -264,11 +256,7 @@ class ExtendedParams(UnshardedParams):
         return names
 
     def check_not_repointed(self) -> None:
-        """Check that nothing is to be written back, for the class knows no way.
-
-        Raises:
-            NotImplementedError: If the parameter was edited.
-        """
+        """Check that nothing is to be written back, for the class knows no way."""
         if names := self.edited(None):
             raise NotImplementedError(
                 f"the parameters {names} were gathered in a form of their class's own "
@@ -330,13 +318,7 @@ class Precision:
 
     @classmethod
     def of(cls, policy: MixedPrecisionPolicy, dtype: torch.dtype, *, is_kept: bool) -> Precision:
-        """Return the dtypes of a flat parameter.
-
-        Args:
-            policy: Of its unit.
-            dtype: Of its original parameters.
-            is_kept: Whether they are in a module that computes in their main dtype.
-        """
+        """Return the dtypes of a flat parameter; is_kept: a module computes in their main dtype."""
         if dtype not in PRECISIONS:
             return cls()
         if is_kept:
@@ -376,15 +358,7 @@ def plan_layout(
     blocks: Sequence[int] = (),
     owners: Sequence[int] = (),
 ) -> FlatLayout:
-    """Lay out the dense tensors of one flat parameter; reads only their sizes and dtypes.
-
-    Args:
-        params: The tensors.
-        world_size: The ranks that share the flat parameter.
-        precision: The dtypes that differ from theirs.
-        blocks: As in `FlatLayout.plan`.
-        owners: As in `FlatLayout.plan`.
-    """
+    """Lay out the dense tensors of one flat parameter; reads only their sizes and dtypes."""
     precision = precision or Precision()
     itemsize = precision.itemsize(precision.main_dtype or params[0].dtype)
     nbytes = _OWNED_ALIGNMENT_NBYTES if owners else _ALIGNMENT_NBYTES
@@ -415,16 +389,7 @@ class MemoryPlan:
         return self.offload.pin_memory and self.shard_group.device.type != HOST.type
 
     def check(self, shown: Sequence[ParamEntry], name: str) -> None:
-        """Check that a shard can have the dtype and be on the device of its parameters.
-
-        Args:
-            shown: The parameters, which `.to()` may have given other data.
-            name: Their unit's.
-
-        Raises:
-            RuntimeError: If they differ, an offloaded one is elsewhere, or the dtype is not the
-                main one.
-        """
+        """Check that a shard can have the dtype and be on the device of its parameters."""
         kinds = [(each.sharded._local.dtype, each.sharded._local.device) for each in shown]
         dtype, device = kinds[0]
         if len(set(kinds)) > 1:

@@ -47,11 +47,7 @@ class KeptView(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch on the plain view.
-
-        Raises:
-            RuntimeError: If it reads values that are not there.
-        """
+        """Run a function of torch on the plain view, if values that it reads are there."""
         kwargs = kwargs or {}
         if func not in _WITHOUT_VALUES:
             for each in (*args, *kwargs.values()):
@@ -108,12 +104,7 @@ def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
 def guard_kept_views(handles: Sequence[FlatParamHandle], module: nn.Module) -> int:
     """Let views of full values that a forward has kept raise where they can't be read.
 
-    Args:
-        handles: Those that were computed with, before their values are freed.
-        module: Whose forward it was.
-
-    Returns:
-        How many there are.
+    Before the values are freed. Return how many there are.
     """
     buffers = sorted(((h.full.buffer.data_ptr(), h) for h in handles), key=itemgetter(0))
     starts = [start for start, _ in buffers]

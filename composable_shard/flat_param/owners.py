@@ -38,9 +38,6 @@ def change_owners(handle: FlatParamHandle, owners: Sequence[int]) -> None:
     Before `attach`, while no parameter has a gradient. One all-gather of the main values, none
     on the meta device. The Parameter objects stay the same; if the allocation or the collective
     fails, the handle is as before.
-
-    Args:
-        owners: A rank for each entry.
     """
     with torch.inference_mode(False), torch.no_grad():
         handle.adopt_changes()
@@ -116,17 +113,12 @@ def settle_owners(
 ) -> list[int]:
     """Balance all parameters that are owned whole; move those of handles where that is better.
 
+    Return the owners of the parameters, of these sizes in bytes, that have no unit yet. If the
+    ranks have different plans, all raise, and nothing has moved.
+
     Args:
-        handles: All handles of a tree, the same on all ranks.
         shard_group: The ranks that will share the parameters of a unit that is not formed yet.
-        sizes: Bytes of each of these that will be owned whole.
         always_compare: Whether ranks compare the plan also where nothing is to move.
-
-    Returns:
-        The owners of the parameters that have no unit yet.
-
-    Raises:
-        RuntimeError: If the ranks have different plans; nothing has moved.
     """
     pools: dict[tuple[int, ...], _Pool] = {}
     for handle in handles:

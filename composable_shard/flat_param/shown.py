@@ -228,11 +228,7 @@ class ShownParams:
                     vars(module).pop(key, None)
 
     def check_registered(self) -> None:
-        """Check that the modules still show our parameters.
-
-        Raises:
-            RuntimeError: Naming the parameter that was replaced.
-        """
+        """Check that the modules still show our parameters."""
         is_unsharded = self.state is UNSHARDED
         if not is_unsharded and self.state is not SHARDED:
             return
@@ -293,11 +289,7 @@ class ShownParams:
             self.show_in_scope(self.scope.params, None)
 
     def check_scope(self) -> None:
-        """Check that the modules still show the parameters of the scope.
-
-        Raises:
-            RuntimeError: Naming the parameter that was replaced.
-        """
+        """Check that the modules still show the parameters of the scope."""
         for container, key, shown in () if self.scope is None else self.scope.slots:
             try:
                 found = container[key]
@@ -344,11 +336,7 @@ class ShownParams:
             hide_flat(self.flat.sharded)
 
     def adopt_hooks(self) -> None:
-        """Make backward run the hooks that users put on parameters with `register_hook`.
-
-        Raises:
-            RuntimeError: If some are on the flat parameter, of which autograd has no gradient.
-        """
+        """Make backward run the hooks that users put on parameters with `register_hook`."""
         if self.flat is not None and pre_accumulate_hooks_of(self.flat.sharded):
             raise RuntimeError(
                 f"the hooks on '{self.flat.label}' (register_hook) would never run: autograd "
@@ -391,11 +379,7 @@ def trainable_flags(shown: ShownParams) -> list[bool]:
 
 
 def check_flags(shown: ShownParams, flags: Sequence[bool], unit: str, where: str) -> None:
-    """Check that what is shown at rest can have these flags, one for each original.
-
-    Raises:
-        RuntimeError: If only some of the parameters of a flat parameter are frozen.
-    """
+    """Check that what is shown at rest can have these flags, one for each original."""
     if shown.shows_flat and any(flags) and not all(flags):
         pairs = zip(shown.entries, flags, strict=True)
         frozen = [str(entry.label) for entry, flag in pairs if not flag]
@@ -527,11 +511,7 @@ class ScopeParams:
         )
 
     def collect(self) -> None:
-        """Bring values and gradients that were assigned, as by `param.data = x`, into the buffers.
-
-        Raises:
-            RuntimeError: If one has another shape, dtype or device, naming the parameter.
-        """
+        """Bring values and gradients that were assigned, as by `param.data = x`, into buffers."""
         flat = self._flat
         if flat is not None and flat.data_ptr() != self.buffer.data_ptr():
             _copy_assigned(_FLAT_LABEL, ".data", flat.data, self.buffer[: self._layout.end])

@@ -70,11 +70,7 @@ class Aliases:
             stop()
 
     def note_hidden(self, param: UnshardedParameter) -> None:
-        """Note that someone takes an alias of a parameter, in a hook of a tensor perhaps.
-
-        Raises:
-            RuntimeError: If its gradient is there instead.
-        """
+        """Note that someone takes an alias of a parameter, in a hook of a tensor perhaps."""
         self.are_hidden = True
         if self.overwritten is not None and self.overwritten[param.position]:
             raise RuntimeError(
@@ -129,11 +125,7 @@ class UnshardedParameter(nn.Parameter):
         return copy.__reduce_ex__(protocol)
 
     def detach(self) -> Tensor:
-        """Return a detached alias, as any tensor's does.
-
-        Raises:
-            RuntimeError: In the constructor of a parameter, whose values would be freed.
-        """
+        """Return a detached alias, as any tensor's does."""
         if sys._getframe(1).f_code is PARAMETER_CODE:
             raise RuntimeError(
                 f"a parameter can't be made of the full values of '{self.shard_label}', which are "
@@ -401,11 +393,7 @@ class UnshardedParams:
     def check_overwritten(self, expected: Sequence[int]) -> None:
         """Check that nobody edited parameters while gradients took the place of their values.
 
-        Args:
-            expected: The versions of the parameters where nobody did.
-
-        Raises:
-            RuntimeError: Naming those that were: the edit may have hit a gradient.
+        They have the expected versions where nobody did.
         """
         names = [
             str(entry.label)
@@ -421,13 +409,7 @@ class UnshardedParams:
             )
 
     def warn_of_edits(self, flat: FlatEntry | None, where: str, *, are_lost: bool) -> None:
-        """Warn of edits that are about to be lost, once.
-
-        Args:
-            flat: The flat parameter, if there is one.
-            where: When they were made.
-            are_lost: Whether the buffer will be freed, or filled from other memory.
-        """
+        """Warn of edits that are about to be lost, once."""
         names = self.edited(flat)
         if not names:
             return
@@ -466,11 +448,7 @@ class UnshardedParams:
             vars(flat.unsharded)["_known_version"] = version_of(flat.unsharded)
 
     def check_not_repointed(self) -> None:
-        """Check that the parameters still are views of the buffer.
-
-        Raises:
-            RuntimeError: Naming the parameter that was given other data.
-        """
+        """Check that the parameters still are views of the buffer."""
         if self._buffer.is_meta or self._buffer.untyped_storage().size() == 0:
             return
         start = self._buffer.data_ptr()

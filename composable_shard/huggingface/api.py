@@ -123,11 +123,7 @@ def _ranks_of(tensors: ModelTensors, group: dist.ProcessGroup | None) -> Ranks:
 
 
 def _check_same_files(ranks: Ranks, files: TensorFiles, directory: Path) -> None:
-    """Check that all ranks have opened the same files, by size and header.
-
-    Raises:
-        ValueError: On all ranks, naming them.
-    """
+    """Check that all ranks have opened the same files, by size and header."""
     told: list[dict[str, str]] = ranks.all_messages(files.digests)
     names = sorted({name for digests in told for name in digests})
     odd = [name for name in names if len({digests.get(name) for digests in told}) > 1]
@@ -145,11 +141,7 @@ def _name_in(files: TensorFiles, tensor: ManagedParam | OtherTensor) -> str | No
 
 
 def _compare(tensors: ModelTensors, files: TensorFiles) -> IncompatibleKeys:
-    """Return the names that don't match.
-
-    Raises:
-        ValueError: For shapes that differ.
-    """
+    """Return the names that don't match."""
     wanted = tensors.by_name()
     wrong = [
         f"'{name}' {info.shape} (the model's is {tuple(wanted[name].shape)})"
@@ -165,12 +157,7 @@ def _compare(tensors: ModelTensors, files: TensorFiles) -> IncompatibleKeys:
 def _check_complete(
     tensors: ModelTensors, files: TensorFiles, keys: IncompatibleKeys, strict: bool
 ) -> None:
-    """Check that all tensors on the meta device will be loaded, or all tensors if strict.
-
-    Raises:
-        ValueError: Naming the tensors that will not.
-        NotImplementedError: For a DTensor with placements other than Shard and Replicate.
-    """
+    """Check that all tensors on the meta device will be loaded, or all tensors if strict."""
     if strict and (keys.missing_keys or keys.unexpected_keys):
         lists = {"missing": keys.missing_keys, "unexpected": keys.unexpected_keys}
         text = "; ".join(f"{kind}: {names}" for kind, names in lists.items() if names)
@@ -325,12 +312,7 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **optio
 
 
 def _claim(path: Path) -> None:
-    """Note in the job's store which rank writes a directory.
-
-    Raises:
-        ValueError: If another rank of the job has written it: parts of one model, each of which
-            would replace the others.
-    """
+    """Note in the job's store which rank writes a directory, so that no part replaces another."""
     store = side_store()
     if store is None:
         return
@@ -393,8 +375,7 @@ class _Part:
     def join(self) -> None:
         """Compare what several parts have, and give the files of all parts their names.
 
-        Raises:
-            ValueError: On all ranks, if different tensors have one name. Nothing has changed then.
+        Nothing has changed if different tensors have one name.
         """
         if self._ranks is None:
             return
@@ -418,10 +399,9 @@ class _Part:
 
 
 def _write_all(tensors: ModelTensors, part: _Part) -> Exception | None:
-    """Gather everything, and write it on the rank with a writer.
+    """Gather everything, and write it on the rank with a writer; return an error in writing.
 
-    Returns:
-        An error in writing. The gathers continue after it, because the other ranks wait in them.
+    The gathers continue after it, because the other ranks wait in them.
     """
     problem: Exception | None = None
     for name, tensor in _full_tensors(tensors):

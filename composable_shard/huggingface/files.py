@@ -33,11 +33,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def require_safetensors() -> Any:
-    """Return the package `safetensors.torch`.
-
-    Raises:
-        ImportError: Naming the extra that installs it.
-    """
+    """Return the package `safetensors.torch`."""
     try:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:
@@ -48,11 +44,7 @@ def require_safetensors() -> Any:
 
 
 def parse_nbytes(size: int | str) -> int:
-    """Return a number of bytes from a number, or from a text such as "5GB" or "500MiB".
-
-    Raises:
-        ValueError: If it is neither or not positive.
-    """
+    """Return a number of bytes from a number, or from a text such as "5GB" or "500MiB"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]*)", str(size).strip().upper())
     unit = _UNITS.get(match[2]) if match else None
     nbytes = int(float(match[1]) * unit) if match and unit else 0
@@ -98,13 +90,7 @@ def names_in(source: Source) -> list[str]:
 def find_sources(model: nn.Module, own: Iterable[str], stored: Iterable[str]) -> dict[str, Source]:
     """Return the sources of a `transformers` model's tensors, as that library's own loader does.
 
-    Args:
-        model: Any model; of another library there are none.
-        own: The model's names.
-        stored: The directory's names.
-
-    Raises:
-        NotImplementedError: If a tensor is computed in a way other than joining, naming it.
+    From the model's own names and those that the directory has; none for any other model.
     """
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -181,11 +167,7 @@ class TensorFiles:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the files.
-
-        Raises:
-            ValueError: If a file is missing, damaged or of another kind, naming it.
-        """
+        """Open the files."""
         self._open_file: Any = importlib.import_module("safetensors").safe_open
         self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
@@ -223,11 +205,7 @@ class TensorFiles:
             raise ValueError(f"'{path}' can't be read as a safetensors file: {error}") from error
 
     def rename(self, sources: Mapping[str, Source]) -> None:
-        """Give tensors other names, or join them under new ones, if all parts are there.
-
-        Raises:
-            ValueError: If the shapes of parts don't fit each other, naming the tensor.
-        """
+        """Give tensors other names, or join them under new ones, if all parts are there."""
         infos = dict(self.tensors)
         for source in sources.values():
             for name in names_in(source):
@@ -241,9 +219,7 @@ class TensorFiles:
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """Return part of a tensor, which the caller must not keep: a view of the mapped file.
 
-        Args:
-            name: One of `tensors`.
-            index: A slice for each of the leading dims.
+        The index has a slice for each of the leading dims.
         """
         return self._read(self._sources.get(name, name), index)
 
@@ -316,11 +292,7 @@ def _shape(name: str, source: Source, infos: Mapping[str, TensorInfo]) -> tuple[
 
 
 def _find_files(path: Path) -> tuple[Path | None, dict[Path, list[str] | None]]:
-    """Return the index, if any, and the files, each with its tensors' names in the index.
-
-    Raises:
-        ValueError: If there is neither an index nor exactly one file, or if the index is invalid.
-    """
+    """Return the index, if any, and the files, each with its tensors' names in the index."""
     if path.is_file():
         return (path, _read_index(path)) if path.suffix == ".json" else (None, {path: None})
     if not path.is_dir():
@@ -371,10 +343,7 @@ class TensorWriter:
         """Make the directory if it does not exist.
 
         Args:
-            directory: For the files; other files in it stay.
             max_nbytes: Limit of a file's tensors, except for a file of one larger tensor.
-            dtype: Cast floating-point tensors to it.
-            metadata: Text for the header of each file.
             tag: Of the temporary names: another one for each rank that writes.
         """
         self._dtype = dtype
@@ -416,9 +385,7 @@ class TensorWriter:
 
         A single file replaces an earlier save atomically. An earlier index is removed first, so
         that until the new one is written a reader finds no checkpoint instead of two mixed ones.
-
-        Args:
-            others: What other ranks' writers have written, from `finish`; their files follow.
+        The files of other ranks' writers, from `finish`, follow.
         """
         for written, nbytes in others:
             self._written += [(self._directory / name, names) for name, names in written]

@@ -175,11 +175,7 @@ def overlap(target: Region, source: Region) -> Overlap | None:
 def _row_major(sizes: _Ints, prefix: _Ints, start: int, end: int) -> Iterator[Box]:
     """Yield the boxes of elements `[start, end)` of a row-major block; they count as those do.
 
-    Args:
-        sizes: Of the block.
-        prefix: The block's index in the dims around it.
-        start: First element, counted from the block's.
-        end: Past the last element.
+    `prefix` is the block's index in the dims around it.
     """
     if start >= end:
         return
@@ -613,10 +609,7 @@ _MAX_TRIALS = 20_000  # of exchanges: a bound on the time
 def balance(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> list[int]:
     """Return a rank for each item, see [Note: Balance].
 
-    Args:
-        sizes: Of the items.
-        num_ranks: How many ranks there are.
-        loads: The total that each rank has already. Default: nothing.
+    `loads` are the totals that the ranks have already. Default: nothing.
 
     Example: sizes `(3, 3, 2, 2, 2)` on two ranks give `[0, 1, 1, 0, 1]`, then `[0, 0, 1, 1, 1]`.
     """

@@ -60,11 +60,7 @@ class ScopeOptions:
 
 
 def _compare_flags(states: list[ShardState], options: ScopeOptions) -> None:
-    """Check that all ranks open the scope with the same flags; other ones mean other collectives.
-
-    Raises:
-        RuntimeError: On all ranks, with the flags of each.
-    """
+    """Check that all ranks open the scope with the same flags; others mean other collectives."""
     groups = [handle.shard_group for state in states for handle in state.needed]
     for ranks in {group.joint_groups: group.ranks for group in groups}.values():
         flags: dict[str, list[int]] = {}
@@ -232,11 +228,7 @@ class Scope:
     # Close
 
     def close(self, error: BaseException | None) -> None:
-        """Write back if the body succeeded on all ranks; in any case show what was shown before.
-
-        Raises:
-            RuntimeError: If a parameter was replaced, or the body failed on another rank.
-        """
+        """Write back if the body succeeded on all ranks; in any case show what was shown before."""
         try:
             with torch.inference_mode(False), torch.no_grad():
                 problem = error or self._find_problem()
@@ -286,8 +278,7 @@ class Scope:
     def _agree(self, problem: BaseException | None) -> dict[FlatParamHandle, list[bool]]:
         """Tell the other ranks whether the body failed here, and learn whether it did there.
 
-        Returns:
-            Which gradients were set to None on any rank, of each handle that shows gradients.
+        Return which gradients were set to None on any rank, of each handle that shows gradients.
         """
         dropped = {handle: self._dropped_gradients(handle) for handle in self.has_gradient}
         failed: list[int] = []

@@ -325,13 +325,7 @@ CLASSES: Mapping[str, str] = {
 
 
 def unexpected(name: str, argument: object, known: Sequence[str]) -> str:
-    """Return the text of an error about an argument that a function or class does not have.
-
-    Args:
-        name: Of the function or class.
-        argument: The argument.
-        known: Those that it has.
-    """
+    """Return the text of an error about an argument that a function or class does not have."""
     advice = KEYWORDS.get(name, {}).get(str(argument))
     if advice is None:
         close = difflib.get_close_matches(str(argument), known, 1)
@@ -340,11 +334,7 @@ def unexpected(name: str, argument: object, known: Sequence[str]) -> str:
 
 
 def check_no_others(function: Callable[..., Any], others: Mapping[str, object]) -> None:
-    """Check that there are no other arguments than those of a function.
-
-    Raises:
-        TypeError: If it was, with what to do instead.
-    """
+    """Check that there are no other arguments than those of a function."""
     for argument in others:
         parameters = inspect.signature(function).parameters.values()
         known = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD][1:]

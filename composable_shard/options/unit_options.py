@@ -35,11 +35,7 @@ class Block:
     numel: int
 
     def __post_init__(self) -> None:
-        """Check the size.
-
-        Raises:
-            ValueError: If it is not a whole number of at least 1.
-        """
+        """Check the size."""
         if not isinstance(self.numel, int) or isinstance(self.numel, bool) or self.numel < 1:
             raise ValueError(f"expected Block(n) with n >= 1 elements, got {self.numel!r}")
 
@@ -54,11 +50,7 @@ _EXPECTED = ", ".join(f'"{name}"' for name in get_args(_Name)) + " or Block(n)"
 
 
 def check_granularity(value: object) -> None:
-    """Check what a user passed for all parameters of a unit.
-
-    Raises:
-        ValueError: If it is neither a granularity nor a function that returns one.
-    """
+    """Check what a user passed for all parameters of a unit."""
     if not (_is_granularity(value) or callable(value)) or isinstance(value, type):
         raise ValueError(
             f"expected granularity to be {_EXPECTED}, or a function of a parameter that returns "
@@ -67,11 +59,7 @@ def check_granularity(value: object) -> None:
 
 
 def granularity_of(param: nn.Parameter, fqn: str, option: GranularityOption) -> Granularity:
-    """Return the granularity of one parameter.
-
-    Raises:
-        ValueError: If the user's function returned something else, naming the parameter.
-    """
+    """Return the granularity of one parameter."""
     if isinstance(option, (str, Block)):
         return option
     value = option(param)
@@ -102,11 +90,7 @@ class _Options:
     """A class of fields that says what to do about those that it does not have."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
-        """Check the names.
-
-        Raises:
-            TypeError: For a name that is no field, with what to pass instead.
-        """
+        """Check the names."""
         known = tuple(each.name for each in fields(cls))  # type: ignore[arg-type] # of dataclasses
         for name in given:
             if name not in known:
@@ -161,11 +145,7 @@ class MixedPrecisionPolicy(_Options):
     keep_fp32_classes: tuple[type[nn.Module], ...] = (nn.BatchNorm1d.__bases__[0],)
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            ValueError: Naming the field, what it may be, and what it is.
-        """
+        """Check the fields."""
         for name in _DTYPE_FIELDS:
             value = getattr(self, name)
             dtypes = _WIRE_PRECISIONS if name == "gather_dtype" else PRECISIONS
@@ -224,11 +204,7 @@ class OffloadPolicy(_Options):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        """Check the fields, and replace None by what it stands for.
-
-        Raises:
-            ValueError: For a combination in which no optimizer could step, with the remedy.
-        """
+        """Check the fields, and replace None by what it stands for."""
         for name in ("params", "grads", "optim_state", "pin_memory"):
             value, may_be_none = getattr(self, name), name in ("grads", "optim_state")
             if not (isinstance(value, bool) or (value is None and may_be_none)):
@@ -340,12 +316,7 @@ class StrategyFacts:
         return shard_size == 1 or not self.frees_params
 
     def keeps_gradients(self, shard_size: int, num_ranks: int) -> bool:
-        """Return whether full gradients stay in one buffer.
-
-        Args:
-            shard_size: Ranks that share the unit.
-            num_ranks: These, and those that hold copies.
-        """
+        """Return whether full gradients stay in one buffer; `num_ranks` include those of copies."""
         return num_ranks > 1 and (shard_size == 1 or self.accumulates_unsharded)
 
 
@@ -385,11 +356,7 @@ StrategyName: TypeAlias = Literal["full_shard", "shard_grad_op", "shard_optim", 
 
 
 def strategy_of(value: object) -> ShardingStrategy:
-    """Return the strategy that a user passed, as a member or as its name in either case.
-
-    Raises:
-        ValueError: For anything else, with the names.
-    """
+    """Return the strategy that a user passed, as a member or as its name in either case."""
     if isinstance(value, ShardingStrategy):
         return value
     if isinstance(value, str):
@@ -463,11 +430,7 @@ class UnitOptions:
     prefetch_nbytes: int = 4 << 20
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: For one that no module could be sharded with.
-        """
+        """Check the values."""
         if not isinstance(self.mesh, (DeviceMesh, type(None))):
             raise ValueError(f"expected mesh to be a DeviceMesh or None, got {self.mesh!r}")
         self._check_strategy()
@@ -543,11 +506,7 @@ class UnitOptions:
             )
 
     def override(self, given: Mapping[Any, Any]) -> UnitOptions:
-        """Return these options with others in their place, checked.
-
-        Raises:
-            ValueError: For a name that is no option, or a value that is not valid.
-        """
+        """Return these options with others in their place, checked."""
         known = [field.name for field in fields(self)]
         for name in given:
             if name not in known:
@@ -558,9 +517,6 @@ class UnitOptions:
         """Return `reshard_after_forward`, checked for this number of ranks that share the unit.
 
         None stands for the second axis of the mesh where replicas share the unit too.
-
-        Raises:
-            ValueError: If it is a number that does not divide the ranks.
         """
         value = self.reshard_after_forward
         if value is None and self.shard_over_replicas and self.strategy.facts.frees_params:
@@ -592,15 +548,7 @@ _UNSAID = (
 
 
 def check_reshard_after_forward(value: ReshardAfterForward, shard_size: int) -> ReshardAfterForward:
-    """Check `reshard_after_forward` and return it, as a truth value where a number means one.
-
-    Args:
-        value: The value that the user gave.
-        shard_size: Ranks that share the unit.
-
-    Raises:
-        ValueError: If it is neither a truth value, None nor a divisor of `shard_size`.
-    """
+    """Check `reshard_after_forward` and return it, as a truth value where a number means one."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int) or value < 1 or shard_size % value:

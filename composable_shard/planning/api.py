@@ -53,12 +53,7 @@ class _Taken:
 def choose_units(
     tree: ModuleTree, rules: Sequence[Rule], defaults: Mapping[str, Any]
 ) -> list[Unit]:
-    """Let the first rule that selects a module decide; return the units, inner ones first.
-
-    Raises:
-        ValueError: For options that `fully_shard` does not have or take, for a rule that selects
-            no module, and for one that makes a container a unit.
-    """
+    """Let the first rule that selects a module decide; return the units, inner ones first."""
     _merge("the defaults", defaults)
     for rule in rules:
         _merge(rule.label, {**defaults, **(rule.options or {})})
@@ -289,15 +284,9 @@ def plan_model(
     """Choose and check the units of a model; changes nothing.
 
     Args:
-        model: The model, of which nothing is sharded.
-        rules: As in `shard_model`.
-        defaults: Likewise.
         shape: The ranks, `(shard,)` or `(replicate, shard)`; None for those of the mesh or of the
             process group, one without either.
         has_ranks: The ranks must exist, for they are going to form the units.
-
-    Raises:
-        ValueError, RuntimeError, NotImplementedError: As `shard_model`.
     """
     parsed = parse_rules(rules)
     tree = ModuleTree(model)
@@ -353,11 +342,7 @@ def _check_unsharded(tree: ModuleTree) -> None:
 
 
 def _check_units(tree: ModuleTree, units: Sequence[Unit], groups: _Ranks) -> list[CheckedUnit]:
-    """Run all checks of `fully_shard` on every unit, as if those before it were formed already.
-
-    Raises:
-        ValueError, RuntimeError, NotImplementedError: As `fully_shard`, naming the unit.
-    """
+    """Run all checks of `fully_shard` on every unit, as if those before it were formed already."""
     checked: list[CheckedUnit] = []
     managed: set[int] = set()
     inner: set[nn.Module] = set()

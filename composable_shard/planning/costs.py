@@ -61,12 +61,7 @@ class RankCounts:
 
     @classmethod
     def of_shape(cls, shape: Sequence[int], facts: StrategyFacts) -> RankCounts:
-        """Return the counts for ranks that don't exist: all those of a world.
-
-        Args:
-            shape: `(shard,)` or `(replicate, shard)`.
-            facts: Of the strategy.
-        """
+        """Return the counts for ranks that don't exist, `(shard,)` or `(replicate, shard)`."""
         *outer, inner = shape
         everyone = (prod(shape),) if prod(shape) > 1 else ()
         if facts.is_replicated:
@@ -322,13 +317,7 @@ class FlatParamCost:
 
 
 def unit_cost(plan: Plan, ranks: RankCounts, *, reshard_after_forward: bool | int) -> Cost:
-    """Return the cost of a unit that `fully_shard` is going to form.
-
-    Args:
-        plan: The unit's.
-        ranks: How many ranks take part.
-        reshard_after_forward: True, False, or the size of a small group.
-    """
+    """Return the cost of a unit that `fully_shard` is going to form."""
     groups = group_params(plan, shard_size=ranks.shard, is_alone=not ranks.joint)
     costs = [
         FlatParamCost(

@@ -144,12 +144,9 @@ def _short(value: Any) -> str:
 def format_table(
     rows: Sequence[Sequence[str]], numbers: Container[int], *, has_total: bool = True
 ) -> str:
-    """Return rows as aligned text, the first and a total set off by rules.
+    """Return rows as aligned text, the headings and a total at the end set off by rules.
 
-    Args:
-        rows: The headings and the rows.
-        numbers: The columns that are aligned to the right.
-        has_total: Whether the last row is a total.
+    The columns of numbers are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

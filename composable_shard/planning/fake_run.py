@@ -133,16 +133,8 @@ def run_fake_step(
     """Run a forward and a backward of a model that is not sharded, see [Note: Fake run].
 
     The model is as before. If its output has a `loss` that is differentiated, a scalar output is
-    too, and of any other the sum of all floating-point tensors in it.
-
-    Args:
-        model: On any device.
-        policies: The modules that become units, each with its dtypes.
-        batch: A tensor, a tuple of arguments, or a dict of keyword arguments.
-
-    Raises:
-        ValueError: If nothing in the output depends on parameters, or what the model does depends
-            on values, which fake tensors don't have.
+    too, and of any other the sum of all floating-point tensors in it. The modules that become units
+    compute in the dtypes of their policies.
     """
     try:
         return _run(model, policies, *_as_arguments(batch))

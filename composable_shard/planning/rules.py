@@ -68,11 +68,7 @@ class Rule:
 
 
 def parse_rules(rules: object) -> list[Rule]:
-    """Turn what the user passed into rules with labels for messages.
-
-    Raises:
-        ValueError: If something in it can't be a rule, naming it.
-    """
+    """Turn what the user passed into rules with labels for messages."""
     pairs = list(_pairs(rules))
     parsed = []
     for number, (key, options) in enumerate(pairs, 1):

@@ -76,12 +76,7 @@ class CallReached:
         return self.state.name
 
     def announce_read(self) -> None:
-        """Make the unit ready for a read of its full values, see [Note: Reads].
-
-        Raises:
-            RuntimeError: If a sharded parameter was written since the forward, or if it is not a
-                backward that reads, and the values are not there.
-        """
+        """Make the unit ready for a read of its full values, see [Note: Reads]."""
         state, reads = self.state, self.reads
         if self.end == -1:
             return  # the call still runs, and its unit has its values
@@ -113,9 +108,6 @@ class CallReached:
 
         One all-gather for each handle that is not unsharded, and the gather of the unit that is
         expected next is started.
-
-        Raises:
-            RuntimeError: If a sharded parameter was written since the forward.
         """
         state, outer = self.state, self.outer
         context = state.context
@@ -349,11 +341,7 @@ def _ending_next(backward: BackwardPass, state: ShardState, position: int) -> li
 
 
 def _check_not_in_scope(state: ShardState) -> None:
-    """Check that a backward that reaches the unit can run.
-
-    Raises:
-        RuntimeError: Inside `unshard_params`.
-    """
+    """Check that a backward that reaches the unit can run."""
     for handle in state.needed:
         if handle.shown.scope is not None:
             raise RuntimeError(

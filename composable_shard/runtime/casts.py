@@ -214,10 +214,8 @@ class BufferBroadcast:
         """Broadcast, unless the rule says no: [Note: When buffers are broadcast].
 
         All buffers of the unit travel together, as bytes: one broadcast, on a 2-D mesh without a
-        group of all its ranks one along each axis. None for a unit without buffers.
-
-        Args:
-            is_followed: Whether the next forward is to broadcast too.
+        group of all its ranks one along each axis. None for a unit without buffers. `is_followed`:
+        the next forward is to broadcast too.
         """
         if self._is_due:
             self._broadcast()
@@ -256,11 +254,7 @@ class BufferBroadcast:
 
 
 def check_can_broadcast(modules: Sequence[nn.Module]) -> None:
-    """Check that the buffers of a unit can be broadcast.
-
-    Raises:
-        ValueError: For a sparse buffer, naming it.
-    """
+    """Check that the buffers of a unit can be broadcast."""
     for module in modules:
         for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.layout is not torch.strided:

@@ -131,12 +131,7 @@ class LearntReads:
         self.begin_anew()
 
     def learn_refusal(self, error: BaseException | None, name: str) -> None:
-        """Take no hooks any more if a forward has failed because of them; say so in the error.
-
-        Args:
-            error: The one that is being handled, if any.
-            name: The unit's.
-        """
+        """Take no hooks any more if a forward has failed because of them; say so in the error."""
         trace = None if error is None else error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -260,12 +255,7 @@ class CallReads:
         Return whether one behind them may run a backward, which reads what has its gradient.
 
         Args:
-            name: The unit's.
-            outputs: All that were found.
             first: Number of the first node of the call.
-
-        Raises:
-            RuntimeError: If full values were saved that no backward is to read.
         """
         if self.num_reads and self.learnt.reads_nothing:
             raise RuntimeError(
@@ -441,11 +431,7 @@ never_compile(_unpack)
 
 
 def _check_version(tensor: Tensor, expected: int, whose: str) -> None:
-    """Do what autograd does where no hooks are in force.
-
-    Raises:
-        RuntimeError: If the tensor was written since it was saved.
-    """
+    """Do what autograd does where no hooks are in force."""
     version = version_of(tensor)
     if version != expected:
         raise RuntimeError(
@@ -508,12 +494,7 @@ class CallHooks:
 def choose_hooks(
     learnt: LearntReads, top: Hooks | None
 ) -> tuple[bool, ReadHooks | None, Hooks | None]:
-    """Return whether a call needs hooks of its own, those of the call around, those of others.
-
-    Args:
-        learnt: What its unit has learnt.
-        top: The hooks that autograd calls now.
-    """
+    """Return whether a call needs hooks of its own, those of the call around, those of others."""
     owner = None if top is None else getattr(top[0], "__self__", None)
     outer = owner if isinstance(owner, ReadHooks) else None
     others = top if outer is None else outer.others

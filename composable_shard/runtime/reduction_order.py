@@ -128,12 +128,7 @@ class Buckets:
         return [each for each in queue if each.requires_grad and each not in self._issued]
 
     def may_go_early(self, handle: FlatParamHandle, position: int) -> bool:
-        """Return whether a bucket that is full may be reduced before its unit's end.
-
-        Args:
-            handle: The bucket.
-            position: Where it ends in the running backward.
-        """
+        """Return whether a bucket that is full may be reduced before its unit's end."""
         return position == self._position and not self._is_late and not handle.has_early_hooks
 
     def fills(self, handle: FlatParamHandle, index: int) -> bool:
@@ -144,11 +139,7 @@ class Buckets:
         return True
 
     def take_full(self, queue: Iterable[FlatParamHandle]) -> Iterator[FlatParamHandle]:
-        """Yield the full buckets whose turn it is.
-
-        Args:
-            queue: The unit's buckets in the order in which its end reduces them.
-        """
+        """Yield the full buckets whose turn it is."""
         for bucket in queue:
             if not bucket.requires_grad or bucket in self._issued:
                 continue
@@ -292,12 +283,7 @@ class Turns(dict[FlatParamHandle, Any]):
     def last(
         self, handles: Sequence[FlatParamHandle], used: Sequence[Sequence[int]]
     ) -> list[FlatParamHandle]:
-        """Return the handles whose turn is after the flags: any rank has used them, or late.
-
-        Args:
-            handles: Those with flags.
-            used: Their flags.
-        """
+        """Return the handles whose turn is after the flags: any rank has used them, or late."""
         flags = dict(zip(handles, used, strict=True))
         found = [handle for handle in self if any(flags[handle])]
         self._order.note_used({weakref.ref(handle) for handle in found})
@@ -333,11 +319,7 @@ class EarlyGradients:
     """
 
     def __init__(self, in_flight: list[FlagReduction]) -> None:
-        """Begin with none.
-
-        Args:
-            in_flight: The tree's flag reductions that may not be finished.
-        """
+        """Begin with none."""
         self.pending: dict[FlatParamHandle, FlagReduction] = {}
         self.ready: list[tuple[FlatParamHandle, list[bool]]] = []
         self._in_flight = in_flight
@@ -362,7 +344,6 @@ class EarlyGradients:
         One all-reduce of a byte for each parameter, and one more, for each process group.
 
         Args:
-            handle: What is over.
             accumulates: Whether this rank accumulates gradients in this backward.
             may_change: Whether no gradient of it can be called final.
         """
@@ -432,12 +413,7 @@ class EarlyGradients:
             yield handle
 
     def check_not_delivered(self, handle: FlatParamHandle, index: int) -> None:
-        """Check that no hook has seen less than the whole gradient.
-
-        Raises:
-            RuntimeError: If a gradient arrives after the hooks have run, which only a backward
-                nested in this one can make.
-        """
+        """Check that no gradient arrives after hooks have run, as in a nested backward."""
         if handle in self._delivered:
             raise RuntimeError(
                 f"a gradient of parameter '{handle.entries[index].label}' came after the hooks on "
@@ -446,11 +422,7 @@ class EarlyGradients:
             )
 
     def check_not_written(self, handles: list[FlatParamHandle]) -> None:
-        """Check that what this backward computes again has the values of the forward.
-
-        Raises:
-            RuntimeError: If hooks have written parameters that are needed again.
-        """
+        """Check that what this backward computes again has the values of the forward."""
         for handle in handles:
             if self._delivered.get(handle, handle.guard.num_writes) != handle.guard.num_writes:
                 raise RuntimeError(

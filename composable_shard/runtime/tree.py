@@ -200,11 +200,7 @@ def get_root_states(module: nn.Module) -> list[ShardState]:
 
 
 def select_states(module: nn.Module, recurse: bool) -> list[ShardState]:
-    """Return the states of `module` and below, or its own alone.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the states of `module` and below, or its own alone."""
     own = read_state(module)
     states = get_states(module) if recurse else [own] if own is not None else []
     if not states:
@@ -240,11 +236,7 @@ def iter_unmanaged_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield `module` and what is below it with names, not descending into sharded modules.
 
-    Args:
-        module: Where to begin.
-        prefix: Its name.
-        seen: Modules, by id, to leave out; those that are yielded are added.
-        inner: Modules below to treat as sharded.
+    Without modules that were seen, by id; with those in `inner` as if they were sharded.
     """
     seen = set() if seen is None else seen
     if id(module) in seen:
@@ -314,13 +306,6 @@ def check_whole(model: nn.Module, states: Sequence[ShardState] | None = None) ->
     """Check that units manage all trainable parameters of a model, see [Note: Whole model].
 
     Local; the same on all ranks that have the same model. A model without units passes.
-
-    Args:
-        model: The model.
-        states: Its units, if they are known.
-
-    Raises:
-        RuntimeError: Naming the others.
     """
     places = [place for place in _iter_trainable(model, "", set()) if _may_be_unmanaged(place[3])]
     if not places:
@@ -343,11 +328,7 @@ def find_unmanaged(modules: Sequence[nn.Module], states: Sequence[ShardState]) -
 
 
 def raise_unmanaged(names: list[str]) -> None:
-    """Raise the error that names trainable parameters that no unit manages.
-
-    Raises:
-        RuntimeError: Always.
-    """
+    """Raise the error that names trainable parameters that no unit manages."""
     raise RuntimeError(
         f"no unit manages the trainable parameters {names}: every rank would train a copy of its "
         "own with its own gradients. Call fully_shard on the module that holds them (the model "
@@ -363,11 +344,7 @@ def calling_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def check_children(module: nn.Module) -> None:
-    """Check that units manage what was put below a unit's module since the last call, and note it.
-
-    Raises:
-        RuntimeError: Naming trainable parameters that no unit manages.
-    """
+    """Check that units manage what was put below a unit's module since the last call; note it."""
     check_whole(module)
     watch_children(module)
 

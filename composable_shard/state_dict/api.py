@@ -122,11 +122,7 @@ def _names_in(
 
 
 def _check_distinct(names: _Naming, keys: Iterable[str]) -> None:
-    """Check that values keep names of their own where prefixes are left out.
-
-    Raises:
-        ValueError: Naming two of one name.
-    """
+    """Check that values keep names of their own where prefixes are left out."""
     known: dict[str, str] = {}
     for key in keys:
         name = names(key)
@@ -220,11 +216,7 @@ def check_values(
 ) -> Mapping[str, Any]:
     """Check a state dict as `set_model_state_dict` does, on all ranks; changes nothing.
 
-    Returns:
-        The state dict with the names that the model's modules have.
-
-    Raises:
-        RuntimeError: On all ranks.
+    Return it with the names that the model's modules have.
     """
     given = state_dict
     if isinstance(given, Mapping):
@@ -247,10 +239,6 @@ def _undone_on_error(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
 
     Parameters, buffers and extra state are copied before, if it has such code. One all-gather of 31
     bytes for each process group.
-
-    Args:
-        model: The model to load in the body.
-        names: Of the values to load.
     """
     ranks, extra = ModelRanks(model), []
     is_copied = runs_own_code(model)
@@ -294,11 +282,7 @@ _NO_EXTRA = nn.Module.get_extra_state
 def _broadcast_model(
     model: nn.Module, state_dict: Mapping[str, Any], *, is_strict: bool
 ) -> IncompatibleKeys:
-    """Load the first rank's state dict of whole tensors on every rank.
-
-    Raises:
-        RuntimeError: On all ranks, if it does not fit; the model is unchanged then.
-    """
+    """Load the first rank's state dict of whole tensors on every rank, if it fits."""
     ranks, template = ModelRanks(model), model.state_dict()
     ranks.check_can_broadcast()
     expected = {canonical(name): value for name, value in template.items()}

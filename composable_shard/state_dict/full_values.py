@@ -33,11 +33,7 @@ def describe_shard(value: Tensor) -> dict[str, Any]:
 
 
 def encode(value: Any) -> dict[str, Any]:
-    """Return a number, a string, a tensor or a list as JSON; a large tensor without its elements.
-
-    Raises:
-        ValueError: For anything else.
-    """
+    """Return a number, string, tensor or list as JSON; a large tensor without its elements."""
     if isinstance(value, Tensor):
         told: dict[str, Any] = {
             "kind": "tensor",
@@ -309,11 +305,8 @@ def scatter_full(
     for each parameter and axis of tensor-parallel meshes.
 
     Args:
-        handle: Gives the layout.
         given: Full tensors by index; empty on all ranks but the first.
         indices: Of `given` on the first rank; the same on all ranks.
-        dtype: Of the shard.
-        groups: Those of the model's tensor-parallel meshes.
 
     Returns:
         Shape `(layout.shard_numel,)`.

@@ -30,9 +30,6 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Return a JSON value; collect the tensors in `value` by names that begin with `path`.
 
     Names depend only on the path, so that ranks with different parts of a tree use the same ones.
-
-    Raises:
-        ValueError: For a value that can't be encoded, naming its path.
     """
     match value:
         case None | bool() | str():
@@ -114,11 +111,7 @@ def tensor_name(encoded: Any) -> str | None:
 
 
 def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
-    """Return the value that `encode` has encoded; `find_tensor` returns the tensor of a name.
-
-    Raises:
-        ValueError: If `encode` can't have returned this.
-    """
+    """Return the value that `encode` has encoded; `find_tensor` returns the tensor of a name."""
     if isinstance(encoded, list):
         return [decode(item, find_tensor) for item in encoded]
     if not isinstance(encoded, dict):
@@ -143,10 +136,7 @@ def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
 def merge(first: Any, second: Any, depth: int) -> Any:
     """Return an encoded tree with the entries of both; the first's wins where both have one.
 
-    Args:
-        first: A tree.
-        second: Another one.
-        depth: Number of levels whose dicts are joined; below that a value is whole.
+    Dicts are joined on `depth` levels; below that a value is whole.
     """
     if depth == 0 or not (isinstance(first, dict) and isinstance(second, dict)):
         return first

@@ -70,10 +70,7 @@ def find_problems(
     Modules that translate state dicts, by a method or hook of their own, check their part.
 
     Args:
-        module: The module to load.
-        params: Its managed parameters, from `find_params`.
         state_dict: May hold other modules' values too.
-        prefix: Of the keys for `module`.
         is_strict: Whether missing and unexpected names are problems.
         is_assigned: Whether values replace tensors on the meta device.
     """
@@ -264,13 +261,9 @@ def load_values(  # noqa: PLR0913 -- torch's hook
     missing_keys: list[str],
     *_: Any,
 ) -> None:
-    """Load the managed parameters of all units in `module`.
+    """Load the managed parameters of all units in `module`, if all ranks' values fit.
 
     A load-state-dict hook of each module of a unit, which runs before anything in it is loaded.
-
-    Raises:
-        RuntimeError: On all ranks, if keys are missing or unexpected, or values do not fit; the
-            module is unchanged then.
     """
     if _is_done(state, module, prefix, missing_keys):
         _add_flat_params(state, module, state_dict, prefix)
@@ -360,9 +353,6 @@ def agree_on_values(
 
     Nor may ranks give values of different parameters: each would keep other values than the rest.
     Two all-gathers of 31 bytes for each process group.
-
-    Raises:
-        RuntimeError: On all ranks.
     """
     handles = list(dict.fromkeys(param.handle for param in params.values()))
     ranks = Ranks(mesh_groups(handles), handles[0].shard_group.device)
@@ -458,7 +448,6 @@ def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None)
     """Give a handle on the meta device memory, filled with zeros.
 
     Args:
-        handle: Of a unit at rest.
         given: Values in place of zeros: this rank's shards of the originals by index. Each is
             removed when it has been copied, to save memory. Not with a flat parameter.
     """

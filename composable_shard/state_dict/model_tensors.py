@@ -99,9 +99,7 @@ class ManagedParam:
 def handles_of(module: nn.Module, around: ShardState | None = None) -> list[FlatParamHandle]:
     """Return the handles whose parameters `module` shows, also those of units outside of it.
 
-    Args:
-        module: Any module.
-        around: The unit that `module` is a part of, if it is none itself.
+    `around` is the unit that `module` is a part of, if it is none itself.
     """
     states = [*get_states(module), *([] if around is None else [around])]
     return list(dict.fromkeys(h for state in states for h in state.needed))
@@ -172,12 +170,9 @@ class ModelRanks(Ranks):
             self.is_first = self._is_first_part and self.handles[0].shard_group.is_first
 
     def check_one_is_first(self) -> None:
-        """Check that the first rank is the first of every unit's.
+        """Check, on all ranks, that the first rank is the first of every unit's.
 
         One all-gather of 31 bytes for each process group, if units have different groups.
-
-        Raises:
-            NotImplementedError: On all ranks.
         """
         if len({handle.shard_group.joint_groups for handle in self.handles}) < 2:
             return
@@ -192,11 +187,7 @@ class ModelRanks(Ranks):
                 )
 
     def check_can_broadcast(self) -> None:
-        """Check that the first rank can send values to all others.
-
-        Raises:
-            NotImplementedError: On all ranks.
-        """
+        """Check, on all ranks, that the first rank can send values to all others."""
         if not self.handles and dist.is_initialized() and dist.get_world_size() > 1:
             raise NotImplementedError(
                 "broadcast_from_rank0 needs a model with sharded units, and this one has none. "
@@ -252,13 +243,7 @@ class ModelTensors:
     def __init__(self, model: nn.Module, what: str) -> None:
         """Find and name everything; adopts changes of the parameters.
 
-        Args:
-            model: A model with sharded units.
-            what: Beginning of error messages, for example "load_safetensors can't run".
-
-        Raises:
-            ValueError: If the model has no unit.
-            RuntimeError: In a forward or backward, or while units show full parameters.
+        `what` begins error messages, as "load_safetensors can't run".
         """
         select_states(model, recurse=True)
         check_model_is_idle(model, what)
@@ -283,11 +268,7 @@ class ModelTensors:
         self._computed: dict[str, Tensor] = {}
 
     def check_none_stays_meta(self, given: Container[str]) -> None:
-        """Check that everything on the meta device will get values, given or computed.
-
-        Raises:
-            ValueError: Naming the tensors of which `given` has no name.
-        """
+        """Check that everything on the meta device will get values, given or computed."""
         lost = [
             each
             for each in self.all

@@ -93,11 +93,7 @@ class Group:
 
 
 def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Group]:
-    """Return the groups of all optimizers, empty ones too, with the parameters' names.
-
-    Raises:
-        ValueError: If an optimizer holds a parameter of another model.
-    """
+    """Return the groups of all optimizers, empty ones too, with the parameters' names."""
     members = _members(model)
     order = {canonical(name): i for i, name in enumerate(model.state_dict())}
     groups = []
@@ -137,10 +133,6 @@ def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
     """Return the state of one parameter by name; a flat parameter's is cut into its originals'.
 
     Empty for a parameter that another rank owns whole: no step updates Adagrad's state here.
-
-    Raises:
-        NotImplementedError: For state that is neither a tensor nor a number, as LBFGS has, or that
-            can't be cut like a flat parameter.
     """
     if not state or is_owned_by_other_rank(member.param):
         return {}
@@ -202,15 +194,8 @@ def own_tensors(groups: Iterable[Group]) -> States:
 def join_state(member: Member, states: States, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state for one parameter: the reverse of `split_state`.
 
-    A flat parameter gets zeros for originals without state.
-
-    Args:
-        member: The parameter.
-        states: By name.
-        own: Its present state; returned where the given values share all of its memory.
-
-    Raises:
-        ValueError: If originals of one flat parameter have different numbers.
+    A flat parameter gets zeros for originals without state. Its own present state is returned where
+    the given values share all of its memory.
     """
     given = {fqn: states[fqn] for fqn in member.fqns if states.get(fqn)}
     if is_owned_by_other_rank(member.param):
@@ -434,9 +419,7 @@ def group_kinds(
 ) -> dict[tuple[str, torch.dtype], list[int]]:
     """Return the indices of a handle's parameters that have each kind of state: (name, dtype).
 
-    Args:
-        names: Parameters' names by index.
-        dtypes: Dtypes of each parameter's sharded state, by name.
+    From the parameters' names by index, and the dtypes of each one's sharded state by name.
     """
     kinds: dict[tuple[str, torch.dtype], list[int]] = {}
     for index, fqn in names.items():
@@ -459,9 +442,6 @@ def prepare_load(
     """Check the state and cut it; return a function that loads it without communication.
 
     Args:
-        model: The model that the optimizers were built for.
-        optimizers: May have no state yet.
-        state_dict: As `get_optimizer_state_dict` returns it.
         options: Only `strict` and `broadcast_from_rank0` count.
         is_given_away: Whether the optimizers may keep the dict's own tensors.
     """
@@ -541,11 +521,7 @@ class _Given:
         self.options: list[dict[str, Any]] = [{} for _ in groups]
 
     def take(self, state_dict: Mapping[str, Any], *, is_strict: bool) -> None:
-        """Take the state of the optimizers' parameters; changes no optimizer.
-
-        Raises:
-            ValueError: If it is no optimizer state dict, or if names or shapes do not fit.
-        """
+        """Take the state of the optimizers' parameters; changes no optimizer."""
         if is_flat(state_dict):
             state_dict = unflatten(state_dict)
         keys = list(state_dict) if isinstance(state_dict, Mapping) else []
@@ -631,11 +607,7 @@ class _Given:
         return is_plain and isinstance(value, FlatShard | DTensor)
 
     def cut(self, ranks: ModelRanks) -> None:
-        """Cut state of a parameter's shape like the parameter.
-
-        Raises:
-            RuntimeError: On all ranks, if ranks gave values that are sharded differently.
-        """
+        """Cut state of a parameter's shape like the parameter."""
         gathered = [
             f"{fqn}.{name}"
             for fqn, state in self.states.items()

@@ -47,11 +47,7 @@ def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
 def check_torch_call(state: ShardState) -> dict[str, str]:
     """Refuse what torch's functions would get wrong, when they ask a unit's module for new names.
 
-    Returns:
-        No new names.
-
-    Raises:
-        NotImplementedError: With what to call, on all ranks.
+    Return none.
     """
     problem = ""
     if any(handle.shown.shows_flat for handle in state.needed):
@@ -112,11 +108,7 @@ def is_flat(given: Any) -> bool:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested form, with one group for each set of equal options. [Note: Flat form]
-
-    Raises:
-        ValueError: If a parameter has state and no options.
-    """
+    """Return the nested form, with one group for each set of equal options. [Note: Flat form]"""
     options: dict[str, dict[str, Any]] = {}
     state: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():

@@ -185,9 +185,7 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 def _check_all_ranks_have_them(shards: Sequence[FlatShard]) -> None:
     """Check that a list of gradients can be the same one on every rank.
 
-    Raises:
-        RuntimeError: Where some gradients of the same tree are on their owner alone; on every rank
-            that has any gradient of the tree.
+    Where some gradients of the tree are on their owner alone, every rank that has any of it raises.
     """
     names = sorted(param._shard_spec.label.fqn for param in _trainable_owned(shards))
     if names:
@@ -242,11 +240,9 @@ def group_slices(shards: Sequence[FlatShard]) -> Slices:
 
 
 def _check_inexact(shards: Sequence[FlatShard], dtypes: Iterable[torch.dtype]) -> None:
-    """Check that shards of these dtypes have norms.
+    """Check on all ranks that shards of these dtypes have norms.
 
-    Raises:
-        RuntimeError: On all ranks; torch would on those whose slice is not empty, and the others
-            would wait.
+    Torch would raise on those whose slice is not empty, and the others would wait.
     """
     if not all(map(is_inexact, dtypes)):
         raise RuntimeError(f"norms need floating-point tensors, got {describe_operands(shards)}")
@@ -307,8 +303,6 @@ def _stack(locals_: list[Tensor], values: list[Tensor], identity: float) -> Tens
     """Return a value for each slice, in order: the values, and the identity for empty slices.
 
     Args:
-        locals_: The slices.
-        values: 0-d, of the slices that are not empty.
         identity: What does not count. Filled in by the device: the host must not wait.
     """
     device = locals_[0].device
@@ -337,12 +331,7 @@ def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _check_all_ranks_check(shards: Sequence[FlatShard]) -> None:
-    """Check that all ranks call this with a list that tells of their owned gradients too.
-
-    Raises:
-        RuntimeError: Where gradients that one rank holds whole may be in a list that is on some
-            ranks only.
-    """
+    """Check that all ranks call this with a list that tells of their owned gradients too."""
     reached = {
         (reduction_groups(shard._shard_spec), shard.dtype)
         for shard in shards

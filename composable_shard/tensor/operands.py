@@ -195,9 +195,6 @@ def plain_scalar(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int) 
 
     Only tensors that are the same everywhere fit: 0-dim ones, and expanded ones (all strides
     zero), as the gradient of a sum is.
-
-    Raises:
-        RuntimeError: For any other tensor, such as a full-size gradient or optimizer state.
     """
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()  # what DTensor's reductions return
@@ -263,11 +260,8 @@ def _lies_alike(value: DTensor, spec: ShardSpec) -> bool:
 def slice_given(value: Tensor, spec: ShardSpec) -> Tensor:
     """Return this rank's part of a value, shape `(end - start,)`; it may share memory.
 
-    One all-gather of the value, over the ranks that it lies on, where `needs_gather`.
-
-    Args:
-        value: A plain tensor, the same on all ranks; a DTensor; or a FlatShard of any layout.
-        spec: What the part is for.
+    The value is a plain tensor, the same on all ranks, a DTensor, or a FlatShard of any layout. One
+    all-gather of it, over the ranks that it lies on, where `needs_gather`.
     """
     if isinstance(value, FlatShard) and value._shard_spec == spec:
         return value._local
@@ -287,13 +281,7 @@ def slice_given(value: Tensor, spec: ShardSpec) -> Tensor:
 
 
 def region_of(tensor: Tensor) -> Region:
-    """Return which of the logical tensor's elements this rank holds.
-
-    Raises:
-        ValueError: For a DTensor whose local values are terms of a sum, or whose layout torch can
-            not tell.
-        NotImplementedError: For a FlatShard of such a DTensor.
-    """
+    """Return which of the logical tensor's elements this rank holds."""
     if isinstance(tensor, FlatShard):
         return tensor._shard_spec.region
     if isinstance(tensor, DTensor):
@@ -317,17 +305,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def find_places(target: Region, source: Region, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """Find the elements of a part of one region in another.
+    """Find the elements `[start, end)` of one region in another of the same tensor.
 
-    Args:
-        target: A region.
-        source: Another one, of the same tensor.
-        start: The part's first element, counted from the target's first.
-        end: Its end.
-
-    Returns:
-        The places of those that are in `source`, counted from the target's first element, and
-        their places there, counted from the source's first; both int64, 1-D.
+    Return the places of those that are in `source`, counted from the target's first element, and
+    their places there, counted from the source's first; both int64, 1-D.
     """
     rest = torch.arange(target.start + start, target.start + end, device="cpu")
     indices: dict[int, Tensor] = {}

@@ -286,9 +286,6 @@ def _check_own_group(spec: ShardSpec, device: torch.device) -> None:
 
     It talks to the other ranks in a thread: on one group its messages and those of training would
     be taken for each other. Nothing else that it does before tells the group.
-
-    Raises:
-        NotImplementedError: On all ranks, before anything is sent.
     """
     call = locals_of_caller("async_save", "torch.distributed.checkpoint.state_dict_saver")
     if not call or call["no_dist"] or not call["use_collectives"] or spec.world_size == 1:

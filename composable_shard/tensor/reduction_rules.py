@@ -84,12 +84,7 @@ def draw_part(
     The generator is left as if all `numel` elements had been drawn.
 
     Args:
-        fill: Fills a tensor, with the same generator.
         group: Elements that it makes at a time.
-        target: Shape `(end - start,)`.
-        bounds: `start` and `end`.
-        numel: Elements of the whole tensor.
-        generator: Default: torch's.
     """
     start, end = bounds
     rest, numbers = numel % group, _NUMBERS[target.dtype]
@@ -197,9 +192,7 @@ def _is_alone(spec: ShardSpec) -> bool:
 def _check_scope(func: OpOverload, shard: FlatShard, args: tuple[Any, ...]) -> None:
     """Check that all ranks run a reduction of what one rank holds, [Note: Scope of a reduction].
 
-    Raises:
-        NeedsWhole: In an optimizer's step, which runs on the whole tensor.
-        RuntimeError: For anything but a parameter otherwise.
+    In an optimizer's step, which runs on the whole tensor, NeedsWhole says so.
     """
     if is_in_step(sys._getframe(1)):
         raise unsupported(func, args)

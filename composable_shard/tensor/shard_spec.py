@@ -68,11 +68,7 @@ class ParamLabel:
         self.fqn = fqn
 
     def refuse_gradient_node(self) -> NoReturn:
-        """Refuse to tell the node that accumulates the parameter's gradient: no graph leads there.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Refuse to tell the node that accumulates the gradient: no graph leads there."""
         raise RuntimeError(
             f"the node that accumulates the gradient of the sharded parameter '{self.fqn}' was "
             "asked for (torch.autograd.graph.get_gradient_edge, register_multi_grad_hook, or a "
@@ -198,11 +194,7 @@ class ShardSpec:
 
 
 def _region(spec: ShardSpec) -> Region:
-    """Return this rank's elements in the logical tensor, [Note: Regions].
-
-    Raises:
-        NotImplementedError: For a DTensor of other placements than shards and replicas.
-    """
+    """Return this rank's elements in the logical tensor, [Note: Regions]."""
     box = whole_box(spec.shape)
     if spec.tensor_parallel is not None:
         mesh, placements = spec.tensor_parallel
@@ -410,11 +402,7 @@ def _chunks(spec: ShardSpec) -> list[tuple[ChunkStorageMetadata, Box]]:
 
 
 def flat_spec(specs: Sequence[ShardSpec], name: str) -> ShardSpec:
-    """Return the spec of the flat parameter that holds parameters of these specs, all of a layout.
-
-    Raises:
-        RuntimeError: If parameters of a tensor-parallel mesh lie on it in different ways.
-    """
+    """Return the spec of the flat parameter that holds parameters of these specs, of one layout."""
     first, layout = specs[0], specs[0].layout
     shape, tensor_parallel = torch.Size([layout.end]), first.tensor_parallel
     if tensor_parallel is not None:

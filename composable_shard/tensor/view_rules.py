@@ -168,12 +168,7 @@ def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 
 
 def view_of(shard: FlatShard, view: Tensor) -> Tensor:
-    """Return a view of a whole shard's memory as a shard, or as a region of one.
-
-    Args:
-        shard: Where all elements are.
-        view: Any view of its slice, of the same dtype.
-    """
+    """Return a view of a whole shard's memory, of its dtype, as a shard, or as a region of one."""
     start = int(view.storage_offset() - shard._local.storage_offset())
     geometry = _Geometry(view.shape, view.stride(), start)
     return _run_of(shard, geometry) if geometry.is_one_run else FlatRegion(shard, geometry)
@@ -356,11 +351,7 @@ RULES: dict[OpOverload, Rule] = {
 def on_whole(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any] | None:
-    """Return what runs an op on whole tensors, None where this rank does not hold all of them.
-
-    Raises:
-        RuntimeError: If a parameter would get the gradient of this rank's data, see `_check_alone`.
-    """
+    """Return what runs an op on whole tensors, None where this rank does not hold all of them."""
     operands = (args, tuple(kwargs.values()))
     if not all(shard._shard_spec.is_whole for shard in _shards(operands)):
         return None
@@ -373,9 +364,6 @@ def _check_alone(func: OpOverload, operands: tuple[Any, ...]) -> None:
     """Check that no parameter is multiplied with this rank's data outside the forward of its unit.
 
     Nothing would reduce its gradient. A function of parameters alone has the same on all ranks.
-
-    Raises:
-        RuntimeError: For a trainable parameter that several data-parallel ranks have.
     """
     if not any(type(each) in (Tensor, nn.Parameter) and each.dim() for each in _leaves(operands)):
         return
