@@ -352,6 +352,7 @@ class BackwardPass:
             self.makes_graph = True
             self.context.serve_graphs(self.context.live_handles())
         for handle in state.needed:
+            handle.full.serve_graphs()  # a later call of the unit has ended, and with it this
             handle.full.note_unseen_read()
 
     # Units begin and end

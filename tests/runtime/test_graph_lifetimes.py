@@ -68,7 +68,16 @@ def _two_batches(model: nn.Module, number: int) -> None:
         square_mean(gradient).backward()
 
 
-@pytest.mark.parametrize("program", [_collocation, _penalty_first, _two_batches])
+def _discriminate(model: nn.Module, number: int) -> None:
+    """Score real and generated rows, then penalize the gradient by the real ones (R1)."""
+    real = _rows(number).requires_grad_()
+    score = model(real)
+    other = model(_rows(number + 100))
+    (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
+    (square_mean(score - 1) + square_mean(other) + square_mean(slope)).backward()
+
+
+@pytest.mark.parametrize("program", [_collocation, _penalty_first, _two_batches, _discriminate])
 @claims.variants
 @distributed(2)
 def test_c3_forwards_between_a_gradient_and_its_backward(
