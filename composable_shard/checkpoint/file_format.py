@@ -99,25 +99,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Metadata:
-    """The content of `metadata.json`.
+    """The content of `metadata.json`."""
 
-    Attributes:
-        version: Of the format.
-        step: Number of steps taken.
-        world_size: Number of ranks that wrote it.
-        chunk_nbytes: Bytes for each checksum.
-        files: Bytes of each data file.
-        tensors: By name.
-        tree: All values, encoded, with tensors by name.
-    """
-
-    version: int
-    step: int
-    world_size: int
-    chunk_nbytes: int
-    files: dict[str, int]
-    tensors: dict[str, StoredTensor]
-    tree: dict[str, Any]
+    version: int  # of the format
+    step: int  # number of steps taken
+    world_size: int  # number of ranks that wrote it
+    chunk_nbytes: int  # bytes for each checksum
+    files: dict[str, int]  # bytes of each data file
+    tensors: dict[str, StoredTensor]  # by name
+    tree: dict[str, Any]  # all values, encoded, with tensors by name
 
 
 # Names

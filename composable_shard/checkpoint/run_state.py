@@ -103,20 +103,13 @@ def check_optimizers(model: nn.Module, names: Iterable[str]) -> None:
 
 @dataclass
 class StagedModel:
-    """A model's new state, in host memory or verified. [Note: Two passes]
-
-    Attributes:
-        model: The model to load.
-        state: By name, without extra state; empty after `apply`.
-        extra: What modules' `set_extra_state` get, by name.
-        meta: The model's tensors, if any is on the meta device.
-        places: Names in the checkpoint, and the tensors of `state` that `fill` reads them into.
-    """
+    """A model's new state, in host memory or verified. [Note: Two passes]"""
 
     model: nn.Module
-    state: dict[str, Any]
-    extra: dict[str, Any]
-    meta: ModelTensors | None
+    state: dict[str, Any]  # by name, without extra state; empty after `apply`
+    extra: dict[str, Any]  # what modules' `set_extra_state` get, by name
+    meta: ModelTensors | None  # the model's tensors, if any is on the meta device
+    # Names in the checkpoint, and the tensors of `state` that `fill` reads them into
     places: list[tuple[str, Tensor]]
 
     @classmethod
@@ -240,17 +233,13 @@ def _find_meta(
 
 @dataclass
 class StagedOptimizer:
-    """An optimizer's new state.
-
-    Attributes:
-        view: The optimizer's groups.
-        state: As `get_optimizer_state_dict` returns it. Values that `fill` will read are the
-            optimizer's own tensors.
-        places: Names in the checkpoint, and FQNs and names of the state that `fill` reads.
-    """
+    """An optimizer's new state."""
 
     view: list[Group]
+    # As `get_optimizer_state_dict` returns it. Values that `fill` will read are the optimizer's own
+    # tensors.
     state: dict[str, Any]
+    # Names in the checkpoint, and FQNs and names of the state that `fill` reads
     places: list[tuple[str, str, str]]
 
     @property
@@ -399,17 +388,11 @@ def _mismatch(reader: CheckpointReader, name: str | None, target: Any, is_strict
 
 @dataclass
 class NameLists:
-    """Names of one kind, for a strict load.
-
-    Attributes:
-        what: Of what.
-        own: This rank's.
-        stored: Those in the checkpoint.
-    """
+    """Names of one kind, for a strict load."""
 
     what: str
     own: Iterable[str]
-    stored: Iterable[str]
+    stored: Iterable[str]  # in the checkpoint
 
 
 def list_names(

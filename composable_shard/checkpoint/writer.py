@@ -163,21 +163,15 @@ def list_items(tensors: dict[str, Tensor], owners: Mapping[str, Owners]) -> list
 
 @dataclass
 class Draft:
-    """A checkpoint as all ranks describe it; on rank 0.
+    """A checkpoint as all ranks describe it; on rank 0."""
 
-    Attributes:
-        tree: All values, encoded.
-        tensors: By name, without their pieces.
-        world_size: Number of ranks.
-        holders: Ranks with each piece, and the numbers of their lines.
-        copies: Ranks with a tensor by name, those that share it together; only of tensors that not
-            all of their ranks share.
-    """
-
-    tree: dict[str, Any]
-    tensors: dict[str, dict[str, Any]]
-    world_size: int
+    tree: dict[str, Any]  # all values, encoded
+    tensors: dict[str, dict[str, Any]]  # by name, without their pieces
+    world_size: int  # number of ranks
+    # Ranks with each piece, and the numbers of their lines
     holders: dict[_Piece, list[tuple[int, int]]] = field(default_factory=dict)
+    # Ranks with a tensor by name, those that share it together; only of tensors that not all of
+    # their ranks share.
     copies: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
@@ -363,20 +357,13 @@ _WRITE_NBYTES = 4 * CHUNK_NBYTES  # written and summed up while a cache of the p
 
 @dataclass
 class SavePlan:
-    """The part of a checkpoint that this rank writes.
+    """The part of a checkpoint that this rank writes."""
 
-    Attributes:
-        step: Number of steps taken.
-        items: This rank's pieces.
-        path: The directory of all checkpoints: rank 0's, which may work in another directory.
-        run: The name of the run that saves.
-        content: On rank 0, the metadata's `tree`, and its `tensors` without their pieces.
-    """
-
-    step: int
-    items: list[Item]
-    path: Path
-    run: str
+    step: int  # number of steps taken
+    items: list[Item]  # this rank's pieces
+    path: Path  # the directory of all checkpoints: rank 0's, which may work in another directory
+    run: str  # the name of the run that saves
+    # On rank 0, the metadata's `tree`, and its `tensors` without their pieces
     content: dict[str, Any] = field(default_factory=dict)
 
     def copy_to_host(self) -> None:

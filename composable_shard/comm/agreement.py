@@ -423,15 +423,10 @@ class _HasGroups(Protocol):
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a rank would do from the next step on, if all ranks would do the same.
+    """What a rank would do from the next step on, if all ranks would do the same."""
 
-    Attributes:
-        digest: Of it, 32 bits.
-        accept: Called on all ranks, if they have sent the same.
-    """
-
-    digest: int
-    accept: Callable[[], None]
+    digest: int  # of it, 32 bits
+    accept: Callable[[], None]  # called on all ranks, if they have sent the same
 
 
 class _Named(Protocol):

@@ -71,17 +71,11 @@ _OUTPUT_ALIGNMENT_NBYTES = 256  # of the outputs, which matrix products may read
 
 @dataclass(frozen=True, eq=False)  # one for each parameter: its handle has no other
 class Extension:
-    """How a parameter of a class with FSDP2's methods is made of its dense values.
-
-    Attributes:
-        kind: The class.
-        inner: The attribute that has the values.
-        context: What else the class is made of.
-    """
+    """How a parameter of a class with FSDP2's methods is made of its dense values."""
 
     kind: Any
-    inner: str
-    context: Any
+    inner: str  # the attribute that has the values
+    context: Any  # what else the class is made of
 
     @classmethod
     def of(cls, param: Tensor) -> Extension | None:
@@ -301,19 +295,15 @@ class Precision:
     """Dtypes that differ, or may come to differ, from that of the local shard.
 
     None follows another dtype, also through `module.to(dtype)`.
-
-    Attributes:
-        main_dtype: What the local shard must have; None: whatever it has.
-        param_dtype: Of the unsharded buffer; None: that of the local shard.
-        gather_dtype: In which shards travel; None: that of the unsharded buffer.
-        reduce_dtype: In which gradients travel; None: that of the unsharded buffer.
-        extension: The form in which the class of the only parameter is gathered, if it has one.
     """
 
-    main_dtype: torch.dtype | None = None
-    param_dtype: torch.dtype | None = None
+    main_dtype: torch.dtype | None = None  # what the local shard must have; None: whatever it has
+    param_dtype: torch.dtype | None = None  # of the unsharded buffer; None: that of the local shard
+    # In which shards travel; None: that of the unsharded buffer
     gather_dtype: torch.dtype | None = None
+    # In which gradients travel; None: that of the unsharded buffer
     reduce_dtype: torch.dtype | None = None
+    # The form in which the class of the only parameter is gathered, if it has one
     extension: Extension | None = None
 
     @classmethod
@@ -369,19 +359,12 @@ def plan_layout(
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What decides which memory a flat parameter gets.
+    """What decides which memory a flat parameter gets."""
 
-    Attributes:
-        shard_group: The ranks that share it.
-        precision: The dtypes that differ from the local shard's.
-        offload: What lives on the host.
-        is_kept: The unsharded buffer is never freed, see [Note: Kept buffers].
-    """
-
-    shard_group: ShardGroup
-    precision: Precision
-    offload: OffloadPolicy
-    is_kept: bool
+    shard_group: ShardGroup  # the ranks that share it
+    precision: Precision  # the dtypes that differ from the local shard's
+    offload: OffloadPolicy  # what lives on the host
+    is_kept: bool  # the unsharded buffer is never freed, see [Note: Kept buffers]
 
     @property
     def is_pinned(self) -> bool:

@@ -92,16 +92,11 @@ def _take_layout(
 
 @dataclass
 class _Pool:
-    """Parameters that the same ranks share, each owned by one of them.
-
-    Attributes:
-        handles: Those that have a unit already.
-        sizes: Bytes of those that have none yet.
-    """
+    """Parameters that the same ranks share, each owned by one of them."""
 
     shard_group: ShardGroup
-    handles: list[FlatParamHandle] = field(default_factory=list)
-    sizes: Sequence[int] = ()
+    handles: list[FlatParamHandle] = field(default_factory=list)  # those that have a unit already
+    sizes: Sequence[int] = ()  # bytes of those that have none yet
 
 
 def settle_owners(

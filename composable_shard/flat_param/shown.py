@@ -60,19 +60,12 @@ SHARDED, UNSHARDED, UNSHARDED_FLAT, SCOPE, SCOPE_FLAT = Shown
 
 @dataclass
 class Scope:
-    """What an open `unshard_params` scope shows.
+    """What an open `unshard_params` scope shows."""
 
-    Attributes:
-        params: In place of the originals.
-        has_values: Whether these are full values.
-        before: What was shown before the scope.
-        slots: Container, key, what is shown there.
-    """
-
-    params: Sequence[Tensor]
-    has_values: bool
-    before: Shown
-    slots: list[tuple[Any, Any, Tensor | None]]
+    params: Sequence[Tensor]  # in place of the originals
+    has_values: bool  # whether these are full values
+    before: Shown  # what was shown before the scope
+    slots: list[tuple[Any, Any, Tensor | None]]  # container, key, what is shown there
 
 
 class ShownParams:

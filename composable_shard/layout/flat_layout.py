@@ -67,34 +67,21 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> _Ints:
 
 
 class Box(NamedTuple):
-    """A part of a tensor whose elements are consecutive in a region's order.
+    """A part of a tensor whose elements are consecutive in a region's order."""
 
-    Attributes:
-        offsets: Where it begins, in each dim of the logical tensor.
-        sizes: How long it is, in each dim.
-        start: Number of its first element, counted as the region's `start`.
-    """
-
-    offsets: _Ints
-    sizes: _Ints
-    start: int
+    offsets: _Ints  # where it begins, in each dim of the logical tensor
+    sizes: _Ints  # how long it is, in each dim
+    start: int  # number of its first element, counted as the region's `start`
 
 
 @dataclass(frozen=True)
 class Region:
-    """Elements `[start, end)` of a box of a tensor, in memory order. [Note: Regions]
+    """Elements `[start, end)` of a box of a tensor, in memory order. [Note: Regions]"""
 
-    Attributes:
-        box: A half-open range of indices for each dim of the logical tensor.
-        order: The dims, that with the largest stride first.
-        start: Counted in the box.
-        end: Likewise.
-    """
-
-    box: Bounds
-    order: _Ints
-    start: int
-    end: int
+    box: Bounds  # a half-open range of indices for each dim of the logical tensor
+    order: _Ints  # the dims, that with the largest stride first
+    start: int  # counted in the box
+    end: int  # likewise
 
     @property
     def numel(self) -> int:

@@ -33,18 +33,12 @@ _IN_TRAINING = (
 
 @dataclass(frozen=True)
 class Advice:
-    """A call that can't work on sharded parameters, and what to do.
+    """A call that can't work on sharded parameters, and what to do."""
 
-    Attributes:
-        called: The call, as the page of the documentation says it.
-        problem: The beginning of the error's advice; `{name}` is what was called.
-        remedy: What to do.
-        find: Returns the name of what a frame belongs to, None if it is no such call.
-    """
-
-    called: str
-    problem: str
+    called: str  # the call, as the page of the documentation says it
+    problem: str  # the beginning of the error's advice; `{name}` is what was called
     remedy: str
+    # Returns the name of what a frame belongs to, None if it is no such call
     find: Callable[[FrameType], str | None]
 
 

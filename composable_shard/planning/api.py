@@ -27,18 +27,11 @@ _MAX_NAMES = 10  # in a message
 
 @dataclass(frozen=True)
 class Unit:
-    """A module that becomes a unit, the rule that selected it, and its options.
-
-    Attributes:
-        module: The module.
-        rule: The rule's name in messages.
-        given: The options that the rule and the defaults gave by name.
-        options: All options.
-    """
+    """A module that becomes a unit, the rule that selected it, and its options."""
 
     module: nn.Module
-    rule: str
-    given: dict[str, Any]
+    rule: str  # the rule's name in messages
+    given: dict[str, Any]  # the options that the rule and the defaults gave by name
     options: UnitOptions
 
 
@@ -252,17 +245,11 @@ class CheckedUnit:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """All that one `shard_model` call is going to do; nothing has been changed yet.
-
-    Attributes:
-        tree: The model's modules.
-        checked: The units, inner ones first.
-        owners: The ranks of the parameters that are owned whole.
-    """
+    """All that one `shard_model` call is going to do; nothing has been changed yet."""
 
     tree: ModuleTree
-    checked: list[CheckedUnit]
-    owners: dict[nn.Parameter, int]
+    checked: list[CheckedUnit]  # the units, inner ones first
+    owners: dict[nn.Parameter, int]  # the ranks of the parameters that are owned whole
 
     @cached_property
     def report(self) -> ShardingPlan:

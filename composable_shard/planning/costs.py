@@ -122,29 +122,17 @@ def sent_nbytes(payloads: Mapping[_Kind, int]) -> int:
 
 @dataclass(frozen=True)
 class FlatParamCost:
-    """The cost of one flat parameter.
+    """The cost of one flat parameter."""
 
-    Attributes:
-        layout: Where its parameters lie.
-        ranks: How many ranks take part.
-        options: The options of its unit.
-        main_dtype: Of the shard.
-        precision: The dtypes that differ from it.
-        requires_grad: Whether its parameters are trainable.
-        reshard_after_forward: True, False, or the size of a small group.
-        rank: Which of the ranks that share it; bytes held are this one's.
-        trainable: The layout without what was frozen since; None: the same.
-    """
-
-    layout: FlatLayout
-    ranks: RankCounts
+    layout: FlatLayout  # where its parameters lie
+    ranks: RankCounts  # how many ranks take part
     options: UnitOptions
-    main_dtype: torch.dtype
-    precision: Precision
+    main_dtype: torch.dtype  # of the shard
+    precision: Precision  # the dtypes that differ from it
     requires_grad: bool = True
-    reshard_after_forward: bool | int = True
-    rank: int = 0
-    trainable: FlatLayout | None = None
+    reshard_after_forward: bool | int = True  # True, False, or the size of a small group
+    rank: int = 0  # which of the ranks that share it; bytes held are this one's
+    trainable: FlatLayout | None = None  # the layout without what was frozen since; None: the same
 
     @property
     def param_nbytes(self) -> int:

@@ -52,32 +52,20 @@ Event = Literal["start", "forward", "returned", "backward"]
 
 @dataclass(frozen=True)
 class Moment:
-    """A stretch of a step, which begins with an event.
+    """A stretch of a step, which begins with an event."""
 
-    Attributes:
-        event: A unit's forward begins, or returns, or its backward begins; or the step does.
-        module: The unit's module; the model for the step.
-        peak_nbytes: The most bytes of activations and unfinished gradients until the next event.
-    """
-
-    event: Event
-    module: nn.Module
-    peak_nbytes: int
+    event: Event  # a unit's forward begins, or returns, or its backward begins; or the step does
+    module: nn.Module  # the unit's module; the model for the step
+    peak_nbytes: int  # the most bytes of activations and unfinished gradients until the next event
 
 
 @dataclass(frozen=True)
 class FakeRun:
-    """What a step has done.
+    """What a step has done."""
 
-    Attributes:
-        moments: Its stretches, in order.
-        activation_nbytes: Held when the forward has returned.
-        num_flops: Floating-point operations of forward and backward, a multiplication and an
-            addition as two.
-    """
-
-    moments: tuple[Moment, ...]
-    activation_nbytes: int
+    moments: tuple[Moment, ...]  # its stretches, in order
+    activation_nbytes: int  # held when the forward has returned
+    # Floating-point operations of forward and backward, a multiplication and an addition as two
     num_flops: int
 
 
@@ -301,26 +289,16 @@ def _loss_of(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What one unit takes while a step runs, in bytes.
+    """What one unit takes while a step runs, in bytes."""
 
-    Attributes:
-        gathered: Its full parameters, beyond those at rest.
-        packed: Its full gradients, which are freed when they are reduced.
-        shard: What is left of them then.
-        terms: Of the sum, where it is taken on the CPU.
-        kept_terms: Likewise, of gradients that have a buffer for good; all units share this memory.
-        is_in_place: Gradients take the place of values.
-        is_freed: The full parameters are freed when its forward has returned.
-        prefetch_nbytes: The unit's option.
-    """
-
-    gathered: int
-    packed: int = 0
-    shard: int = 0
-    terms: int = 0
+    gathered: int  # its full parameters, beyond those at rest
+    packed: int = 0  # its full gradients, which are freed when they are reduced
+    shard: int = 0  # what is left of them then
+    terms: int = 0  # of the sum, where it is taken on the CPU
+    # Likewise, of gradients that have a buffer for good; all units share this memory
     kept_terms: int = 0
-    is_in_place: bool = False
-    is_freed: bool = True
+    is_in_place: bool = False  # gradients take the place of values
+    is_freed: bool = True  # the full parameters are freed when its forward has returned
     prefetch_nbytes: int = 0
 
     @classmethod

@@ -30,16 +30,11 @@ _EXPECTED_RULES = (
 
 @dataclass(frozen=True)
 class Scope:
-    """The modules and parameters that a rule selects from.
-
-    Attributes:
-        tree: The modules.
-        ignored: Parameters that the rule's units would not manage.
-        taken: Modules that earlier rules selected, and whether they become units.
-    """
+    """The modules and parameters that a rule selects from."""
 
     tree: ModuleTree
-    ignored: frozenset[nn.Parameter]
+    ignored: frozenset[nn.Parameter]  # parameters that the rule's units would not manage
+    # Modules that earlier rules selected, and whether they become units
     taken: Mapping[nn.Module, bool]
 
     def numel(self, params: Collection[nn.Parameter]) -> int:

@@ -95,19 +95,14 @@ _MIN_ALONE_NBYTES = 1 << 16  # a message costs about as much as a copy of 40 kB
 
 @dataclass(frozen=True)
 class Shares:
-    """Shards to gather, in the layout of a handle.
+    """Shards to gather, in the layout of a handle."""
 
-    Attributes:
-        handle: Gives the layout.
-        shard: This rank's, shape `(layout.shard_numel,)`, any dtype; None for the handle's own.
-        indices: Parameters to return, the same on all ranks; None for all.
-        kind: A label for the caller.
-    """
-
-    handle: FlatParamHandle
+    handle: FlatParamHandle  # gives the layout
+    # This rank's, shape `(layout.shard_numel,)`, any dtype; None for the handle's own
     shard: Tensor | None = None
+    # Parameters to return, the same on all ranks; None for all
     indices: Sequence[int] | None = None
-    kind: str = ""
+    kind: str = ""  # a label for the caller
 
 
 def gather_full(
@@ -150,19 +145,13 @@ def gather_full(
 
 @dataclass
 class _Arrival:
-    """Full values in flight.
+    """Full values in flight."""
 
-    Attributes:
-        shares: The gathered shards.
-        parts: Memory, its offset in the layout, and its parameters; empty on ranks that do not
-            receive.
-        work: To wait for before the memory is read.
-        is_own: Whether the memory has no other owner, so that it may be returned without a copy.
-    """
-
-    shares: Shares
+    shares: Shares  # the gathered shards
+    # Memory, its offset in the layout, and its parameters; empty on ranks that do not receive
     parts: list[tuple[Tensor, int, Sequence[int]]]
-    work: Waitable | None = None
+    work: Waitable | None = None  # to wait for before the memory is read
+    # Whether the memory has no other owner, so that it may be returned without a copy
     is_own: bool = False
 
     def leaves_room(self, dtype: torch.dtype | None) -> bool:

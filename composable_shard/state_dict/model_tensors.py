@@ -67,17 +67,12 @@ def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 @dataclass(frozen=True)
 class ManagedParam:
-    """A parameter that a unit manages; two of the same parameter are equal.
-
-    Attributes:
-        handle: Its owner.
-        index: Among the handle's entries.
-        names: Canonical names in the searched module; several for a tied parameter.
-    """
+    """A parameter that a unit manages; two of the same parameter are equal."""
 
     is_persistent: ClassVar[bool] = True
-    handle: FlatParamHandle
-    index: int
+    handle: FlatParamHandle  # its owner
+    index: int  # among the handle's entries
+    # Canonical names in the searched module; several for a tied parameter
     names: list[str] = field(default_factory=list, compare=False)
 
     @property

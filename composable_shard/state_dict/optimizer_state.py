@@ -52,21 +52,13 @@ States = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of an optimizer.
+    """One parameter of an optimizer."""
 
-    Attributes:
-        param: The object that the optimizer holds.
-        fqns: Its name; for a flat parameter the names of all its originals.
-        handle: Its owner, None for a plain parameter.
-        indices: Of the originals in the handle.
-        is_flat: Whether it is a flat parameter.
-    """
-
-    param: Tensor
-    fqns: tuple[str, ...]
-    handle: FlatParamHandle | None = None
-    indices: tuple[int, ...] = ()
-    is_flat: bool = False
+    param: Tensor  # the object that the optimizer holds
+    fqns: tuple[str, ...]  # its name; for a flat parameter the names of all its originals
+    handle: FlatParamHandle | None = None  # its owner, None for a plain parameter
+    indices: tuple[int, ...] = ()  # of the originals in the handle
+    is_flat: bool = False  # whether it is a flat parameter
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
@@ -77,19 +69,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """One of an optimizer's `param_groups`.
-
-    Attributes:
-        optimizer: Its optimizer.
-        options: Everything but its parameters.
-        members: Its parameters.
-        fqns: Names of the originals, in the model's order.
-    """
+    """One of an optimizer's `param_groups`."""
 
     optimizer: Optimizer
-    options: dict[str, Any]
+    options: dict[str, Any]  # everything but its parameters
     members: list[Member]
-    fqns: list[str]
+    fqns: list[str]  # names of the originals, in the model's order
 
 
 def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Group]:
