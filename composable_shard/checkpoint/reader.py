@@ -135,18 +135,12 @@ def read_history(folder: Path) -> dict[str, str]:
 
 
 class CheckpointReader:
-    """One checkpoint's tensors.
-
-    Attributes:
-        folder: Its directory.
-        metadata: Its content.
-        nbytes_read: Bytes read from data files so far.
-    """
+    """One checkpoint's tensors."""
 
     def __init__(self, folder: Path, metadata_text: bytes | None = None) -> None:
         """Read the metadata, unless the caller has done so."""
         self.folder = folder
-        self.nbytes_read = 0
+        self.nbytes_read = 0  # bytes read from data files so far
         self._files: dict[str, _OpenFile] = {}
         self._is_verified = False
         self._buffer = bytearray()

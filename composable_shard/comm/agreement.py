@@ -81,18 +81,13 @@ def _digest_of(data: bytes) -> bytes:
 
 
 class Ranks:
-    """Ranks that reach each other through process groups. Call its methods on all of them.
-
-    Attributes:
-        groups: A message reaches all ranks when it passes through the groups one by one.
-        device: For the groups' collectives.
-        rank: This rank's number in messages.
-    """
+    """Ranks that reach each other through process groups. Call its methods on all of them."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        # A message reaches all ranks when it passes through the groups one by one
         self.groups = groups
-        self.device = device
-        self.rank = dist.get_rank() if groups else 0
+        self.device = device  # for the groups' collectives
+        self.rank = dist.get_rank() if groups else 0  # this rank's number in messages
 
     def compare(
         self, message: Any, flag: bool | None = None, *, what: str | None = None
@@ -245,9 +240,6 @@ class HostGroup(Ranks):
     A thread's messages must not change the order of training's collectives. So this group has a
     process group of its own, and its messages are not counted as collectives of training. Call all
     methods but `is_first` on all ranks in the same order, from one thread at a time.
-
-    Attributes:
-        run: A random name of the run; rank 0's counts.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -256,7 +248,7 @@ class HostGroup(Ranks):
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self._pending: Any = None
-        self.run = uuid.uuid4().hex[:12]
+        self.run = uuid.uuid4().hex[:12]  # a random name of the run; rank 0's counts
 
     @property
     def is_first(self) -> bool:

@@ -432,11 +432,7 @@ def _choose_sum(
 
 
 class ReduceScatter:
-    """Sums over the ranks of a group of which each keeps its part: made ready once.
-
-    Attributes:
-        dtype: The inputs'.
-    """
+    """Sums over the ranks of a group of which each keeps its part: made ready once."""
 
     def __init__(
         self,

@@ -43,18 +43,12 @@ class _LoggedEvents(list[Event]):
 
 
 class Profiling:
-    """Whether a profiler has been found to run.
-
-    Attributes:
-        asks: Whether one runs now; a function of C.
-        is_found: Whether one has been found.
-        switches: Called with that when it changes.
-    """
+    """Whether a profiler has been found to run."""
 
     def __init__(self) -> None:
-        self.asks = is_profiling
+        self.asks = is_profiling  # whether one runs now; a function of C
         self.is_found = False
-        self.switches: list[Callable[[bool], Any]] = []
+        self.switches: list[Callable[[bool], Any]] = []  # called with that when it changes
 
     def change(self) -> None:
         """Note that a profiler runs, or runs no more."""

@@ -108,10 +108,6 @@ class Codec:
         shard: What is gathered.
         extension: Of the parameter.
         dtype: In which the parameter computes.
-
-    Attributes:
-        buffer: The memory that modules see, as bytes; empty until the parameter is made.
-        output: An alias of it.
     """
 
     _entry: ParamEntry
@@ -121,8 +117,9 @@ class Codec:
 
     def __init__(self, shard: LocalShard, extension: Extension, dtype: torch.dtype) -> None:
         self.shard, self._extension, self._dtype = shard, extension, dtype
+        # The memory that modules see, as bytes; empty until the parameter is made
         self.buffer = torch.empty(0, dtype=torch.uint8, device=shard.device)
-        self.output = self.buffer.data
+        self.output = self.buffer.data  # an alias of it
         ranks = shard.shard_group
         is_whole = ranks.size < ranks.group.size()
         group = SmallGroup.of(ranks, 1).group if is_whole else ranks.group

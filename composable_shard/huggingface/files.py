@@ -159,11 +159,6 @@ class TensorFiles:
     """A directory or file, open for reading; a context manager.
 
     All headers are read and checked at once, but no values.
-
-    Attributes:
-        tensors: All tensors by name.
-        digests: Of each file's size and header, and of the index's names, by file name, to compare
-            ranks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -173,7 +168,8 @@ class TensorFiles:
         self._files: dict[Path, Any] = {}
         self._slices: dict[str, Any] = {}
         self._sources: dict[str, Source] = {}
-        self.tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}  # all tensors by name
+        # Of each file's size and header, and of the index's names, by file name, to compare ranks
         self.digests: dict[str, str] = {}
         try:
             index, found = _find_files(path)

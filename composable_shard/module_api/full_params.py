@@ -74,20 +74,17 @@ def _compare_flags(states: list[ShardState], options: ScopeOptions) -> None:
 
 
 class Scope:
-    """One `unshard_params` block.
-
-    Attributes:
-        handles: What it shows, in order, each with its unit; the unit that borrows a parameter
-            shows the whole handle that owns it.
-        full: What the modules show, for each handle; empty on ranks that show shards.
-    """
+    """One `unshard_params` block."""
 
     def __init__(self, module: nn.Module, states: list[ShardState], options: ScopeOptions) -> None:
         lazy_init_params(module)
         self.options = options
         self.states = states
+        # What it shows, in order, each with its unit; the unit that borrows a parameter shows the
+        # whole handle that owns it.
         self.handles = list(dict.fromkeys(h for state in states for h in state.needed))
         self.contexts = list(dict.fromkeys(s.context for s in states if s.context is not None))
+        # What the modules show, for each handle; empty on ranks that show shards
         self.full: dict[FlatParamHandle, ScopeParams] = {}
         self.has_gradient: dict[FlatParamHandle, list[bool]] = {}
 

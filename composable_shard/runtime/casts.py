@@ -191,13 +191,10 @@ class BufferBroadcast:
     """Broadcasts the buffers that a unit's modules hold when it runs.
 
     Refers to the modules' dicts of buffers, never to modules, which would refer back to it.
-
-    Attributes:
-        shard_group: The ranks that take part.
     """
 
     def __init__(self, modules: Sequence[nn.Module], shard_group: ShardGroup) -> None:
-        self.shard_group = shard_group
+        self.shard_group = shard_group  # the ranks that take part
         self._slots = [buffers_of(module) for module in modules]
         self._is_due = True
 

@@ -348,9 +348,6 @@ class Read:
 class ReadHooks:
     """Saved-tensor hooks for one call of a unit.
 
-    Attributes:
-        calls: What is known of the reads of this call and of those around it.
-
     Args:
         announcement: Of the call.
         extents: Addresses `[start, end)` of the unit's full values, and of which handle they are.
@@ -372,6 +369,7 @@ class ReadHooks:
         self._extents = [(*extent, announcement) for extent in extents]
         self._extents += [] if outer is None else outer._extents
         self.others = others
+        # What is known of the reads of this call and of those around it
         self.calls: list[CallReads] = [] if outer is None else outer.calls
         if announcement.reads is not None:
             self.calls = [announcement.reads, *self.calls]

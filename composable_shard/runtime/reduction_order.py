@@ -238,14 +238,11 @@ class ReductionOrder:
 
 
 class Turns(dict[FlatParamHandle, Any]):
-    """The handles that a backward reduces in the agreed order, each with its unit.
-
-    Attributes:
-        asks_for_late: The flags say which handles have gradients that came after a reduction.
-    """
+    """The handles that a backward reduces in the agreed order, each with its unit."""
 
     def __init__(self) -> None:
         super().__init__()
+        # The flags say which handles have gradients that came after a reduction
         self.asks_for_late = False
         self._order = ReductionOrder()
         self._queue: list[FlatParamHandle] = []  # expected, and not reduced yet
@@ -312,15 +309,13 @@ class EarlyGradients:
     """Handles with hooks whose gradients one backward publishes before it ends.
 
     See [Note: Early gradients].
-
-    Attributes:
-        pending: Handles whose reduction and flag reduction were started and not waited for.
-        ready: Handles whose final gradients wait to be published, with their parameters' use.
     """
 
     def __init__(self, in_flight: list[FlagReduction]) -> None:
         """Begin with none."""
+        # Handles whose reduction and flag reduction were started and not waited for
         self.pending: dict[FlatParamHandle, FlagReduction] = {}
+        # Handles whose final gradients wait to be published, with their parameters' use
         self.ready: list[tuple[FlatParamHandle, list[bool]]] = []
         self._in_flight = in_flight
         self._ages: dict[FlatParamHandle, int] = {}  # further reductions since the handle's own

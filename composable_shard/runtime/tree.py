@@ -126,16 +126,12 @@ def called_modules() -> Iterator[nn.Module]:
 
 
 class ModuleTree:
-    """The modules of a model, each once, in an order in which they can be made units.
-
-    Attributes:
-        root: The model.
-        fqns: Maps every module to its FQNs, several where it is shared; the root's is "". A module
-            comes after all modules inside it, the root last.
-    """
+    """The modules of a model, each once, in an order in which they can be made units."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
+        # Maps every module to its FQNs, several where it is shared; the root's is "". A module
+        # comes after all modules inside it, the root last.
         self.fqns: dict[nn.Module, list[str]] = {}
         self._visit(root, "", [], {})
 

@@ -143,13 +143,7 @@ def mesh_groups(handles: list[FlatParamHandle]) -> list[dist.ProcessGroup]:
 
 
 class ModelRanks(Ranks):
-    """The ranks that share a model.
-
-    Attributes:
-        handles: The model's.
-        tensor_groups: The groups of the tensor-parallel meshes.
-        is_first: Whether this rank is the first of all.
-    """
+    """The ranks that share a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.handles = handles_of(model)
@@ -228,11 +222,6 @@ class ModelTensors:
     """All tensors of a model at rest.
 
     Names are canonical names of the original parameters, whichever form the modules show.
-
-    Attributes:
-        handles: Those with a parameter in the model, also of units outside of it.
-        sharded: Their parameters in the model, in the order of the handles.
-        others: All other parameters, and all buffers.
     """
 
     def __init__(self, model: nn.Module, what: str) -> None:
@@ -252,13 +241,15 @@ class ModelTensors:
                 )
             handle.adopt_changes()
         order = {handle: number for number, handle in enumerate(handles)}
+        # The managed parameters in the model, in the order of the handles
         self.sharded = sorted(found, key=lambda param: (order[param.handle], param.index))
+        # Those with a parameter in the model, also of units outside of it
         self.handles = list(dict.fromkeys(param.handle for param in self.sharded))
         managed = {id(entry.sharded) for handle in handles for entry in handle.entries}
         managed |= {
             id(handle.shown.flat.sharded) for handle in handles if handle.shown.flat is not None
         }
-        self.others = _find_others(model, managed)
+        self.others = _find_others(model, managed)  # all other parameters, and all buffers
         self._model = model
         self._computed: dict[str, Tensor] = {}
 

@@ -488,13 +488,7 @@ def _load(
 
 
 class _Given:
-    """The state to load.
-
-    Attributes:
-        states: By parameter name. State of a parameter's shape has the form in which it was given
-            until `cut` or `spread` makes FlatShards of it.
-        options: New options of each group.
-    """
+    """The state to load."""
 
     def __init__(self, groups: list[Group], *, is_given_away: bool) -> None:
         members = [member for group in groups for member in group.members]
@@ -502,8 +496,10 @@ class _Given:
         self._specs = {fqn: spec for m in members for fqn, spec in m.specs.items()}
         self._plain = {m.fqns[0]: m.param for m in members if m.handle is None}
         self._is_given_away = is_given_away
+        # By parameter name. State of a parameter's shape has the form in which it was given until
+        # `cut` or `spread` makes FlatShards of it.
         self.states: States = {}
-        self.options: list[dict[str, Any]] = [{} for _ in groups]
+        self.options: list[dict[str, Any]] = [{} for _ in groups]  # new options of each group
 
     def take(self, state_dict: Mapping[str, Any], *, is_strict: bool) -> None:
         """Take the state of the optimizers' parameters; changes no optimizer."""

@@ -82,9 +82,6 @@ class OwnedGuard(SharedGuard):
     """The guard of a parameter that one rank owns whole: it counts optimizers' steps, on all ranks.
 
     Not writes: those inside of a step are the owner's alone, and so may those by hand be.
-
-    Attributes:
-        had_gradient: In the last step.
     """
 
     __slots__ = ("had_gradient",)
@@ -92,7 +89,7 @@ class OwnedGuard(SharedGuard):
 
     def __init__(self, whole: WriteGuard) -> None:
         super().__init__(whole)
-        self.had_gradient = False
+        self.had_gradient = False  # in the last step
 
     def note_write(self, fqn: str) -> None:
         """Count a write to the shard."""

@@ -60,18 +60,13 @@ class PendingNotice:
 
 
 class PendingState:
-    """What a `PendingGradient` and its aliases have in common.
-
-    Attributes:
-        reduced: What earlier backwards have reduced already: the `.grad` there would be else.
-        is_zeroed: `zero_` has run on it, so that what waits counts as zeros.
-        notice: Warns of steps.
-    """
+    """What a `PendingGradient` and its aliases have in common."""
 
     def __init__(self, reduced: Tensor | None, notice: PendingNotice) -> None:
+        # What earlier backwards have reduced already: the `.grad` there would be else
         self.reduced = reduced
-        self.is_zeroed = False
-        self.notice = notice
+        self.is_zeroed = False  # `zero_` has run on it, so that what waits counts as zeros
+        self.notice = notice  # warns of steps
 
     def zero(self) -> None:
         """Set the whole gradient to zero."""

@@ -47,16 +47,13 @@ class ParamLabel:
 
     Mutable on purpose: an inner unit learns its full name only when an outer one is sharded. A
     parameter, its gradients and its optimizer state share one label.
-
-    Attributes:
-        fqn: The name.
-        owned: The handles of the tree that have owned parameters; None before it is known.
     """
 
     __slots__ = ("fqn", "owned")
 
     def __init__(self, fqn: str, owned: weakref.WeakSet[Any] | None = None) -> None:
         self.fqn = fqn
+        # The handles of the tree that have owned parameters; None before it is known
         self.owned = owned
 
     def __reduce__(self) -> tuple[Any, ...]:
