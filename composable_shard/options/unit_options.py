@@ -296,7 +296,6 @@ class StrategyFacts:
     """The facts of one strategy. Other code asks these, never which strategy it is.
 
     Attributes:
-        known_as: Names of the same thing elsewhere.
         frees_params: A rank keeps its shard alone, at rest and between forward and backward, and
             each pass gathers. False: the full parameters stay in one buffer, and the first forward
             after a write gathers into it.
@@ -306,7 +305,6 @@ class StrategyFacts:
             all-reduced. False: each rank steps its shard, gradients are reduce-scattered.
     """
 
-    known_as: str
     frees_params: bool = False
     accumulates_unsharded: bool = False
     is_replicated: bool = False
@@ -334,21 +332,15 @@ class ShardingStrategy(Enum):
 
     # Parameters, gradients and optimizer state are sharded at rest; a unit is gathered for its
     # forward and again for its backward.
-    FULL_SHARD = "full_shard", StrategyFacts("ZeRO-3, FSDP", frees_params=True)
+    FULL_SHARD = "full_shard", StrategyFacts(frees_params=True)
     # Parameters stay unsharded, and are gathered again, in place, by the first forward after they
     # were written; gradients and optimizer state are sharded.
-    SHARD_GRAD_OP = "shard_grad_op", StrategyFacts("ZeRO-2")
+    SHARD_GRAD_OP = "shard_grad_op", StrategyFacts()
     # Only optimizer state is sharded: gradients have a buffer that is as large as the parameters,
     # accumulate in it, and are reduced once.
-    SHARD_OPTIM = (
-        "shard_optim",
-        StrategyFacts("ZeRO-1, OSS, DistributedOptimizer", accumulates_unsharded=True),
-    )
+    SHARD_OPTIM = "shard_optim", StrategyFacts(accumulates_unsharded=True)
     # Every rank holds everything; gradients are all-reduced.
-    NO_SHARD = (
-        "no_shard",
-        StrategyFacts("DDP", accumulates_unsharded=True, is_replicated=True),
-    )
+    NO_SHARD = "no_shard", StrategyFacts(accumulates_unsharded=True, is_replicated=True)
 
 
 # The values of the members, as an editor completes them.

@@ -298,7 +298,7 @@ def name_apart(states: Iterable[ShardState]) -> None:
                 handle.rename(name)
 
 
-def check_whole(model: nn.Module, states: Sequence[ShardState] | None = None) -> None:
+def check_whole(model: nn.Module) -> None:
     """Check that units manage all trainable parameters of a model, see [Note: Whole model].
 
     Local; the same on all ranks that have the same model. A model without units passes.
@@ -306,7 +306,7 @@ def check_whole(model: nn.Module, states: Sequence[ShardState] | None = None) ->
     places = [place for place in _iter_trainable(model, "", set()) if _may_be_unmanaged(place[3])]
     if not places:
         return
-    states = get_states(model) if states is None else states
+    states = get_states(model)
     if states and (names := _unmanaged_names(places, states)):
         raise_unmanaged(names)
 

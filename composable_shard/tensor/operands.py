@@ -45,13 +45,9 @@ def binding(func: OpOverload) -> Callable[..., Any]:
     It takes the same arguments, for two thirds of the host time of a call through `torch.ops`.
     """
     name = schema_of(func).name.removeprefix("aten::")
-    namespace = TensorBase if _is_method(name) else VariableFunctions
-    found: Callable[..., Any] = getattr(namespace, name, func)
+    is_method = name.endswith("_") and not name.startswith("_")
+    found: Callable[..., Any] = getattr(TensorBase if is_method else VariableFunctions, name, func)
     return found
-
-
-def _is_method(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("_")
 
 
 class SharedGuard(WriteGuard):
@@ -121,14 +117,13 @@ def _describe(tensor: Tensor) -> str:
     return f"{type(tensor).__name__} {tuple(tensor.shape)}"
 
 
-def describe_operands(args: Iterable[Any], limit: int = 4) -> str:
+def describe_operands(args: Iterable[Any]) -> str:
     """Return names and shapes of the tensors among an op's arguments, the first few of them.
 
     Holds nothing that differs between ranks, as every rank must raise the same error.
     """
     tensors = [tensor for arg in args for tensor in _tensors(arg)]
-    named = [_describe(tensor) for tensor in tensors[:limit]]
-    return ", ".join(named) + (", ..." if len(tensors) > limit else "")
+    return ", ".join(map(_describe, tensors[:4])) + (", ..." if len(tensors) > 4 else "")
 
 
 def _specs(args: Iterable[Any]) -> list[ShardSpec]:
@@ -176,15 +171,11 @@ def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> Non
 
 
 def _describe_spec(spec: ShardSpec) -> str:
+    numels = ", ".join(map(str, spec.numels[:8])) + (", ..." if len(spec.numels) > 8 else "")
     return (
-        f"'{spec.label.fqn}' {tuple(spec.shape)}, elements per rank {_shorten(spec.numels)}, group "
+        f"'{spec.label.fqn}' {tuple(spec.shape)}, elements per rank {numels}, group "
         f"'{spec.group_name}'"
     )
-
-
-def _shorten(numels: Sequence[int], limit: int = 8) -> str:
-    more = ", ..." if len(numels) > limit else ""
-    return ", ".join(map(str, numels[:limit])) + more
 
 
 def plain_scalar(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int) -> Tensor:
@@ -247,11 +238,9 @@ def needs_gather(value: Tensor, spec: ShardSpec) -> bool:
     """Return whether `slice_given` communicates: the value lies on the ranks in another way."""
     if isinstance(value, FlatShard):
         return value._shard_spec != spec
-    return isinstance(value, DTensor) and not _lies_alike(value, spec)
-
-
-def _lies_alike(value: DTensor, spec: ShardSpec) -> bool:
-    return spec.tensor_parallel == (value.device_mesh, tuple(value.placements))
+    if not isinstance(value, DTensor):
+        return False
+    return spec.tensor_parallel != (value.device_mesh, tuple(value.placements))
 
 
 def slice_given(value: Tensor, spec: ShardSpec) -> Tensor:

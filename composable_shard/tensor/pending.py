@@ -137,7 +137,8 @@ class PendingGradient(FlatShard):
                 target._state.add(args[1])
                 return target
             if name in _ALIASES:
-                return cls(target, target._shard_spec, target._state, **_where(kwargs))
+                place = kwargs.get("dtype"), kwargs.get("device")
+                return cls(target, target._shard_spec, target._state, *place)
         shards = [arg for arg in args if isinstance(arg, list | tuple)]
         for each in [*args, *kwargs.values(), *(item for items in shards for item in items)]:
             if isinstance(each, cls):
@@ -150,10 +151,6 @@ class PendingGradient(FlatShard):
 
 
 _ALIASES = frozenset({"alias", "detach", "lift_fresh", "_to_copy"})
-
-
-def _where(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
 
 
 def reduced_gradient(param: Tensor) -> Tensor | None:

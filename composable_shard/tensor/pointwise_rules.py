@@ -311,24 +311,18 @@ def _new_empty_strided(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     return wrap(func(local, [local.numel()], [1], **kwargs), spec)
 
 
-def _fill_mask(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `tensor[mask] = scalar` for a mask that is a shard of the same range."""
+def fill_mask(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `tensor[mask] = scalar` for one boolean mask that is a FlatShard; None for others."""
     target, indices, values, *others = args
+    is_mask = len(indices) == 1 and isinstance(indices[0], FlatShard)
+    if not is_mask or not isinstance(target, FlatShard) or indices[0].dtype is not torch.bool:
+        return None
     operands, _ = local_operands(func, (target, indices[0], values))
     note_write(target)
     # A scalar for masked elements; expanded to the slice it would have to match their number.
     scalar = operands[2] if operands[2].dim() == 0 else values.as_strided((), ())
     func(operands[0], [operands[1]], scalar, *others, **kwargs)
     return target
-
-
-def fill_mask(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `index_put_` with one boolean mask that is a FlatShard; None if it is not that."""
-    target, indices = args[0], args[1]
-    is_mask = len(indices) == 1 and isinstance(indices[0], FlatShard)
-    if not is_mask or not isinstance(target, FlatShard) or indices[0].dtype is not torch.bool:
-        return None
-    return _fill_mask(func, args, kwargs)
 
 
 def _is_same_size(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -440,14 +440,10 @@ def _wrap(
     for shard in shards:
         if _is_view(result, shard):
             return view_of(shard, result)
-    if is_elementwise and shards[0].shape == result.shape and _is_of_one(shards):
-        spec = shards[0]._shard_spec
-        return wrap(spec.flatten(result), spec)
+    specs = [shard._shard_spec for shard in shards]
+    if is_elementwise and result.shape == specs[0].shape and all(s == specs[0] for s in specs):
+        return wrap(specs[0].flatten(result), specs[0])
     return result
-
-
-def _is_of_one(shards: list[FlatShard]) -> bool:
-    return all(shard._shard_spec == shards[0]._shard_spec for shard in shards)
 
 
 def _is_view(result: Tensor, shard: FlatShard) -> bool:
