@@ -1,14 +1,13 @@
 """The parts of a run beside model and optimizers: schedulers, scalers, random number generators.
 
-Optimizer state of a class that wraps other tensors, as quantised state does.
-
 [Note: Wrapped state]
-Its tensors (codes, scales, lookup tables) have layouts of their own, which only the class knows. So
-each rank's part of such an optimizer's state is saved apart: the region that it is of, the name of
-its class, and all tensors in it. Ranks that hold the same regions get every bit back. For others
-the class turns the parts into plain values, which is not what was saved, and needs `strict=False`.
-Shards that are too small to be quantised are saved in the same way, as another rank's may not be.
-The class is one that the program has allowed by `torch.serialization.add_safe_globals`.
+Optimizer state of a class that wraps other tensors, as quantised state does, consists of tensors
+(codes, scales, lookup tables) with layouts of their own, which only the class knows. So each rank's
+part of it is saved apart: the region that it is of, the name of its class, and all tensors in it.
+Ranks that hold the same regions get every bit back. For others the class turns the parts into plain
+values, which is not what was saved, and needs `strict=False`. Shards that are too small to be
+quantised are saved in the same way, as another rank's may not be. The class is one that the program
+has allowed by `torch.serialization.add_safe_globals`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write a checkpoint directory: all of it, or nothing.
+"""Write a checkpoint directory: which rank writes which part, and all of it or nothing.
 
 [Note: One save]
 Rank 0 gathers every rank's list of tensor regions and assigns each region to one rank: a replicated
@@ -12,8 +12,6 @@ lowest rank that holds it. Then
 The kernel unlocks if the process dies. Each file, and each directory in which a name changes, is on
 disk before the next step. An error on any rank is raised on all ranks; the temporary directory is
 removed then, and nothing else has changed.
-
-Which rank writes which part of a checkpoint.
 
 [Note: Owners]
 Ranks may own different parameters: pipeline stages, expert-parallel ranks. A checkpoint holds what

@@ -1,4 +1,4 @@
-"""Communication hooks: what runs instead of a reduction, and the ready-made ones.
+"""Communication hooks, which run instead of reductions, and gathers in other dtypes than shards.
 
 [Note: Comm hooks]
 A reduction has up to two stages, [Note: Two stages]: a reduce-scatter over the shard group, and an
@@ -20,8 +20,6 @@ treated as an error of a collective: all gradients of this backward are dropped.
 
 Each halves or quarters the bytes of a reduce-scatter of fp32 gradients, and adds up what was sent
 in fp32, or in the main dtype. At world size 1 nothing is sent, and no hook is called.
-
-Gathers in another dtype than the shards have, quantised ones included.
 
 [Note: Quantised wire]
 A shard is cut into blocks of `BLOCK_NUMEL` elements, from its own start; the last one may be

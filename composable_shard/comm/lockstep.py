@@ -1,4 +1,4 @@
-"""What the ranks do when a collective fails: each says where it is, and all raise the same error.
+"""Which collectives this rank has issued, and what all ranks do when one fails.
 
 [Note: Watch]
 A thread looks twice a second whether this rank issues collectives. When none has come for a second,
@@ -12,8 +12,6 @@ wait for each other for good. Then the thread closes the group's connections, so
 raise at once and not at the group's timeout. With a backend that can't do that it logs the error.
 So do ranks that wait for one that has failed since in a group that they are not in, as on a mesh
 of several axes, and has issued nothing after it: all raise its error.
-
-Which collectives this rank has issued, each by its identity, and what the program has called.
 
 [Note: Identity of a collective]
 Collectives match by their order alone. Ranks that run units in another order, or of which one

@@ -6,8 +6,6 @@ microbatches that are not reduced then add up in it too, under every strategy. T
 once, to the main dtype. Where that takes memory of its own, persistent gradients have it
 persistently.
 
-Parameters that are gathered in a form of their own: FSDP2's extension points.
-
 [Note: Extended gathers]
 The class of a parameter may say what its gather sends and what the modules compute with: a weight
 that travels as float8 with one scale, for example. It has FSDP2's two methods:

@@ -9,8 +9,6 @@ buffer's storage, those that autograd has saved among them, is one call: the sea
 the number is a new one, or has led to a view before. Views that are held elsewhere, in a closure or
 by an array made through dlpack, are not found: they can't be told from those that nodes hold.
 
-Ranges of what a flat parameter sends and waits for, in the traces of `torch.profiler`.
-
 [Note: Ranges]
 A range costs host time even where nobody looks. So the methods that send and wait are replaced by
 ones with ranges when a call of a tree finds that a profiler runs, and come back when one finds that

@@ -5,12 +5,11 @@ them. In forward, backward and after `unshard` they show the unsharded originals
 `unshard_params` the parameters of that scope. Hidden originals leave None in `_parameters` and a
 plain attribute that raises, see [Note: Hidden originals].
 
-Parameters that show the full values of a flat parameter for the length of one scope.
-
-They live in a buffer of their own, not in the handle's: edits that are not written back are gone
-with it, a backward that waits for the scope's end finds what it saved, and tensors that users took
-from the parameters (a `state_dict()`, a view) stay readable as long as they are kept, for the
-buffer's storage is dropped, never resized to nothing. The parameters themselves end with the scope.
+`ScopeParams` show the full values for the length of one scope. They live in a buffer of their own,
+not in the handle's: edits that are not written back are gone with it, a backward that waits for the
+scope's end finds what it saved, and tensors that users took from the parameters (a `state_dict()`,
+a view) stay readable as long as they are kept, for the buffer's storage is dropped, never resized
+to nothing. The parameters themselves end with the scope.
 """
 
 from __future__ import annotations

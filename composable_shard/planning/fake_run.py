@@ -1,4 +1,4 @@
-"""A step of a plain model on fake tensors: what it holds beside parameters and gradients, and when.
+"""A step of a plain model on fake tensors, and what a rank holds at the peaks of a step.
 
 [Note: Fake run]
 A fake tensor has shape, dtype and device, and no memory. Operations on fake tensors compute nothing
@@ -6,8 +6,6 @@ but shapes, so a model of any size runs, also one on the meta device. Every stor
 operation returns counts from then until it dies. Parameters, buffers and the batch don't count; a
 gradient counts until it is complete, for then it goes into a buffer of its unit. Activation
 checkpointing, tied weights and modules that run twice are seen as they are.
-
-How much a step holds at its peaks, beyond what is held at rest.
 
 [Note: Peaks]
 At every moment of a step a rank holds, beside parameters at rest and the optimizer's state,

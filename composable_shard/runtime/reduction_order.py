@@ -1,4 +1,4 @@
-"""In which order ranks reduce gradients that have no order of their own.
+"""In which order ranks reduce gradients, and which of them before a unit or a backward ends.
 
 [Note: Agreed order]
 Under `SHARD_OPTIM` and `NO_SHARD` gradients lie in a persistent buffer, so their reductions can
@@ -19,8 +19,6 @@ and whichever it has left out: the values are those of DistributedDataParallel.
 
 A bucket is over when it is full, if it may be reduced before its unit's end, [Note: Buckets].
 Handles that have hooks on gradients keep the order of their backward.
-
-Which flat parameters of a unit are reduced before the unit's end.
 
 [Note: Buckets]
 With a cap on the size of a reduction, a unit's parameters are cut into buckets, the last ones
@@ -56,8 +54,6 @@ parameters ends with that unit, after them.
 A nested backward, as reentrant checkpointing runs it, may accumulate a gradient after its bucket
 was reduced. The gradient then stays where autograd put it, and the flags at the end of the backward
 tell all ranks to reduce that bucket once more. From then on the unit's buckets wait for its end.
-
-Give hooks of users the final gradients of a unit while the backward goes on.
 
 [Note: Early gradients]
 A hook that `register_post_accumulate_grad_hook` put on a sharded parameter may step an optimizer
