@@ -24,11 +24,16 @@ from torch.optim import LBFGS, Optimizer
 
 _PACKAGE = __name__.partition(".")[0]
 _LAYERS = "torch.nn.modules"
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 _IN_TRAINING = (
     "To train through it call unshard(model, recurse=True) before it, and "
     "reshard(model, recurse=True) after the backward"
 )
+
+
+def _never(frame: FrameType) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Advice:
     problem: str  # the beginning of the error's advice; `{name}` is what was called
     remedy: str
     # Returns the name of what a frame belongs to, None if it is no such call
-    find: Callable[[FrameType], str | None]
+    find: Callable[[FrameType], str | None] = _never
 
 
 def _owner_of(frame: FrameType) -> object:
@@ -52,14 +57,10 @@ def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _class_named(*names: str) -> Callable[[FrameType], str | None]:
-    """Find methods of classes with these names, or of classes derived from them."""
-
-    def find(frame: FrameType) -> str | None:
-        owner = type(_owner_of(frame))
-        return owner.__name__ if any(base.__name__ in names for base in owner.__mro__) else None
-
-    return find
+def _wrapper(frame: FrameType) -> str | None:
+    """Find methods of classes of these names, or of classes derived from them."""
+    owner = type(_owner_of(frame))
+    return owner.__name__ if any(base.__name__ in _WRAPPERS for base in owner.__mro__) else None
 
 
 def _instance_of(kind: type) -> Callable[[FrameType], str | None]:
@@ -72,14 +73,10 @@ def _instance_of(kind: type) -> Callable[[FrameType], str | None]:
     return find
 
 
-def _within(package: str) -> Callable[[FrameType], str | None]:
-    """Find functions of a package."""
-
-    def find(frame: FrameType) -> str | None:
-        is_inside = _module_of(frame).partition(".")[0] == package
-        return package if is_inside else None
-
-    return find
+def _safetensors(frame: FrameType) -> str | None:
+    """Find functions of that package."""
+    package = _module_of(frame).partition(".")[0]
+    return package if package == "safetensors" else None
 
 
 def _layer(frame: FrameType) -> str | None:
@@ -97,10 +94,6 @@ def _method(frame: FrameType) -> str | None:
         return None
     is_torch = _module_of(frame).startswith(_LAYERS)
     return None if is_torch else f"{type(owner).__name__}.{name}()"
-
-
-def _never(frame: FrameType) -> str | None:
-    return None
 
 
 LAYER = Advice(
@@ -123,14 +116,12 @@ ANYTHING = Advice(
     "",
     "Read and edit the module's full parameters inside unshard_params(module), or use "
     f"p.full_tensor() for one whole tensor, on all ranks. {_IN_TRAINING}.",
-    _never,
 )
 HIDDEN = Advice(
     "the same with `use_orig_params=False`",
     "",
     "Read and edit the module's full parameters inside unshard_params(module), or call "
     f"register_orig_params(module) to have shards of them at rest. {_IN_TRAINING}.",
-    _never,
 )
 FULL_SIZE = Advice(
     "a sharded parameter with a tensor of its whole size, such as optimizer state made before: "
@@ -138,20 +129,17 @@ FULL_SIZE = Advice(
     "",
     "Optimizer state made before sharding: call shard_optimizer_state(optimizer). Otherwise use "
     "p.full_tensor().",
-    _never,
 )
 VALUES = Advice(
     "`p.numpy()`, `p.tolist()`, `numpy.asarray(p)`, a plot of a parameter",
     "Each rank holds only a flat range of it.",
     "Take p.full_tensor() on all ranks, and use what it returns on any of them.",
-    _never,
 )
 PLACEMENTS = Advice(
     "`p.placements`, `p.device_mesh`: a loader that calls `distribute_tensor`",
     "Parameters at rest are no DTensors: a rank has a flat range, which no placement describes.",
     "To load values give whole tensors, or DTensors of any placements, to model.load_state_dict or "
     "set_model_state_dict, on all ranks: both cut them. get_param_ranges(model) tells the ranges.",
-    _never,
 )
 SAVE = Advice(
     "`torch.save` of a state dict or model",
@@ -160,7 +148,6 @@ SAVE = Advice(
     "options=StateDictOptions(full_state_dict=True)) on all ranks, and save what rank 0 gets; to "
     "resume a run use save_checkpoint. Files that each rank writes for itself load only on as many "
     "ranks with the same options.",
-    _never,
 )
 NOTEBOOK = Advice(
     "a notebook, or a script without torchrun",
@@ -168,7 +155,6 @@ NOTEBOOK = Advice(
     "fully_shard makes a process group of one rank and logs one line. For several ranks start a "
     "script with torchrun. Where the environment says that there are several "
     "processes, and nobody has called init_process_group, fully_shard raises.",
-    _never,
 )
 WRAPPED = Advice(
     "DistributedDataParallel or FSDP around a sharded model; accelerate, Trainer and Lightning, "
@@ -176,7 +162,7 @@ WRAPPED = Advice(
     "{name} was put around a sharded model, which reduces its gradients itself.",
     "Use the model as it is. Leave it out of accelerator.prepare(...); with a Trainer override the "
     "method that wraps the model, or train in a loop of your own.",
-    _class_named("DistributedDataParallel", "FullyShardedDataParallel"),
+    _wrapper,
 )
 LINE_SEARCH = Advice(
     "`torch.optim.LBFGS`",
@@ -198,14 +184,13 @@ SAFETENSORS = Advice(
     "Call save_safetensors(model, directory) on all ranks: it writes what from_pretrained reads. "
     "For a file of another name, and for save_pretrained(..., state_dict=...), take what rank 0 "
     "gets of get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)).",
-    _within("safetensors"),
+    _safetensors,
 )
 FUNCTIONS = Advice(
     "FSDP's methods: `model.unshard()`, `model.no_sync()`, `model.clip_grad_norm_(1.0)`",
     "",
     "The class of a module is not changed, so it has no such methods: they are functions here that "
     "take the module first, `unshard(model)`, `no_sync(model)`, `clip_grad_norm_(model, 1.0)`.",
-    _never,
 )
 
 # What the page lists, and, of these, what frames tell; the first one that fits.
