@@ -50,7 +50,7 @@ def test_a_package_uses_of_others_what_they_export(package: str) -> None:
 
 
 def test_what_a_package_exports_is_used() -> None:
-    """Its `__init__` imports what users find there, `__all__`, and what other packages import."""
+    """Its `__init__` imports what users find there alone, and what other packages import."""
     imported: dict[str, set[str]] = defaultdict(set)
     exported: dict[str, set[str]] = {}
     for path in ROOT.rglob("*.py"):

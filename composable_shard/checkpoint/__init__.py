@@ -13,10 +13,4 @@ from composable_shard.checkpoint.file_format import byte_view
 from composable_shard.checkpoint.files import sync_path
 from composable_shard.checkpoint.reader import find_checkpoint
 
-__all__ = [
-    "CheckpointSave",
-    "LoadedCheckpoint",
-    "find_checkpoint",
-    "load_checkpoint",
-    "save_checkpoint",
-]
+__all__ = ["CheckpointSave", "LoadedCheckpoint"]

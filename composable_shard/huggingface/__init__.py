@@ -12,11 +12,4 @@ from composable_shard.huggingface.api import (
 )
 from composable_shard.huggingface.files import Joined
 
-__all__ = [
-    "Joined",
-    "TrainerMixin",
-    "keep_unwrapped",
-    "load_safetensors",
-    "save_pretrained",
-    "save_safetensors",
-]
+__all__ = ["Joined", "TrainerMixin", "keep_unwrapped", "save_pretrained"]

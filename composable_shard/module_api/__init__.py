@@ -32,29 +32,4 @@ from composable_shard.module_api.full_params import (
     writeback,
 )
 
-__all__ = [
-    "ParamRange",
-    "UnshardWork",
-    "drop_pending_gradients",
-    "get_param_ranges",
-    "get_pending_gradients",
-    "no_sync",
-    "reduce_pending_gradients",
-    "register_comm_hook",
-    "register_flat_param",
-    "register_forward_method",
-    "register_orig_params",
-    "reshard",
-    "set_backward_prefetch",
-    "set_forward_prefetch",
-    "set_gradient_divide_factor",
-    "set_is_last_backward",
-    "set_requires_all_reduce",
-    "set_requires_gradient_sync",
-    "set_reshard_after_backward",
-    "set_reshard_after_forward",
-    "set_unshard_in_backward",
-    "unshard",
-    "unshard_params",
-    "writeback",
-]
+__all__ = ["ParamRange", "UnshardWork"]

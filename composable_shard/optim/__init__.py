@@ -11,10 +11,4 @@ from composable_shard.optim.optimizer_state import (
     with_local_state,
 )
 
-__all__ = [
-    "ShardedGradScaler",
-    "clip_grad_norm_",
-    "count_zero_gradients",
-    "shard_optimizer_state",
-    "with_local_state",
-]
+__all__ = ["with_local_state"]

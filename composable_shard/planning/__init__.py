@@ -15,9 +15,6 @@ __all__ = [
     "ShardingPlan",
     "by_class",
     "by_size",
-    "describe",
-    "estimate",
-    "shard_model",
     "tabulate",
     "transformer_blocks",
 ]
