@@ -12,9 +12,6 @@ point. Instead:
 - Memory of the compute stream that a side stream reads is kept until the compute stream has waited
   for that side stream.
 
-A test runs steps on streams that only keep account of who has waited for whom, and finds every
-access, and every reuse of memory, that another stream is not known to have come before.
-
 [Note: Copies and waits]
 A copy between device and pinned host memory runs beside the Python code that starts it. Until it is
 waited for, its target must not be read, nor its source written or freed. `HostCopies` is all that

@@ -1,25 +1,12 @@
 """Communication hooks, which run instead of reductions, and gathers in other dtypes than shards.
 
 [Note: Comm hooks]
-A reduction has up to two stages, [Note: Two stages]: a reduce-scatter over the shard group, and an
-all-reduce over each group of ranks that hold copies. A hook is called for each of them in its
-place, `hook(state, stage)`, and writes the *sum* over `stage.group` into `stage.output`. The
-library divides: it multiplies the first stage's sum with `stage.scale`, so that a divide factor
-counts with every hook, and microbatches that postpone the second stage need nothing special.
-
-It may return None, when the output is written, or an object with `wait()`, after which it is: the
-backward goes on in between, and `gradient` and `output` stay as they are until then. On an
-accelerator both run on the reduce stream. An error of the hook is raised by `backward()` and
-treated as an error of a collective: all gradients of this backward are dropped.
-
-    from composable_shard import register_comm_hook
-    from composable_shard.comm.hooks import ErrorFeedback, bf16_compress_hook, error_feedback_hook
-
-    register_comm_hook(model, bf16_compress_hook)
-    register_comm_hook(other, error_feedback_hook, ErrorFeedback(torch.int8))
-
-Each halves or quarters the bytes of a reduce-scatter of fp32 gradients, and adds up what was sent
-in fp32, or in the main dtype. At world size 1 nothing is sent, and no hook is called.
+`register_comm_hook` says when a hook is called, and what it does. The library multiplies the sum of
+the first stage, [Note: Two stages], with `stage.scale`, so that a divide factor counts with every
+hook, and microbatches that postpone the second stage need nothing special. Until what a hook
+returned has been waited for, `gradient` and `output` stay as they are. On an accelerator the hook
+and its `wait()` run on the reduce stream. The ready-made hooks halve or quarter the bytes of fp32
+gradients, and add up what was sent in fp32, or in the main dtype.
 
 [Note: Quantised wire]
 A shard is cut into blocks of `BLOCK_NUMEL` elements, from its own start; the last one may be

@@ -505,12 +505,7 @@ class FullValues:
     def gather(self, streams: Streams | None, when: str) -> None:
         """Start filling the buffer from the shards, after any gather that is in flight.
 
-        One all-gather of `layout.padded_numel` elements, in the dtype in which shards travel, on
-        the unshard stream where there are streams. If the allocation or the collective fails, the
-        values are freed.
-
-        Args:
-            when: What the values are for, the same on all ranks: "forward", for example.
+        As `FlatParamHandle.unshard` says; if it fails, the values are freed.
         """
         if self.state is GATHERING:
             self.wait()

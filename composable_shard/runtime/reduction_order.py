@@ -192,13 +192,7 @@ class ReductionOrder:
     def begin(
         self, units: Sequence[_Unit], reducing: set[FlatParamHandle], *, asks_for_late: bool
     ) -> Turns:
-        """Return the turns of the handles that a backward reduces in the agreed order.
-
-        Args:
-            units: Of the tree, outermost first.
-            reducing: The handles whose gradients are reduced.
-            asks_for_late: The flags say which handles have gradients that came after a reduction.
-        """
+        """Return the turns of the handles that a backward reduces, of the tree's units in order."""
         owners = {
             handle: unit
             for unit in reversed(units)
