@@ -52,6 +52,7 @@ from composable_shard.runtime.unit import (
     TreeContext,
     drop_prefetched,
     end_in_backward,
+    first_to_join,
     may_part,
     release_after_backward,
     return_to_idle,
@@ -228,6 +229,7 @@ class BackwardPass:
 
     Attributes:
         context: The tree.
+        states: Its units: the graph may be all that keeps one, on some ranks.
         graph_task_id: Autograd's number of the backward.
         following: The unit whose backward is expected after that of each.
         reducing: The handles whose gradients it reduces; it leaves the others' unsharded.
@@ -248,6 +250,7 @@ class BackwardPass:
 
     def __init__(self, context: TreeContext) -> None:
         self.context = context
+        self.states: list[ShardState] = []
         self.graph_task_id = current_backward_id()
         self.following: dict[StateRef, StateRef] = {}
         self.reducing: set[FlatParamHandle] = set()
@@ -285,7 +288,7 @@ class BackwardPass:
             drop_prefetched(context.prefetched)
         armed = [state for ref in reversed(context.armed) if (state := ref()) is not None]
         self.following = {state.ref: after.ref for state, after in pairwise(armed)}
-        states = context.live_states()
+        self.states = states = context.live_states()
         for state in states:
             for handle in state.handles:
                 handle.guard.set_in_backward(True)
@@ -367,6 +370,8 @@ class BackwardPass:
         """
         if start < self.context.call_start:
             self._reaches_earlier_call = True
+        if start < self.context.first_call:  # its graph may be of units that were taken out since
+            first_to_join[0] = max(first_to_join[0], self.graph_task_id + 1)
         self.open_unit(state, start)
         self.end_units_after(end)
 

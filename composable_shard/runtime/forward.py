@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -34,11 +33,8 @@ from composable_shard.runtime.initialization import (
     share_context,
 )
 from composable_shard.runtime.tree import (
-    CHILDREN_KEY,
     called_modules,
     calling_modules,
-    check_children,
-    has_other_children,
     read_state,
 )
 from composable_shard.runtime.unit import (
@@ -50,6 +46,7 @@ from composable_shard.runtime.unit import (
     drop_prefetched,
     gather_ahead,
     gather_kept,
+    has_other_children,
     is_first_call,
     num_calls,
     release_handle,
@@ -91,9 +88,6 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         recompute(state)
         return
     context = share_context([module]) if state.context is None else state.context
-    parts, known = module.__dict__[CHILDREN_KEY]  # as `has_other_children`, without a call
-    is_changed = [*map(id, chain.from_iterable(map(dict.values, parts)))] != known
-    context.has_changed = context.has_changed or (is_changed and len(parts) > 0)
     call = context.call
     is_again = state.depth > 0 or (call is not None and call.leader is state.ref)
     if call is None or call.leader() is None or (is_again and not _is_running(state)):
@@ -104,8 +98,6 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         return
     context.entered[state.ref] = None
     try:
-        if is_changed:
-            check_children(module)
         _unshard(context, state, call)
         if state.buffers is not None and state not in call.broadcast:
             # Batch norm moves its statistics in training mode, a user's module with a graph.
@@ -123,8 +115,8 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
 
 def _prepare(context: TreeContext, state: ShardState, module: nn.Module) -> TreeContext:
     """Return the tree that a unit is in, at rest and compared with the other ranks'."""
-    if context.is_joined and not context.has_changed:
-        context.has_changed = any(map(has_other_children, context.live_modules()))
+    if not context.has_changed:
+        context.has_changed = any(map(has_other_children, context.watched_modules()))
     if context.has_changed and context.is_checked:
         _recover_interrupted_call(context)
         renew_context(context)

@@ -18,11 +18,14 @@ different graphs stay apart, in whatever order their calls come.
 A unit that a program takes out of its model may be garbage for a while, and collected at other
 moments on each rank. So nothing that all ranks do may depend on whether it is still there. When a
 call begins whose modules have other children than before, the tree is made anew of what is below
-them. Joined trees part when new units are made, and those that are still used join again.
+them. For joined trees the module around them tells, whose call ran them first, or with which
+`lazy_init` was called; without one nothing tells. Joined trees part then, and when new units are
+made, and those that are still used join again: not for a graph that was made before.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,11 +48,12 @@ from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.casts import iter_tensors
 from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.tree import (
+    check_children,
     find_unmanaged,
     get_states,
-    has_other_children,
     name_apart,
     raise_unmanaged,
+    read_state,
 )
 from composable_shard.runtime.unit import (
     ShardState,
@@ -57,8 +61,11 @@ from composable_shard.runtime.unit import (
     TrainingState,
     TreeContext,
     all_trees,
+    first_to_join,
+    has_other_children,
     may_part,
     release_handle,
+    watch_children,
 )
 from composable_shard.tensor import join_tree
 from composable_shard.torch_private import (
@@ -92,6 +99,10 @@ def renew_context(context: TreeContext) -> None:
 
     See [Note: Units that are taken out]. Graphs that wait for a backward stay valid.
     """
+    for changed in filter(has_other_children, context.watched_modules()):
+        check_children(changed)
+        for tree in all_trees():
+            tree.has_changed |= tree.is_joined and weakref.ref(changed) in tree.around
     modules, armed = context.live_modules(), list(context.armed)
     first_to_join[0] = max(first_to_join[0], context.last_backward_id + 1)
     inner = {child for module in modules for child in module.modules() if child is not module}
@@ -120,10 +131,8 @@ def part_joined_trees(new: ShardState) -> None:
             may_part[0] = True
         else:
             context.has_changed = context.has_changed or context.is_joined
+            context.first_call = context.num_forwards
             first_to_join[0] = max(first_to_join[0], context.last_backward_id + 1)
-
-
-first_to_join = [0]  # number of the first backward of which the trees may join
 
 
 def join_connected(context: TreeContext, args: tuple[Any, ...]) -> TreeContext:
@@ -167,8 +176,9 @@ def join(context: TreeContext, other: TreeContext) -> TreeContext:
     """
     is_busy = other.call or other.backward or other.has_aborted or other.serves_graphs
     is_busy = is_busy or context.call or context.backward or context.device != other.device
-    is_busy = is_busy or any(map(has_other_children, other.live_modules()))  # its next call looks
-    if other.armed or is_busy:
+    # What is to be made anew, its next call makes.
+    has_changed = any(map(has_other_children, other.watched_modules()))
+    if other.armed or is_busy or has_changed:
         return other
     context.take_over(other)
     states = context.live_states()
@@ -246,6 +256,16 @@ def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
             _compare_initial_values(context.live_states())  # if a scope compared the rest before
             _place_buffers(context)
             context.is_checked = True
+            _watch(context, [*callers, module][0])
+
+
+def _watch(context: TreeContext, outermost: nn.Module) -> None:
+    """Note which modules are in a tree, and in what is around it without being a unit."""
+    modules = context.live_modules()
+    around = modules if read_state(outermost) is not None else [outermost]
+    context.around = dict.fromkeys(map(weakref.ref, around))
+    for module in [*modules, *around]:
+        watch_children(module)
 
 
 def lazy_init_params(

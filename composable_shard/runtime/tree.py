@@ -35,7 +35,7 @@ from composable_shard.flat_param import (
     UnshardedParameter,
     slot_key,
 )
-from composable_shard.runtime.unit import ShardState
+from composable_shard.runtime.unit import ShardState, watch_children
 from composable_shard.tensor import FlatShard, ParamLabel
 from composable_shard.torch_private import (
     CALL_CODE,
@@ -48,7 +48,6 @@ from composable_shard.torch_private import (
 _API_NAME = "fully_shard"
 _STATE_KEY = "_composable_shard_state"
 _UNIT_KEY = "_composable_shard_unit"
-CHILDREN_KEY = "_composable_shard_children"
 _OTHER_LIBRARIES = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 _Place = tuple[str, nn.Module, str, Tensor]  # a parameter's name, its module, its key there
 
@@ -61,7 +60,6 @@ def read_state(module: nn.Module) -> Any | None:
 def attach_state(module: nn.Module, state: Any) -> None:
     """Attach `state` to `module`. Nothing in it can fail, so it is the last thing a call does."""
     module.__dict__[_STATE_KEY] = state
-    module.__dict__[CHILDREN_KEY] = ((), [0])  # others than any: the first forward looks
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[_API_NAME] = RegistryItem()
 
 
@@ -244,23 +242,6 @@ def iter_unmanaged_modules(
             yield from iter_unmanaged_modules(child, f"{prefix}.{name}".lstrip("."), seen, inner)
 
 
-def watch_children(module: nn.Module) -> None:
-    """Note which modules a unit's module has inside, so that forwards see added or replaced ones.
-
-    The entry is the module's and not the unit's: hooks of the modules inside lead to the unit.
-    """
-    parts = [modules_of(part) for _, part in iter_unmanaged_modules(module)]
-    parts = [part for part in parts if part]
-    ids = [id(child) for part in parts for child in part.values()]
-    module.__dict__[CHILDREN_KEY] = (parts, ids)
-
-
-def has_other_children(module: nn.Module) -> bool:
-    """Return whether modules were added, replaced or taken out since the last call."""
-    parts, known = module.__dict__.get(CHILDREN_KEY, ((), ()))
-    return len(parts) > 0 and [id(child) for part in parts for child in part.values()] != known
-
-
 def rename(module: nn.Module) -> None:
     """Name all units and parameters in `module` as seen from it, for messages."""
     labels: dict[int, tuple[ParamLabel, str]] = {}  # copies of a unit share them
@@ -340,7 +321,7 @@ def calling_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def check_children(module: nn.Module) -> None:
-    """Check that units manage what was put below a unit's module since the last call; note it."""
+    """Check that units manage what was put below a module since the last call, and note it."""
     check_whole(module)
     watch_children(module)
 

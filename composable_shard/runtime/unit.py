@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -45,7 +45,7 @@ from composable_shard.runtime.casts import BufferBroadcast
 from composable_shard.runtime.reads import CallHooks, LearntReads
 from composable_shard.runtime.reduction_order import Buckets, ReductionOrder
 from composable_shard.tensor import PendingNotice, WriteGuard
-from composable_shard.torch_private import backward_hooks_of
+from composable_shard.torch_private import backward_hooks_of, modules_of
 
 Unit = TypeVar("Unit")
 
@@ -364,12 +364,14 @@ class TreeContext:
 
     Attributes:
         modules: Weak references to the outermost modules.
+        around: And to the outermost modules whose calls first ran them, which may be no unit's.
         states: The units, outermost first.
         device: On which they compute.
         number: Of the context, in the order in which they were made.
         call: The running call, or one that an exception has interrupted.
         entered: Units whose forward runs, or whose full parameters it left claimed.
         num_forwards: Number of the next call of a unit that records a graph.
+        first_call: `num_forwards` when units may have been taken out.
         call_start: `num_forwards` when the last call that records a graph began; of joined trees
             the last sequence of calls.
         open_calls, most_open_calls: Such calls since a backward, and the most there have been.
@@ -400,13 +402,14 @@ class TreeContext:
         self, modules: list[nn.Module], states: list[ShardState], device: torch.device
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
+        self.around: dict[weakref.ref[nn.Module], None] = {}
         self.states: list[StateRef] = [state.ref for state in states]
         self.device = device
         self.number = next(_numbers)
         self.call: ForwardCall | None = None
         self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
         self.num_forwards = 0
-        self.call_start, self.open_calls, self.most_open_calls = 0, 0, 1
+        self.first_call, self.call_start, self.open_calls, self.most_open_calls = 0, 0, 0, 1
         self.first_calls: dict[StateRef, int] = {}
         self.armed: dict[StateRef, None] = {}
         self.may_recompute: set[StateRef] = set()
@@ -442,6 +445,7 @@ class TreeContext:
             state.context = self
         self.modules = [ref for ref in self.modules + other.modules if ref() is not None]
         self.states = [ref for ref in self.states + other.states if ref() is not None]
+        self.around |= other.around
         other.modules, other.states, other.last_backward_id = [], [], -1
         self.is_joined = may_part[0] = True
         self.has_agreed = self.has_agreed and other.has_agreed
@@ -458,15 +462,16 @@ class TreeContext:
             are_known: All units have been compared with the other ranks'.
         """
         other.modules, other.has_changed = [], False
-        self.has_regions = other.has_regions
+        self.around, self.has_regions = dict(other.around), other.has_regions
         if are_known:
             self.has_agreed = self.is_checked = True
             self.reduction_order = other.reduction_order and ReductionOrder()
         own = set(self.states)
         self.armed = {each: None for each in armed if each in own}
-        self.first_calls, self.num_forwards = dict(other.first_calls), other.num_forwards
+        self.first_calls = dict(other.first_calls)
+        self.first_call = self.num_forwards = other.num_forwards
         self.call_start, self.spans_calls = other.call_start, other.spans_calls
-        self.last_backward_id = other.last_backward_id
+        self.last_backward_id, self.writes = other.last_backward_id, other.writes
         self.may_recompute = other.may_recompute & own
         for state in self.live_states():
             state.forward_order = ExecutionOrder()
@@ -492,6 +497,11 @@ class TreeContext:
     def live_modules(self) -> list[nn.Module]:
         """Return the outermost modules that still exist."""
         return [module for ref in self.modules if (module := ref()) is not None]
+
+    def watched_modules(self) -> list[nn.Module]:
+        """Return the modules that tell of units that were taken out."""
+        refs = self.around if self.is_joined else self.modules
+        return [module for ref in refs if (module := ref()) is not None]
 
     def live_states(self) -> list[ShardState]:
         """Return the units that still exist."""
@@ -524,12 +534,33 @@ class TreeContext:
         return not has_warned
 
 
+_CHILDREN_KEY = "_composable_shard_children"
+
+
+def watch_children(module: nn.Module) -> None:
+    """Note which modules a module has inside, so that calls see added or replaced ones.
+
+    The entry is the module's and not the unit's: hooks of the modules inside lead to the unit.
+    """
+    if _CHILDREN_KEY not in module.__dict__ or has_other_children(module):
+        parts = [part for part in map(modules_of, module.modules()) if part]
+        ids = [id(child) for part in parts for child in part.values()]
+        module.__dict__[_CHILDREN_KEY] = (parts, ids)
+
+
+def has_other_children(module: nn.Module) -> bool:
+    """Return whether modules were added, replaced or taken out since `watch_children`."""
+    parts, known = module.__dict__.get(_CHILDREN_KEY, ([], []))
+    return bool([*map(id, chain.from_iterable(map(dict.values, parts)))] != known)
+
+
 def all_trees() -> list[TreeContext]:
     """Return the contexts of this process, in the same order on all ranks."""
     return sorted(trees, key=lambda context: context.number)
 
 
 may_part = [False]  # Since units were made, a backward has begun or trees have joined.
+first_to_join = [0]  # number of the first backward of which the trees may join
 num_calls = [0]  # of units, that have begun in this process: one tree may call another
 _numbers = count()
 trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process

@@ -29,6 +29,11 @@ def _step_twins(twins: Twins, step: int) -> None:
         model.zero_grad()
 
 
+def _shard_without_root(model: nn.Module, **options: Any) -> None:
+    for layer in (model.inp, *model.blocks, model.out):
+        fully_shard(layer, **options)
+
+
 def _new_blocks(**options: Any) -> Sequence[nn.Module]:
     """Return two equal blocks, of which the second is sharded."""
     plain, sharded = Layer(), Layer()
@@ -47,20 +52,35 @@ def _take_out(model: nn.Module, new: nn.Module | None) -> nn.Module:
     return block
 
 
+def _run_waiting(twins: Twins, losses: list[Any], *, is_evaluated: bool) -> None:
+    """Run backwards that have waited while units were taken out, perhaps after a call that saw it.
+
+    Their gradients are dropped.
+    """
+    for model in twins if is_evaluated else ():
+        with torch.no_grad():
+            loss_of(model)
+    while losses:
+        losses.pop().backward()
+    for model in twins:
+        model.zero_grad()
+
+
 @pytest.mark.parametrize(
     *pairwise(
         strategy=list(ShardingStrategy),
         how=["out", "replaced", "back", "waiting"],
         cap=[None, 0.0001],
+        has_root=[True, False],
     )
 )
 @distributed(2)
 def test_a_unit_that_is_taken_out_while_one_rank_still_has_it(
-    strategy: ShardingStrategy, how: str, cap: float | None
+    strategy: ShardingStrategy, how: str, cap: float | None, has_root: bool
 ) -> None:
     """As garbage, say. Or it is put back, or its graph waits for a backward meanwhile."""
     options = {"strategy": strategy, "bucket_cap_mb": cap}
-    twins = Twins(Net, partial(shard_blocks, **options))
+    twins = Twins(Net, partial(shard_blocks if has_root else _shard_without_root, **options))
     set_forward_prefetch(twins.sharded.blocks[0], [twins.sharded.blocks[1]])
     for step in range(3):
         _step_twins(twins, step)
@@ -71,10 +91,7 @@ def test_a_unit_that_is_taken_out_while_one_rank_still_has_it(
     kept = [_take_out(*each) for each in zip(twins, new, strict=True)]
     if dist.get_rank() == 0 and how != "back":
         kept.clear()
-    while losses:
-        losses.pop().backward()
-    for model in twins:
-        model.zero_grad()
+    _run_waiting(twins, losses, is_evaluated=cap is None)
     for step in range(3, 6):
         _step_twins(twins, step)
     if how == "back":
@@ -112,6 +129,31 @@ def test_a_tree_that_is_replaced_while_one_rank_still_has_it(strategy: ShardingS
     for step in range(3, 7):
         _step_twins(twins, step)
     assert_at_rest(twins.sharded)
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+@distributed(2)
+def test_a_unit_inside_another_one_that_is_taken_out(strategy: ShardingStrategy) -> None:
+    """The call of the outermost unit sees it, before it gathers ahead."""
+
+    def shard(model: nn.Module) -> None:
+        for part in (part for block in model.blocks for part in block.children()):
+            fully_shard(part, strategy=strategy)
+        shard_blocks(model, strategy=strategy)
+
+    twins = Twins(Net, shard)
+    for step in range(3):
+        _step_twins(twins, step)
+    losses = [loss_of(model) for model in twins]
+    kept = [model.blocks[1] for model in twins]
+    kept = [part for block in kept for part in block.children()] if dist.get_rank() == 0 else []
+    for model in twins:
+        model.blocks[1].up, model.blocks[1].down = nn.Identity(), nn.Identity()
+    _run_waiting(twins, losses, is_evaluated=True)
+    for step in range(3, 6):
+        _step_twins(twins, step)
+    assert_at_rest(twins.sharded)
+    assert len(kept) == (4 if dist.get_rank() == 0 else 0)
 
 
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
