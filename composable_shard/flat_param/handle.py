@@ -170,6 +170,11 @@ class FlatParamHandle:
 
     def describe_entries(self, options: str) -> list[str]:
         """Return a line for each parameter with all that the ranks must agree on."""
+        group = self.shard_group
+        # Copies of a shard are about to get the first one's values, and owners write by themselves.
+        is_split = group.size > 1 and not (group.replicate_groups or self.layout.owners)
+        if is_split and self.guard.num_writes:
+            options += ", written since it was sharded or copied, which all ranks must do"
         lines = []
         for entry, granularity in zip(self.entries, self.granularities, strict=True):
             cut = "" if granularity == "element" else f" granularity={granularity!r}"

@@ -105,6 +105,10 @@ AFTER: dict[str, Change] = {
     "flat parameter": lambda net: register_flat_param(net.blocks[0]),
     "unmanaged module": lambda net: setattr(net, "extra", nn.Linear(2, 2)),
     "to": lambda net: net.blocks[1].to(torch.float64),
+    "edit": lambda net: net.blocks[2].down.bias.data.mul_(0.5),
+    "average of weights": lambda net: torch._foreach_lerp_(
+        [param.data for param in net.parameters()], [p.detach() for p in net.parameters()], 0.1
+    ),
 }
 
 
