@@ -38,6 +38,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from composable_shard.flat_param import LOCKED, FlatParamHandle
+from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
     current_backward_id,
     is_traceable_wrapper_subclass,
@@ -441,6 +442,8 @@ def _check_version(tensor: Tensor, expected: int, whose: str) -> None:
 
 def _addresses(tensor: Tensor) -> list[int]:
     """Return where the data of a tensor is, of a wrapper that of all tensors inside."""
+    if isinstance(tensor, FlatShard):
+        return []  # of a unit at rest; to take it apart would count as a write
     if is_traceable_wrapper_subclass(tensor):
         inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [at for each in inside if isinstance(each, Tensor) for at in _addresses(each)]
