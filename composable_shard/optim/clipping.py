@@ -491,9 +491,10 @@ def _scale(slices: Slices, grads: list[Tensor], max_norm: float, norm: Tensor) -
             grad.mul_(factor.to(grad.device))
         else:
             by_device[grad.device].append(grad)
-    for device, scaled in by_device.items():
-        if scaled:  # this rank may hold nothing of any of them
-            foreach_mul_(scaled, factor.to(device))
+    with torch.inference_mode():  # or those of one made there raise, on ranks that hold a part
+        for device, scaled in by_device.items():
+            if scaled:  # this rank may hold nothing of any of them
+                foreach_mul_(scaled, factor.to(device))
 
 
 class ShardedGradScaler(GradScaler):

@@ -427,14 +427,25 @@ GRADIENTS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize(
-    *pairwise(norm_type=[1.0, 2.0, float("inf")], kind=GRADIENTS, world_size=(2, 3))
+    *pairwise(
+        norm_type=[1.0, 2.0, float("inf")],
+        kind=GRADIENTS,
+        world_size=(2, 3),
+        is_inference=[False, True],
+    )
 )
 @distributed()
-def test_clipping_equals_torchs_on_the_full_model(kind: str, norm_type: float) -> None:
-    """S2.10: one collective, also where ranks have no gradients at all."""
+def test_clipping_equals_torchs_on_the_full_model(
+    kind: str, norm_type: float, is_inference: bool
+) -> None:
+    """S2.10: one collective, also where ranks have no gradients at all, or one of inference."""
     make, granularity = GRADIENTS[kind]
     twins = Twins(make, shard_root, granularity=granularity)
     twins.step(loss_of)
+    last = list(twins.sharded.parameters())[-1]
+    if is_inference and last.grad is not None:
+        with torch.inference_mode():
+            last.grad = last.grad.clone()
     expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.1, norm_type)
     with count_collectives() as log:
         norm = clip_grad_norm_(twins.sharded, 0.1, norm_type)
