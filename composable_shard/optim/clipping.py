@@ -277,15 +277,15 @@ def clip_grad_norm_(
     _note_call(owned.handles, max_norm, order)
     # An order of 0 counts the parameters that have other values than 0, not their elements.
     handles = owned.handles if order > 0 else {}
-    grads, shards = _gradients(owned.shared, handles)
+    written, grads, shards = _gradients(owned.shared, handles)
     slices = group_slices(shards)
     norm = _total_norm(grads, shards, slices, order)
     for part, group in owned.parts:
-        more_grads, more_shards = _gradients(part, handles)
+        more, more_grads, more_shards = _gradients(part, handles)
         more_slices = group_slices(more_shards)
         own = _total_norm(more_grads, more_shards, more_slices, order)
         norm = _norm_of([norm, combine(own.to(owned.device), order, (group,))], [], order)
-        grads, shards = grads + more_grads, shards + more_shards
+        grads, shards, written = grads + more_grads, shards + more_shards, written + more
         for key, locals_ in more_slices.items():
             slices[key] += locals_
     common = _dtype_of(params, grads, shards)
@@ -300,8 +300,7 @@ def clip_grad_norm_(
         )
     for shard in shards:
         note_write(shard)
-    with DisableTorchFunctionSubclass():  # of each, as autograd may have saved it
-        bump_version(tuple([grad for each in params if (grad := each.grad) is not None]))
+    bump_version(tuple(written))  # of each, as autograd may have saved it
     _scale(slices, grads, max_norm, norm)
     return norm
 
@@ -334,7 +333,7 @@ def count_zero_gradients(
 
 def _count_zeros(params: list[Tensor], device: torch.device) -> Tensor:
     """Return the zeros in the gradients of parameters, over all ranks that share them."""
-    grads, shards = _gradients(params, {})
+    _, grads, shards = _gradients(params, {})
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (groups, where), locals_ in group_slices(shards).items():
         zeros = [local.numel() - local.count_nonzero() for local in locals_]
@@ -414,8 +413,8 @@ def _check_equal_gradients(plain: list[Tensor], params: list[Tensor]) -> None:
 
 def _gradients(
     params: list[Tensor], handles: Mapping[FlatParamHandle, Sequence[int]]
-) -> tuple[list[Tensor], list[FlatShard]]:
-    """Return the plain gradients, and the shards, of the same groups in one order on all ranks.
+) -> tuple[list[Tensor], list[Tensor], list[FlatShard]]:
+    """Return all gradients; the plain ones; shards, of the same groups in one order on all ranks.
 
     Args:
         params: The parameters.
@@ -428,6 +427,7 @@ def _gradients(
         if grads[index] is None and isinstance(param, FlatShard) and _is_owned(param):
             # Its owner may have a gradient, also of a frozen parameter: take part without elements.
             grads[index] = FlatShard(param._local.new_empty(0), param._shard_spec)
+    found = [grad for grad in grads if grad is not None]
     by_param = dict(zip(map(id, params), grads, strict=True))
     if len(by_param) == len(grads):  # a parameter that is given twice counts twice
         grads = []
@@ -435,7 +435,7 @@ def _gradients(
             grads += handle.grads.pieces.joined([by_param.pop(each, None) for each in ids])
         grads += by_param.values()
     plain = [grad for grad in grads if not (grad is None or isinstance(grad, FlatShard))]
-    return plain, [grad for grad in grads if isinstance(grad, FlatShard)]
+    return found, plain, [grad for grad in grads if isinstance(grad, FlatShard)]
 
 
 def _is_owned(tensor: Tensor) -> bool:
