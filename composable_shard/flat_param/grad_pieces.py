@@ -278,7 +278,7 @@ def wrap_all(
     for local, spec in zip(locals_, specs, strict=True):
         shard = None
         if local is not None and not spec.is_owned_by_other_rank:
-            shard = make_wrapper(FlatShard, spec.shape, spec.stride, None, None, *kind)
+            shard = make_wrapper(FlatShard, spec.shape, spec.wrapper_stride, None, None, *kind)
             shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}
         shards.append(shard)
     return shards

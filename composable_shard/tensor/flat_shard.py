@@ -629,8 +629,9 @@ def watch(shard: FlatShard, at_drop: Callable[[], object] | None) -> None:
 
 def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
     """Return `FlatShard(local, spec)`; for results of ops, where every microsecond counts."""
+    dtype, device, stride = local.dtype, local.device, spec.wrapper_stride
     shard: FlatShard = make_wrapper(
-        FlatShard, spec.shape, spec.stride, None, None, local.dtype, torch.strided, local.device
+        FlatShard, spec.shape, stride, None, None, dtype, torch.strided, device
     )
     # At once: each assignment to an attribute of a tensor takes its time.
     shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}
