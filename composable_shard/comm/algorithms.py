@@ -226,9 +226,10 @@ class _ExchangedGather(GatherAlgorithm):
         self._sends = [(rank, self._shard) for rank, _ in self._receives]
 
     def start(self) -> Waitable:
+        work = exchange(self._sends, self._receives, self._group, self._order)
         if self._own.data_ptr() != self._shard.data_ptr():
-            self._own.copy_(self._shard)
-        return exchange(self._sends, self._receives, self._group, self._order)
+            self._own.copy_(self._shard)  # while messages travel
+        return work
 
 
 def _choose_gather(
@@ -371,17 +372,18 @@ class _ExchangedSum(SumAlgorithm):
         if self._size > 2:
             assert scratch is not None
             terms = scratch.view(self._size, own.numel())
-            terms[self._rank].copy_(own)
             receives = {rank: terms[rank] for rank in slices}
         else:
             # In place the output is one of the two terms already.
             terms, receiver = (own, output) if scratch is None else (scratch, scratch)
             receives = dict.fromkeys(slices, receiver)
-            if scratch is not None and output.data_ptr() != own.data_ptr():
-                output.copy_(own)
         for parts in (slices, receives) if input.is_complex() else ():
             parts.update({rank: as_real(part) for rank, part in parts.items()})
         work = exchange(slices.items(), receives.items(), self._group, self._order)
+        if self._size > 2:  # while messages travel
+            terms[self._rank].copy_(own)
+        elif scratch is not None and output.data_ptr() != own.data_ptr():
+            output.copy_(own)
         return PendingReduction(work, output, input, terms, scale, self._group)
 
 
