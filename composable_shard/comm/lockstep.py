@@ -100,28 +100,17 @@ def describe(identity: int) -> str:
 
 
 class GroupOrder:
-    """The collectives that this rank has issued on one process group.
-
-    Attributes:
-        issued: Identities since the last `fold`; `num_folded` came before.
-        num_folded: How many came before.
-        last_step: Those of the last step that all data-parallel ranks issue.
-        failure: Why no further collective can succeed, None while nothing has failed.
-        timeout: Of its messages; None for the group's.
-        is_exchanged: Identities go ahead of a backend's collectives, [Note: First steps].
-        is_checked: Identities may go ahead of a backend's collectives.
-        has_news: The step before the last `fold` has issued something new.
-        room: How long `issued` may get before `make_room` is called.
-    """
+    """The collectives that this rank has issued on one process group, by their identities."""
 
     def __init__(self) -> None:
-        self.issued: list[int] = []
-        self.num_folded = 0
-        self.failure: str | None = None
-        self.timeout: timedelta | None = None
-        self.room = MAX_ISSUED
+        self.issued: list[int] = []  # since the last `fold`
+        self.num_folded = 0  # how many came before
+        self.failure: str | None = None  # why no further collective can succeed
+        self.timeout: timedelta | None = None  # of its messages; None for the group's
+        self.room = MAX_ISSUED  # how long `issued` may get before `make_room` is called
         self._before_next: list[Callable[[], object]] = []
-        self.last_step: list[int] = []
+        self.last_step: list[int] = []  # of the last step, what all data-parallel ranks issue
+        # Identities go, and may go, ahead of a backend's collectives, [Note: First steps].
         self.is_exchanged = self.is_checked = True
         self._checks_next = False
         self._next: dict[int, set[int]] = {}  # what has followed each, as all ranks know
@@ -129,7 +118,7 @@ class GroupOrder:
         self._agreed: set[int] = set()  # on all ranks, by an exchange
         self._num_again = 0  # how many since the last one that was new
         self._num_known = 0
-        self.has_news = False
+        self.has_news = False  # whether the step before the last `fold` has issued something new
         self._late: tuple[Any, Tensor, torch.Event] | None = None
         self._recent: list[int] = []
 

@@ -415,26 +415,20 @@ def _describe(found: object) -> str:
 
 
 class ScopeParams:
-    """The parameters of one handle inside `unshard_params`.
-
-    Attributes:
-        buffer: Shape `(layout.padded_numel,)`, the full values.
-        params: The original parameters, views of the buffer, in order.
-        grad_buffer: Shape `(layout.padded_numel,)`, the full gradients, or None.
-    """
+    """The parameters of one handle inside `unshard_params`."""
 
     def __init__(self, entries: Sequence[ParamEntry], layout: FlatLayout, buffer: Tensor) -> None:
         self._entries = entries
         self._layout = layout
-        self.buffer = buffer
-        # .data: each parameter gets a version counter of its own.
+        self.buffer = buffer  # shape `(layout.padded_numel,)`, the full values
+        # Views of the buffer, in order. .data: each parameter gets a version counter of its own.
         self.params = [
             _make_param(entry, self._part(buffer.data, index))
             for index, entry in enumerate(entries)
         ]
         self._values = [_dense(param) for param in self.params]
         self._versions = [version_of(param) for param in self.params]
-        self.grad_buffer: Tensor | None = None
+        self.grad_buffer: Tensor | None = None  # full gradients, of the same shape
         self._grads: list[Tensor | None] = [None] * len(self.params)
         self._grad_versions = [0] * len(self.params)
         self._flat: nn.Parameter | None = None

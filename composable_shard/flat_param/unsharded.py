@@ -45,22 +45,16 @@ LOCKED = 1_000_000_000
 
 
 class Aliases:
-    """What the parameters of one flat parameter have noted together.
-
-    Attributes:
-        are_hidden: Someone took an alias of one of them that autograd can't see.
-        has_new_flags: Someone has set `requires_grad` of one of them.
-        stop_taking: Lets autograd accumulate their gradients, [Note: Taken gradients]; None where
-            it does.
-        overwritten: Those whose gradients have taken the place of their values, by position; None
-            where none can have.
-    """
+    """What the parameters of one flat parameter have noted together."""
 
     __slots__ = ("are_hidden", "has_new_flags", "overwritten", "stop_taking")
 
     def __init__(self) -> None:
-        self.are_hidden = self.has_new_flags = False
+        self.are_hidden = False  # someone took an alias of one that autograd can't see
+        self.has_new_flags = False  # someone has set `requires_grad` of one
+        # By position, whose gradients have taken the place of their values; None: none can have.
         self.overwritten: Sequence[bool] | None = None
+        # Lets autograd accumulate their gradients, [Note: Taken gradients]; None where it does.
         self.stop_taking: Callable[[], None] | None = None
 
     def note_unusual(self) -> None:

@@ -456,8 +456,7 @@ def _addresses(tensor: Tensor) -> list[int]:
 class CallHooks:
     """Which saved-tensor hooks are in force during one call of a unit.
 
-    Attributes:
-        own: Those of the call; None where all its reads are announced, or others may not be used.
+    `own` is None where all its reads are announced, or others may not be used.
     """
 
     __slots__ = ("_below", "_outer", "own")
