@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -623,9 +623,4 @@ def _set_owners(
         original.give_to(owner)
 
 
-def _state_of(module: nn.Module) -> ShardState | None:
-    """Return the state that `fully_shard` attached to `module`, or None; writes nothing."""
-    return cast("ShardState | None", read_state(module))
-
-
-fully_shard.state = _state_of  # type: ignore[attr-defined]
+fully_shard.state = read_state  # type: ignore[attr-defined]

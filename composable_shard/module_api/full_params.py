@@ -204,10 +204,8 @@ class Scope:
 
     def _new_buffer(self, handle: FlatParamHandle) -> Tensor | None:
         """Return a buffer for full values on the device, None on a rank that gets none."""
-        return handle.shard.new_full() if self._shows_full(handle) else None
-
-    def _shows_full(self, handle: FlatParamHandle) -> bool:
-        return not self.options.rank0_only or handle.shard_group.is_first
+        is_shown = not self.options.rank0_only or handle.shard_group.is_first
+        return handle.shard.new_full() if is_shown else None
 
     def _to_host(self, values: Tensor) -> Tensor:
         if not self.options.offload_to_cpu:

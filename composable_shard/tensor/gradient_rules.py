@@ -33,6 +33,7 @@ from composable_shard.layout import FlatLayout
 from composable_shard.tensor.flat_shard import FlatShard, Rule
 from composable_shard.tensor.operands import OwnedGuard, describe_operands, note_write
 from composable_shard.tensor.reduction_rules import (
+    HALF,
     is_inexact,
     max_over,
     option,
@@ -40,6 +41,7 @@ from composable_shard.tensor.reduction_rules import (
     shaped,
     shard_of,
     sum_over,
+    wide,
 )
 from composable_shard.tensor.shard_spec import ParamLabel
 from composable_shard.torch_private import OpOverload, foreach_norm
@@ -152,7 +154,6 @@ def _note_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 aten = torch.ops.aten
-_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def _exact(device: torch.device) -> torch.dtype:
@@ -288,15 +289,9 @@ def _local_norms(locals_: list[Tensor], order: float) -> list[Tensor]:
     filled = [local for local in locals_ if local.numel()]
     if not filled:
         return []
-    if order == 0 or order < 0 or any(local.dtype in _HALF for local in filled):
-        return [
-            torch.linalg.vector_norm(local, order, dtype=_accumulate(local)) for local in filled
-        ]
+    if order == 0 or order < 0 or any(local.dtype in HALF for local in filled):
+        return [torch.linalg.vector_norm(local, order, dtype=wide(local.dtype)) for local in filled]
     return list(foreach_norm(filled, order))
-
-
-def _accumulate(local: Tensor) -> torch.dtype | None:
-    return torch.float32 if local.dtype in _HALF else None
 
 
 def _stack(locals_: list[Tensor], values: list[Tensor], identity: float) -> Tensor:

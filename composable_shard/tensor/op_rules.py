@@ -11,7 +11,6 @@ from composable_shard.tensor.flat_shard import (
     WATCHED_TYPES,
     FlatShard,
     FlatShardOfDTensor,
-    Rule,
     allow_loading,
 )
 from composable_shard.tensor.operands import unsupported
@@ -33,7 +32,7 @@ def register_op_rules() -> None:
     OP_RULES.families += [
         pointwise_rules.pointwise_family,
         pointwise_rules.list_family,
-        _refuse_family,
+        lambda _: _refuse,
     ]
     OP_RULES.on_whole = _on_whole
     OP_RULES.on_lists = pointwise_rules.run_function
@@ -46,10 +45,6 @@ def _on_whole(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any] | None:
     return on_gathered(func, args, kwargs) or on_whole(func, args, kwargs)
-
-
-def _refuse_family(func: OpOverload) -> Rule:
-    return _refuse
 
 
 def _refuse(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

@@ -120,7 +120,7 @@ def _pass_over(count: int, generator: torch.Generator | None) -> None:
 
 aten = torch.ops.aten
 _SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
-_HALF = frozenset({torch.float16, torch.bfloat16})
+HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def reduction_groups(spec: ShardSpec) -> tuple[str, ...]:
@@ -165,9 +165,9 @@ def max_over(values: Tensor, groups: tuple[str, ...]) -> Tensor:
     return payload[0].masked_fill(payload[1] > 0, math.nan)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to accumulate in."""
-    return torch.float32 if dtype in _HALF else dtype
+    return torch.float32 if dtype in HALF else dtype
 
 
 def shard_of(func: OpOverload, args: tuple[Any, ...], dims: Any = None) -> FlatShard:
@@ -239,7 +239,7 @@ def _sum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 
 def _total(shard: FlatShard, dtype: torch.dtype) -> Tensor:
-    return sum_over(shard._local.sum(dtype=_wide(dtype)), reduction_groups(shard._shard_spec))
+    return sum_over(shard._local.sum(dtype=wide(dtype)), reduction_groups(shard._shard_spec))
 
 
 def _mean(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -261,7 +261,7 @@ def is_inexact(dtype: torch.dtype) -> bool:
 def _variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     shard = shard_of(func, args, option(func, args, kwargs, "dim"))
     groups = reduction_groups(shard._shard_spec)
-    local = shard._local.to(_wide(shard.dtype))
+    local = shard._local.to(wide(shard.dtype))
     mean = sum_over(local.sum(), groups) / shard.numel()
     squares = sum_over((local - mean).abs().square().sum(), groups)
     correction = kwargs.get("correction")
@@ -293,10 +293,7 @@ def _extreme_of(local: Tensor, is_max: bool) -> Tensor:
 
     An empty slice gives what no element is below.
     """
-    if local.dtype.is_floating_point:
-        values = local.to(_wide(local.dtype))
-    else:
-        values = local.to(torch.int64)
+    values = local.to(wide(local.dtype) if local.dtype.is_floating_point else torch.int64)
     # For integers the complement, as the most negative one has no negative.
     ordered = values if is_max else (-values if values.is_floating_point() else ~values)
     if ordered.numel():
@@ -322,7 +319,7 @@ def _product(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     dtype = kwargs.get("dtype") or (shard.dtype if is_inexact(shard.dtype) else torch.int64)
     if dtype.is_complex:
         raise unsupported(func, args)
-    product = shard._local.prod(dtype=_wide(dtype))
+    product = shard._local.prod(dtype=wide(dtype))
     for name in reduction_groups(shard._shard_spec):
         all_reduce(product, resolve_group(name), dist.ReduceOp.PRODUCT).wait()
     return product.to(dtype)
