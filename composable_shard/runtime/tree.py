@@ -284,7 +284,7 @@ def check_whole(model: nn.Module) -> None:
 
     Local; the same on all ranks that have the same model. A model without units passes.
     """
-    places = [place for place in _iter_trainable(model, "", set()) if _may_be_unmanaged(place[3])]
+    places = list(_iter_unknown(model, "", set()))
     if not places:
         return
     states = get_states(model)
@@ -295,12 +295,7 @@ def check_whole(model: nn.Module) -> None:
 def find_unmanaged(modules: Sequence[nn.Module], states: Sequence[ShardState]) -> list[str]:
     """Return names of trainable parameters in `modules` that no unit manages, outermost first."""
     seen: set[nn.Module] = set()
-    places = [
-        place
-        for module in modules
-        for place in _iter_trainable(module, "", seen)
-        if _may_be_unmanaged(place[3])
-    ]
+    places = [place for module in modules for place in _iter_unknown(module, "", seen)]
     return _unmanaged_names(places, states) if places else []
 
 
@@ -326,8 +321,8 @@ def check_children(module: nn.Module) -> None:
     watch_children(module)
 
 
-def _iter_trainable(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Place]:
-    """Yield the trainable parameters below a module, not those that another library manages."""
+def _iter_unknown(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Place]:
+    """Yield the trainable parameters below a module that are not a unit's or another library's."""
     if module in seen:
         return
     seen.add(module)
@@ -336,15 +331,12 @@ def _iter_trainable(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Ite
     if read_state(module) is None and find_applied(module) is not None:
         return
     for key, param in parameters_of(module).items():
-        if param is not None and param.requires_grad:
+        is_unit = isinstance(param, FlatShard | UnshardedParameter)
+        if param is not None and not is_unit and param.requires_grad:
             yield f"{prefix}{key}", module, key, param
     for key, child in modules_of(module).items():
         if child is not None:
-            yield from _iter_trainable(child, f"{prefix}{key}.", seen)
-
-
-def _may_be_unmanaged(param: Tensor) -> bool:
-    return not isinstance(param, FlatShard | UnshardedParameter)
+            yield from _iter_unknown(child, f"{prefix}{key}.", seen)
 
 
 def _unmanaged_names(places: Iterable[_Place], states: Sequence[ShardState]) -> list[str]:
