@@ -27,6 +27,7 @@ from composable_shard.comm.collectives import (
     scratch_parts,
 )
 from composable_shard.comm.devices import (
+    DONE,
     HOST,
     MAX_EXCHANGE_SIZE,
     HostCopies,

@@ -216,6 +216,9 @@ class Then:
             action()
 
 
+DONE = Then([], lambda: None)
+
+
 def abandon(work: Waitable) -> None:
     """Wait until the work's buffers are free for other use; the collective's errors are ignored."""
     with suppress(Exception):  # of any kind: the work may be a user's

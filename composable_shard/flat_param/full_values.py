@@ -59,6 +59,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import (
+    DONE,
     HOST,
     AllGather,
     HostCopies,
@@ -156,9 +157,7 @@ class LocalShard:
         """Return memory for the full values in the main dtype, shape `(layout.padded_numel,)`."""
         return torch.empty(self.layout.padded_numel, dtype=self.values.dtype, device=self.device)
 
-    def gather_into(
-        self, output: Tensor | None, shard: Tensor, *, to_first: bool
-    ) -> Waitable | None:
+    def gather_into(self, output: Tensor | None, shard: Tensor, *, to_first: bool) -> Waitable:
         """Start gathering shards, these or others of their shape, into another buffer.
 
         One all-gather, or with `to_first` one gather, of `layout.padded_numel` elements.
@@ -171,11 +170,11 @@ class LocalShard:
         """
         group, numels = self.shard_group.group, self.layout.uneven_numels
         if to_first and not self.shard_group.is_first_replica:
-            return None
+            return DONE
         if self.shard_group.size == 1:
             if output is not None:
                 output.copy_(shard)
-            return None
+            return DONE
         shard = self.to_device(shard)
         if to_first:
             return collectives.gather(output, shard, group, numels)

@@ -55,9 +55,7 @@ def change_owners(handle: FlatParamHandle, owners: Sequence[int]) -> None:
             layout, handle.guard, shard.values.dtype, shard.values.device
         )
         if full is not None:
-            work = shard.gather_into(full, shard.values, to_first=False)
-            assert work is not None
-            work.wait()
+            shard.gather_into(full, shard.values, to_first=False).wait()
         _take_layout(handle, layout, order, *parts)
         if full is not None:
             for index, entry in zip(order, handle.entries, strict=True):

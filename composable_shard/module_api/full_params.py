@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from composable_shard.comm import Ranks, ShardGroup, Waitable
+from composable_shard.comm import DONE, Ranks, ShardGroup, Waitable
 from composable_shard.flat_param import (
     FlatParamHandle,
     ScopeParams,
@@ -173,21 +173,18 @@ class Scope:
         for handle in self.handles:
             self._gather_gradients(handle)
 
-    def _start(self, handle: FlatParamHandle) -> tuple[Tensor | None, Waitable | None]:
+    def _start(self, handle: FlatParamHandle) -> tuple[Tensor | None, Waitable]:
         output = self._new_buffer(handle)
         if handle.is_sharded and handle.full.is_current and not handle.full.is_cast:
             handle.full.wait()
             if output is not None:
                 output.copy_(handle.full.buffer)
-            return output, None
+            return output, DONE
         to_first = self.options.rank0_only
         return output, handle.shard.gather_into(output, handle.local_shard, to_first=to_first)
 
-    def _finish(
-        self, handle: FlatParamHandle, output: Tensor | None, work: Waitable | None
-    ) -> None:
-        if work is not None:
-            work.wait()
+    def _finish(self, handle: FlatParamHandle, output: Tensor | None, work: Waitable) -> None:
+        work.wait()
         if output is not None:
             self.full[handle] = ScopeParams(handle.entries, handle.layout, self._to_host(output))
 
@@ -196,9 +193,7 @@ class Scope:
             return
         output = self._new_buffer(handle)
         shard = gradient_shard(handle)
-        work = handle.shard.gather_into(output, shard, to_first=self.options.rank0_only)
-        if work is not None:
-            work.wait()
+        handle.shard.gather_into(output, shard, to_first=self.options.rank0_only).wait()
         if output is not None:
             self.full[handle].show_gradients(self._to_host(output), self.has_gradient[handle])
 

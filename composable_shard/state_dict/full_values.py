@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable_shard.comm import HOST, Waitable, collectives, is_exchange
+from composable_shard.comm import DONE, HOST, Waitable, collectives, is_exchange
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.layout import FlatLayout, intersect
 from composable_shard.runtime import tensor_groups
@@ -150,7 +150,7 @@ class _Arrival:
     shares: Shares  # the gathered shards
     # Memory, its offset in the layout, and its parameters; empty on ranks that do not receive
     parts: list[tuple[Tensor, int, Sequence[int]]]
-    work: Waitable | None = None  # to wait for before the memory is read
+    work: Waitable = DONE  # to wait for before the memory is read
     # Whether the memory has no other owner, so that it may be returned without a copy
     is_own: bool = False
 
@@ -166,8 +166,7 @@ class _Arrival:
     ) -> dict[int, Tensor]:
         """Wait, and return the tensors by index."""
         handle = self.shares.handle
-        if self.work is not None:
-            self.work.wait()
+        self.work.wait()
         keeps = bool(self.parts) and (_is_first(handle) or not to_first)
         found: dict[int, Tensor] = {}
         while self.parts:
