@@ -319,9 +319,9 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
             )
         if use_count_of(param) > 1:
             raise RuntimeError(
-                f"parameter '{fqn}' is part of a live autograd graph (an output of an earlier "
-                "forward, an old-style weight_norm). Delete the outputs, or remove the "
-                "parametrisation, before fully_shard."
+                f"parameter '{fqn}' is part of a live autograd graph: delete outputs of earlier "
+                "forwards before fully_shard. Of a weight that pruning or an old-style weight_norm "
+                "has computed keep no graph: layer.weight = layer.weight.detach()."
             )
     _check_devices(originals, shard_group)
 

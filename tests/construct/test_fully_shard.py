@@ -426,9 +426,9 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         _in_graph,
         {},
         RuntimeError,
-        "parameter 'up.weight' is part of a live autograd graph (an output of an earlier "
-        "forward, an old-style weight_norm). Delete the outputs, or remove the parametrisation, "
-        "before fully_shard.",
+        "parameter 'up.weight' is part of a live autograd graph: delete outputs of earlier "
+        "forwards before fully_shard. Of a weight that pruning or an old-style weight_norm has "
+        "computed keep no graph: layer.weight = layer.weight.detach().",
     ),
     "copied shard": (
         _with_copied_shard,

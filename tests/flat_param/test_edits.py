@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from composable_shard import ShardingStrategy, fully_shard, get_handles, reshard, unshard
 from tests.claims import assert_right, strategies, unsharded_gradients
@@ -160,17 +161,42 @@ def test_c13_embedding_with_max_norm_is_refused(kind: Callable[..., nn.Module]) 
         fully_shard(model)
 
 
-@distributed(2)
-def test_c13_old_style_weight_norm_is_refused() -> None:
-    """Case 13: its weight is computed from parameters that a live graph refers to."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+def _make_computed(compute: Callable[[nn.Module], object]) -> nn.Module:
+    model = nn.Sequential(nn.Linear(15, 15), nn.Sequential(nn.Linear(15, 2)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        nn.utils.weight_norm(model[0])
+        for layer in (model[0], model[1][0]):
+            compute(layer)
+    return model
+
+
+def _make_detached(compute: Callable[[nn.Module], object]) -> nn.Module:
+    model = _make_computed(compute)
+    for layer in (model[0], model[1][0]):
+        layer.weight = layer.weight.detach()
+    return model
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [nn.utils.weight_norm, partial(prune.l1_unstructured, name="weight", amount=0.3)],
+    ids=["weight_norm", "pruning"],
+)
+@distributed(2)
+def test_c13_weights_that_hooks_compute_keep_no_graph(
+    compute: Callable[[nn.Module], object],
+) -> None:
+    """Case 13: a live graph refers to the parameters that they are computed from."""
     with pytest.raises(
-        RuntimeError, match=r"'0.weight_[gv]' is part of a live autograd graph.*norm"
+        RuntimeError, match=r"'0.weight_\w+' is part of a live autograd graph.*weight.detach\(\)"
     ):
-        shard_root(model)
+        shard_root(_make_computed(compute))
+    assert_right(
+        lambda: _make_detached(compute),
+        lambda model, number: square_mean(
+            model(rank_input(4, 15, step=number, dtype=torch.float64))
+        ).backward(),
+    )
 
 
 def _make_spectral() -> nn.Module:

@@ -817,9 +817,9 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ALL,
         {},
         RuntimeError,
-        "the model (Net), defaults: parameter 'out.weight' is part of a live autograd graph (an "
-        "output of an earlier forward, an old-style weight_norm). Delete the outputs, or remove "
-        "the parametrisation, before fully_shard.",
+        "the model (Net), defaults: parameter 'out.weight' is part of a live autograd graph: "
+        "delete outputs of earlier forwards before fully_shard. Of a weight that pruning or an "
+        "old-style weight_norm has computed keep no graph: layer.weight = layer.weight.detach().",
     ),
     "the last unit refused": (
         _net_on_two_devices,
