@@ -585,12 +585,12 @@ class FullValues:
             self.move(CURRENT)
             if trace.logs:
                 trace.record("wait_gather", self.name)
-        if not self.is_locked or self.state is not CURRENT:
-            return
+        writes = self.shard.guard.num_writes if self.is_whole else self.writes
+        if not self.is_locked or self.state is not CURRENT or writes == -1:
+            return  # -1: what was in flight has expired, and nobody reads it
         self.is_locked = False
         params = self.params
         params.aliases.overwritten = None
-        writes = self.shard.guard.num_writes if self.is_whole else self.writes
         if self.version_writes != writes:
             if self.version_writes != -1:
                 params.versions = [version + 1 for version in params.versions]

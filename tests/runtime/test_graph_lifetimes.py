@@ -93,6 +93,26 @@ def test_c3_forwards_between_a_gradient_and_its_backward(
     )
 
 
+def _leave_one_for_later(model: nn.Module, number: int) -> None:
+    """The first backward gathers the second layer ahead, and does not run it."""
+    value = model[0](_rows(number))
+    later = model[0](model[1](value))
+    square_mean(value).backward(retain_graph=True)
+    square_mean(later).backward()
+
+
+@pytest.mark.parametrize("granularity", ["element", "param"])
+@distributed(2)
+def test_c3_a_retained_graph_reads_what_was_gathered_ahead(granularity: str) -> None:
+    """Case 3: whole parameters count as written when a backward ends, though none was."""
+    claims.assert_right(
+        _make_layers,
+        _leave_one_for_later,
+        shard=lambda model, **options: [fully_shard(layer, **options) for layer in model],
+        granularity=granularity,
+    )
+
+
 def _train_on_value_and_slope(model: nn.Module, number: int) -> None:
     x = _rows(number).requires_grad_()
     value = model(x)
