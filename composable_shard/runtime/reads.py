@@ -466,7 +466,7 @@ class CallHooks:
         self.own, self._outer = own, outer
         if outer is not None:
             pop_saved_tensors_hooks()
-        self._below = None if own is not None else top_saved_tensors_hooks(False)
+        self._below = top_saved_tensors_hooks(False)
         if own is not None:
             push_saved_tensors_hooks(*own.pair)
 
@@ -485,6 +485,10 @@ class CallHooks:
             if is_lowest:
                 break
             above.append(top)
+        else:
+            # After an interrupt those beneath have ended first, and taken these out for their own.
+            below = None if self.own is None else self._below
+            above = [pair for pair in above if below is None or pair[0] != below[0]]
         if self._outer is not None:
             push_saved_tensors_hooks(*self._outer.pair)
         for pair in reversed(above):

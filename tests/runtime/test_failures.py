@@ -34,6 +34,7 @@ from composable_shard.flat_param import full_values, gradients
 from composable_shard.flat_param import handle as handle_module
 from tests.helpers import Planned, assert_equal, distributed
 from tests.models import (
+    CheckpointsBlocks,
     FailingMode,
     Net,
     assert_at_rest,
@@ -175,12 +176,16 @@ def test_error_leaves_the_next_step_right_with_other_policies(position: str, pol
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("position", ["pre_forward_last", "forward_first", "backward"])
 @distributed(2)
-def test_interrupt_leaves_the_next_step_right(position: str) -> None:
+def test_interrupt_leaves_the_next_step_right(position: str, is_checkpointed: bool) -> None:
     """A KeyboardInterrupt passes by the hooks that would have ended the forward."""
     losses, params = _undisturbed_run()
-    model = make_net()
+    model: Any = make_net()
+    if is_checkpointed:
+        model.use_reentrant = False
+        model.forward = functools.partial(CheckpointsBlocks.forward, model)
     optimizer = _fused_adamw(model)
     _optimizer_step(model, optimizer, 0)
     with (
