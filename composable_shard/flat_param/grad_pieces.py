@@ -61,7 +61,6 @@ from composable_shard.tensor import (
     ShardSpec,
     gradient_of,
     rebind,
-    set_gradient,
     watch,
     wrap,
 )
@@ -303,9 +302,9 @@ def set_gradients(
             if not is_used or shard is None:
                 continue
             param = entry.sharded
-            grad = gradient_of(param)
+            grad = param.own_grad
             if grad is None:
-                set_gradient(param, shard)
+                param.own_grad = shard
                 num_set += 1
             elif isinstance(grad, FlatShard) and grad._local.shape == shard._local.shape:
                 grad._local.add_(shard._local)
