@@ -267,7 +267,6 @@ def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
 gradient_of: Callable[[Tensor], Tensor | None] = Tensor.grad.__get__  # type: ignore[union-attr]
 is_trainable: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 set_gradient: Callable[[Tensor, Tensor | None], None] = Tensor.grad.__set__  # type: ignore[union-attr]
-_set_trainable: Callable[[Tensor, bool], None] = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 def _set_gradient(shard: FlatShard, value: Tensor | None = None) -> None:
@@ -423,13 +422,13 @@ class FlatShard(Checkpointable):
 
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
-        self.requires_grad_(flag)
+        Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
+        if self._guard is not None:
+            self._guard.note_attributes(True)
 
     def requires_grad_(self, requires_grad: bool = True) -> FlatShard:
         """Set `requires_grad` and return the shard."""
-        _set_trainable(self, requires_grad)
-        if self._guard is not None:
-            self._guard.note_attributes(True)
+        self.requires_grad = requires_grad
         return self
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
