@@ -45,7 +45,6 @@ from composable_shard.comm.hooks import (
     QUANTISED,
     CommHook,
     ErrorFeedback,
-    HookedReduction,
     ReductionStage,
     StageKey,
     as_received,

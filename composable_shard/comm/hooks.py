@@ -45,7 +45,7 @@ from torch import Tensor
 
 from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import ReduceScatter
-from composable_shard.comm.devices import Then, Waitable, abandon, cut_in_parts
+from composable_shard.comm.devices import Then, Waitable, cut_in_parts
 from composable_shard.comm.lockstep import explained
 
 BLOCK_NUMEL = 128
@@ -279,24 +279,6 @@ class _HookWork:
         if self._work is not None:
             with explained(self._group):
                 self._work.wait()
-
-
-class HookedReduction:
-    """A reduce-scatter that a hook does; `finish` must be called before its output is read."""
-
-    def __init__(self, work: Waitable, stage: ReductionStage) -> None:
-        self._work = work
-        self._stage = stage
-
-    def finish(self) -> Tensor:
-        """Wait for the hook and return its output, scaled, shape `(shard_numel,)`."""
-        self._work.wait()
-        output, scale = self._stage.output, self._stage.scale
-        return output if scale == 1.0 else output.mul_(scale)
-
-    def abandon(self) -> None:
-        """Wait until the buffers are free for other use; errors of the hook are ignored."""
-        abandon(self._work)
 
 
 _CASTS = (torch.float16, torch.bfloat16)

@@ -23,7 +23,6 @@ from torch import Tensor, is_grad_enabled, mul
 from composable_shard.comm import (
     CommHook,
     ExchangedAllReduce,
-    HookedReduction,
     PendingReduction,
     ReduceScatter,
     ReductionStage,
@@ -131,7 +130,7 @@ class FlatReduction:
         self.checks_finite = False
         self.largest: Tensor | None = None
         self._reduce_scatter: ReduceScatter | None = None  # where there is a first stage
-        self._scatter: PendingReduction | HookedReduction | None = None  # that, in flight
+        self._scatter: PendingReduction | None = None  # that, in flight
         self._all_reduce: Waitable | None = None  # the second
         self.output: Tensor | None = None
         self._num_terms = 0  # shards' memory for the second, where it is the only one
@@ -274,7 +273,7 @@ class FlatReduction:
 
     def _issue_scatter(
         self, output: Tensor, buffer: Tensor, scratch: Tensor | None, scale: float
-    ) -> PendingReduction | HookedReduction:
+    ) -> PendingReduction:
         if self._hook is None:
             assert self._reduce_scatter is not None
             return self._reduce_scatter.start(output, buffer, scratch, scale, name=self.name)
@@ -283,7 +282,8 @@ class FlatReduction:
         stage = ReductionStage(
             "reduce_scatter", buffer, output, group, scale, key, numels, self.name
         )
-        return HookedReduction(call_hook(*self._hook, stage), stage)
+        work = call_hook(*self._hook, stage)
+        return PendingReduction(work, stage.output, stage.gradient, None, stage.scale)
 
     def _issue_all_reduce(self, output: Tensor, scratch: Tensor | None = None) -> None:
         groups = list(zip(self._shard_group.replicate_groups, self._keys[1:], strict=True))

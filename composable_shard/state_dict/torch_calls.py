@@ -47,7 +47,7 @@ def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
 def check_torch_call(state: ShardState) -> dict[str, str]:
     """Refuse what torch's functions would get wrong, when they ask a unit's module for new names.
 
-    Return none.
+    Return no new names.
     """
     problem = ""
     if any(handle.shown.shows_flat for handle in state.needed):
