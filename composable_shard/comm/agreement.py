@@ -121,6 +121,11 @@ class Ranks:
         decoded = {each: json.loads(each) for each in dict.fromkeys(texts)}
         return [decoded[each] for each in texts], bool(flag)
 
+    @property
+    def num_collectives(self) -> int:
+        """How many they have issued; 0 where they do not share one group, so can't know it."""
+        return order_of(self.groups[0]).num_issued if len(self.groups) == 1 else 0
+
     def all_messages(self, message: Any) -> list[Any]:
         """Return the messages of all ranks, or only this rank's if all are the same."""
         return self.compare(message)[0]
@@ -443,11 +448,11 @@ class StepFacts:
             of which several ranks hold parts 1, 2 for each time that this rank has written it, and
             1 if it has a gradient, or just 0 for anything; for each that one rank owns 1, and 2 for
             each step of an optimizer that has it, and behind these 1 if this rank has cleared the
-            gradients that it stepped with, 2 if not; and these parameters.
+            gradients that it stepped with, 2 if not; these parameters; and `handle.number`.
     """
 
     line: str
-    writes: Sequence[tuple[_HasGroups, list[int], Sequence[_Named]]]
+    writes: Sequence[tuple[_HasGroups, list[int], Sequence[_Named], int]]
 
 
 class _StepRecord:
@@ -458,12 +463,13 @@ class _StepRecord:
     maximum over the ranks is the same as each rank's own only if all ranks have the same: no rank
     publishes gradients otherwise. The digest is that of the collectives that all data-parallel
     ranks issue in a step, and of facts that only a program can make different: whether parameters
-    were written since the last backward. How often a parameter was, and whether it has a gradient,
-    is compared where several ranks hold parts of it: those that don't send 0 for the number and 0
-    for its complement. So are the steps of optimizers that have a parameter of one owner. An
-    accelerator's host does not wait: it looks when the next backward ends. A proposal has a digest
-    of its own, in which ranks may differ. A byte says whether a rank has issued something new, so
-    that all of them exchange identities again. [Note: First steps]
+    were written since the last backward, and which model this is: two of one class have units of
+    the same names. How often a parameter was written, and whether it has a gradient, is compared
+    where several ranks hold parts of it: those that don't send 0 for the number and 0 for its
+    complement. So are the steps of optimizers that have a parameter of one owner. An accelerator's
+    host does not wait: it looks when the next backward ends. A proposal has a digest of its own, in
+    which ranks may differ. A byte says whether a rank has issued something new, so that all of them
+    exchange identities again. [Note: First steps]
     """
 
     NBYTES = 8
@@ -484,7 +490,9 @@ class _StepRecord:
             has_news = has_news or order.has_news
         self._orders, self._facts, self.proposal = orders, facts, proposal
         self._writes = [each for each in facts.writes if each[0].joint_groups == key]
-        self._counts = [*chain.from_iterable([counts for _, counts, _ in self._writes])]
+        self._counts = [*chain.from_iterable([counts for _, counts, _, _ in self._writes])]
+        self._numbers = sorted({number for _, _, _, number in self._writes})
+        digest = zlib.crc32(str(self._numbers).encode(), digest)
         complements = [255 - count if count else 0 for count in self._counts]
         self.sent = [*_with_complement(digest), int(has_news), *self._counts, *complements]
         if proposal is not None:
@@ -494,7 +502,9 @@ class _StepRecord:
         """Return all of it as text, for the error."""
         steps = [each for order in self._orders for each in order.last_step]
         issued = [describe(each).rpartition(" (")[0] for each in steps]
-        return [self._facts.line, *issued]
+        model = ", ".join(map(str, self._numbers))
+        model = f"a backward of the model whose first call was at collective {model}"
+        return [self._facts.line, *issued, model]
 
     def other_writes(self, received: Sequence[int]) -> list[str]:
         """Return what this rank has done with the first parameter that ranks wrote unequally often.
@@ -510,7 +520,7 @@ class _StepRecord:
         index = next(index for index, total in enumerate(sums) if total > 255)
         params = [
             param
-            for _, counts, params in self._writes
+            for _, counts, params, _ in self._writes
             for param in (*params, *[None] * (len(counts) - len(params)))
         ]
         param, number = params[index], self._counts[index]

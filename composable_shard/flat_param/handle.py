@@ -78,6 +78,7 @@ class FlatParamHandle:
         entries: The managed parameters, in order.
         requires_grad: Whether any of the parameters is trainable.
         initial: Checksums of the values that `fully_shard` found, until the ranks are compared.
+        number: Of the collective in which they were, the same on all of them; 0 if not known.
         has_fixed_owners: Whether parameters that are owned whole stay where they are for good.
         is_attached: The unsharded parameters and their hooks exist.
         on_gradient: Called with the gradient of each, see `attach`.
@@ -140,6 +141,7 @@ class FlatParamHandle:
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
         self.initial = InitialValues(self.guard)
+        self.number = 0
         if self.layout.owners:
             note_steps(self)
         self.is_attached = False

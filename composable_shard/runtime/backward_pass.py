@@ -839,7 +839,7 @@ def step_facts(context: TreeContext) -> StepFacts:
                         numbers[index] = 1 + (2 * num_writes + has_grad) % MAX_COUNT
             if handle.layout.owners:
                 numbers.append(_stepped_gradients(handle, before))
-            counts.append((handle.shard_group, numbers, named))
+            counts.append((handle.shard_group, numbers, named, handle.number))
     context.writes = now
     line = (
         f"a backward with{'' if has_writes else 'out'} writes to parameters since the last one (by "

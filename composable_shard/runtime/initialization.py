@@ -415,7 +415,9 @@ def _check_agreement(states: list[ShardState], unmanaged: list[str], has_values:
     for mesh in meshes.values():
         mesh.lines.extend(f"'{name}' is managed by no unit" for name in unmanaged)
         has_hooks = [handle.shown.has_gradient_hooks for handle in mesh.handles]
-        if _compare_lines(mesh.ranks, mesh.lines, any(has_hooks), mesh.initial):
+        any_hooks = _compare_lines(mesh.ranks, mesh.lines, any(has_hooks), mesh.initial)
+        mesh.note_number()
+        if any_hooks:
             flags = FlagReduction(
                 [
                     (handle.shard_group, [int(flag)])
@@ -470,6 +472,11 @@ class _Mesh:
     handles: list[FlatParamHandle] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     initial: list[tuple[str, int | None]] = field(default_factory=list)
+
+    def note_number(self) -> None:
+        """Note the number of the collective in which the ranks have just compared the handles."""
+        for handle in self.handles:
+            handle.number = handle.number or self.ranks.num_collectives
 
 
 def _compare_lines(

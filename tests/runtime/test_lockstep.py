@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_shard import fully_shard
+from composable_shard import ShardingStrategy, fully_shard
 from composable_shard.comm import devices, get_host_group, lockstep
 from composable_shard.comm.lockstep import NUM_TAGS, GroupOrder, identify, order_of
 from composable_shard.torch_private import side_store, timeout_of
@@ -48,6 +49,32 @@ def test_l_order_names_both_sides(
     assert cell.seconds < 10
     for side in ["rank 0 is in", "rank 1 is in", *sides]:
         assert side in cell.texts[0]
+
+
+@pytest.mark.parametrize("differs", ["forward", "backward", "first_call"])
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+@distributed(2)
+def test_l_order_of_two_models_of_one_class(strategy: ShardingStrategy, differs: str) -> None:
+    """Order: their units have the same names and sizes, so one's gradients met the other's."""
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    for model in models:
+        fully_shard([model[0], model], strategy=strategy, check_initial_values=False)
+    other_order = models if dist.get_rank() else models[::-1]
+
+    def train(*order: nn.Module) -> None:
+        for model in order:
+            model(torch.ones(2, 4)).square().mean().backward()
+
+    train(*(other_order if differs == "first_call" else models))
+    losses = {model: model(torch.ones(2, 4)).square().mean() for model in models}
+    side = r"rank \d is in a backward of the model whose first call was at collective \d+"
+    acts = {
+        "forward": lambda: train(*other_order),
+        "backward": lambda: [losses[model].backward() for model in other_order],
+        "first_call": lambda: train(*models),
+    }
+    with pytest.raises(RuntimeError, match=f"{side}; {side}"):
+        acts[differs]()
 
 
 @pytest.mark.parametrize(
