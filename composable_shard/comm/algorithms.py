@@ -27,6 +27,7 @@ from torch import Tensor
 
 from composable_shard.comm import trace
 from composable_shard.comm.devices import (
+    DONE,
     Waitable,
     abandon,
     as_real,
@@ -142,7 +143,7 @@ class PendingReduction:
 
     def __init__(
         self,
-        work: Waitable | None,
+        work: Waitable,
         output: Tensor,
         input: Tensor,
         terms: Tensor | None,
@@ -155,13 +156,12 @@ class PendingReduction:
 
     def finish(self) -> Tensor:
         """Wait for the reduction and return its output, shape `(shard_numel,)`."""
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                if isinstance(self._work, dist.Work) and self._group is not None:
-                    fail(error, self._group)
-                raise
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            if isinstance(self._work, dist.Work) and self._group is not None:
+                fail(error, self._group)
+            raise
         if self._terms is not None:
             _add_up(self.output, self._terms)
         if self._scale != 1.0:
@@ -170,8 +170,7 @@ class PendingReduction:
 
     def abandon(self) -> None:
         """Wait until the buffers are free for other use; errors of the collective are ignored."""
-        if self._work is not None:
-            abandon(self._work)
+        abandon(self._work)
 
 
 class GatherAlgorithm:
@@ -486,7 +485,7 @@ class ReduceScatter:
             name: What is reduced, for messages.
         """
         if self._size == 1:
-            return PendingReduction(None, output.copy_(input), input, None, scale)
+            return PendingReduction(DONE, output.copy_(input), input, None, scale)
         if trace.logs:
             nbytes = payload(input, self._numels)
             trace.record("reduce_scatter", self._group.group_name, nbytes)
