@@ -475,8 +475,9 @@ class _Mesh:
 
     def note_number(self) -> None:
         """Note the number of the collective in which the ranks have just compared the handles."""
+        number = self.ranks.num_collectives
         for handle in self.handles:
-            handle.number = handle.number or self.ranks.num_collectives
+            handle.number = handle.number or number
 
 
 def _compare_lines(
