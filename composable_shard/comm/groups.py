@@ -353,7 +353,10 @@ def _group_of_all_ranks(is_replicated: bool, spans_replicas: bool) -> ShardGroup
     key = device_type, is_replicated, spans_replicas
     found = known.get(key)
     if found is None or found.device != _device_of(device_type):
-        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        if device_type == "cpu":  # init_device_mesh makes another gloo group where there is CUDA
+            mesh = DeviceMesh.from_group(world, device_type)
+        else:
+            mesh = init_device_mesh(device_type, (world.size(),))  # sets the device of the process
         found = known[key] = ShardGroup.from_mesh(
             mesh, is_replicated=is_replicated, spans_replicas=spans_replicas
         )

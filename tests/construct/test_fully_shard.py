@@ -43,6 +43,7 @@ from composable_shard import (
 from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.tensor.pending import PendingGradient
+from composable_shard.torch_private import num_known_groups
 from tests.fake_group import fake_group
 from tests.helpers import assert_equal, distributed, peak_bytes, run_processes, run_ranks
 from tests.models import (
@@ -171,6 +172,19 @@ def test_a_build_for_gpus_serves_machines_without(monkeypatch: pytest.MonkeyPatc
     with fake_group(2):
         [handle] = get_handles(fully_shard(Layer()))
     assert handle.local_shard.device.type == "cpu"
+
+
+@distributed(2)
+def test_no_group_is_made_without_a_mesh() -> None:
+    """Ranks would wait in it for those on which garbage keeps the units of an earlier model."""
+    num_known = num_known_groups()
+    kept = fully_shard(nn.Linear(4, 4)) if dist.get_rank() == 0 else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        model = fully_shard(nn.Linear(4, 4), sync_module_states=True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert num_known_groups() == num_known
+    del kept
 
 
 @distributed(2)
