@@ -30,6 +30,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._profiler import _EventType
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from tests import fork_server
@@ -694,6 +696,19 @@ def _cpu_allocations(profiler: profile) -> Iterable[tuple[int, int]]:
         if event.tag == _EventType.Allocation and fields.device.type == "cpu":
             found.append((event.start_time_ns, next(order), fields.ptr, fields.alloc_size))
     return [(address, size) for _, _, address, size in sorted(found)]
+
+
+def still_alive(
+    references: Sequence[weakref.ref[Any]], storages: Sequence[StorageWeakRef]
+) -> list[str]:
+    """Return what has not been freed, once gloo's threads have had time to drop its tensors."""
+    deadline = time.monotonic() + 10
+    while True:
+        alive = [type(each()).__name__ for each in references if each() is not None]
+        alive += ["UntypedStorage" for storage in storages if not storage.expired()]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.01)
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensor") -> None:

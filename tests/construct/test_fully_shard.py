@@ -7,7 +7,6 @@ import functools
 import gc
 import logging
 import pickle
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -45,7 +44,14 @@ from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.tensor.pending import PendingGradient
 from composable_shard.torch_private import num_known_groups
 from tests.fake_group import fake_group
-from tests.helpers import assert_equal, distributed, peak_bytes, run_processes, run_ranks
+from tests.helpers import (
+    assert_equal,
+    distributed,
+    peak_bytes,
+    run_processes,
+    run_ranks,
+    still_alive,
+)
 from tests.models import (
     CheckpointsBlocks,
     Layer,
@@ -895,16 +901,8 @@ def test_deleted_model_is_freed_without_the_garbage_collector(life: str) -> None
         references = [weakref.ref(thing) for thing in _things(model)]
         storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(model)]
         del model
-        _wait_for_threads()
-        alive = [type(thing()).__name__ for thing in references if thing() is not None]
+        alive = still_alive(references, storages)
     assert alive == []
-    assert all(storage.expired() for storage in storages)
-
-
-def _wait_for_threads() -> None:
-    """Let gloo's threads drop the tensors of finished collectives."""
-    dist.barrier()
-    time.sleep(0.05)
 
 
 def _things(model: nn.Module) -> list[Any]:
