@@ -21,7 +21,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from composable_shard import ShardingStrategy
+from composable_shard import ShardingStrategy, clip_grad_norm_
 from composable_shard.pipelining import PipelineStage
 from tests.claims import assert_close, unsharded_gradients, unsharded_values
 from tests.helpers import run_ranks, shut_down_workers
@@ -45,6 +45,7 @@ __all__ = [
 
 NUM_MICROBATCHES = 4
 DIM = 16
+_MAX_NORM = 0.01
 # Name: the stages of each of two ranks.
 SCHEDULES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "GPipe": ((0,), (1,)),
@@ -144,7 +145,10 @@ def assert_pipeline_right(
     num_tensor_ranks: int = 1,
     **options: Any,
 ) -> None:
-    """Train the stages of a model by a schedule, and the whole of it in each process; compare."""
+    """Train the stages of a model by a schedule, and the whole of it in each process; compare.
+
+    With gradients clipped by the norm of all stages.
+    """
     __tracebackhide__ = True
     mesh = pipeline_mesh(dist.get_world_size() // 2 // num_tensor_ranks, num_tensor_ranks)
     if num_tensor_ranks > 1:
@@ -172,6 +176,9 @@ def assert_pipeline_right(
             for key, param in whole[number].named_parameters():
                 what = f"step {step}: gradient of {number}.{key}"
                 assert_close(full_tensor_of(found[key]), param.grad, what)
+        norm = clip_grad_norm_([p for _, part in own for p in part.parameters()], _MAX_NORM)
+        assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), _MAX_NORM), "norm")
+        assert norm > _MAX_NORM
         for optimizer in (plain, sharded):
             optimizer.step()
             optimizer.zero_grad()
