@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard.comm.trace import count_collectives
-from composable_shard.tensor import FlatShard, reduction_rules
+from composable_shard.tensor import FlatShard, random_parts
 from tests.helpers import assert_equal, distributed
 from tests.tensor.test_flat_shard import (
     DTYPES,
@@ -224,7 +224,7 @@ def test_part_of_a_fill_equals_that_of_the_whole(name: str, group: int, dtype: t
         getattr(tensor, name)(1, 2, generator=generator)
 
     for numel in (4096, 4111, 4112):
-        if not reduction_rules.can_draw_parts(group, torch.empty(1, dtype=dtype), numel):
+        if not random_parts.can_draw_parts(group, torch.empty(1, dtype=dtype), numel):
             assert dtype.itemsize == 2, "of 16 bits the last group is drawn otherwise"
             continue
         generator.manual_seed(3)
@@ -236,6 +236,6 @@ def test_part_of_a_fill_equals_that_of_the_whole(name: str, group: int, dtype: t
         for start, end in itertools.combinations_with_replacement(places, 2):
             generator.manual_seed(3)
             part = torch.empty(end - start, dtype=dtype)
-            reduction_rules.draw_part(fill, group, part, (start, end), numel, generator)
+            random_parts.draw_part(fill, group, part, (start, end), numel, generator)
             assert_equal(part, whole[start:end])
             assert torch.rand((), generator=generator) == after
