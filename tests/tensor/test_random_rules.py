@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard.comm.trace import count_collectives
-from composable_shard.tensor import FlatShard, random_parts
+from composable_shard.tensor import FlatShard, mersenne_twister, random_parts
 from tests.helpers import assert_equal, distributed
 from tests.tensor.test_flat_shard import (
     DTYPES,
@@ -176,6 +176,7 @@ def test_random_fill_of_every_dtype_equals_the_unsharded_one() -> None:
         assert_parameters_equal(sharded, plain)
 
 
+SHORT_JUMP = 35 * 624  # numbers: the fewest that can be jumped over
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -196,9 +197,13 @@ class _Allocations(TorchDispatchMode):
 
 
 @distributed(2, 3)
+@pytest.mark.parametrize("jumps", [False, True])
 @pytest.mark.parametrize("name", ["normal_", "uniform_"])
-def test_large_fill_draws_the_own_part_alone(name: str) -> None:
+def test_large_fill_draws_the_own_part_alone(
+    name: str, jumps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The values of other ranks are passed over, without memory for the whole tensor."""
+    monkeypatch.setattr(mersenne_twister, "FEWEST_NUMBERS", SHORT_JUMP if jumps else 1 << 20)
     for dtype in FLOATS:
         whole, sharded = (torch.zeros(640, 512, dtype=dtype) for _ in range(2))
         sharded = shard(sharded)
@@ -239,3 +244,23 @@ def test_part_of_a_fill_equals_that_of_the_whole(name: str, group: int, dtype: t
             random_parts.draw_part(fill, group, part, (start, end), numel, generator)
             assert_equal(part, whole[start:end])
             assert torch.rand((), generator=generator) == after
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("drawn", [0, 1, 311, 623, 624, 625])
+def test_numbers_jumped_over_leave_the_state_of_numbers_drawn(
+    drawn: int, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any place in the state; where torch keeps it in another form, all numbers are drawn."""
+    if not is_known:
+        monkeypatch.setattr(mersenne_twister, "_untempered", torch.zeros_like)
+    for count in (SHORT_JUMP, SHORT_JUMP + 1, 100_001):
+        one, other = (torch.Generator().manual_seed(3) for _ in range(2))
+        for generator in (one, other):
+            torch.empty(drawn).uniform_(generator=generator)
+        torch.empty(count).uniform_(generator=one)
+        jumped = mersenne_twister._jump(count, other)
+        assert count - jumped <= 2 * 624 if is_known else jumped <= 34 * 624
+        mersenne_twister.pass_over(count - jumped, other)
+        assert_equal(other.get_state(), one.get_state())
