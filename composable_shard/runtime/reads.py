@@ -90,7 +90,9 @@ class LearntReads:
     def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
         """Begin without knowledge of a unit of these modules, but for what their code says."""
         self.is_trusted = self.is_changed = self.reads_nothing = self.runs_backwards = False
-        self.refuses_hooks = any(map(_names_transforms, modules))
+        # Most modules of a unit share their code with another one.
+        apart = {(type(each), id(vars(each).get("forward"))): each for each in modules}
+        self.refuses_hooks = any(map(_names_transforms, apart.values()))
         self.num_nodes: set[int] = set()
         self.num_uses: set[tuple[int, int]] = set()
         self.searched: set[int] = set()

@@ -244,19 +244,19 @@ def iter_unmanaged_modules(
 
 def rename(module: nn.Module) -> None:
     """Name all units and parameters in `module` as seen from it, for messages."""
+    named: dict[ShardState, str] = {}
+    for name, child in module.named_modules():
+        state = read_state(child)
+        if state is not None and state not in named:
+            state.name, named[state] = name or type(child).__name__, name
+    handles = [handle for state in named for handle in state.handles]
     labels: dict[int, tuple[ParamLabel, str]] = {}  # copies of a unit share them
-    for (handle, index), name in first_names(module, get_handles(module)).items():
+    for (handle, index), name in first_names(module, handles).items():
         label = handle.entries[index].label
         labels.setdefault(id(label), (label, name))
     for label, name in labels.values():
         label.rename(name)
-    named: set[ShardState] = set()
-    for name, child in module.named_modules():
-        state = read_state(child)
-        if state is None or state in named:
-            continue
-        named.add(state)
-        state.name = name or type(child).__name__
+    for state, name in named.items():
         for handle in state.handles:
             handle.rename(state.name)
             if handle.shown.flat is not None:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from composable_shard import ShardingStrategy, get_handles
+from composable_shard.runtime.reads import LearntReads
 from tests import claims
 from tests.helpers import distributed
 from tests.models import Layer, rank_input, shard_children, square_mean
@@ -213,3 +214,13 @@ def test_c15_transform_that_the_forward_names_is_right_at_once(
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
+
+
+@pytest.mark.fast
+def test_forward_of_one_instance_alone_is_searched_for_transforms() -> None:
+    """Modules of one class have their code in common, but for a forward of their own."""
+    plain, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.forward = lambda x: vmap(torch.sin)(x)  # type: ignore[method-assign] # a patch, as users write
+    assert not LearntReads([plain, plain]).refuses_hooks
+    assert LearntReads([plain, other]).refuses_hooks
+    assert LearntReads([other, plain]).refuses_hooks
