@@ -275,6 +275,17 @@ def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any]
         tensor._post_accumulate_grad_hooks = late
 
 
+def hook_node(node: Any, hook: Callable[..., Any]) -> Any:
+    """Let a hook run before a node of autograd, for good, and return the node.
+
+    Torch keeps hooks in an ordered dict, which takes 140 bytes more once it has noted an order.
+    """
+    hooks = node.register_prehook(hook).hooks_dict_ref()
+    hooks.clear()
+    dict.__setitem__(hooks, 0, hook)
+    return node
+
+
 # Python's: the innermost frame of each thread, by its number.
 frames_of_threads: Callable[[], dict[int, FrameType]] = sys._current_frames
 

@@ -33,6 +33,7 @@ from composable_shard.tensor import (
 )
 from composable_shard.torch_private import (
     PARAMETER_CODE,
+    hook_node,
     is_check_of_types,
     set_versions,
     use_count_of,
@@ -47,9 +48,10 @@ LOCKED = 1_000_000_000
 class Aliases:
     """What the parameters of one flat parameter have noted together."""
 
-    __slots__ = ("are_hidden", "has_new_flags", "overwritten", "stop_taking")
+    __slots__ = ("are_hidden", "handle", "has_new_flags", "overwritten", "stop_taking")
 
     def __init__(self) -> None:
+        self.handle: Any = None  # a weak reference, from when it gets gradients
         self.are_hidden = False  # someone took an alias of one that autograd can't see
         self.has_new_flags = False  # someone has set `requires_grad` of one
         # By position, whose gradients have taken the place of their values; None: none can have.
@@ -209,11 +211,11 @@ _TAKEN = (None,)
 
 
 def _take(
-    place: tuple[weakref.ref[Any], Aliases, int], gradients: tuple[Tensor | None, ...]
+    taken: UnshardedParameter, gradients: tuple[Tensor | None, ...]
 ) -> tuple[None] | None:
     """Take a gradient that autograd is about to accumulate, see [Note: Taken gradients]."""
-    handle_ref, aliases, index = place
-    handle = handle_ref()
+    aliases, index = taken.aliases, taken.position
+    handle = aliases.handle()
     if handle is None or aliases.stop_taking is None:
         return None
     params, grads = handle.full.params, handle.grads
@@ -273,7 +275,6 @@ class UnshardedParams:
         self.aliases = Aliases()
         self.built: list[nn.Parameter] = []
         self.views: list[Tensor] = []
-        self._handle: Any = None  # a weak reference
         self._nodes: list[Any] = []  # which accumulate the gradients; kept, or their hooks are gone
         self.locked: tuple[int, ...] = ()
 
@@ -301,22 +302,20 @@ class UnshardedParams:
 
     def hook_gradients(self, handle: weakref.ref[Any]) -> None:
         """Let a handle take each gradient as it arrives."""
-        self._handle = handle
+        self.aliases.handle = handle
         is_taken = self._buffer.device.type == "cpu" and not self.has_unwatched
         if not is_taken or not all([param.requires_grad for param in self.built]):  # integers
             self.accumulate_gradients()
             return
         self.aliases.stop_taking = partial(_stop_taking, weakref.ref(self))
-        for index, param in enumerate(self.built):
-            node: Any = get_gradient_edge(param).node
-            node.register_prehook(MethodType(_take, (handle, self.aliases, index)))
-            self._nodes.append(node)
+        for param in self.built:
+            self._nodes.append(hook_node(get_gradient_edge(param).node, MethodType(_take, param)))
 
     def accumulate_gradients(self) -> None:
         """Let autograd accumulate gradients, and tell the handle of each."""
         for index, param in enumerate(self.built):
             if param.is_floating_point() or param.is_complex():
-                hook = partial(_arrive, self._handle, index)
+                hook = partial(_arrive, self.aliases.handle, index)
                 param.register_post_accumulate_grad_hook(hook)
 
     def _aliases(self) -> list[Tensor]:
