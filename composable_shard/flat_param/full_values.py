@@ -527,6 +527,8 @@ class FullValues:
             self._forget()
             raise
         self.writes = self.shard.guard.num_writes
+        if self.params.aliases.are_repointed:
+            self.params.undo_edits()
         if self._gather is None:
             self.move(CURRENT)
         elif self.serves_graphs:

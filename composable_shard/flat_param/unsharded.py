@@ -48,11 +48,14 @@ LOCKED = 1_000_000_000
 class Aliases:
     """What the parameters of one flat parameter have noted together."""
 
-    __slots__ = ("are_hidden", "handle", "has_new_flags", "overwritten", "stop_taking")
+    __slots__ = (
+        *("are_hidden", "are_repointed", "handle", "has_new_flags", "overwritten", "stop_taking"),
+    )
 
     def __init__(self) -> None:
         self.handle: Any = None  # a weak reference, from when it gets gradients
         self.are_hidden = False  # someone took an alias of one that autograd can't see
+        self.are_repointed = False  # one may have other memory
         self.has_new_flags = False  # someone has set `requires_grad` of one
         # By position, whose gradients have taken the place of their values; None: none can have.
         self.overwritten: Sequence[bool] | None = None
@@ -64,6 +67,11 @@ class Aliases:
         stop, self.stop_taking = self.stop_taking, None
         if stop is not None:
             stop()
+
+    def note_repointed(self, param: UnshardedParameter) -> None:
+        """Note that a parameter is about to be no view of the buffer."""
+        self.note_unusual()
+        self.are_repointed = param.is_repointed = True
 
     def note_hidden(self, param: UnshardedParameter) -> None:
         """Note that someone takes an alias of a parameter, in a hook of a tensor perhaps."""
@@ -166,10 +174,15 @@ class UnshardedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self.is_repointed = True
-        self.aliases.note_unusual()
+        self.aliases.note_repointed(self)
         increment_version(self)  # an edit like any other
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def set_(self, *args: Any, **kwargs: Any) -> UnshardedParameter:
+        """Give the parameter other memory, as for any tensor."""
+        self.aliases.note_repointed(self)
+        super().set_(*args, **kwargs)
+        return self
 
 
 def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Parameter:
@@ -179,7 +192,7 @@ def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Par
     return nn.Parameter(dense, flag) if is_other else UnshardedParameter(dense, flag, noted)
 
 
-def _is_repointed(param: nn.Parameter) -> bool:
+def _is_repointed(param: nn.Parameter | None) -> bool:
     """Return whether `param.data` was set to another tensor."""
     return isinstance(param, UnshardedParameter) and param.is_repointed
 
@@ -210,9 +223,7 @@ def _is_saved(param: nn.Parameter) -> bool:
 _TAKEN = (None,)
 
 
-def _take(
-    taken: UnshardedParameter, gradients: tuple[Tensor | None, ...]
-) -> tuple[None] | None:
+def _take(taken: UnshardedParameter, gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
     """Take a gradient that autograd is about to accumulate, see [Note: Taken gradients]."""
     aliases, index = taken.aliases, taken.position
     handle = aliases.handle()
@@ -273,7 +284,7 @@ class UnshardedParams:
         self.flags: list[bool] = []
         self.has_late_reads = self.has_unwatched = False
         self.aliases = Aliases()
-        self.built: list[nn.Parameter] = []
+        self.built: tuple[nn.Parameter, ...] = ()
         self.views: list[Tensor] = []
         self._nodes: list[Any] = []  # which accumulate the gradients; kept, or their hooks are gone
         self.locked: tuple[int, ...] = ()
@@ -289,7 +300,7 @@ class UnshardedParams:
                 if name != "_is_param":  # alone it would cost a dict
                     entry.unsharded.__dict__.setdefault(name, value)
             entry.runs_hooks = False
-        self.built = [entry.unsharded for entry in entries if entry.unsharded is not None]
+        self.built = tuple(each.unsharded for each in entries if each.unsharded is not None)
         self.has_unwatched = not all(isinstance(each, UnshardedParameter) for each in self.built)
         self.views = self._aliases()
         self.watched = tuple(
@@ -319,6 +330,7 @@ class UnshardedParams:
                 param.register_post_accumulate_grad_hook(hook)
 
     def _aliases(self) -> list[Tensor]:
+        # A call of torch with a parameter of a subclass takes thousands of instructions more.
         return [_alias_of(param) for param in self.built]
 
     def set_flags(self, flags: Sequence[bool]) -> None:
@@ -363,7 +375,7 @@ class UnshardedParams:
     def expire(self) -> None:
         """Make autograd refuse to read the values for the graphs that exist."""
         self.versions = [version + 1 for version in self.versions]
-        set_versions(tuple(self.watched), tuple(self.versions))
+        set_versions(self.watched, tuple(self.versions))
 
     def edited(self, flat: FlatEntry | None) -> list[str]:
         """Return the names of parameters that were edited since they were gathered.
@@ -419,6 +431,16 @@ class UnshardedParams:
             stacklevel=3,
         )
 
+    def undo_edits(self) -> None:
+        """Make views of the buffer again of what got other memory while no module showed it."""
+        names = [str(each.label) for each in self._entries if _is_repointed(each.unsharded)]
+        if self.point_back():
+            warnings.warn(
+                f"the edits of {names} are lost: they were given other data while their full "
+                "values were freed. Edit parameters inside unshard_params(module).",
+                stacklevel=3,
+            )
+
     def point_back(self) -> bool:
         """Make views of the buffer again, which has memory; return whether some were none."""
         is_any = False
@@ -429,6 +451,7 @@ class UnshardedParams:
                 if self._buffer.untyped_storage().size():
                     param.data = self._view(index, entry)
                     param.is_repointed = False  # type: ignore[attr-defined]
+        self.aliases.are_repointed = is_any and any(map(_is_repointed, self.built))
         return is_any
 
     def forget_edits(self, flat: FlatEntry | None) -> None:

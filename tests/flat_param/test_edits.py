@@ -47,7 +47,14 @@ def sets_data(module: nn.Module, *_: object) -> None:
     module.up.weight.data = module.up.weight.data.clamp(-0.1, 0.1)
 
 
-EDITS: list[Callable[..., None]] = [clamps_data, clamps_a_view_of_data, clamps, sets_data]
+def sets_memory(module: nn.Module, *_: object) -> None:
+    """By other memory."""
+    with torch.no_grad():
+        module.up.weight.set_(module.up.weight.clamp(-0.1, 0.1))  # type: ignore[call-overload]
+
+
+_BY_MEMORY: list[Callable[..., None]] = [sets_data, sets_memory]
+EDITS: list[Callable[..., None]] = [clamps_data, clamps_a_view_of_data, clamps, *_BY_MEMORY]
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -62,6 +69,41 @@ def test_c16_edit_in_forward_is_warned_of(
     model.blocks[0].register_forward_pre_hook(edit)
     with pytest.warns(UserWarning, match=r"edits of \['blocks.0.up.weight'\] in forward"):
         loss_of(model)
+
+
+def _sets_memory_after_forward(model: nn.Module, number: int) -> None:
+    """Of a bias, which no node has saved; a plain model's own is left alone."""
+    shown: list[nn.Parameter] = []
+    up = model.blocks[0].up
+    hook = up.register_forward_hook(lambda module, *_: shown.append(module.bias))
+    loss = square_mean(model(rank_input(3, 5, step=number, dtype=torch.float64)))
+    hook.remove()
+    bias, other = shown[0], torch.zeros(shown[0].shape, dtype=torch.float64)
+    if bias is up.bias:
+        loss.backward()
+        return
+    if number % 2:
+        bias.data = other
+    else:
+        with torch.no_grad():
+            bias.set_(other)  # type: ignore[call-overload]
+    with pytest.warns(UserWarning, match=r"the edits of \['blocks.0.up.bias'\]"):
+        loss.backward()
+
+
+@strategies
+@distributed(2)
+def test_memory_set_after_forward_gets_no_gradient(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """The gradient goes where the value was, and the next forward computes with the value."""
+    assert_right(
+        Net,
+        _sets_memory_after_forward,
+        shard=shard_blocks,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
 
 
 def _sets_a_gradient(model: nn.Module, number: int) -> None:
@@ -239,7 +281,7 @@ def test_c10_edit_in_a_backward_hook_is_warned_of(
     shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
     hook = getattr(model.blocks[0].up, kind)(lambda *_: edit(model.blocks[0]))
     loss = loss_of(model)
-    if kind == "register_full_backward_pre_hook" and edit in (clamps, sets_data):
+    if kind == "register_full_backward_pre_hook" and edit in (clamps, *_BY_MEMORY):
         # The node that reads the weight comes next, and finds it written, as with a plain model.
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
