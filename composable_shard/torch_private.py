@@ -246,9 +246,14 @@ def set_state_dict_guard(module: nn.Module, guard: Callable[[], dict[str, str]])
 
 
 class _GuardedNames(set[str]):
+    __slots__ = ("guard",)
+
     def __init__(self, names: Iterable[str] = (), guard: Callable[[], object] = dict) -> None:
         super().__init__(names)
         self.guard = guard
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ([*self],), (None, {"guard": self.guard})
 
     def __contains__(self, name: object) -> bool:
         caller = sys._getframe(1).f_globals.get("__name__")

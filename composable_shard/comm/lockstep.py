@@ -68,8 +68,7 @@ MAX_ISSUED = 1 << 16  # between two backwards: a program may only evaluate
 _NUM_RECENT = 64
 
 # By identity. There are as many as a program has collectives of different kinds.
-_texts: dict[int, str] = {}
-_sizes: dict[int, tuple[str, int]] = {}
+_known: dict[int, tuple[str, str, int]] = {}  # what `identify` was told
 _of_steps: set[int] = set()
 _OF_STEP = 1 << 32
 
@@ -83,20 +82,23 @@ def identify(what: str, kind: str, nbytes: int, *, is_of_step: bool = False) -> 
         nbytes: Of the full-size payload.
         is_of_step: All data-parallel ranks issue it in their steps, [Note: Digest of a step].
     """
-    text = f"{what} ({kind} of {nbytes} bytes)" if kind else f"{what} (a setting)"
-    identity = zlib.crc32(text.encode())
+    identity = zlib.crc32(_text(what, kind, nbytes).encode())
     if is_of_step:
         # Bytes left out: those of shards that have copies may differ between the copies' groups.
         identity += _OF_STEP * (zlib.crc32(what.encode()) | 1)
         if kind:
             _of_steps.add(identity)
-    _texts[identity], _sizes[identity] = text, (kind, nbytes)
+    _known[identity] = what, kind, nbytes
     return identity
 
 
 def describe(identity: int) -> str:
     """Return what `identify` was told."""
-    return _texts.get(identity, "a collective")
+    return _text(*_known[identity]) if identity in _known else "a collective"
+
+
+def _text(what: str, kind: str, nbytes: int) -> str:
+    return f"{what} ({kind} of {nbytes} bytes)" if kind else f"{what} (a setting)"
 
 
 class GroupOrder:
@@ -113,7 +115,8 @@ class GroupOrder:
         # Identities go, and may go, ahead of a backend's collectives, [Note: First steps].
         self.is_exchanged = self.is_checked = True
         self._checks_next = False
-        self._next: dict[int, set[int]] = {}  # what has followed each, as all ranks know
+        # What has followed each, as all ranks know: mostly one
+        self._next: dict[int, tuple[int, ...]] = {}
         self._is_always_exchanged = False
         self._agreed: set[int] = set()  # on all ranks, by an exchange
         self._num_again = 0  # how many since the last one that was new
@@ -160,7 +163,9 @@ class GroupOrder:
             self._agreed.add(identity)
             self._next.clear()
             self._num_again = 0
-        self._next.setdefault(self._before, set()).add(identity)
+        known = self._next.get(self._before, ())
+        if identity not in known:
+            self._next[self._before] = *known, identity
         self._num_again += 1
         is_over = self._num_again > 2 * len(self._agreed)
         self.is_exchanged = self._is_always_exchanged or not is_over
@@ -180,7 +185,7 @@ class GroupOrder:
     def is_expected(self) -> bool:
         """Whether ranks that differ would issue a collective of the size of the last one."""
         known = self._next.get(self._before, ())
-        return self.issued[-1] in known and len({_sizes[each] for each in known}) == 1
+        return self.issued[-1] in known and len({_known[each][1:] for each in known}) == 1
 
     def exchange_again(self, *, always: bool = False) -> None:
         """Exchange identities from now on; call on all ranks at one point of the order."""
