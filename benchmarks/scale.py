@@ -190,19 +190,22 @@ def values_nbytes() -> int:
     return sum(storages.values())
 
 
-def measure_metadata(rank: int, peer: str, num_ranks: int, num_layers: int) -> Costs:
+WIDE = (4, 500)  # units, and parameters of 8 elements in each; one more in the root
+
+
+def measure_metadata(rank: int, peer: str, num_ranks: int, num_layers: int, is_wide: bool) -> Costs:
     """Return the bytes for each parameter: of the plain model, and of what sharding adds."""
-    x, costs = torch.ones(1, 16), {}
+    x, costs = torch.zeros(8) if is_wide else torch.ones(1, 16), Costs()
 
     def held() -> int:
         gc.collect()
         return malloc_counter.held_nbytes() - values_nbytes()
 
     dist.destroy_process_group()
-    for num in (2, num_layers):  # the first for what is done once in a process
+    for num in (2, WIDE[0] if is_wide else num_layers):  # the first for what is done only once
         with free_world(num_ranks):
             start = held()
-            model = MatrixChain(num, NUM_PARAMS)
+            model = SumChain(num, WIDE[1]) if is_wide else MatrixChain(num, NUM_PARAMS)
             plain = held()
             peers.build(peer, model)
             finish_setup(peer, model)
@@ -212,7 +215,7 @@ def measure_metadata(rank: int, peer: str, num_ranks: int, num_layers: int) -> C
                 model.zero_grad()
                 levels.setdefault("first step", held())
             levels["third step"] = held()
-            count = (num + 1) * NUM_PARAMS
+            count = len(list(model.parameters()))
             costs = {"plain model": (plain - start) / count}
             costs |= {name: (each - plain) / count for name, each in levels.items()}
             del model
@@ -221,14 +224,29 @@ def measure_metadata(rank: int, peer: str, num_ranks: int, num_layers: int) -> C
 
 
 def metadata_rows(names: Sequence[str], ranks: Sequence[int], num_layers: int) -> list[list[str]]:
-    """Return a row for each peer and number of ranks."""
+    """Return two rows for each peer and number of ranks."""
     rows = []
     with malloc_counter.preloaded(), patch.dict(os.environ, PYTHONMALLOC="malloc"):
         for name in names:
             for size in ranks:
-                found = run_ranks(1, measure_metadata, name, size, num_layers)
-                rows.append([name, f"{size:,}", *(f"{nbytes:,.0f}" for nbytes in found.values())])
+                for is_wide in (False, True):
+                    found = run_ranks(1, measure_metadata, name, size, num_layers, is_wide)
+                    figures = [f"{nbytes:,.0f}" for nbytes in found.values()]
+                    model = f"{WIDE[0]} x {WIDE[1]}" if is_wide else f"{num_layers} x {NUM_PARAMS}"
+                    rows.append([name, f"{size:,}", model, *figures])
     return rows
+
+
+def describe_metadata(names: Sequence[str], ranks: Sequence[int], num_layers: int) -> str:
+    """Measure the metadata with the fewest and the most ranks."""
+    return (
+        "\n## Metadata, bytes for each parameter\n\nOf the plain model (modules, parameters), and"
+        " what sharding it adds. Units x parameters: matrices in modules of their own, and"
+        " parameters of 8 elements in a list.\n\n"
+    ) + report.table(
+        ["peer", "ranks", "model", "plain model", "set-up", "first step", "third step"],
+        metadata_rows(names, sorted({min(ranks), max(ranks)}), num_layers),
+    )
 
 
 # Report
@@ -331,6 +349,7 @@ def make_parser() -> Any:
     parser.add_argument("--config", default="tiny", help="the model whose gathers are counted")
     parser.add_argument("--units", default="100,1000,10000", help="of one parameter")
     parser.add_argument("--params", default="1000,10000,100000", help="in ten units")
+    parser.add_argument("--metadata", action="store_true", help="measure nothing else")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curves here")
     return parser
 
@@ -345,6 +364,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # what a gather receives here may be anything
     ranks, names = parse_numbers(args.ranks), peers.parse_peers(args.peers)
+    if args.metadata:
+        title = report.header("Metadata", "malloc bytes on one rank, without tensors' values")
+        report.emit(title + describe_metadata(names, ranks, args.layers), args.output)
+        return
     num_units = args.layers + 1
     samples = sample(names, ranks, args.rounds, args.layers)
     size = param_nbytes(make_llama(args.config))
@@ -391,15 +414,7 @@ def main() -> None:
         ["ranks", *plans[ranks[0]]],
         [[f"{n:,}", *(f"{value:.2f}" for value in costs.values())] for n, costs in plans.items()],
     )
-    markdown += (
-        "\n## Metadata, bytes for each parameter\n\nOf the plain model (modules, parameters), and"
-        " what sharding it adds.\n\n"
-    )
-    extremes = sorted({min(ranks), max(ranks)})
-    markdown += report.table(
-        ["peer", "ranks", "plain model", "set-up", "first step", "third step"],
-        metadata_rows(names, extremes, args.layers),
-    )
+    markdown += describe_metadata(names, ranks, args.layers)
     report.emit(markdown, args.output)
     if args.png:
         draw(args.png, samples, sizes, num_units)
