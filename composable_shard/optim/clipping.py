@@ -487,9 +487,6 @@ def _scale(slices: Slices, grads: list[Tensor], max_norm: float, norm: Tensor) -
     """Multiply the gradients by `max_norm / norm` if that is less than 1."""
     # 1e-6 as torch.nn.utils has it. Clamped on the device: the host need not know the norm.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    # The host knows without waiting that it would write each gradient to no effect.
-    if factor.device.type == "cpu" and not torch.compiler.is_compiling() and factor.item() == 1.0:
-        return
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for (_, device), locals_ in slices.items():
         by_device[device] += locals_
