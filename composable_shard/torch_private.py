@@ -246,14 +246,9 @@ def set_state_dict_guard(module: nn.Module, guard: Callable[[], dict[str, str]])
 
 
 class _GuardedNames(set[str]):
-    __slots__ = ("guard",)
-
     def __init__(self, names: Iterable[str] = (), guard: Callable[[], object] = dict) -> None:
         super().__init__(names)
         self.guard = guard
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ([*self],), (None, {"guard": self.guard})
 
     def __contains__(self, name: object) -> bool:
         caller = sys._getframe(1).f_globals.get("__name__")
@@ -278,17 +273,6 @@ def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any]
         tensor._backward_hooks = early
     if late:
         tensor._post_accumulate_grad_hooks = late
-
-
-def hook_node(node: Any, hook: Callable[..., Any]) -> Any:
-    """Let a hook run before a node of autograd, for good, and return the node.
-
-    Torch keeps hooks in an ordered dict, which takes 140 bytes more once it has noted an order.
-    """
-    hooks = node.register_prehook(hook).hooks_dict_ref()
-    hooks.clear()
-    dict.__setitem__(hooks, 0, hook)
-    return node
 
 
 # Python's: the innermost frame of each thread, by its number.

@@ -33,7 +33,6 @@ from composable_shard.tensor import (
 )
 from composable_shard.torch_private import (
     PARAMETER_CODE,
-    hook_node,
     is_check_of_types,
     set_versions,
     use_count_of,
@@ -49,7 +48,12 @@ class Aliases:
     """What the parameters of one flat parameter have noted together."""
 
     __slots__ = (
-        *("are_hidden", "are_repointed", "handle", "has_new_flags", "overwritten", "stop_taking"),
+        "are_hidden",
+        "are_repointed",
+        "handle",
+        "has_new_flags",
+        "overwritten",
+        "stop_taking",
     )
 
     def __init__(self) -> None:
@@ -320,7 +324,9 @@ class UnshardedParams:
             return
         self.aliases.stop_taking = partial(_stop_taking, weakref.ref(self))
         for param in self.built:
-            self._nodes.append(hook_node(get_gradient_edge(param).node, MethodType(_take, param)))
+            node = get_gradient_edge(param).node
+            node.register_prehook(MethodType(_take, param))
+            self._nodes.append(node)
 
     def accumulate_gradients(self) -> None:
         """Let autograd accumulate gradients, and tell the handle of each."""

@@ -169,16 +169,6 @@ class ShardState:
         load_call: What `note_load` noted of the last load_state_dict.
     """
 
-    __slots__ = (  # in a dict so many would take 1,600 bytes
-        *("__weakref__", "backward_hooks", "backward_prefetch", "borrowed", "buckets"),
-        *("buffers", "call_end", "call_number", "call_sequence_nr", "context", "depth"),
-        *("forward_order", "forward_prefetch", "full_params", "handles", "hooks", "ignored"),
-        *("is_checkpointed", "is_held", "is_in_pass", "is_last_backward", "last_call", "learnt"),
-        *("load_call", "modules_to_run", "name", "needed", "num_modules", "options"),
-        *("output_sequence_nr", "ref", "requires_all_reduce", "requires_gradient_sync"),
-        *("reshard_after_forward", "training_state"),
-    )
-
     def __init__(
         self,
         options: UnitOptions,
@@ -308,11 +298,10 @@ class ShardState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or to a running step, for copies and pickles."""
-        left_out = ("__weakref__", "context", "ref", "forward_order")
-        state = {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
+        state = {**self.__dict__, "learnt": self.learnt.fresh(), "hooks": None}
+        for name in ("context", "ref", "forward_order"):
+            del state[name]
         state.update(
-            learnt=self.learnt.fresh(),
-            hooks=None,
             training_state=TrainingState.IDLE,
             full_params={},
             load_call=None,
@@ -327,8 +316,7 @@ class ShardState:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        self.__dict__.update(state)
         self.forward_order = ExecutionOrder()
         self.context = None
         self.ref = weakref.ref(self)

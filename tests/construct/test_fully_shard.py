@@ -979,16 +979,11 @@ def _count_items(model: nn.Module) -> dict[str, int]:
     things += [handle.grads for handle in get_handles(model)]
     things += [entry for handle in get_handles(model) for entry in handle.entries]
     return {
-        f"{index} {type(thing).__name__}.{name}": len(getattr(thing, name))
+        f"{index} {type(thing).__name__}.{name}": len(value)
         for index, thing in enumerate(things)
-        for name in _attributes(thing)
-        if isinstance(getattr(thing, name), list | dict | set)
+        for name, value in vars(thing).items()
+        if isinstance(value, list | dict | set)
     }
-
-
-def _attributes(thing: object) -> list[str]:
-    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [*getattr(thing, "__dict__", ()), *slots]
 
 
 # --- lazy_init ---
