@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from inspect import unwrap
+from itertools import starmap
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
@@ -90,9 +91,10 @@ class LearntReads:
     def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
         """Begin without knowledge of a unit of these modules, but for what their code says."""
         self.is_trusted = self.is_changed = self.reads_nothing = self.runs_backwards = False
-        # Most modules of a unit share their code with another one.
-        apart = {(type(each), id(vars(each).get("forward"))): each for each in modules}
-        self.refuses_hooks = any(map(_names_transforms, apart.values()))
+        # Most modules of a unit share their class and code with another one.
+        forwards = [(type(each), _forward_of(each)) for each in modules]
+        apart = {(kind, id(forward)): (kind, forward) for kind, forward in forwards}
+        self.refuses_hooks = any(starmap(_names_transforms, apart.values()))
         self.num_nodes: set[int] = set()
         self.num_uses: set[tuple[int, int]] = set()
         self.searched: set[int] = set()
@@ -145,13 +147,19 @@ class LearntReads:
         error.args = (f"{error}\nThis was raised in unit '{name}'. {_REFUSAL}",)
 
 
-def _names_transforms(module: nn.Module) -> bool:
-    """Return whether a module's forward, or what it calls by name, names one of `torch.func`.
+def _forward_of(module: nn.Module) -> Any:
+    """Return a module's forward, of a method its function, which its class shares."""
+    forward: Any = module.forward
+    return getattr(forward, "__func__", forward)
+
+
+def _names_transforms(kind: type[nn.Module], forward: Any) -> bool:
+    """Return whether a class's forward, or what it calls by name, names one of `torch.func`.
 
     Functions and methods are followed by their code, but for those of torch. What is called in
     another way shows at the first call, see `learn_refusal`.
     """
-    pending: list[Any] = [module.forward]
+    pending = [forward]
     seen: set[CodeType] = set()
     while pending:
         function = pending.pop()
@@ -166,7 +174,7 @@ def _names_transforms(module: nn.Module) -> bool:
             return True
         if any(map(_is_of_transforms, found)):
             return True
-        found += [getattr(type(module), name, None) for name in names]
+        found += [getattr(kind, name, None) for name in names]
         pending += [
             value for value in found if isinstance(value, FunctionType) and _is_users(value)
         ]

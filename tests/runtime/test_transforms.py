@@ -224,3 +224,20 @@ def test_forward_of_one_instance_alone_is_searched_for_transforms() -> None:
     assert not LearntReads([plain, plain]).refuses_hooks
     assert LearntReads([plain, other]).refuses_hooks
     assert LearntReads([other, plain]).refuses_hooks
+    penalised, other = _ChoosesForward(is_penalised=True), _ChoosesForward(is_penalised=False)
+    assert LearntReads([penalised, other]).refuses_hooks
+    assert LearntReads([other, penalised]).refuses_hooks
+    assert not LearntReads([other, other]).refuses_hooks
+
+
+class _ChoosesForward(nn.Module):
+    def __init__(self, *, is_penalised: bool) -> None:
+        super().__init__()
+        self.is_penalised = is_penalised
+
+    @property
+    def forward(self) -> Callable[[Tensor], Tensor]:  # type: ignore[override]
+        return self.with_penalty if self.is_penalised else torch.sin
+
+    def with_penalty(self, x: Tensor) -> Tensor:
+        return vmap(torch.sin)(x)
