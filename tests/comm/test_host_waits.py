@@ -82,5 +82,5 @@ def test_host_waits_for_nothing_in_a_step(
 def test_nothing_is_told_to_the_allocator() -> None:
     """`record_stream` puts frees off; see [Note: Streams and memory]."""
     root = Path(composable_shard.__file__).parent
-    found = [path.name for path in root.glob("*.py") if ".record_stream(" in path.read_text()]
+    found = [path.name for path in root.rglob("*.py") if ".record_stream(" in path.read_text()]
     assert found == []
