@@ -101,7 +101,7 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines": 32_489,
+    "lines": 32_476,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name

@@ -45,11 +45,11 @@ def pass_over(count: int, generator: torch.Generator | None) -> None:
 
 
 def _jump(count: int, generator: torch.Generator) -> int:
-    """Give up nearly all of `count` numbers, at least 35 * 624, and return how many were."""
+    """Give up most of `count` numbers, `FEWEST_NUMBERS` or more, and return how many were."""
     state = generator.get_state()
     if state.nbytes != _STATE_NBYTES:
         return 0
-    passed = _BLOCK - int(state.view(torch.int64)[_NEXT])  # to the end of the words in the state
+    passed = _BLOCK - int(state.view(torch.int64)[_NEXT])  # of this block
     pass_over(passed, generator)
     drawn = torch.empty(_DRAWN // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
     numbers = drawn.view(torch.int32).view(-1, 2).flip(1).view(-1)  # the upper half comes first
@@ -116,7 +116,8 @@ def _remainder(polynomial: int) -> int:
     """Return the remainder of a polynomial whose degree is at most twice the divisor's."""
     terms = _divisor_terms()
     # With divisor = x**d (1 + e), 1 / (1 + e) is (1 + e) (1 + e**2) (1 + e**4) ..., and e**2 has
-    # the exponents of e, doubled. They are negative: after six factors nothing is left above x**0.
+    # the exponents of e, doubled. They are -623 or less: after six factors nothing is left of a
+    # quotient's 19937 coefficients.
     quotient = polynomial >> _DEGREE
     for doubled in range(6):
         factor = quotient
