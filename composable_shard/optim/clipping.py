@@ -373,14 +373,12 @@ def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[T
     if not isinstance(model_or_params, nn.Module):
         return list(model_or_params)
     # A third of the time of parameters(), in another order.
-    modules, known = [model_or_params], {model_or_params}
-    for module in modules:  # which grows
-        if children := modules_of(module):
-            for child in children.values():
-                if child is not None and child not in known:
-                    known.add(child)
-                    modules.append(child)
-    params = chain.from_iterable(map(dict.values, map(parameters_of, modules)))
+    found, level = {model_or_params: None}, [model_or_params]
+    while level:
+        children = chain.from_iterable(map(dict.values, map(modules_of, level)))
+        level = [x for x in dict.fromkeys(children) if x is not None and x not in found]
+        found |= dict.fromkeys(level)
+    params = chain.from_iterable(map(dict.values, map(parameters_of, found)))
     return list({id(param): param for param in params if param is not None}.values())
 
 
@@ -476,8 +474,6 @@ def _norm_of(norms: list[Tensor], grads: list[Tensor], order: float) -> Tensor:
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.tensor(0.0)
-    if len(norms) == 1 and order > 0:
-        return norms[0]
     device = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), order)
     return total
