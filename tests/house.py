@@ -101,7 +101,7 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines": 32_472,
+    "lines": 32_471,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name

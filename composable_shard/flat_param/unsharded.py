@@ -336,7 +336,7 @@ class UnshardedParams:
                 param.register_post_accumulate_grad_hook(hook)
 
     def _aliases(self) -> list[Tensor]:
-        # Each call of torch asks a parameter of a subclass for `__torch_function__`.
+        # Plain tensors: each call of torch asks one of a subclass for `__torch_function__`.
         return [_alias_of(param) for param in self.built]
 
     def set_flags(self, flags: Sequence[bool]) -> None:

@@ -162,8 +162,7 @@ def _names_transforms(kind: type[nn.Module], forward: Any) -> bool:
     pending = [forward]
     seen: set[CodeType] = set()
     while pending:
-        function = pending.pop()
-        function = unwrap(getattr(function, "__func__", function))
+        function = unwrap(pending.pop())
         code = getattr(function, "__code__", None)
         if code is None or code in seen:
             continue
