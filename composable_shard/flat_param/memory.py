@@ -363,8 +363,9 @@ class MemoryPlan:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether host memory is to be pinned."""
-        return self.offload.pin_memory and self.shard_group.device.type != HOST.type
+        """Whether host memory is pinned. Only what is offloaded has host memory."""
+        is_pinned = self.offload.is_active and self.offload.pin_memory
+        return is_pinned and self.shard_group.device.type != HOST.type
 
     def check(self, shown: Sequence[ParamEntry], name: str) -> None:
         """Check that a shard can have the dtype and be on the device of its parameters."""

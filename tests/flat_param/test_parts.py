@@ -47,6 +47,29 @@ def _in_state(state: FullState) -> FullValues:
     return full
 
 
+# --- memory ---
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_pinned"),
+    [
+        (OffloadPolicy(), False),
+        (OffloadPolicy(params=True), True),
+        (OffloadPolicy(optim_state=True), True),
+        (OffloadPolicy(params=True, pin_memory=False), False),
+    ],
+)
+def test_host_memory_is_pinned_where_a_unit_of_an_accelerator_has_some(
+    policy: OffloadPolicy, is_pinned: bool
+) -> None:
+    """A shard on the device is in no host memory, so that none is asked for at a forward."""
+    ranks = ShardGroup(None, 0, 2, torch.device("cuda", 0))  # type: ignore[arg-type]
+    plan = MemoryPlan(ranks, Precision(), policy, False)
+    assert plan.is_pinned == is_pinned
+    if not policy.is_active:
+        plan.check_pinned(torch.zeros(4), "block.weight")
+
+
 # --- full values ---
 
 
