@@ -1,21 +1,29 @@
-"""What the text of a package says about its shape: modules, imports, classes, writes, names.
+"""What the text of a package says about its shape: modules, imports, classes, calls, writes, names.
 
 Nothing is imported: the source is read with `ast`, so the counts hold for any folder of Python
 files. A *package* here is a folder directly in the root, with all below it; a file directly in the
-root is a package of its own. `__init__` files are left out of levels and of upward imports, because
-they only pass names on: an import of a name from one counts as an import of the module that defines
-the name.
+root is a package of its own. `__init__` files are left out of upward imports, because they only
+pass names on: an import of a name from one counts as an import of the module that defines the name.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import Parameter
+from io import TextIOWrapper
 from pathlib import Path
+from threading import Event, Thread
 
-__all__ = ["Class", "Source", "Tree", "longest_chain"]
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Store, Work
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.optim import Optimizer
+
+__all__ = ["Class", "Source", "Tree", "num_statements", "read_names"]
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -48,11 +56,6 @@ class Source:
         """The parsed text."""
         return ast.parse(self.text)
 
-    @cached_property
-    def code(self) -> list[ast.AST]:
-        """The nodes that are no default value of a parameter or field, annotation or docstring."""
-        return list(_without_defaults(self.tree))
-
 
 @dataclass(eq=False)
 class Class:
@@ -65,8 +68,7 @@ class Class:
         methods: Names of the functions in its body: methods, properties, static and class methods.
         attributes: Names that its body annotates or lists in `__slots__`, and names that its
             `__init__` assigns on `self`.
-        members: Names that its body assigns.
-        base_names: Names of all bases, as spelled.
+        is_protocol: Whether it only says what a class elsewhere has.
     """
 
     name: str
@@ -75,8 +77,7 @@ class Class:
     bases: list[Class] = field(default_factory=list)
     methods: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
-    members: set[str] = field(default_factory=set)
-    base_names: set[str] = field(default_factory=set)
+    is_protocol: bool = False
 
     def family(self) -> Iterator[Class]:
         """Yield the class and all classes of the tree that it inherits from, each once."""
@@ -92,6 +93,10 @@ class Class:
     def all_methods(self) -> set[str]:
         """Return the names of its methods, inherited ones included."""
         return set[str]().union(*(each.methods for each in self.family()))
+
+    def all_attributes(self) -> set[str]:
+        """Return the names of its attributes, inherited ones included."""
+        return set[str]().union(*(each.attributes for each in self.family()))
 
 
 class Tree:
@@ -161,27 +166,47 @@ class Tree:
             for source in self.modules
         }
 
-    def package_imports(self) -> dict[str, set[str]]:
-        """Return which other packages each package imports from."""
-        found: dict[str, set[str]] = {source.package: set() for source in self.modules}
-        for module, targets in self.imports().items():
-            package = self.sources[module].package
-            found[package] |= {self.sources[target].package for target in targets} - {package}
-        return found
-
     def upward_imports(self, order: Sequence[str]) -> list[str]:
         """Return imports of a package that comes later in the order, as `importer -> imported`.
 
         Packages that the order leaves out come last.
         """
-        height = {package: index for index, package in enumerate(order)}
+        height = _heights(order)
         return [
             f"{module} -> {target}"
             for module, targets in self.imports().items()
             for target in sorted(targets)
-            if height.get(self.sources[module].package, len(order))
-            < height.get(self.sources[target].package, len(order))
+            if height(self.sources[module].package) < height(self.sources[target].package)
         ]
+
+    # Calls ---------------------------------------------------------------------------------------
+
+    def upward_calls(self, order: Sequence[str]) -> list[str]:
+        """Return uses of what only classes of later packages have, as `path:line use of owner`.
+
+        A variable is typed `Any`, or as a protocol, where its class can't be imported. So types say
+        nothing here, and the name decides: `base.name` is upward if all classes that declare `name`
+        as a method or attribute, protocols aside, lie in later packages. Not seen are names that
+        also a class further down or an object of `_FOREIGN` has, and calls of functions that a
+        later package passed in. `self`, `ctx` and imported names are no bases.
+        """
+        height = _heights(order)
+        owners: dict[str, set[str]] = {}
+        for each in self.classes.values():
+            for name in each.methods | each.attributes if not each.is_protocol else ():
+                owners.setdefault(name, set()).add(each.source.package)
+        found = []
+        for source in self.sources.values():
+            no_bases = {"self", "cls", "ctx", *_imported_names(source.tree)}
+            for node in ast.walk(source.tree):
+                name = node.attr if isinstance(node, ast.Attribute) else ""
+                packages = owners.get(name, set()) if name not in _FOREIGN else set()
+                if not packages or height(source.package) >= min(map(height, packages)):
+                    continue
+                if _dotted(node.value) not in no_bases:
+                    owner = " or ".join(sorted(packages))
+                    found.append(f"{source.path}:{node.lineno} {ast.unparse(node)} of {owner}")
+        return found
 
     # Classes -------------------------------------------------------------------------------------
 
@@ -196,7 +221,7 @@ class Tree:
                 name = _dotted(base.value if isinstance(base, ast.Subscript) else base)
                 found = self._named(classes, module, name)
                 each.bases += [found] if found else []
-                each.base_names.add(name.rpartition(".")[2])
+                each.is_protocol |= name.rpartition(".")[2] == "Protocol"
         return classes
 
     def _named(self, classes: dict[tuple[str, str], Class], module: str, name: str) -> Class | None:
@@ -207,14 +232,6 @@ class Tree:
             target = (target[0], rest)
         found = self._defining(target)
         return classes.get((found[0], found[1])) if found[1] is not None else None
-
-    def subclasses(self, suffix: str) -> list[Class]:
-        """Return the classes that inherit, at whatever distance, from a class of such a name."""
-        return [
-            each
-            for each in self.classes.values()
-            if any(name.endswith(suffix) for member in each.family() for name in member.base_names)
-        ]
 
     # Writes --------------------------------------------------------------------------------------
 
@@ -277,60 +294,77 @@ class Tree:
 
     # Names ---------------------------------------------------------------------------------------
 
-    def spelling(self, is_spelled: Callable[[ast.AST], bool]) -> list[str]:
-        """Return the paths of files whose `code` has such a node."""
+    def reading(self, names: Set[str]) -> list[str]:
+        """Return where names are read, by themselves or as attributes, as `path:line name`."""
         return [
-            source.path for source in self.sources.values() if any(map(is_spelled, source.code))
+            f"{source.path}:{line} {name}"
+            for source in self.sources.values()
+            for line, name in _names(source.tree)
+            if name in names
         ]
 
-    def alternatives(self, alias: str) -> tuple[set[str], set[str]]:
-        """Return the strings and the classes of a module-level `alias = Literal[...] | Class`."""
-        strings: set[str] = set()
-        classes: set[str] = set()
+    def functions(self) -> Iterator[tuple[str, int, _Function]]:
+        """Yield each function, inner ones too, with its path and the line of its code object."""
         for source in self.sources.values():
-            for statement in source.tree.body:
-                if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
-                    continue
-                if alias in map(_dotted, _targets(statement)) and statement.value is not None:
-                    for node in ast.walk(statement.value):
-                        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                            strings.add(node.value)
-                    found = self._annotated(source.module, statement.value)
-                    classes |= {each.name for each in found}
-        return strings, classes
+            for node in ast.walk(source.tree):
+                if isinstance(node, _Function):
+                    lines = [each.lineno for each in (node, *node.decorator_list)]
+                    yield source.path, min(lines), node
 
-    def function_lengths(self) -> list[int]:
-        """Return the lines of each function, nested ones too, without decorators and docstring."""
-        return sorted(
-            _length(node)
-            for source in self.sources.values()
-            for node in ast.walk(source.tree)
-            if isinstance(node, _Function)
-        )
+
+def read_names(source: Source) -> set[str]:
+    """Return the names that a file reads, imports, or spells in strings."""
+    found = {name for _, name in _names(source.tree)}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+def num_statements(node: ast.AST) -> int:
+    """Return how many statements are within a node: no docstring, and no body of a function."""
+    if isinstance(node, _Function):
+        return 1
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    is_counted = isinstance(node, ast.stmt) and not is_docstring
+    return is_counted + sum(map(num_statements, ast.iter_child_nodes(node)))
 
 
 # Attributes of every tensor and module, which also some class of a tree may declare.
 _TORCH_ATTRIBUTES = frozenset({"data", "grad", "requires_grad", "_local_tensor"})
 
 
-def longest_chain(edges: dict[str, set[str]]) -> list[str]:
-    """Return a longest path of a graph, edges that close a circle aside.
+# Names that objects of torch and Python have.
+_FOREIGN = frozenset(
+    name
+    for each in (
+        *(Tensor, nn.Module, Optimizer, ProcessGroup, Work, Store, nn.Module(), MetadataIndex("")),
+        *(dict, list, set, str, deque, Exception, Event, Thread, TextIOWrapper, Path),
+        Parameter,
+    )
+    for name in dir(each)
+) | {"value"}  # of a member of an enum
 
-    >>> longest_chain({"a": {"b", "c"}, "b": {"c"}, "c": set()})
-    ['a', 'b', 'c']
-    """
-    known: dict[str, list[str]] = {}
-    running: set[str] = set()
 
-    def visit(node: str) -> list[str]:
-        if node not in known:
-            running.add(node)
-            below = [visit(each) for each in sorted(edges.get(node, ())) if each not in running]
-            running.remove(node)
-            known[node] = [node, *max(below, key=len, default=[])]
-        return known[node]
+def _heights(order: Sequence[str]) -> Callable[[str], int]:
+    height = {package: index for index, package in enumerate(order)}
+    return lambda package: height.get(package, len(order))
 
-    return max((visit(node) for node in sorted(edges)), key=len, default=[])
+
+def _imported_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.lineno, node.id
 
 
 def _targets(statement: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
@@ -356,8 +390,6 @@ def _read_class(source: Source, node: ast.ClassDef) -> Class:
                 found.attributes |= _set_on_self(statement)
         elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
             names = {_dotted(target) for target in _targets(statement)} - {""}
-            if statement.value is not None:
-                found.members |= names
             if isinstance(statement, ast.AnnAssign):
                 found.attributes |= names
             elif "__slots__" in names:
@@ -416,34 +448,3 @@ def _declaring(classes: Sequence[Class], attribute: str) -> set[str]:
         for member in each.family()
         if attribute in member.attributes
     }
-
-
-def _without_defaults(node: ast.AST) -> Iterator[ast.AST]:
-    skipped: list[ast.AST | None] = []
-    if isinstance(node, ast.arguments):
-        skipped += [*node.defaults, *node.kw_defaults]
-    elif isinstance(node, ast.ClassDef):
-        skipped += [each for each in node.body if isinstance(each, ast.AnnAssign)]
-    elif isinstance(node, (ast.arg, ast.AnnAssign)):
-        skipped.append(node.annotation)
-    elif isinstance(node, _Function):
-        skipped.append(node.returns)
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        skipped.append(node.value)
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if child not in skipped:
-            yield from _without_defaults(child)
-
-
-def _length(function: _Function) -> int:
-    first = function.body[0]
-    is_documented = (
-        isinstance(first, ast.Expr)
-        and isinstance(first.value, ast.Constant)
-        and isinstance(first.value.value, str)
-    )
-    length = (function.end_lineno or function.lineno) - function.lineno + 1
-    if is_documented:
-        length -= (first.end_lineno or first.lineno) - first.lineno + 1
-    return length

@@ -1,21 +1,23 @@
-"""Files, functions and calls between files of a training step, counted as it runs.
+"""Functions of the package that a training step and the README's program enter, as they run.
 
-Two fresh processes join a gloo group, and rank 0 counts. The model is three residual blocks of two
-bias-free linear layers in an `nn.Sequential` that has no parameters of its own; `fully_shard` wraps
-each block and then the root. A step is a forward, a backward, a step of `torch.optim.AdamW` with
-its defaults and `zero_grad`.
+Two fresh processes run each program on gloo, and rank 0 counts. The model of the step is three
+residual blocks of two bias-free linear layers in an `nn.Sequential` that has no parameters of its
+own; `fully_shard` wraps each block and then the root. A step is a forward, a backward, a step of
+`torch.optim.AdamW` with its defaults and `zero_grad`.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import re
+import runpy
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -30,64 +32,72 @@ from tests.helpers import run_processes
 
 __all__ = ["Entered", "count_steps"]
 
+# Functions: the path of a file within a folder, the name and the first line. A comprehension is one
+# where the Python in use makes it one (Python 3.12 inlines comprehensions).
+Entered = set[tuple[str, str, int]]
+
 _OURS = str(Path(composable_shard.__file__).parent)
 _FSDP2 = str(Path(fsdp.__file__).parent / "_fully_shard")
+_README = Path(_OURS).parent / "README.md"
 _NUM_BLOCKS = 3
 _NUM_WARM_UP_STEPS = 3
-_RANK = "HOUSE_RANK"
-
-
-@dataclass(frozen=True)
-class Entered:
-    """What ran of one folder: which files and functions, and how many calls between its files.
-
-    A call is between files if the caller's file and the called function's file are different files
-    of the folder. A comprehension or generator is a function where the Python in use makes it one
-    (Python 3.12 inlines comprehensions), and never a call.
-    """
-
-    files: frozenset[str]
-    num_functions: int
-    num_calls_between_files: int
 
 
 def count_steps() -> dict[str, Entered]:
-    """Return what a step enters: `warm` and `first` (set-up included), and FSDP2's `fsdp2`."""
+    """Return what is entered in a warm step, in FSDP2's, and in the README's quick start."""
+    return _on_rank_0(_count_warm_steps) | _on_rank_0(_count_quick_start)
+
+
+def _on_rank_0(count: Callable[[], dict[str, Entered]]) -> dict[str, Entered]:
     with tempfile.TemporaryDirectory() as folder:
-        environments = [{_RANK: str(rank)} for rank in range(2)]
-        found: dict[str, Entered] = run_processes(environments, _count_on_rank, folder)[0]
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+        common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        ranks = [{"RANK": rank, "LOCAL_RANK": rank, **common} for rank in "01"]
+        found: dict[str, Entered] = run_processes(ranks, _count_in, folder, count)[0]
         return found
 
 
-def _count_on_rank(folder: str) -> dict[str, Entered]:
+def _count_in(folder: str, count: Callable[[], dict[str, Entered]]) -> dict[str, Entered]:
     torch.set_num_threads(1)
-    rank = int(os.environ[_RANK])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    os.chdir(folder)
+    return count()
+
+
+def _count_quick_start() -> dict[str, Entered]:
+    """Run the README's program in the current folder, which holds no checkpoint yet."""
+    [program] = re.findall(r"^```python\n(# train\.py\n.*?)^```$", _README.read_text(), re.M | re.S)
+    path = Path(f"train_{os.environ['RANK']}.py")
+    path.write_text(program)
+    with _count(_OURS) as entered, redirect_stdout(None):
+        runpy.run_path(str(path), run_name="__main__")
+    return {"quick start": entered}
+
+
+def _count_warm_steps() -> dict[str, Entered]:
+    dist.init_process_group("gloo")
     try:
-        first, warm = _count_trainer(_OURS, composable_shard.fully_shard)
+        warm = _count_trainer(_OURS, composable_shard.fully_shard)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            fsdp2 = _count_trainer(_FSDP2, fsdp.fully_shard)[1]
-        return {"first": first, "warm": warm, "fsdp2": fsdp2}
+            fsdp2 = _count_trainer(_FSDP2, fsdp.fully_shard)
+        return {"warm": warm, "fsdp2": fsdp2}
     finally:
         dist.destroy_process_group()
 
 
-def _count_trainer(folder: str, fully_shard: Callable[[nn.Module], Any]) -> tuple[Entered, Entered]:
-    """Return what set-up and the first step enter, and what a warm step enters."""
+def _count_trainer(folder: str, fully_shard: Callable[[nn.Module], Any]) -> Entered:
     model = nn.Sequential(*(_Residual() for _ in range(_NUM_BLOCKS)))
     x = torch.ones(4, 16)
-    with _count(folder) as first:
-        for block in model:
-            fully_shard(block)
-        fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters())
-        _step(model, optimizer, x)
-    for _ in range(_NUM_WARM_UP_STEPS):
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(1 + _NUM_WARM_UP_STEPS):
         _step(model, optimizer, x)
     with _count(folder) as warm:
         _step(model, optimizer, x)
-    return first.entered(), warm.entered()
+    return warm
 
 
 class _Residual(nn.Module):
@@ -106,36 +116,26 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None
     optimizer.zero_grad()
 
 
-@dataclass
-class _Counter:
-    folder: str
-    functions: set[CodeType] = field(default_factory=set)
-    num_calls: int = 0
-
-    def note(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(self.folder):
-            return
-        self.functions.add(code)
-        caller = frame.f_back.f_code.co_filename if frame.f_back else ""
-        is_function = code.co_name == "<lambda>" or not code.co_name.startswith("<")
-        if is_function and caller.startswith(self.folder) and caller != code.co_filename:
-            self.num_calls += 1
-
-    def entered(self) -> Entered:
-        files = frozenset(
-            str(Path(code.co_filename).relative_to(self.folder)) for code in self.functions
-        )
-        return Entered(files, len(self.functions), self.num_calls)
-
-
 @contextmanager
-def _count(folder: str) -> Iterator[_Counter]:
-    counter = _Counter(folder)
+def _count(folder: str) -> Iterator[Entered]:
+    """Fill a set with the functions of a folder that run, files' own code and old threads aside."""
+    codes: set[CodeType] = set()
+    entered: Entered = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            codes.add(frame.f_code)
+
     gc.disable()  # finalizers run when they run
-    sys.setprofile(counter.note)
+    sys.setprofile(note)
+    threading.setprofile(note)
     try:
-        yield counter
+        yield entered
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
         gc.enable()
+        for code in codes:
+            if code.co_name != "<module>":
+                path = str(Path(code.co_filename).relative_to(folder))
+                entered.add((path, code.co_name, code.co_firstlineno))
