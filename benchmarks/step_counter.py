@@ -29,7 +29,8 @@ _COLLECTIVES = {
 _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "resize_", "set_")
 Counts = dict[str, list[int]]  # by kind: number and bytes
 _COLLECTIVES_LAYER = tuple(
-    str(Path("composable_shard", "comm", name)) for name in ("algorithms.py", "collectives.py")
+    str(Path("composable_shard", "comm", name))
+    for name in ("algorithms.py", "collectives.py", "messages.py")
 )
 
 

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.ranks import run_ranks
-from composable_shard.comm.algorithms import UnevenGather, UnevenSum, exchange
+from composable_shard.comm.algorithms import UnevenGather, UnevenSum
 from composable_shard.comm.lockstep import order_of
+from composable_shard.comm.messages import exchange
 
 Way = Callable[["Case"], None]
 WAYS = ("exchange", "each owner", "padded", "all-to-all")

@@ -20,7 +20,6 @@ from composable_shard.comm.agreement import (
 )
 from composable_shard.comm.algorithms import AllGather, PendingReduction, ReduceScatter
 from composable_shard.comm.collectives import (
-    ExchangedAllReduce,
     all_gather_uneven,
     all_reduce,
     broadcast,
@@ -63,6 +62,7 @@ from composable_shard.comm.lockstep import (
     fail,
     note_setting,
 )
+from composable_shard.comm.messages import ExchangedAllReduce
 from composable_shard.comm.trace import count_collectives, log_events
 from composable_shard.torch_private import resolve_group
 

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
-from composable_shard.comm.algorithms import exchange
 from composable_shard.comm.devices import HOST, Waitable
 from composable_shard.comm.lockstep import (
     ADVICE,
@@ -43,6 +42,7 @@ from composable_shard.comm.lockstep import (
     note_setting,
     order_of,
 )
+from composable_shard.comm.messages import exchange
 from composable_shard.torch_private import backend_of, timeout_of
 
 # A NotImplementedError is a RuntimeError too, so it stands first.

@@ -17,9 +17,7 @@ to each rank then. Padded to the largest, shards take 2 to 40 times as long. (be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,87 +34,9 @@ from composable_shard.comm.devices import (
     is_exchange,
     payload,
 )
-from composable_shard.comm.lockstep import (
-    LOWEST_TAG,
-    NUM_TAGS,
-    GroupOrder,
-    fail,
-    identify,
-    make_exchange,
-    order_of,
-)
+from composable_shard.comm.lockstep import fail, identify, make_exchange, order_of
+from composable_shard.comm.messages import LOW_PRECISION, Works, exchange
 from composable_shard.torch_private import all_gather_base_of, reduce_scatter_base_of
-
-_ABANDONED_TIMEOUT = timedelta(seconds=10)
-
-
-class _InFlight(list[dist.Work]):
-    """Collectives and messages that are waited for even if they are dropped, as after an error.
-
-    A message in flight without its buffer: gloo closes the connection.
-    """
-
-    def __del__(self) -> None:
-        for work in self:
-            with suppress(RuntimeError):
-                work.wait(_ABANDONED_TIMEOUT)
-
-
-class Works:
-    """Several collectives or messages, those with one tag, that are waited for together."""
-
-    def __init__(
-        self,
-        works: list[dist.Work],
-        group: dist.ProcessGroup,
-        tag: int = 0,
-        timeout: timedelta | None = None,
-    ) -> None:
-        self._works: _InFlight | None = _InFlight(works)
-        self._group, self.tag, self._timeout = group, tag, timeout
-
-    def wait(self) -> None:
-        """Wait for each of them, once; an error says what each rank of the group does."""
-        works, self._works = self._works, None
-        if works is None:
-            return
-        try:
-            for work in works:
-                work.wait() if self._timeout is None else work.wait(self._timeout)
-        except RuntimeError as error:
-            fail(error, self._group)
-        finally:
-            works.clear()
-            del works  # ends here, and not in the frame of whoever waits
-
-
-def exchange(
-    sends: Iterable[tuple[int, Tensor]],
-    receives: Iterable[tuple[int, Tensor]],
-    group: dist.ProcessGroup,
-    order: GroupOrder,
-    tag: int | None = None,
-) -> Works:
-    """Start sending and receiving tensors, in order, by rank in the group; no empty ones.
-
-    Sends are posted first: with the receives first, an exchange of 0.4 to 1 MB between two gloo
-    ranks took 0.7 to 1.5 ms instead of 0.2 to 0.5 ms.
-
-    Args:
-        order: The group's; the messages belong to the collective that was entered last.
-        tag: That of an earlier exchange, to which they belong instead.
-    """
-    works: list[dist.Work] = []
-    if tag is None:
-        issued = order.issued
-        tag = LOWEST_TAG + hash((order.num_folded, len(issued), issued[-1])) % NUM_TAGS
-    try:
-        works += [group.send([tensor], rank, tag) for rank, tensor in sends if tensor.numel()]
-        works += [group.recv([tensor], rank, tag) for rank, tensor in receives if tensor.numel()]
-    except RuntimeError as error:
-        fail(error, group)
-    return Works(works, group, tag, order.timeout)
-
 
 _CHUNK_NUMEL = 1 << 16
 
@@ -409,7 +329,6 @@ class _AllToAllSum(SumAlgorithm):
 
 
 _MAX_ALL_TO_ALL_SIZE = 64
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def _choose_sum(

@@ -28,8 +28,9 @@ from composable_shard import (
     no_sync,
 )
 from composable_shard.comm import collectives
-from composable_shard.comm.algorithms import AllGather, ReduceScatter, Works, exchange
+from composable_shard.comm.algorithms import AllGather, ReduceScatter
 from composable_shard.comm.lockstep import order_of
+from composable_shard.comm.messages import Works, exchange
 from composable_shard.flat_param import full_values, gradients
 from composable_shard.flat_param import handle as handle_module
 from tests.helpers import Planned, assert_equal, distributed
