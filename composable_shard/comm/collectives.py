@@ -30,7 +30,7 @@ from composable_shard.comm.lockstep import (
     identify,
     order_of,
 )
-from composable_shard.comm.messages import ExchangedAllReduce, Works, exchange
+from composable_shard.comm.messages import MessageGroup, Works, exchange
 
 
 def _note(
@@ -53,14 +53,35 @@ def _note(
     return order
 
 
-def _by_messages(
-    group: dist.ProcessGroup, device: torch.device, order: GroupOrder, *, is_rare: bool = False
-) -> bool:
-    """Return whether messages carry what was noted; else the ranks have exchanged what it is."""
-    if is_exchange(group, device):
-        return True
-    exchange_identity(group, order, device, is_rare)
-    return False
+def _door(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    order: GroupOrder,
+    *,
+    is_rare: bool = False,
+    is_uneven: bool = False,
+    scratch: Tensor | None = None,
+) -> dist.ProcessGroup | MessageGroup:
+    """Return whose verbs issue what was noted; the backend's once the ranks have compared it.
+
+    Args:
+        group: Its ranks.
+        device: Of the tensors.
+        order: Of the group.
+        is_rare: A function of the user's asks for it, and not a step.
+        is_uneven: The ranks' parts differ in size, which a backend's verbs refuse.
+        scratch: See `MessageGroup`.
+    """
+    if not is_exchange(group, device):
+        exchange_identity(group, order, device, is_rare)
+        if not is_uneven:
+            return group
+    return MessageGroup(group, order, scratch)
+
+
+def _started(work: Waitable, group: dist.ProcessGroup) -> Waitable:
+    """Return what a verb has started, such that errors of a backend say what each rank does."""
+    return Works([work], group) if isinstance(work, dist.Work) else work
 
 
 def announce(
@@ -84,8 +105,7 @@ def all_gather(
 ) -> Waitable:
     """Start gathering every rank's shard into `output`, as `AllGather` does."""
     prepared = AllGather(output, shard, group, numels, name=what or function_called())
-    work = prepared.start(is_rare=not is_of_step)
-    return Works([work], group) if isinstance(work, dist.Work) else work
+    return _started(prepared.start(is_rare=not is_of_step), group)
 
 
 def gather(
@@ -104,17 +124,9 @@ def gather(
     """
     nbytes = shard.nbytes * group.size() if numels is None else payload(shard, numels)
     order = _note(group, "gather", nbytes, None)
-    by_messages = _by_messages(group, shard.device, order, is_rare=True)
-    shard = as_real(shard)
-    parts = [] if output is None else list(cut_in_parts(as_real(output), group, numels))
-    if numels is None and not by_messages:
-        shard = shard.view(-1)
-        work = group.gather([parts] if parts else [], [shard], dist.GatherOptions())
-        return Works([work], group)
-    if not parts:
-        return exchange([(0, shard)], [], group, order)
-    parts[0].copy_(shard.view(parts[0].shape))
-    return exchange([], enumerate(parts[1:], 1), group, order)
+    door = _door(group, shard.device, order, is_rare=True, is_uneven=numels is not None)
+    parts = [] if output is None else [list(cut_in_parts(as_real(output), group, numels))]
+    return _started(door.gather(parts, [as_real(shard).view(-1)], dist.GatherOptions()), group)
 
 
 def gather_pieces(
@@ -140,7 +152,7 @@ def gather_pieces(
     """
     kind = "gather" if to_first else "all_gather"
     order = _note(group, kind, nbytes, None)
-    _by_messages(group, device, order, is_rare=True)
+    _door(group, device, order, is_rare=True, is_uneven=True)
     own = group.rank()
     targets = [rank for rank in range(1 if to_first else group.size()) if rank != own]
     sends = [(rank, as_real(piece)) for rank in targets for piece in pieces]
@@ -168,17 +180,9 @@ def scatter(
     """
     nbytes = output.nbytes * group.size() if numels is None else payload(output, numels)
     order = _note(group, "scatter", nbytes, None)
-    by_messages = _by_messages(group, output.device, order, is_rare=True)
-    output = as_real(output)
-    parts = [] if input is None else list(cut_in_parts(as_real(input), group, numels))
-    if numels is None and not by_messages:
-        output = output.view(-1)
-        work = group.scatter([output], [parts] if parts else [], dist.ScatterOptions())
-        return Works([work], group)
-    if not parts:
-        return exchange([], [(0, output)], group, order)
-    output.copy_(parts[0].view(output.shape))
-    return exchange(enumerate(parts[1:], 1), [], group, order)
+    door = _door(group, output.device, order, is_rare=True, is_uneven=numels is not None)
+    parts = [] if input is None else [list(cut_in_parts(as_real(input), group, numels))]
+    return _started(door.scatter([as_real(output).view(-1)], parts, dist.ScatterOptions()), group)
 
 
 def all_to_all(
@@ -192,17 +196,10 @@ def all_to_all(
         what: What it is for, for messages; None to name the function that was called.
     """
     order = _note(group, "all_to_all", input.nbytes, what)
-    if not _by_messages(group, output.device, order):
-        # As bytes, which every backend carries.
-        received, sent = (tensor.view(-1).view(torch.uint8) for tensor in (output, input))
-        work = group.alltoall_base(received, sent, [], [], dist.AllToAllOptions())
-        return Works([work], group)
-    sends, receives = (
-        dict(enumerate(as_real(tensor).view(group.size(), -1).unbind()))
-        for tensor in (input, output)
-    )
-    receives.pop(group.rank()).copy_(sends.pop(group.rank()))
-    return exchange(sends.items(), receives.items(), group, order)
+    door = _door(group, output.device, order)
+    # As bytes, which every backend carries.
+    received, sent = (tensor.view(-1).view(torch.uint8) for tensor in (output, input))
+    return _started(door.alltoall_base(received, sent, [], [], dist.AllToAllOptions()), group)
 
 
 def scratch_parts(group: dist.ProcessGroup, device: torch.device) -> int:
@@ -227,13 +224,10 @@ def all_reduce(
         scratch: Memory of as many elements, for an `ExchangedAllReduce`.
     """
     order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what, digest_nbytes)
-    if is_exchange(group, tensor.device):
-        return ExchangedAllReduce(tensor, group, op, order, scratch)
-    if order.is_checked:
-        exchange_identity(group, order, tensor.device, is_rare=False)
+    door = _door(group, tensor.device, order, scratch=scratch)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
-    return Works([group.allreduce([as_real(tensor)], options)], group)
+    return _started(door.allreduce([as_real(tensor)], options), group)
 
 
 def broadcast(
@@ -241,16 +235,10 @@ def broadcast(
 ) -> Waitable:
     """Start sending `tensor` from the rank with this number *in the group* to all others."""
     order = _note(group, "broadcast", tensor.nbytes, what)
-    if _by_messages(group, tensor.device, order, is_rare=what is None):
-        real = as_real(tensor)
-        if group.rank() != group_rank:
-            return exchange([], [(group_rank, real)], group, order)
-        others = [rank for rank in range(group.size()) if rank != group_rank]
-        return exchange([(rank, real) for rank in others], [], group, order)
+    door = _door(group, tensor.device, order, is_rare=what is None)
     options = dist.BroadcastOptions()
-    options.rootRank = group_rank
-    options.rootTensor = 0
-    return Works([group.broadcast([as_real(tensor)], options)], group)
+    options.rootRank, options.rootTensor = group_rank, 0
+    return _started(door.broadcast([as_real(tensor)], options), group)
 
 
 def all_gather_uneven(

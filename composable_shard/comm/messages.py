@@ -13,7 +13,7 @@ starts it, so it runs beside what comes next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -173,3 +173,84 @@ class ExchangedAllReduce:
         self.advance()
         if self._parts is not None:
             self._works.wait()
+
+
+class MessageGroup:
+    """The verbs of a process group that the library calls, for any sizes of the ranks' parts.
+
+    Each returns what must be waited for, and sends messages that belong to the collective that was
+    entered last in the group's order.
+
+    Args:
+        group: Whose ranks exchange messages.
+        order: Of the group.
+        scratch: Memory for an all-reduce, as many elements as its tensor has.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, order: GroupOrder, scratch: Tensor | None = None
+    ) -> None:
+        self._group, self._order, self._scratch = group, order, scratch
+
+    def gather(
+        self,
+        outputs: Sequence[Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        options: dist.GatherOptions,
+    ) -> Works:
+        """Collect each rank's tensor on rank 0, which alone has outputs."""
+        if not outputs:
+            return self._exchange([(0, inputs[0])], [])
+        parts = outputs[0]
+        parts[0].copy_(inputs[0].view(parts[0].shape))
+        return self._exchange([], enumerate(parts[1:], 1))
+
+    def scatter(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Sequence[Tensor]],
+        options: dist.ScatterOptions,
+    ) -> Works:
+        """Give each rank its part of what rank 0 has, which alone has inputs."""
+        if not inputs:
+            return self._exchange([], [(0, outputs[0])])
+        parts = inputs[0]
+        outputs[0].copy_(parts[0].view(outputs[0].shape))
+        return self._exchange(enumerate(parts[1:], 1), [])
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        options: dist.AllToAllOptions,
+    ) -> Works:
+        """Give each rank its part of every rank's input; the parts are equal, no splits are."""
+        sends, receives = (
+            dict(enumerate(tensor.view(self._group.size(), -1).unbind()))
+            for tensor in (input, output)
+        )
+        rank = self._group.rank()
+        receives.pop(rank).copy_(sends.pop(rank))
+        return self._exchange(sends.items(), receives.items())
+
+    def allreduce(
+        self, tensors: Sequence[Tensor], options: dist.AllreduceOptions
+    ) -> ExchangedAllReduce:
+        """Reduce one tensor in place. [Note: All-reduces by messages]"""
+        op = options.reduceOp.op  # type: ignore[attr-defined] # missing in the stubs of torch
+        return ExchangedAllReduce(tensors[0], self._group, op, self._order, self._scratch)
+
+    def broadcast(self, tensors: Sequence[Tensor], options: dist.BroadcastOptions) -> Works:
+        """Send a tensor from the root to all other ranks."""
+        tensor, root = tensors[0], options.rootRank
+        if self._group.rank() != root:
+            return self._exchange([], [(root, tensor)])
+        others = [rank for rank in range(self._group.size()) if rank != root]
+        return self._exchange([(rank, tensor) for rank in others], [])
+
+    def _exchange(
+        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]
+    ) -> Works:
+        return exchange(sends, receives, self._group, self._order)
