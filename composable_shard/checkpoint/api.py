@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_shard.checkpoint.draft import ModelOwners, SaveArguments, check_same, list_items
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.objects import (
     OneOrMore,
@@ -49,14 +50,7 @@ from composable_shard.checkpoint.run_state import (
     describe_model,
     list_names,
 )
-from composable_shard.checkpoint.writer import (
-    ModelOwners,
-    SaveArguments,
-    check_same,
-    list_items,
-    plan_save,
-    write_checkpoint,
-)
+from composable_shard.checkpoint.writer import plan_save, write_checkpoint
 from composable_shard.comm import HostGroup, get_host_group
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (

@@ -12,39 +12,34 @@ lowest rank that holds it. Then
 The kernel unlocks if the process dies. Each file, and each directory in which a name changes, is on
 disk before the next step. An error on any rank is raised on all ranks; the temporary directory is
 removed then, and nothing else has changed.
-
-[Note: Owners]
-Ranks may own different parameters: pipeline stages, expert-parallel ranks. A checkpoint holds what
-any rank has. A name that several ranks have must stand for one tensor. It does where the ranks
-share the tensor: each names the process groups that it shares it with, and groups of one tensor
-join. Copies that no group joins (a tied weight of two stages, a parameter that no unit manages)
-must have equal values, of which samples are compared. Anything else would be lost without a word.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 import socket
 import stat
 import time
 import warnings
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial, reduce
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from composable_shard.checkpoint import files
+from composable_shard.checkpoint.draft import (
+    _LEVELS,
+    Draft,
+    Item,
+    SaveArguments,
+    check_copies,
+    make_draft,
+    share_pieces,
+)
 from composable_shard.checkpoint.file_format import (
     CHUNK_NBYTES,
     LATEST,
@@ -53,7 +48,6 @@ from composable_shard.checkpoint.file_format import (
     byte_view,
     checksums,
     data_file_name,
-    dtype_name,
     folder_name,
     make_header,
     parse_folder_name,
@@ -62,288 +56,10 @@ from composable_shard.checkpoint.file_format import (
 )
 from composable_shard.checkpoint.reader import list_checkpoints, read_history
 from composable_shard.comm import HostGroup
-from composable_shard.layout import Region, whole_box
-from composable_shard.state_dict import canonical, json_tree, mesh_groups, params_by_fqn
-from composable_shard.tensor import FlatShard, local_part, region_of
+from composable_shard.layout import whole_box
+from composable_shard.tensor import local_part
 
-Owners = tuple[str, ...]  # names of the process groups that share a tensor
-_Piece = tuple[str, tuple[Any, ...], int, int]  # tensor, box, start, end
-_SAMPLE_NUMEL = 1 << 16
-_MAX_NAMES = 8  # in a message
-# Levels of the tree at which ranks may own different names; a value below is one rank's whole.
-_LEVELS = {"model": 1, "optimizer": 4, "scheduler": 1, "scaler": 1, "extra": 0}
 _LEVELS |= {"scheduler_kinds": 1, "optimizer_kinds": 1}
-
-
-class ModelOwners:
-    """Which process groups share the tensors of a model. [Note: Owners]"""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._params = {
-            fqn: _name_groups(mesh_groups([param.handle]))
-            for fqn, param in params_by_fqn(model).items()
-        }
-        groups = dict.fromkeys(name for names in self._params.values() for name in names)
-        # Not the names of the groups: that two groups share a model joins none of its parameters.
-        self._model = tuple(f"model {name}" for name in groups) or ("any model",)
-        self._unmanaged = {canonical(n) for n, _ in model.named_parameters()} - self._params.keys()
-
-    def of(self, fqn: str, value: Any) -> Owners:
-        """Return the owners of a parameter or buffer, or of what belongs to it."""
-        if fqn in self._params:
-            return self._params[fqn]
-        if isinstance(value, DTensor):
-            return _name_groups(value.device_mesh.get_all_groups())
-        return () if fqn in self._unmanaged else self._model
-
-    def of_model(self, tree: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Owners]:
-        """Return the owners of an encoded model's tensors, by their names in a checkpoint."""
-        named = ((fqn, json_tree.tensor_name(value)) for fqn, value in tree.items())
-        return {name: self.of(fqn, tensors[name]) for fqn, name in named if name is not None}
-
-    def of_optimizer(self, tree: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Owners]:
-        """Return the owners of an encoded optimizer's tensors, those of options included."""
-        found = dict.fromkeys(tensors, self._model)
-        for fqn, state in tree["state"].items():
-            for name in filter(None, map(json_tree.tensor_name, state.values())):
-                found[name] = self.of(fqn, tensors[name])
-        return found
-
-
-def _name_groups(groups: Iterable[dist.ProcessGroup]) -> Owners:
-    """Return a name for each group that all of its ranks, and no other group, have."""
-    ranks = [",".join(map(str, dist.get_process_group_ranks(group))) for group in groups]
-    return tuple(hashlib.sha256(each.encode()).hexdigest()[:16] for each in ranks if "," in each)
-
-
-@dataclass
-class Item:
-    """A region of a tensor that this rank writes."""
-
-    name: str
-    region: Region
-    shape: torch.Size
-    values: Tensor  # the tensor itself
-    owners: Owners | None  # None: rank 0's, or the lowest rank's, is saved
-
-    @property
-    def line(self) -> list[Any]:
-        """Its description for rank 0."""
-        region, is_shard = self.region, isinstance(self.values, FlatShard | DTensor)
-        place = [region.box, region.order, region.start, region.end]
-        what = [self.name, list(self.shape), dtype_name(self.values.dtype)]
-        return [*what, *place, is_shard, self.owners]
-
-    @property
-    def sample(self) -> list[Any]:
-        """Its place, and a checksum of some of its values."""
-        part = local_part(self.values)
-        some = part[:: max(1, part.numel() // _SAMPLE_NUMEL)].cpu().contiguous()
-        return [self.region.box, self.region.start, self.region.end, zlib.crc32(byte_view(some))]
-
-
-@dataclass(frozen=True)
-class SaveArguments:
-    """Arguments of `save_checkpoint` that all ranks must agree on, beside the step."""
-
-    path: str
-    keep_last: int | None
-    async_op: bool
-
-
-def list_items(tensors: dict[str, Tensor], owners: Mapping[str, Owners]) -> list[Item]:
-    """Return this rank's region of each tensor."""
-    return [
-        Item(name, region_of(tensor), tensor.shape, tensor, owners.get(name))
-        for name, tensor in tensors.items()
-    ]
-
-
-@dataclass
-class Draft:
-    """A checkpoint as all ranks describe it; on rank 0."""
-
-    tree: dict[str, Any]  # all values, encoded
-    tensors: dict[str, dict[str, Any]]  # by name, without their pieces
-    world_size: int  # number of ranks
-    # Ranks with each piece, and the numbers of their lines
-    holders: dict[_Piece, list[tuple[int, int]]] = field(default_factory=dict)
-    # Ranks with a tensor by name, those that share it together; only of tensors that not all of
-    # their ranks share.
-    copies: dict[str, list[list[int]]] = field(default_factory=dict)
-
-
-def make_draft(ranks: list[Any]) -> Draft:
-    """Join what all ranks have described."""
-    check_same(ranks, "step", *SaveArguments.__dataclass_fields__)
-    draft = Draft(merge_trees([rank["tree"] for rank in ranks]), {}, len(ranks))
-    parts = _Parts()
-    for number, rank in enumerate(ranks):
-        for index, line in enumerate(rank["lines"]):
-            name, shape, dtype, box, order, start, end, is_shard, owners = line
-            entry = {"shape": shape, "dtype": dtype}
-            if order != sorted(order):
-                entry["order"] = order
-            if draft.tensors.setdefault(name, entry) != entry:
-                raise ValueError(
-                    f"rank {number} has '{name}' as {entry}, another rank as "
-                    f"{draft.tensors[name]}: all ranks must save the same model, optimizer and "
-                    "extra values"
-                )
-            if end > start:
-                known = draft.holders.setdefault((name, tuple(map(tuple, box)), start, end), [])
-                if is_shard or not known:
-                    known.append((number, index))
-            if owners is not None:
-                parts.add(name, number, owners)
-    draft.copies = parts.find_copies()
-    return draft
-
-
-def check_same(ranks: list[dict[str, Any]], *names: str) -> None:
-    """Check that all ranks passed the same values of arguments."""
-    for name in names:
-        values = [rank[name] for rank in ranks]
-        if any(value != values[0] for value in values):
-            raise ValueError(f"the ranks passed different values of {name}: {values}")
-
-
-class _Parts:
-    """Joins process groups that share a tensor. [Note: Owners]"""
-
-    def __init__(self) -> None:
-        self._joined: dict[str, str] = {}  # a group to another one that it is joined to
-        self._ranks: dict[str, dict[str, list[int]]] = {}  # by name and group
-
-    def add(self, name: str, rank: int, owners: list[str]) -> None:
-        """Note that a rank has a tensor, and shares it with groups."""
-        groups = owners or [f"rank {rank}"]
-        for group in groups[1:]:
-            first, other = self._find(groups[0]), self._find(group)
-            if other != first:
-                self._joined[other] = first
-        self._ranks.setdefault(name, {}).setdefault(groups[0], []).append(rank)
-
-    def _find(self, group: str) -> str:
-        while (other := self._joined.get(group, group)) != group:
-            group = other
-        return group
-
-    def find_copies(self) -> dict[str, list[list[int]]]:
-        """Return the ranks with a tensor, those that share it together, where not all do."""
-        copies = {}
-        for name, by_group in self._ranks.items():
-            joined: dict[str, list[int]] = {}
-            for group, ranks in by_group.items():
-                joined.setdefault(self._find(group), []).extend(ranks)
-            if len(joined) > 1:
-                copies[name] = list(joined.values())
-        return copies
-
-
-def check_copies(draft: Draft, samples: list[dict[str, Any]]) -> None:
-    """Check that tensors of one name are equal where ranks do not share them. [Note: Owners]"""
-    different = []
-    for name, copies in draft.copies.items():
-        found = [sorted({json.dumps(samples[rank][name]) for rank in ranks}) for ranks in copies]
-        odd = next((ranks for ranks, one in zip(copies, found, strict=True) if one != found[0]), [])
-        if odd:
-            label = name.removeprefix("model/")
-            different.append(f"'{label}' of ranks {sorted(copies[0])} and of ranks {sorted(odd)}")
-    if different:
-        more = f" and {len(different) - _MAX_NAMES} more" if len(different) > _MAX_NAMES else ""
-        raise ValueError(
-            f"different tensors have one name: {', '.join(different[:_MAX_NAMES])}{more}. No unit "
-            "shares them between these ranks, and their values differ, so one of each would be "
-            "lost. Keep the whole model's names in pipeline stages, and number experts over all "
-            "ranks. nn.ModuleDict({name: module}) around what a rank owns gives its names a prefix."
-        )
-
-
-def merge_trees(trees: list[Any]) -> dict[str, Any]:
-    """Return the values of all ranks; of those that several have, the lowest rank's.
-
-    Parameter groups are joined, because ranks may own different parameters.
-    """
-    merged: dict[str, Any] = {
-        kind: reduce(partial(json_tree.merge, depth=depth), [tree[kind] for tree in trees])
-        for kind, depth in _LEVELS.items()
-    }
-    for name, state in merged["optimizer"].items():
-        found: list[dict[str, Any]] = []
-        for rank, optimizers in enumerate(tree["optimizer"] for tree in trees):
-            if name in optimizers and (groups := optimizers[name]["param_groups"]) != found:
-                _check_numbers(found, groups, rank)
-                _join_groups(found, groups)
-        merged["optimizer"][name] = {**state, "param_groups": found}
-    return merged
-
-
-def _check_numbers(found: list[dict[str, Any]], groups: list[dict[str, Any]], rank: int) -> None:
-    """Check that a rank steps with the numbers of those before it what they step too."""
-    homes = {fqn: group for group in found for fqn in group["params"]}
-    for group in groups:
-        for fqn in group["params"]:
-            home = homes.get(fqn, group)
-            for key, value in group.items() if home is not group else ():
-                other = home.get(key)
-                if value != other and (_has_float(value) or _has_float(other)):
-                    raise ValueError(
-                        f"rank {rank} steps '{fqn}' with {key}={value}, another rank with {other}: "
-                        "all ranks must give their optimizers and schedulers the same numbers"
-                    )
-
-
-def _has_float(value: Any) -> bool:
-    """Return whether an encoded option is a number with a fraction, or holds some."""
-    if isinstance(value, dict | list):
-        return any(map(_has_float, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, float)
-
-
-def _join_groups(found: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Add the parameters of one rank's groups to groups with the same options, or new ones."""
-    known = {fqn for group in found for fqn in group["params"]}
-    for number, group in enumerate(groups):
-        added = [fqn for fqn in group["params"] if fqn not in known]
-        same = [i for i, each in enumerate(found) if each == {**group, "params": each["params"]}]
-        if number >= len(found) or (added and not same):
-            found.append({**group, "params": added})
-        elif added:
-            home = found[number if number in same else same[0]]
-            home["params"] = [*home["params"], *added]
-
-
-def share_pieces(draft: Draft) -> list[list[int]]:
-    """Choose one rank for each piece, the largest first: the holder with the least to write.
-
-    Return for each rank the numbers of its lines to write.
-    """
-    holders, tensors = draft.holders, draft.tensors
-    numels = dict.fromkeys(tensors, 0)
-    for name, _, start, end in holders:
-        numels[name] += end - start
-    for name, numel in numels.items():
-        expected = torch.Size(tensors[name]["shape"]).numel()
-        if numel != expected:
-            raise ValueError(
-                f"expected the ranks to hold the {expected} elements of '{name}' once, found "
-                f"{numel}: all ranks of its mesh, and all of the default process group, must save"
-            )
-    chosen: list[list[int]] = [[] for _ in range(draft.world_size)]
-    loads = [0] * draft.world_size
-
-    def nbytes(piece: _Piece) -> int:
-        name, _, start, end = piece
-        dtype: torch.dtype = getattr(torch, tensors[name]["dtype"])
-        return int((end - start) * dtype.itemsize)
-
-    # Those without a choice first.
-    for piece in sorted(holders, key=lambda piece: (len(holders[piece]) > 1, -nbytes(piece))):
-        rank, index = min(holders[piece], key=lambda holder: (loads[holder[0]], holder))
-        loads[rank] += nbytes(piece)
-        chosen[rank].append(index)
-    return [sorted(indices) for indices in chosen]
 
 
 LOCK_TIMEOUT_S = 300.0

@@ -4,9 +4,10 @@ Read `api`, `rules` and `costs` first.
 """
 
 from composable_shard.planning.api import shard_model
-from composable_shard.planning.description import DescribedUnit, Description, ShardingPlan, describe
+from composable_shard.planning.description import DescribedUnit, Description, describe
 from composable_shard.planning.estimation import Estimate, estimate, tabulate
 from composable_shard.planning.rules import by_class, by_size, transformer_blocks
+from composable_shard.planning.sharding_plan import ShardingPlan
 
 __all__ = [
     "DescribedUnit",

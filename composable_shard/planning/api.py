@@ -17,9 +17,10 @@ from composable_shard.construct import Plan, find_shard_group, form_unit, plan_u
 from composable_shard.layout import balance
 from composable_shard.options import OptionsDict, UnitOptions
 from composable_shard.planning.costs import RankCounts, unit_cost
-from composable_shard.planning.description import PlannedUnit, ShardingPlan, listed
+from composable_shard.planning.description import listed
 from composable_shard.planning.fake_run import StepMemory, find_peaks, moments_of
 from composable_shard.planning.rules import Rule, Rules, Scope, parse_rules
+from composable_shard.planning.sharding_plan import PlannedUnit, ShardingPlan
 from composable_shard.runtime import ModuleTree, has_forward, is_sharded
 
 _MAX_NAMES = 10  # in a message

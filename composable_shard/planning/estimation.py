@@ -11,9 +11,9 @@ from typing_extensions import Unpack
 
 from composable_shard.options import OptionsDict, ShardingStrategy
 from composable_shard.planning.api import plan_model, step_memory
-from composable_shard.planning.description import ShardingPlan, format_nbytes, format_table
 from composable_shard.planning.fake_run import find_peaks, moments_of, run_fake_step
 from composable_shard.planning.rules import Rules, by_class, transformer_blocks
+from composable_shard.planning.sharding_plan import ShardingPlan, format_nbytes, format_table
 
 # States of the size of a parameter.
 _NUM_STATES = {

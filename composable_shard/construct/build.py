@@ -1,0 +1,285 @@
+"""Builds what a plan says: groups of parameters, their layouts, handles and the state of a unit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_shard.comm import ShardGroup, compare_lines
+from composable_shard.construct.plan import (
+    FLAT_PARAM_NAME,
+    Original,
+    Plan,
+    states_to_sync,
+)
+from composable_shard.flat_param import (
+    FlatParamHandle,
+    FlatSlot,
+    ParamEntry,
+    Precision,
+    dense_stride,
+    make_flat_entry,
+    plan_layout,
+    show_flat,
+)
+from composable_shard.layout import FlatLayout, cut_buckets
+from composable_shard.options import (
+    UnitOptions,
+)
+from composable_shard.runtime import (
+    Buckets,
+    BufferBroadcast,
+    ShardState,
+    cast_buffers,
+    place_buffers,
+    watch_meta_buffers,
+)
+from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec
+
+Group = tuple[Precision, list[Original]]
+_MIB = 1 << 20
+_MAX_IMBALANCE = 1.25  # the largest shard of a unit and the mean
+
+
+def group_params(plan: Plan, *, shard_size: int, is_alone: bool) -> list[Group]:
+    """Return the original parameters of each handle that the unit will have, and its dtypes.
+
+    Args:
+        is_alone: No other rank has gradients: nothing is reduced, so there are no buckets.
+    """
+    groups, cap_mb = _by_kind(plan), plan.options.bucket_cap_mb
+    if cap_mb is None or is_alone:
+        return _sort_by_owner(groups)
+    cap_nbytes = int(cap_mb * _MIB)
+    buckets = [
+        (precision, [members[index] for index in bucket])
+        for precision, members in groups
+        for bucket in _cut(precision, members, cap_nbytes, shard_size)
+    ]
+    # [Note: Buckets] The order of reductions, across kinds.
+    position = {id(original): index for index, original in enumerate(plan.originals)}
+    in_order = sorted(buckets, key=lambda bucket: -position[id(bucket[1][-1])])
+    return _sort_by_owner(in_order)
+
+
+def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) -> FlatLayout:
+    """Lay out the parameters of one handle as their granularities ask for.
+
+    Warns where blocks are so large that a rank gets much more than the mean.
+    """
+    sized = [original.sized for original in members]
+    if members[0].is_owned:
+        owners = [original.owner for original in members]
+        return plan_layout(sized, shard_size, precision, owners=owners)
+    if precision.extension is not None:  # [Note: Extended gathers]
+        return FlatLayout.plan([sized[0].numel()], shard_size, members[0].block_numel)
+    blocks = [original.block_numel for original in members]
+    layout = plan_layout(sized, shard_size, precision, blocks=blocks)
+    if layout.blocks:
+        _warn_of_imbalance(members, layout)
+    return layout
+
+
+def _warn_of_imbalance(members: Sequence[Original], layout: FlatLayout) -> None:
+    """Warn where the largest shard is well above the mean, and the difference counts."""
+    mean = layout.span / layout.world_size
+    nbytes = (layout.shard_numel - mean) * (members[0].nbytes / max(1, members[0].sized.numel()))
+    if layout.shard_numel <= _MAX_IMBALANCE * mean or nbytes < _MIB:
+        return
+    # As many as explain it: a cut is off by half of a block.
+    coarse = [each for each in members if each.block_numel > (_MAX_IMBALANCE - 1) * mean]
+    names = ", ".join(f"'{each.fqn}' ({each.block_numel})" for each in coarse)
+    warnings.warn(
+        f"one of {layout.world_size} ranks holds {layout.shard_numel / mean:.2f} times the mean of "
+        f"a unit's shards, {mean:.0f} elements, because these parameters are cut in blocks of as "
+        f"many elements: {names}. Pass a finer granularity for them, make the unit larger, or use "
+        'granularity="param", which balances over all units.',
+        stacklevel=2,
+    )
+
+
+def _by_kind(plan: Plan) -> list[Group]:
+    groups: dict[object, Group] = {}
+    known: dict[object, Group] = {}  # by what the kind follows from, which is quicker to compare
+    for original in plan.originals:
+        param, own = original.param, original.tensor_parallel
+        given = (param.dtype, param.requires_grad, original.is_kept, original.is_owned)
+        facts = (*given, own, original.extension)
+        group = known.get(facts)
+        if group is None:
+            group = known[facts] = groups.setdefault(*_new_group(original, plan.options))
+        group[1].append(original)
+    return list(groups.values())
+
+
+def _new_group(original: Original, options: UnitOptions) -> tuple[object, Group]:
+    """Return what a handle's parameters have in common, and an empty group of them."""
+    param, tensor_parallel = original.param, original.tensor_parallel
+    mesh = None if tensor_parallel is None else tensor_parallel[0]
+    placements = None if options.use_orig_params or mesh is None else tensor_parallel
+    precision = Precision.of(options.mp_policy, param.dtype, is_kept=original.is_kept)
+    if original.extension is not None:
+        precision = replace(precision, extension=original.extension)
+    main_dtype = precision.main_dtype or param.dtype
+    is_owned = original.is_owned
+    kind = (main_dtype, precision, param.requires_grad, mesh, placements, is_owned)
+    return kind, (precision, [])
+
+
+def _sort_by_owner(groups: list[Group]) -> list[Group]:
+    """Bring parameters that are owned whole into the order that `FlatLayout` wants."""
+    for _, members in groups:
+        if members[0].is_owned:
+            members.sort(key=lambda original: original.owner)
+    return groups
+
+
+def _cut(
+    precision: Precision, members: list[Original], cap_nbytes: int, shard_size: int
+) -> list[range]:
+    dense = [original.dense for original in members]
+    if not members[0].param.requires_grad:
+        return [range(len(members))]  # nothing to reduce
+    reduce_dtype = precision.reduces_in(precision.main_dtype or dense[0].dtype)
+    alignment = plan_layout(dense, shard_size, precision).alignment
+    numels = [tensor.numel() for tensor in dense]
+    # Parameters that are owned whole need no padding.
+    blocks = () if members[0].is_owned else [original.block_numel for original in members]
+    cap_numel = cap_nbytes // reduce_dtype.itemsize
+    return cut_buckets(numels, cap_numel, shard_size, alignment, blocks=blocks)
+
+
+def sync_states(plan: Plan, shard_group: ShardGroup) -> None:
+    """Give every rank the parameters and buffers of the mesh's first: a broadcast for each.
+
+    One all-gather of 32 bytes for each process group compares before what will be sent.
+    """
+    lines = [
+        f"'{original.fqn}' shape {tuple(original.param.shape)} {original.param.dtype} is broadcast"
+        for original in plan.originals
+    ]
+    lines += [
+        f"a buffer of shape {tuple(tensor.shape)} {tensor.dtype} is broadcast"
+        for tensor in states_to_sync(plan)[len(lines) :]
+    ]
+    compare_lines(shard_group.ranks, lines)
+    for tensor in states_to_sync(plan):
+        shard_group.ranks.copy_from_first(tensor)
+
+
+def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
+    """Carry out the plan: build handles, and put FlatShards into the original parameters.
+
+    All memory is allocated before the first parameter is changed.
+    """
+    options = plan.options
+    is_alone = shard_group.num_ranks == 1
+    groups = group_params(plan, shard_size=shard_group.size, is_alone=is_alone)
+    built = [
+        (members, _build_handle(members, shard_group, precision, options))
+        for precision, members in groups
+    ]
+    for number, (_, handle) in enumerate(built):
+        suffix = f"_{number}" if number else ""
+        handle.shown.set_flat_slot(FlatSlot(plan.modules[0], f"{FLAT_PARAM_NAME}{suffix}"))
+        if not options.use_orig_params:
+            make_flat_entry(handle)
+    for members, handle in built:
+        for original, entry in zip(members, handle.entries, strict=True):
+            entry.add_slots(original.slots)
+            original.strip()
+            _replace_parameter(original.param, entry)
+        if not options.use_orig_params:
+            show_flat(handle)
+    for item in plan.borrowed:
+        item.entry.add_slots(item.slots)
+        item.handle.shown.index_slots()
+        item.handle.shown.show_again()
+    buffer_dtype = options.mp_policy.buffer_dtype
+    if buffer_dtype is not None:
+        cast_buffers(plan.unmanaged_modules, plan.kept_modules, buffer_dtype)
+    for module in plan.unmanaged_modules:
+        watch_meta_buffers(module)
+        place_buffers(module, shard_group.device)
+        _keep_rnn_parameters(module, shard_group.device)
+    has_buckets = options.bucket_cap_mb is not None and not is_alone
+    buffers = None
+    if options.broadcast_buffers:
+        buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)
+    state = ShardState(
+        options,
+        plan.modules,
+        [handle for _, handle in built],
+        list(dict.fromkeys(item.handle for item in plan.borrowed)),
+        buckets=Buckets() if has_buckets else None,
+        buffers=buffers,
+    )
+    state.leave_out(plan.ignored)
+    return state
+
+
+def _keep_rnn_parameters(module: nn.Module, device: torch.device) -> None:
+    if isinstance(module, nn.RNNBase) and device.type != "cpu":
+        # cuDNN's flattening would move our views into a buffer of its own.
+        module.flatten_parameters = _keep_parameters  # type: ignore[method-assign]
+
+
+def _keep_parameters() -> None:
+    """Stand in for `flatten_parameters` of an RNN whose weights live in a flat parameter."""
+
+
+def _build_handle(
+    members: list[Original],
+    shard_group: ShardGroup,
+    precision: Precision,
+    options: UnitOptions,
+) -> FlatParamHandle:
+    dense = [original.dense for original in members]
+    layout = lay_out(members, shard_group.size, precision)
+    shapes: dict[Any, Any] = {}  # parameters of one shape share what says so
+    strides: dict[Any, Any] = {}
+    specs = [
+        ShardSpec(
+            shape=shapes.setdefault(size := original.param.shape, size),
+            dense_shape=shapes.setdefault(size := tensor.shape, size),
+            dense_stride=strides.setdefault(stride := dense_stride(tensor), stride),
+            layout=layout,
+            index=index,
+            rank=shard_group.rank,
+            group_name=shard_group.name,
+            tensor_parallel=original.tensor_parallel,
+            label=ParamLabel(original.fqn),
+        )
+        for index, (original, tensor) in enumerate(zip(members, dense, strict=True))
+    ]
+    handle = FlatParamHandle(
+        dense,
+        shard_group,
+        layout,
+        specs,
+        [original.granularity for original in members],
+        requires_grad=members[0].param.requires_grad,
+        strategy=options.strategy,
+        precision=precision,
+        offload=options.offload_policy,
+    )
+    handle.grads.reduction.check_finite(options.check_for_nan_in_grad)
+    # Where each rank holds everything, the first rank's values are taken.
+    is_compared = options.check_initial_values and not options.sync_module_states
+    if is_compared and handle.is_sharded and not handle.local_shard.is_meta:
+        handle.initial.note(dense, [spec.label for spec in specs])
+    return handle
+
+
+def _replace_parameter(param: nn.Parameter, entry: ParamEntry) -> None:
+    """Turn the original Parameter object into the FlatShard; attributes and `.grad` carry over."""
+    grad = param.grad
+    param.grad = None
+    entry.replace(param)
+    if grad is not None and not entry.spec.is_owned_by_other_rank:
+        param.grad = FlatShard.from_full(grad.to(param.device, param.dtype), entry.spec)

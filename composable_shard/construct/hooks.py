@@ -1,0 +1,133 @@
+"""Hooks of a unit's module: forward and backward, casts, state dicts, and how it prints."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from composable_shard.runtime import (
+    Boundary,
+    ShardState,
+    TrainingState,
+    attach_unit,
+    cast_arguments,
+    cast_output,
+    post_forward,
+    pre_forward,
+    read_state,
+)
+from composable_shard.state_dict import (
+    adopt_new_data,
+    check_torch_call,
+    load_values,
+    show_shards,
+    show_whole_values,
+)
+from composable_shard.torch_private import never_compile, set_state_dict_guard
+
+
+def _cast_arguments(
+    state: ShardState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    dtype = state.options.mp_policy.param_dtype
+    if dtype is None:
+        # main_dtype alone: the unit computes in the dtypes that it had before.
+        dtypes = {
+            handle.precision.computes_in(handle.local_shard.dtype)
+            for handle in state.needed
+            if handle.full.is_cast
+        }
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+    if state.training_state is TrainingState.UNSHARDED_PARAMS:
+        # unshard_params shows the main parameters.
+        dtype = next((h.local_shard.dtype for h in state.needed if h.full.is_cast), dtype)
+    return None if dtype is None else cast_arguments(args, kwargs, dtype)
+
+
+def _cast_output(state: ShardState, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return cast_output(output, state.options.mp_policy.output_dtype)  # type: ignore[arg-type] # not None
+
+
+# No hook becomes part of a compiled graph, and what it calls is not compiled either.
+for _hook in (
+    pre_forward,
+    post_forward,
+    _cast_arguments,
+    _cast_output,
+    Boundary.before,
+    Boundary.after,
+):
+    never_compile(_hook)
+
+
+def register_hooks(module: nn.Module, state: ShardState) -> None:
+    """Make calls of `module` gather and free the unit, and cast."""
+    policy = state.options.mp_policy
+    is_kept = policy.changes_compute and isinstance(module, policy.keep_fp32_classes)
+    if policy.cast_forward_inputs and policy.changes_compute and not is_kept:
+        # Before the hook that gathers, so that it runs after it, and a unit whose arguments can't
+        # be cast is known to be in its forward.
+        hook = partial(_cast_arguments, state)
+        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    if policy.output_dtype is not None:
+        module.register_forward_hook(partial(_cast_output, state))
+    module.register_forward_pre_hook(partial(pre_forward, state), prepend=True)
+    # always_call: the hook runs when the forward, or another hook, has raised.
+    module.register_forward_hook(partial(post_forward, state), always_call=True)
+    module.__dict__["extra_repr"] = _UnitPrinter(module, vars(module).get("extra_repr"))
+
+
+class _UnitPrinter:
+    """Stands in for a module's `extra_repr`: what it returns, and a line on the unit."""
+
+    def __init__(self, module: nn.Module, own: Callable[[], str] | None) -> None:
+        self._module, self._own = weakref.ref(module), own  # it holds this object
+
+    def __call__(self) -> str:
+        module: Any = self._module()
+        if module is None:
+            return ""  # of a shallow copy
+        own = type(module).extra_repr(module) if self._own is None else self._own()
+        return f"{own}\n{_unit_line(read_state(module))}".lstrip()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._module(), self._own)
+
+
+def _unit_line(state: Any) -> str:
+    # Without its name: ModuleList prints neighbours with the same text once.
+    num_params = sum(len(handle.entries) for handle in state.handles)
+    numel = sum(handle.layout.unpadded_numel for handle in state.handles)
+    line = f"unit: {state.options.strategy.name}, {num_params} parameter{'s' * (num_params != 1)}"
+    for group in [handle.shard_group for handle in state.handles][:1]:
+        num_copies = group.num_ranks // group.size
+        line += f", {numel:,} elements" + f" over {group.size} ranks" * (group.size > 1)
+        line += f" in {num_copies} copies" * (num_copies > 1)
+    return line
+
+
+def register_state_dict_hooks(
+    roots: list[nn.Module], modules: list[nn.Module], state: ShardState
+) -> None:
+    """Make the state dicts of a unit's modules right, [Note: State dicts]."""
+    show, load = partial(show_shards, state), partial(load_values, state)
+    for module in modules:
+        attach_unit(module, state)
+        module.register_state_dict_post_hook(show)
+        module.register_load_state_dict_pre_hook(load)
+    for module in roots:
+        module.register_state_dict_pre_hook(partial(adopt_new_data, state))
+        module.register_state_dict_post_hook(show_whole_values)
+        set_state_dict_guard(module, partial(check_torch_call, state))
+
+
+def register_boundaries(modules: list[nn.Module]) -> None:
+    """Make calls of `modules` compute in the dtype of their main parameters."""
+    for module in modules:
+        boundary = Boundary()
+        module.register_forward_pre_hook(boundary.before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(boundary.after)

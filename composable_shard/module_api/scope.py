@@ -1,0 +1,359 @@
+"""One scope in which modules show full parameters: gather, show, write back, restore."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from composable_shard.comm import DONE, Ranks, ShardGroup, Waitable
+from composable_shard.flat_param import (
+    FlatParamHandle,
+    ScopeParams,
+    check_requires_grad,
+    gradient_shard,
+    has_gradients,
+    keep_requires_grad,
+    set_gradients,
+)
+from composable_shard.runtime import (
+    ShardState,
+    check_is_idle,
+    lazy_init_params,
+    tensor_groups,
+)
+
+
+@dataclass(frozen=True)
+class ScopeOptions:
+    """The flags of `unshard_params`."""
+
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+    @property
+    def shared(self) -> str:
+        """The flags that all ranks must agree on, as text."""
+        return (
+            f"writeback={self.writeback}, rank0_only={self.rank0_only}, "
+            f"with_grads={self.with_grads}"
+        )
+
+
+def _compare_flags(states: list[ShardState], options: ScopeOptions) -> None:
+    """Check that all ranks open the scope with the same flags; others mean other collectives."""
+    groups = [handle.shard_group for state in states for handle in state.needed]
+    for ranks in {group.joint_groups: group.ranks for group in groups}.values():
+        flags: dict[str, list[int]] = {}
+        for rank, text in enumerate(ranks.all_messages(options.shared)):
+            flags.setdefault(text, []).append(rank)
+        if len(flags) > 1:
+            detail = "; ".join(f"ranks {same}: {text}" for text, same in flags.items())
+            raise RuntimeError(
+                f"expected the same flags of unshard_params on all ranks, got {detail}"
+            )
+
+
+class Scope:
+    """One `unshard_params` block."""
+
+    def __init__(self, module: nn.Module, states: list[ShardState], options: ScopeOptions) -> None:
+        lazy_init_params(module)
+        self.options = options
+        self.states = states
+        # What it shows, in order, each with its unit; the unit that borrows a parameter shows the
+        # whole handle that owns it.
+        self.handles = list(dict.fromkeys(h for state in states for h in state.needed))
+        self.contexts = list(dict.fromkeys(s.context for s in states if s.context is not None))
+        # What the modules show, for each handle; empty on ranks that show shards
+        self.full: dict[FlatParamHandle, ScopeParams] = {}
+        self.has_gradient: dict[FlatParamHandle, list[bool]] = {}
+
+    # Open
+
+    def open(self) -> None:
+        """Gather and show; if anything fails, everything is as before."""
+        for context in self.contexts:
+            check_is_idle(context, "unshard_params can't be opened")
+        for state in self.states:
+            if state.is_in_scope:
+                raise RuntimeError(
+                    f"unit '{state.name}' is shown by an unshard_params scope already. Read "
+                    "and edit its parameters in that scope, or close it first."
+                )
+        for handle in self.handles:
+            handle.shown.check_registered()
+        _compare_flags(self.states, self.options)
+        if self.options.offload_to_cpu and not self.options.rank0_only:
+            self._warn_of_host_memory()
+        with torch.inference_mode(False), torch.no_grad():
+            if self.options.with_grads:
+                self._compare_gradients()
+            try:
+                self._gather()
+                self._show()
+            except BaseException:
+                self._restore()
+                raise
+
+    def _warn_of_host_memory(self) -> None:
+        sizes = [handle.shard_group.num_ranks for handle in self.handles]
+        if max(sizes, default=1) == 1:
+            return
+        if not any([context.warns_of_host_memory() for context in self.contexts]):
+            return
+        nbytes = sum(h.layout.padded_numel * h.local_shard.itemsize for h in self.handles)
+        warnings.warn(
+            f"offload_to_cpu without rank0_only: each of {max(sizes)} ranks holds all "
+            f"{nbytes / 1e6:.1f} MB in host memory. Pass rank0_only=True if one copy is enough.",
+            stacklevel=5,
+        )
+
+    def _compare_gradients(self) -> None:
+        """Check that the ranks have gradients of the same parameters."""
+        problem: RuntimeError | None = None
+        for handle in self.handles:
+            try:
+                self.has_gradient[handle] = has_gradients(handle)
+            except RuntimeError as error:
+                problem = error
+                self.has_gradient[handle] = [True] * len(handle.entries)
+        for group, handles in _by_group(self.handles):
+            flags = [flag for handle in handles for flag in self.has_gradient[handle]]
+            entries = [entry for handle in handles for entry in handle.entries]
+            # A rank that can't tell says both, so that the others raise too. What another rank
+            # holds whole has no gradient here in any case.
+            lacks = [
+                problem is not None or not (flag or entry.spec.is_owned_by_other_rank)
+                for flag, entry in zip(flags, entries, strict=True)
+            ]
+            both = group.ranks.any_of(flags + lacks)
+            told = iter(both)
+            for handle in handles:
+                self.has_gradient[handle] = [bool(next(told)) for _ in handle.entries]
+            labels = [entry.label for entry in entries]
+            odd = [str(label) for i, label in enumerate(labels) if both[i] and both[i + len(flags)]]
+            if odd and problem is None:
+                raise RuntimeError(
+                    f"the parameters {odd} have a gradient on some ranks and none on others. Set "
+                    "or clear .grad alike on all ranks, for example with zero_grad()."
+                )
+        if problem is not None:
+            raise problem
+
+    def _gather(self) -> None:
+        if self.options.offload_to_cpu:
+            # Unit by unit: the device holds no more than one full flat parameter beyond the rest.
+            for handle in self.handles:
+                self._finish(handle, *self._start(handle))
+                self._gather_gradients(handle)
+            return
+        started = [(handle, *self._start(handle)) for handle in self.handles]
+        for handle, output, work in started:
+            self._finish(handle, output, work)
+        for handle in self.handles:
+            self._gather_gradients(handle)
+
+    def _start(self, handle: FlatParamHandle) -> tuple[Tensor | None, Waitable]:
+        output = self._new_buffer(handle)
+        if handle.is_sharded and handle.full.is_current and not handle.full.is_cast:
+            handle.full.wait()
+            if output is not None:
+                output.copy_(handle.full.buffer)
+            return output, DONE
+        to_first = self.options.rank0_only
+        return output, handle.shard.gather_into(output, handle.local_shard, to_first=to_first)
+
+    def _finish(self, handle: FlatParamHandle, output: Tensor | None, work: Waitable) -> None:
+        work.wait()
+        if output is not None:
+            self.full[handle] = ScopeParams(handle.entries, handle.layout, self._to_host(output))
+
+    def _gather_gradients(self, handle: FlatParamHandle) -> None:
+        if not any(self.has_gradient.get(handle, ())):
+            return
+        output = self._new_buffer(handle)
+        shard = gradient_shard(handle)
+        handle.shard.gather_into(output, shard, to_first=self.options.rank0_only).wait()
+        if output is not None:
+            self.full[handle].show_gradients(self._to_host(output), self.has_gradient[handle])
+
+    def _new_buffer(self, handle: FlatParamHandle) -> Tensor | None:
+        """Return a buffer for full values on the device, None on a rank that gets none."""
+        is_shown = not self.options.rank0_only or handle.shard_group.is_first
+        return handle.shard.new_full() if is_shown else None
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        if not self.options.offload_to_cpu:
+            return values
+        # A copy also where the device is the CPU: scopes behave alike on all devices.
+        return torch.empty_like(values, device="cpu").copy_(values)
+
+    def _show(self) -> None:
+        for state in self.states:
+            state.enter_scope({h: self.full[h] for h in state.needed if h in self.full})
+        for handle in self.handles:
+            full = self.full.get(handle)
+            handle.shown.enter_scope(None if full is None else full.params)
+
+    # Close
+
+    def close(self, error: BaseException | None) -> None:
+        """Write back if the body succeeded on all ranks; in any case show what was shown before."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                problem = error or self._find_problem()
+                if self.options.writeback:
+                    dropped = self._agree(problem)
+                    if problem is None:
+                        self._write_back(dropped)
+                elif problem is None:
+                    self._warn_of_edits(_DISCARDED)
+                if isinstance(error, GeneratorExit):
+                    self._warn_of_edits(_CLOSED)
+                if problem is not None and problem is not error:
+                    raise problem
+        finally:
+            problem = None  # its traceback has this frame: a cycle that would keep the values
+            self._restore()
+        if self.options.writeback and error is None:
+            self._refresh_held()
+
+    def _refresh_held(self) -> None:
+        """Gather anew what `unshard` holds: modules show it again."""
+        held = [handle for handle in self.handles if handle.full.num_claims > 0]
+        try:
+            for handle in held:
+                if not handle.full.is_locked:
+                    # Made before the scope, and written back with its own.
+                    handle.full.params.forget_edits(handle.shown.flat)
+                handle.unshard(self.contexts[0].streams)
+                handle.full.wait()
+        except BaseException:
+            # What could not be gathered has no memory, and must not be shown.
+            for handle in held:
+                handle.shown.show_sharded()
+            raise
+
+    def _find_problem(self) -> Exception | None:
+        try:
+            for handle in self.handles:
+                handle.shown.check_scope()
+                check_requires_grad(handle)
+            for full in self.full.values() if self.options.writeback else ():
+                full.collect()
+        except Exception as problem:  # of any kind: the other ranks wait to be told
+            return problem
+        return None
+
+    def _agree(self, problem: BaseException | None) -> dict[FlatParamHandle, list[bool]]:
+        """Tell the other ranks whether the body failed here, and learn whether it did there.
+
+        Return which gradients were set to None on any rank, of each handle that shows gradients.
+        """
+        dropped = {handle: self._dropped_gradients(handle) for handle in self.has_gradient}
+        failed: list[int] = []
+        for group, handles in _by_group(self.handles):
+            with_grads = [handle for handle in handles if handle in self.has_gradient]
+            ranks = range(group.num_ranks)
+            # What an earlier group told is passed on: not all of its ranks are in this one.
+            knows = problem is not None or bool(failed)
+            flags = [knows and rank == group.position for rank in ranks]
+            for handle in with_grads:
+                flags += self._dropped_gradients(handle)
+            received = iter(group.ranks.any_of(flags, problem))
+            told = [rank for rank in ranks if next(received)]
+            failed = failed or told
+            dropped |= {h: [bool(next(received)) for _ in h.entries] for h in with_grads}
+        where = f"ranks {failed} of its group" if failed else ""
+        for mesh_group in tensor_groups(self.handles):
+            # They hold other parts of the same parameters, in shard groups of their own.
+            flags = [problem is not None or bool(where)]
+            device = self.handles[0].shard_group.device
+            if Ranks([mesh_group], device).any_of(flags, problem)[0]:
+                where = where or "another rank of the tensor-parallel mesh"
+        if where and problem is None:
+            raise RuntimeError(
+                f"the body of unshard_params failed on {where}, so nothing was written back on any "
+                "rank. Its own error tells why."
+            )
+        return dropped
+
+    def _dropped_gradients(self, handle: FlatParamHandle) -> list[bool]:
+        full = self.full.get(handle)
+        return [False] * len(handle.entries) if full is None else full.dropped_gradients()
+
+    def _write_back(self, dropped: dict[FlatParamHandle, list[bool]]) -> None:
+        for handle in self.handles:
+            full = self.full.get(handle)
+            # Before: a scatter that fails may have written.
+            handle.guard.count_write()
+            values = None if full is None else self._to_send(full.buffer, handle)
+            handle.shard.write_slice(handle.local_shard, values, from_first=self.options.rank0_only)
+            del values
+            if any(self.has_gradient.get(handle, ())):
+                self._write_gradients(handle, dropped[handle])
+        self._warn_of_new_gradients()
+
+    def _write_gradients(self, handle: FlatParamHandle, dropped: list[bool]) -> None:
+        full = self.full.get(handle)
+        grads = None if full is None else full.grad_buffer
+        grads = None if grads is None else self._to_send(grads, handle)
+        shard = gradient_shard(handle)
+        handle.shard.write_slice(shard, grads, from_first=self.options.rank0_only)
+        set_gradients(handle, shard, dropped)
+
+    def _to_send(self, values: Tensor, handle: FlatParamHandle) -> Tensor:
+        # Only a scatter needs all of them where the shards are; else a slice is copied.
+        return values.to(handle.shard.device) if self.options.rank0_only else values
+
+    def _warn_of_edits(self, why: str) -> None:
+        names = [name for full in self.full.values() for name in full.edited()]
+        if names:
+            warnings.warn(f"the edits of {names} {why}", stacklevel=5)
+
+    def _warn_of_new_gradients(self) -> None:
+        names = [name for full in self.full.values() for name in full.new_gradients()]
+        if names:
+            warnings.warn(
+                f"the gradients that were set for {names} inside unshard_params are discarded: "
+                "gradients are written back only where there was one, and with with_grads=True. "
+                "Run a backward outside the scope.",
+                stacklevel=6,
+            )
+
+    def _restore(self) -> None:
+        with ExitStack() as stack:  # the rest too, whatever fails
+            stack.callback(self.full.clear)
+            for full in self.full.values():
+                stack.callback(full.expire)
+            for state in self.states:
+                stack.callback(state.leave_scope)
+            for handle in self.handles:
+                stack.callback(handle.shown.leave_scope)
+                stack.callback(keep_requires_grad, handle)
+
+
+_DISCARDED = (
+    "inside unshard_params(writeback=False) are discarded. Pass writeback=True to keep them."
+)
+_CLOSED = (
+    "inside unshard_params are discarded: the generator that opened it was closed before the "
+    "block had ended."
+)
+
+
+def _by_group(handles: list[FlatParamHandle]) -> list[tuple[ShardGroup, list[FlatParamHandle]]]:
+    """Return the handles by the ranks that have them, in the order in which they appear."""
+    groups: dict[object, tuple[ShardGroup, list[FlatParamHandle]]] = {}
+    for handle in handles:
+        group = handle.shard_group
+        if group.joint_groups:
+            key = tuple(joint.group_name for joint in group.joint_groups)
+            groups.setdefault(key, (group, []))[1].append(handle)
+    return list(groups.values())
