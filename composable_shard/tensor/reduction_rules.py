@@ -5,8 +5,7 @@ a tensor-parallel mesh that a parameter is sharded on, the parts are reduced too
 replicated it counts once. Half-precision values accumulate in float32 and are rounded once.
 
 Random fills compute the dense tensor, in its own memory layout and with the given generator, and
-keep this rank's slice, so that the values are those of the unsharded tensor for any world size. Or
-they compute the slice alone, [Note: Numbers of a fill].
+keep this rank's slice, so that the values are those of the unsharded tensor for any world size.
 
 [Note: Scope of a reduction]
 A reduction to one value is over all ranks whatever the granularity, or it raises. Of a parameter
@@ -23,7 +22,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -41,7 +39,6 @@ from composable_shard.tensor.operands import (
     unsupported,
     write_to_plain,
 )
-from composable_shard.tensor.random_parts import can_draw_parts, draw_part
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import STEP_CODE, OpOverload, schema_of, tree_map_only
 
@@ -405,28 +402,16 @@ def _keep_slice(shard: FlatShard, flat: Tensor) -> None:
     shard._local.copy_(flat[start:end])
 
 
-def _fill(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], group: int = 0
-) -> FlatShard:
-    """Run an in-place random fill; of one that draws parts, `group` elements are made at a time."""
+def _fill(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    """Run an in-place random fill on memory for the whole tensor."""
     shard = args[0]
     if not isinstance(shard, FlatShard) or any(isinstance(arg, Tensor) for arg in args[1:]):
         raise unsupported(func, args)
     note_write(shard)
-    spec, local = shard._shard_spec, shard._local
-    if local.is_meta:
-        return shard
-    dense = torch.empty_strided(spec.dense_shape, spec.dense_stride, device="meta")
-    is_plain = group > 0 and spec.tensor_parallel is None and dense.is_contiguous()
-    if is_plain and can_draw_parts(group, local, spec.numel):
-        bounds, generator = spec.local_range, kwargs.get("generator")
-        draw_part(
-            lambda x: func(x, *args[1:], **kwargs), group, local, bounds, spec.numel, generator
-        )
-        return shard
-    flat = _empty_flat(shard)
-    func(spec.unflatten(flat), *args[1:], **kwargs)
-    _keep_slice(shard, flat)
+    if not shard._local.is_meta:
+        flat = _empty_flat(shard)
+        func(shard._shard_spec.unflatten(flat), *args[1:], **kwargs)
+        _keep_slice(shard, flat)
     return shard
 
 
@@ -459,8 +444,8 @@ def _eye(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fla
 
 
 RULES |= {
-    aten.normal_.default: partial(_fill, group=16),
-    aten.uniform_.default: partial(_fill, group=1),
+    aten.normal_.default: _fill,
+    aten.uniform_.default: _fill,
     aten.bernoulli_.float: _fill,
     aten.exponential_.default: _fill,
     aten.random_.default: _fill,

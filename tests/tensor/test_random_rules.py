@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard.comm.trace import count_collectives
-from composable_shard.tensor import FlatShard, mersenne_twister, random_parts
 from tests.helpers import assert_equal, distributed
 from tests.tensor.test_flat_shard import (
     DTYPES,
@@ -174,93 +170,3 @@ def test_random_fill_of_every_dtype_equals_the_unsharded_one() -> None:
                 for param in model.parameters():
                     param.normal_()
         assert_parameters_equal(sharded, plain)
-
-
-SHORT_JUMP = 35 * 624  # numbers: the fewest that can be jumped over
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-class _Allocations(TorchDispatchMode):
-    """Notes the elements of the largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, FlatShard) for each in types):
-            return NotImplemented  # the rules run, and what they make is seen
-        result = func(*args, **(kwargs or {}))
-        if "empty" in str(func) and not result.is_meta:
-            self.largest = max(self.largest, result.numel())
-        return result
-
-
-@distributed(2, 3)
-@pytest.mark.parametrize("jumps", [False, True])
-@pytest.mark.parametrize("name", ["normal_", "uniform_"])
-def test_large_fill_draws_the_own_part_alone(
-    name: str, jumps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The values of other ranks are passed over, without memory for the whole tensor."""
-    monkeypatch.setattr(mersenne_twister, "FEWEST_NUMBERS", SHORT_JUMP if jumps else 1 << 20)
-    for dtype in FLOATS:
-        whole, sharded = (torch.zeros(640, 512, dtype=dtype) for _ in range(2))
-        sharded = shard(sharded)
-        after = []
-        for tensor in (whole, sharded):
-            generator = torch.Generator().manual_seed(3)
-            with _Allocations() as made:
-                getattr(tensor, name)(1, 2, generator=generator)
-            after.append(torch.rand((), generator=generator))
-        assert made.largest < whole.numel() // 4
-        assert_equal(full(sharded), whole)
-        assert after[0] == after[1]
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("name", "group"), [("normal_", 16), ("uniform_", 1)])
-def test_part_of_a_fill_equals_that_of_the_whole(name: str, group: int, dtype: torch.dtype) -> None:
-    """Any part, of sizes that are whole groups and that are not."""
-    generator = torch.Generator()
-
-    def fill(tensor: Tensor) -> None:
-        getattr(tensor, name)(1, 2, generator=generator)
-
-    for numel in (4096, 4111, 4112):
-        if not random_parts.can_draw_parts(group, torch.empty(1, dtype=dtype), numel):
-            assert dtype.itemsize == 2, "of 16 bits the last group is drawn otherwise"
-            continue
-        generator.manual_seed(3)
-        whole = torch.empty(numel, dtype=dtype)
-        fill(whole)
-        after = torch.rand((), generator=generator)
-        ends = (numel - distance for distance in (33, 32, 31, 17, 16, 15, 1, 0))
-        places = [0, 1, 16, 17, *ends]
-        for start, end in itertools.combinations_with_replacement(places, 2):
-            generator.manual_seed(3)
-            part = torch.empty(end - start, dtype=dtype)
-            random_parts.draw_part(fill, group, part, (start, end), numel, generator)
-            assert_equal(part, whole[start:end])
-            assert torch.rand((), generator=generator) == after
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("is_known", [True, False])
-@pytest.mark.parametrize("drawn", [0, 1, 311, 623, 624, 625])
-def test_numbers_jumped_over_leave_the_state_of_numbers_drawn(
-    drawn: int, is_known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From any place in the state; where torch keeps it in another form, all numbers are drawn."""
-    if not is_known:
-        monkeypatch.setattr(mersenne_twister, "_untempered", torch.zeros_like)
-    for count in (SHORT_JUMP, SHORT_JUMP + 1, 100_001):
-        one, other = (torch.Generator().manual_seed(3) for _ in range(2))
-        for generator in (one, other):
-            torch.empty(drawn).uniform_(generator=generator)
-        torch.empty(count).uniform_(generator=one)
-        jumped = mersenne_twister._jump(count, other)
-        assert count - jumped <= 2 * 624 if is_known else jumped <= 34 * 624
-        mersenne_twister.pass_over(count - jumped, other)
-        assert_equal(other.get_state(), one.get_state())
