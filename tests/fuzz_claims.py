@@ -31,6 +31,8 @@ from composable_shard import (
     ShardingStrategy,
     fully_shard,
     no_sync,
+    register_flat_param,
+    register_orig_params,
     reshard,
     set_is_last_backward,
     set_requires_all_reduce,
@@ -510,8 +512,13 @@ class _Trainee:
     def change(self, form: str | None, *, has_names: bool) -> None:
         """Change values or flags at rest."""
         if form == "load":
+            is_flat = self.is_sharded and not has_names
+            if is_flat:
+                register_orig_params(self.model)
             state = self.model.state_dict()
             self.model.load_state_dict({name: value * 1.25 for name, value in state.items()})
+            if is_flat:
+                register_flat_param(self.model)
         elif form == "dtype":
             self.model.to(torch.float32).to(torch.float64)
         is_partial = has_names and form in ("freeze", "unfreeze", "mul", "data")

@@ -194,8 +194,7 @@ class StagedModel:
         for handle in [handle for handle in tensors.handles if handle.local_shard.is_meta]:
             own = [each for each in tensors.sharded if each.handle is handle]
             given = {each.index: local_part(self._take(each.names)) for each in own}
-            is_one_by_one = not handle.shown.shows_flat and len(given) == len(handle.entries)
-            materialize(handle, given if is_one_by_one else None)
+            materialize(handle, given if len(given) == len(handle.entries) else None)
             handle.guard.note_write(own[0].names[0])
             for index, part in given.items():  # those that `materialize` did not take
                 handle.entries[index].slice_of(handle.local_shard).copy_(part)

@@ -279,6 +279,7 @@ KEYWORDS: Mapping[str, Mapping[str, str]] = {
     },
     "StateDictOptions": {
         "dsd_fqn_modifiers": "Rename the keys of the dict that is returned.",
+        "flatten_optimizer_state_dict": "Nested dicts fit torch.distributed.checkpoint too.",
     },
     "clip_grad_norm_": {
         "foreach": "Leave it out.",

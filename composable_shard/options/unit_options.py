@@ -248,8 +248,6 @@ class StateDictOptions(_Options):
             others pass an empty one. Each rank is sent its own part, one unit at a time.
         strict: Raise for names that are missing or unexpected; False ignores them.
         keep_submodule_prefixes: With `submodules`: names begin at the model, not at the submodule.
-        flatten_optimizer_state_dict: Return optimizer state in torch's flat form, one key for each
-            value and for each option of each parameter. Loading takes both forms.
         ignore_frozen_params: Leave parameters without `requires_grad` out of a model's state dict.
         init_optimizer_state: For reading: give an optimizer that has not stepped its state, as
             torch's function always does, so that `torch.distributed.checkpoint.load` has something
@@ -263,7 +261,6 @@ class StateDictOptions(_Options):
     broadcast_from_rank0: bool = False
     strict: bool = True
     keep_submodule_prefixes: bool = True
-    flatten_optimizer_state_dict: bool = False
     ignore_frozen_params: bool = False
     init_optimizer_state: bool = False
     dtype: torch.dtype | None = None
@@ -280,9 +277,10 @@ class StateDictOptions(_Options):
         """
         kind = type(given)
         if (kind.__module__, kind.__name__) == (_TORCH_STATE_DICT, cls.__name__):
-            modifiers = given.dsd_fqn_modifiers
-            if modifiers != "_fqn_modifiers":
+            if given.dsd_fqn_modifiers != "_fqn_modifiers":
                 raise ValueError(unexpected(cls.__name__, "dsd_fqn_modifiers", ()))
+            if given.flatten_optimizer_state_dict:
+                raise ValueError(unexpected(cls.__name__, "flatten_optimizer_state_dict", ()))
             names = cls.__dataclass_fields__.keys() & kind.__dataclass_fields__.keys()
             same = {name: getattr(given, name) for name in names}
             return cls(**same, rank0_only=given.cpu_offload, init_optimizer_state=True)

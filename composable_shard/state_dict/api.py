@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -28,7 +27,6 @@ from composable_shard.state_dict.model_state import (
     agree_on_values,
     find_problems,
     make_whole,
-    runs_own_code,
     write_shard,
 )
 from composable_shard.state_dict.model_tensors import (
@@ -43,9 +41,13 @@ from composable_shard.state_dict.model_tensors import (
     params_by_fqn,
 )
 from composable_shard.state_dict.optimizer_state import prepare_load, read_optimizers
-from composable_shard.state_dict.torch_calls import flatten
 from composable_shard.tensor import FlatShard
-from composable_shard.torch_private import IncompatibleKeys, buffers_of, parameters_of
+from composable_shard.torch_private import (
+    IncompatibleKeys,
+    buffers_of,
+    parameters_of,
+    version_of,
+)
 
 _Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -192,8 +194,9 @@ def set_model_state_dict(
 
     Raises:
         RuntimeError: On all ranks, if values are missing, unexpected or wrongly shaped on any rank,
-            naming them, or if code of the model (`_load_from_state_dict`, `set_extra_state`, hooks)
-            raises; the model is unchanged then. Inside forward or backward.
+            naming them; the model is unchanged then. Or if code of the model
+            (`_load_from_state_dict`, `set_extra_state`, hooks) raises, naming what was loaded
+            before. Inside forward or backward.
         NotImplementedError: With `broadcast_from_rank0`, if the meshes of the units begin with
             different ranks.
     """
@@ -204,7 +207,7 @@ def set_model_state_dict(
     given = check_values(model, model_state_dict, is_strict=options.strict)
     if isinstance(given, dict):
         make_whole(model, given)
-    with _undone_on_error(model, given):
+    with _telling_what_was_loaded(model):
         return cast(IncompatibleKeys, model.load_state_dict(given, strict=options.strict))
 
 
@@ -234,46 +237,35 @@ def check_values(
 
 
 @contextmanager
-def _undone_on_error(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Give a model its old values on all ranks if its own code raises in a load on any rank.
+def _telling_what_was_loaded(model: nn.Module) -> Iterator[None]:
+    """Raise on all ranks if a model's own code raises in a load on any, and say what was loaded.
 
-    Parameters, buffers and extra state are copied before, if it has such code. One all-gather of 31
-    bytes for each process group.
+    Everything has been checked before, so that only such code can raise. One all-gather of 31 bytes
+    for each process group.
     """
-    ranks, extra = ModelRanks(model), []
-    is_copied = runs_own_code(model)
-    if any(map(is_extra_state, names)):
-        is_copied = True
-        modules = [m for m in model.modules() if type(m).get_extra_state is not _NO_EXTRA]
-        extra = [(each, copy.deepcopy(each.get_extra_state())) for each in modules]
-    handles = [h for h in ranks.handles if not (h.shown.is_in_scope or h.local_shard.is_meta)]
-    shards = [(handle, handle.local_shard.clone()) for handle in handles if is_copied]
-    others = []
-    for _, module, name in iter_slots(model) if is_copied else ():
-        slots = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
-        if isinstance(value := slots[name], Tensor) and not value.is_meta:
-            old = None if isinstance(value, FlatShard) else value.detach().clone()
-            others.append((slots, name, value, old))
-    try:
-        with ranks.agreed():
+    ranks = ModelRanks(model)
+    before = _count_writes(model)
+    with ranks.agreed():
+        try:
             yield
-    except Exception:
-        with torch.inference_mode(False), torch.no_grad():
-            for handle, shard in shards:
-                write_shard(handle, ())
-                handle.guard.note_write(handle.name)
-                handle.local_shard.copy_(shard)
-            for slots, name, value, old in others:
-                slots[name] = value
-                if old is not None:
-                    value.copy_(old)
-        for module, state in extra:
-            with suppress(Exception):
-                module.set_extra_state(state)
-        raise
+        except Exception as error:
+            count = _count_writes(model)
+            loaded = [name for name in before if count.get(name) != before[name]]
+            raise RuntimeError(
+                f"code of {type(model).__name__} raised while a state dict was loaded: "
+                f"{type(error).__name__}: {error}. New values are in the units and tensors "
+                f"{loaded}, old ones in the rest. Load again before anything else."
+            ) from error
 
 
-_NO_EXTRA = nn.Module.get_extra_state
+def _count_writes(model: nn.Module) -> dict[str, object]:
+    """Return a mark of each unit and each other tensor, by name, that a write changes."""
+    marks: dict[str, object] = {h.name: h.guard.num_writes for h in handles_of(model)}
+    for name, module, key in iter_slots(model):
+        value = (parameters_of(module) | buffers_of(module))[key]
+        if value is not None and not isinstance(value, FlatShard):
+            marks[name] = id(value), -1 if value.is_inference() else version_of(value)
+    return marks
 
 
 # From the first rank
@@ -312,7 +304,7 @@ def _broadcast_model(
     mine = [names, missing, extra, encoded, empty] if ranks.is_first else None
     told = next(message for message in ranks.all_messages(mine) if message is not None)
     names, missing, extra, encoded, empty = told
-    with _undone_on_error(model, names), torch.inference_mode(False), torch.no_grad():
+    with _telling_what_was_loaded(model), torch.inference_mode(False), torch.no_grad():
         _scatter_params(ranks, model, state_dict, set(names))
         tensors = {
             key: _broadcast(ranks, _empty(shape, dtype), inside.get(key))
@@ -419,8 +411,8 @@ def get_optimizer_state_dict(
                 init_state(optimizer)
         found = read_optimizers(model, _as_list(optimizers), options)
     if found and submodules:
-        found = _only_in(model, found, submodules, options)
-    return flatten(found) if found and options.flatten_optimizer_state_dict else found
+        return _only_in(model, found, submodules, options)
+    return found
 
 
 def _only_in(

@@ -1,9 +1,9 @@
 """The hooks behind a model's own `state_dict()` and `load_state_dict()`.
 
 [Note: State dicts]
-At rest a state dict holds a FlatShard for every managed parameter, under its own name and at its
-own position, also where modules show a flat parameter or gathered values. Inside `unshard_params`
-it holds the scope's values. The values share memory with the parameters.
+At rest a state dict holds a FlatShard for every managed parameter, also where modules show gathered
+values. Inside `unshard_params` it holds the scope's values. The values share memory with the
+parameters. A unit that shows a flat parameter has no state dict: an error says so on every rank.
 
 A load is checked as a whole, on all ranks, before the first value is written. Then the hook of the
 outermost unit writes every managed parameter and replaces the given values by the registered
@@ -13,7 +13,6 @@ parameters, so that torch's own load after it, assignments included, changes not
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -28,7 +27,6 @@ from composable_shard.state_dict.model_tensors import (
     by_handle,
     find_params,
     is_extra_state,
-    iter_slots,
     mesh_groups,
     unwrapped,
 )
@@ -44,7 +42,6 @@ from composable_shard.torch_private import (
     load_post_hooks_of,
     load_pre_hooks_of,
     locals_of_caller,
-    parameters_of,
 )
 
 
@@ -81,14 +78,7 @@ def find_problems(
         unwrapped(key): value.shape if isinstance(value, Tensor) else None
         for key, value in module.state_dict(prefix=prefix).items()
     }
-    # torch's own functions add the model's parameters, flat ones too, to the given values.
-    handles = {param.handle for param in params.values()}
-    flats = {id(handle.shown.flat.sharded) for handle in handles if handle.shown.flat is not None}
-    given = {
-        name: state_dict[key]
-        for name, key in keys_by_name(state_dict, prefix).items()
-        if id(state_dict[key]) not in flats
-    }
+    given = {name: state_dict[key] for name, key in keys_by_name(state_dict, prefix).items()}
     translated = tuple(
         unwrapped(f"{prefix}{path}." if path else prefix)
         for path, child in module.named_modules(remove_duplicate=False)
@@ -194,58 +184,37 @@ def adopt_new_data(state: ShardState, *_: Any) -> None:
                 handle.adopt_changes()
 
 
+def check_shows_originals(state: ShardState) -> None:
+    """Check that a unit shows original parameters, whose names state dicts have."""
+    flat = [h.name for h in state.needed if h.shown.shows_flat and h.shown.state is not Shown.SCOPE]
+    if flat:
+        raise RuntimeError(
+            f"units {flat} show flat parameters (use_orig_params=False), and state dicts hold "
+            "original parameters. Call register_orig_params(model) first, and build optimizers "
+            "whose state is to be saved after it; register_flat_param(model) undoes it."
+        )
+
+
 def show_shards(
     state: ShardState, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """Replace flat parameters and gathered values in a state dict by FlatShards of the originals.
+    """Replace gathered values in a state dict by FlatShards of the originals.
 
     A state-dict hook of each module of a unit, which runs when everything in it has been saved.
     """
-    if not any(
-        h.shown.shows_flat or h.shown.is_unsharded or h.shown.is_in_scope for h in state.needed
-    ):
+    check_shows_originals(state)
+    if not any(handle.shown.is_unsharded for handle in state.needed):
         return
+    keys = keys_by_name(state_dict, prefix)
     with torch.no_grad():
-        entries = [h.shown.flat for h in state.needed if h.shown.flat is not None]
-        flats = {id(flat.sharded) for flat in entries}
-        flats |= {id(flat.unsharded) for flat in entries if flat.unsharded is not None}
-        for name, child, key in iter_slots(module):
-            if id(parameters_of(child).get(key)) in flats:
-                state_dict.pop(prefix + name, None)
         for name, param in find_params(module, state).items():
-            value = _value_of(param)
-            if value is not None:
-                state_dict[prefix + unwrapped(name)] = value
-    _restore_order(module, state_dict, prefix)
-
-
-def _value_of(param: ManagedParam) -> Tensor | None:
-    handle, entry = param.handle, param.entry
-    if handle.shown.scope is not None:
-        is_hidden = handle.shown.state is Shown.SCOPE_FLAT
-        return handle.shown.scope.params[param.index].detach() if is_hidden else None
-    if not (handle.shown.shows_flat or handle.shown.is_unsharded):
-        return None
-    handle.adopt_changes()
-    # Not detach(): a hidden parameter's class would come along.
-    kind = FlatShard if entry.spec.tensor_parallel is None else FlatShardOfDTensor
-    return kind(entry.sharded._local, entry.spec, guard=handle.guard)
-
-
-def _restore_order(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Put the module's part of a state dict in the order of names."""
-    names = [name for name, _, _ in iter_slots(module)]
-    expected = {prefix + unwrapped(name): i for i, name in enumerate(names)}
-    # They are the last keys of the dict.
-    mine = list(takewhile(lambda key: key.startswith(prefix), reversed(state_dict)))[::-1]
-    places: dict[str, tuple[int, int]] = {}
-    last = -1
-    for number, key in enumerate(mine):
-        # Extra state has no position of its own and follows the key before it.
-        last = expected.get(key, last)
-        places[key] = (last, number)
-    for key in sorted(mine, key=places.__getitem__):
-        state_dict[key] = state_dict.pop(key)
+            if param.handle.shown.is_unsharded and not param.handle.shown.is_in_scope:
+                param.handle.adopt_changes()
+                entry = param.entry
+                # Not detach(): a hidden parameter's class would come along.
+                kind = FlatShard if entry.spec.tensor_parallel is None else FlatShardOfDTensor
+                shard = kind(entry.sharded._local, entry.spec, guard=param.handle.guard)
+                state_dict[keys[unwrapped(prefix + name)]] = shard
 
 
 # Load
@@ -266,7 +235,6 @@ def load_values(  # noqa: PLR0913 -- torch's hook
     A load-state-dict hook of each module of a unit, which runs before anything in it is loaded.
     """
     if _is_done(state, module, prefix, missing_keys):
-        _add_flat_params(state, module, state_dict, prefix)
         return
     params = find_params(module, state)
     handles = list(dict.fromkeys(param.handle for param in params.values()))
@@ -287,33 +255,9 @@ def load_values(  # noqa: PLR0913 -- torch's hook
     agree_on_values(module, params, state_dict, prefix, problems)
     make_whole(module, state_dict, prefix)
     _write_values(given, state_dict)
-    by_name = keys_by_name(state_dict, prefix)
-    missing_keys += [
-        name
-        for name, param in ((unwrapped(prefix + n), p) for n, p in params.items())
-        if param.handle.shown.shows_flat and name not in by_name
-    ]
     for key, param in given.items():
-        if param.handle.shown.shows_flat:
-            del state_dict[key]
-        elif has_fitting_shape(state_dict[key], param.entry.spec):
+        if has_fitting_shape(state_dict[key], param.entry.spec):
             state_dict[key] = param.entry.sharded
-    _add_flat_params(state, module, state_dict, prefix)
-
-
-def _add_flat_params(
-    state: ShardState, module: nn.Module, state_dict: dict[str, Any], prefix: str
-) -> None:
-    """Add the flat parameters that `module` itself shows, which torch would miss.
-
-    Not those of a whole tree: a checkpoint wrapper would take them for its module's.
-    """
-    flats = {
-        id(handle.shown.flat.sharded) for handle in state.needed if handle.shown.flat is not None
-    }
-    for name, param in parameters_of(module).items():
-        if id(param) in flats:
-            state_dict[prefix + name] = param
 
 
 def _is_done(state: ShardState, module: nn.Module, prefix: str, missing_keys: list[str]) -> bool:

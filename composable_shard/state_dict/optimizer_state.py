@@ -29,12 +29,12 @@ from composable_shard.state_dict.full_values import (
     to_bytes,
 )
 from composable_shard.state_dict.model_tensors import (
+    ManagedParam,
     ModelRanks,
     by_handle,
     canonical,
     params_by_fqn,
 )
-from composable_shard.state_dict.torch_calls import is_flat, unflatten
 from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
@@ -55,16 +55,8 @@ class Member:
     """One parameter of an optimizer."""
 
     param: Tensor  # the object that the optimizer holds
-    fqns: tuple[str, ...]  # its name; for a flat parameter the names of all its originals
-    handle: FlatParamHandle | None = None  # its owner, None for a plain parameter
-    indices: tuple[int, ...] = ()  # of the originals in the handle
-    is_flat: bool = False  # whether it is a flat parameter
-
-    @property
-    def specs(self) -> dict[str, ShardSpec]:
-        """The specs of the originals by name; none of a plain parameter."""
-        entries = () if self.handle is None else [self.handle.entries[i] for i in self.indices]
-        return {fqn: entry.spec for fqn, entry in zip(self.fqns, entries, strict=False)}
+    fqn: str
+    managed: ManagedParam | None = None  # None for a plain parameter
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ class Group:
     optimizer: Optimizer
     options: dict[str, Any]  # everything but its parameters
     members: list[Member]
-    fqns: list[str]  # names of the originals, in the model's order
+    fqns: list[str]  # names of its parameters, in the model's order
 
 
 def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Group]:
@@ -93,7 +85,7 @@ def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[G
                     "was built for, and build it from model.parameters()."
                 )
             found = [members[id(param)] for param in group["params"]]
-            fqns = [fqn for member in found for fqn in member.fqns]
+            fqns = [member.fqn for member in found]
             # The optimizer's own order may differ between ranks: `set(params)` has one by address.
             fqns.sort(key=lambda fqn: (order.get(fqn, len(order)), fqn))
             groups.append(Group(optimizer, options, found, fqns))
@@ -101,133 +93,42 @@ def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[G
 
 
 def _members(model: nn.Module) -> dict[int, Member]:
-    found = {id(p): Member(p, (canonical(name),)) for name, p in model.named_parameters()}
-    named = by_handle((param, param.names[0]) for param in params_by_fqn(model).values())
-    for handle, names in named.items():
-        for index in sorted(names):
-            sharded = handle.entries[index].sharded
-            found[id(sharded)] = Member(sharded, (names[index],), handle, (index,))
-        if handle.shown.flat is not None:
-            indices, fqns = zip(*sorted(names.items()), strict=True)
-            flat = handle.shown.flat.sharded
-            found[id(flat)] = Member(flat, fqns, handle, indices, is_flat=True)
+    found = {id(p): Member(p, canonical(name)) for name, p in model.named_parameters()}
+    for managed in params_by_fqn(model).values():
+        sharded = managed.entry.sharded
+        found[id(sharded)] = Member(sharded, managed.names[0], managed)
     return found
 
 
-def split_state(member: Member, state: Mapping[str, Any] | None) -> States:
-    """Return the state of one parameter by name; a flat parameter's is cut into its originals'.
+def state_of(member: Member, optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state of one parameter.
 
     Empty for a parameter that another rank owns whole: no step updates Adagrad's state here.
     """
-    if not state or is_owned_by_other_rank(member.param):
+    state = optimizer.state.get(member.param, {})
+    if is_owned_by_other_rank(member.param):
         return {}
-    found: States = {fqn: {} for fqn in member.fqns}
     for name, value in state.items():
         if not isinstance(value, Tensor | int | float | str | None):
             raise NotImplementedError(
-                f"the optimizer state '{name}' of '{member.fqns[0]}' is a {type(value).__name__}, "
+                f"the optimizer state '{name}' of '{member.fqn}' is a {type(value).__name__}, "
                 "which belongs to several parameters, like the history of LBFGS. Only tensors and "
                 "numbers can be saved by parameter name."
             )
-        for fqn, index in zip(member.fqns, member.indices or (0,), strict=True):
-            found[fqn][name] = _cut_flat(member, name, value, index) if member.is_flat else value
-    return found
-
-
-def _cut_flat(member: Member, name: str, value: Any, index: int) -> Any:
-    handle = member.handle
-    assert handle is not None
-    assert handle.shown.flat is not None
-    is_shard = isinstance(value, FlatShard) and value._shard_spec == handle.shown.flat.spec
-    if is_shard and is_traceable_wrapper_subclass(value._local):
-        raise NotImplementedError(
-            f"the optimizer state '{name}' of '{handle.shown.flat.label}' is a "
-            f"{type(value._local).__name__}, which wraps other tensors and can't be cut into that "
-            "of its parameters. Call register_orig_params(module) before building the optimizer."
-        )
-    if is_shard:
-        entry, rank = handle.entries[index], handle.shard_group.rank
-        start, end = handle.layout.world_range(index, rank)
-        base = handle.shown.flat.spec.local_range[0]
-        low = min(max(start - base, 0), value._local.numel())
-        return FlatShard(value._local[low : low + end - start], entry.spec)
-    if isinstance(value, Tensor):
-        if value.numel() > 1:
-            raise NotImplementedError(
-                f"the optimizer state '{name}' of '{handle.shown.flat.label}' has shape "
-                f"{tuple(value.shape)}, which can't be cut like the parameter. Call "
-                "register_orig_params(module) before building the optimizer."
-            )
-        return value.clone()
-    return value
+    return dict(state)
 
 
 def own_tensors(groups: Iterable[Group]) -> States:
-    """Return the tensors of optimizers' state by name; a flat parameter's cut, sharing memory."""
-    found: States = {}
-    for group in groups:
-        for member in group.members:
-            state = dict(group.optimizer.state.get(member.param, {}))
-            for name, value in list(state.items()):
-                is_cut = isinstance(value, FlatShard) and value.shape == member.param.shape
-                if not (is_cut if member.is_flat else isinstance(value, Tensor)):
-                    del state[name]
-            found |= split_state(member, state)
-    return found
-
-
-def join_state(member: Member, states: States, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state for one parameter: the reverse of `split_state`.
-
-    A flat parameter gets zeros for originals without state. Its own present state is returned where
-    the given values share all of its memory.
-    """
-    given = {fqn: states[fqn] for fqn in member.fqns if states.get(fqn)}
-    if is_owned_by_other_rank(member.param):
-        return {}
-    if not member.is_flat or not given:
-        return dict(given.get(member.fqns[0], {}))
-    handle = member.handle
-    assert handle is not None
-    assert handle.shown.flat is not None
-    joined: dict[str, Any] = {}
-    for name in dict.fromkeys(name for state in given.values() for name in state):
-        values = {fqn: state[name] for fqn, state in given.items() if name in state}
-        first = next(iter(values.values()))
-        if not isinstance(first, FlatShard):
-            _check_equal(name, values)
-            joined[name] = first
-            continue
-        if _is_own(member, name, own.get(name), values):
-            joined[name] = own[name]
-            continue
-        whole = torch.zeros_like(handle.local_shard, dtype=first.dtype)
-        for fqn, index in zip(member.fqns, member.indices, strict=True):
-            if fqn in values:
-                handle.entries[index].slice_of(whole).copy_(values[fqn]._local)
-        joined[name] = FlatShard(handle.shown.flat.slice_of(whole), handle.shown.flat.spec)
-    return joined
-
-
-def _is_own(member: Member, name: str, own: Any, values: dict[str, Any]) -> bool:
-    """Return whether values are the parts of a flat parameter's own state, in its memory."""
-    if not isinstance(own, FlatShard) or values.keys() != set(member.fqns):
-        return False
-    cuts = split_state(member, {name: own})
-    return all(
-        isinstance(value, FlatShard)
-        and value._local.data_ptr() == cuts[fqn][name]._local.data_ptr()
-        for fqn, value in values.items()
-    )
-
-
-def _check_equal(name: str, values: dict[str, Any]) -> None:
-    told = {fqn: v.item() if isinstance(v, Tensor) else v for fqn, v in values.items()}
-    if len(set(told.values())) > 1:
-        raise ValueError(
-            f"expected one '{name}' for the parameters of a flat parameter, which share it, got "
-            f"{told}. Call register_orig_params(module) before building the optimizer."
-        )
+    """Return the tensors of optimizers' state by name."""
+    return {
+        member.fqn: {
+            name: value
+            for name, value in state_of(member, group.optimizer).items()
+            if isinstance(value, Tensor)
+        }
+        for group in groups
+        for member in group.members
+    }
 
 
 # Read
@@ -238,18 +139,9 @@ def names_by_handle(groups: list[Group]) -> dict[FlatParamHandle, dict[int, str]
 
     In an order that is the same on all ranks, which gather and scatter handle by handle.
     """
-    places = {
-        fqn: (member.handle, index)
-        for group in groups
-        for member in group.members
-        if member.handle is not None
-        for fqn, index in zip(member.fqns, member.indices, strict=True)
-    }
-    found: dict[FlatParamHandle, dict[int, str]] = {}
-    for fqn in [fqn for group in groups for fqn in group.fqns if fqn in places]:
-        handle, index = places[fqn]
-        found.setdefault(handle, {})[index] = fqn
-    return found
+    managed = {member.fqn: member.managed for group in groups for member in group.members}
+    named = ((managed[fqn], fqn) for group in groups for fqn in group.fqns)
+    return by_handle((param, fqn) for param, fqn in named if param is not None)
 
 
 def read_optimizers(
@@ -261,12 +153,9 @@ def read_optimizers(
         groups = view_optimizers(model, optimizers)
     if options.full_state_dict and options.rank0_only:
         ranks.check_one_is_first()
-    states: States = {}
     with ranks.agreed():
-        for group in groups:
-            for member in group.members:
-                states |= split_state(member, group.optimizer.state.get(member.param))
-    states = {fqn: states[fqn] for group in groups for fqn in group.fqns if fqn in states}
+        found = {m.fqn: state_of(m, group.optimizer) for group in groups for m in group.members}
+    states = {fqn: found[fqn] for group in groups for fqn in group.fqns if found[fqn]}
     states = _complete(ranks, groups, states, takes_large=options.full_state_dict)
     device = HOST if options.cpu_offload else None
     if options.full_state_dict:
@@ -442,20 +331,12 @@ def prepare_load(
         given.spread(ranks)
     else:
         given.cut(ranks)
-    with ranks.agreed():
-        joined = [
-            [
-                join_state(m, given.states, group.optimizer.state.get(m.param, {}))
-                for m in group.members
-            ]
-            for group in groups
-        ]
 
     def load() -> None:
         for handle in ranks.handles:
             handle.fix_owners()  # whoever has a parameter has its state
         for optimizer in optimizers:
-            _load(optimizer, groups, joined, given.options)
+            _load(optimizer, groups, given)
 
     return load
 
@@ -467,22 +348,19 @@ def keeps_tensors(optimizer: Optimizer) -> bool:
     return is_torchs and not any(load_hooks_of(optimizer))
 
 
-def _load(
-    optimizer: Optimizer,
-    groups: list[Group],
-    joined: list[list[dict[str, Any]]],
-    options: list[dict[str, Any]],
-) -> None:
+def _load(optimizer: Optimizer, groups: list[Group], given: _Given) -> None:
     """Load through the optimizer's own method, which casts, moves and runs hooks."""
     param_groups: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
     count = 0
-    for group, states, values in zip(groups, joined, options, strict=True):
+    for group, values in zip(groups, given.options, strict=True):
         if group.optimizer is not optimizer:
             continue
-        numbers = list(range(count, count + len(states)))
-        count += len(states)
-        state |= {number: each for number, each in zip(numbers, states, strict=True) if each}
+        numbers = list(range(count, count + len(group.members)))
+        count += len(numbers)
+        for number, member in zip(numbers, group.members, strict=True):
+            if given.states.get(member.fqn) and not is_owned_by_other_rank(member.param):
+                state[number] = given.states[member.fqn]
         param_groups.append({**group.options, **values, "params": numbers})
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
@@ -493,8 +371,8 @@ class _Given:
     def __init__(self, groups: list[Group], *, is_given_away: bool) -> None:
         members = [member for group in groups for member in group.members]
         self._groups = groups
-        self._specs = {fqn: spec for m in members for fqn, spec in m.specs.items()}
-        self._plain = {m.fqns[0]: m.param for m in members if m.handle is None}
+        self._specs = {m.fqn: m.managed.entry.spec for m in members if m.managed is not None}
+        self._plain = {m.fqn: m.param for m in members if m.managed is None}
         self._is_given_away = is_given_away
         # By parameter name. State of a parameter's shape has the form in which it was given until
         # `cut` or `spread` makes FlatShards of it.
@@ -503,14 +381,13 @@ class _Given:
 
     def take(self, state_dict: Mapping[str, Any], *, is_strict: bool) -> None:
         """Take the state of the optimizers' parameters; changes no optimizer."""
-        if is_flat(state_dict):
-            state_dict = unflatten(state_dict)
         keys = list(state_dict) if isinstance(state_dict, Mapping) else []
         if not {"state", "param_groups"}.issubset(keys):
             raise ValueError(
                 "expected an optimizer state dict by parameter name, with 'state' and "
                 f"'param_groups', got a {type(state_dict).__name__} with the keys {keys[:5]}. "
-                "get_optimizer_state_dict makes one. If only the first rank has it, pass "
+                "get_optimizer_state_dict makes one, torch's too unless "
+                "flatten_optimizer_state_dict=True. If only the first rank has it, pass "
                 "options=StateDictOptions(broadcast_from_rank0=True) on all ranks."
             )
         saved = state_dict["param_groups"]
@@ -603,10 +480,9 @@ class _Given:
                 "kind of state dict on every rank."
             )
         current = {
-            fqn: group.optimizer.state.get(member.param, {})
+            member.fqn: group.optimizer.state.get(member.param, {})
             for group in self._groups
             for member in group.members
-            for fqn in member.fqns
         }
         for fqn, state in self.states.items():
             for name, value in state.items():

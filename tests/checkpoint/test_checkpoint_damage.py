@@ -296,24 +296,6 @@ def test_files_of_another_step_are_not_taken(tmp_path: Path) -> None:
 
 
 @distributed(2)
-def test_an_optimizer_that_can_not_take_its_state_leaves_the_model_alone(tmp_path: Path) -> None:
-    """Parameters that took different numbers of steps can't share one flat parameter."""
-    model, optimizer = _trained_net()
-    optimizer.state[model.out.bias]["step"] += 1
-    save_checkpoint(tmp_path, model, optimizer, step=1)
-    other = Net()
-    other.register_buffer("seen", torch.tensor(1))
-    shard_blocks(other, use_orig_params=False)
-    flat_optimizer = torch.optim.AdamW(other.parameters())
-    before = _values(other, flat_optimizer)
-    with pytest.raises(ValueError, match="one 'step' for the parameters of a flat parameter"):
-        load_checkpoint(tmp_path, other, flat_optimizer)
-    for value, expected in zip(_values(other, flat_optimizer), before, strict=True):
-        assert_equal(value, expected)
-    load_checkpoint(tmp_path, other)
-
-
-@distributed(2)
 def test_which_checkpoint_is_found(tmp_path: Path) -> None:
     """The latest, by step, one directory of it; saving a step again makes another."""
     model, optimizer = _trained_net()

@@ -120,15 +120,6 @@ def test_resuming_at_the_same_world_size_is_bitwise(tmp_path: Path) -> None:
     assert _resume_run(tmp_path, dropout=0.2) == expected
 
 
-@pytest.mark.parametrize("is_saved_flat", [False, True])
-@distributed(2)
-def test_flat_parameters_and_originals_load_each_other(is_saved_flat: bool, tmp_path: Path) -> None:
-    """A checkpoint has the originals' names, whatever the optimizer was built from."""
-    expected = _train_through(tmp_path, use_orig_params=not is_saved_flat)
-    for use_orig_params in (False, True):
-        assert _resume_run(tmp_path, use_orig_params=use_orig_params) == expected
-
-
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_resuming_at_another_world_size(world_size: int, tmp_path: Path) -> None:
     """Only the order of additions differs, also where parameters are cut in other ways."""

@@ -543,18 +543,17 @@ _LOADS: dict[str, Callable[..., object]] = {
 }
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("way", _LOADS)
 @distributed(2)
-def test_a_module_that_raises_while_it_is_loaded_undoes_the_load(
-    way: str, use_orig_params: bool, tmp_path: Path
+def test_a_module_that_raises_while_it_is_loaded_says_what_was_loaded(
+    way: str, tmp_path: Path
 ) -> None:
     """On one rank, in its `_load_from_state_dict` or in a hook after that: all ranks raise."""
     torch.manual_seed(dist.get_rank())  # values that a broadcast would change
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), _Translates(4, 2))
     model[2].register_buffer("seen", torch.zeros(()))
-    fully_shard(model[2], use_orig_params=use_orig_params, check_initial_values=False)
-    fully_shard(model, use_orig_params=use_orig_params, check_initial_values=False)
+    fully_shard(model[2], check_initial_values=False)
+    fully_shard(model, check_initial_values=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
@@ -565,15 +564,16 @@ def test_a_module_that_raises_while_it_is_loaded_undoes_the_load(
     state: Any = (tmp_path, model, optimizer) if way == "load_checkpoint" else saved
     if way == "from rank 0" and dist.get_rank() > 0:
         state = {}
-    before = repr([model.state_dict(), optimizer.state_dict()])
+    before = repr(optimizer.state_dict())
     handle = None
     for hooked in (False, True):
         model[2].is_refusing = dist.get_rank() == 1 and not hooked
         if hooked and dist.get_rank() == 1:
             handle = model[2].register_load_state_dict_post_hook(_refuse)
-        with pytest.raises(RuntimeError, match="takes nothing"):
+        text = r"takes nothing.*New values are in .*\['Sequential', '2', .*Load again"
+        with pytest.raises(RuntimeError, match=text):
             _LOADS[way](model, state)
-        assert repr([model.state_dict(), optimizer.state_dict()]) == before
+        assert repr(optimizer.state_dict()) == before
     if handle is not None:
         handle.remove()
     _LOADS[way](model, state)

@@ -52,7 +52,6 @@ def _places(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 _KINDS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"strategy": ShardingStrategy.FULL_SHARD},
     "SHARD_GRAD_OP": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "one flat parameter": {"use_orig_params": False},
     "whole parameters": {"granularity": "param"},
     "plain": {},
 }

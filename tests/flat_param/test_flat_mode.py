@@ -1,10 +1,9 @@
-"""use_orig_params=False trains, saves and copies like the original parameters, in fewer tensors."""
+"""use_orig_params=False trains and copies like the original parameters, in fewer tensors."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import io
 import re
 import warnings
 import weakref
@@ -708,35 +707,6 @@ def test_errors_leave_the_flat_parameters_shown(where: str) -> None:
     twins.sharded.where = ""
     assert names(twins.sharded) == _FLAT_NAMES
     twins.train(_NET, optim.AdamW, lr=0.05)
-
-
-@pytest.mark.fast
-@distributed(1, 2)
-def test_state_dict_holds_the_originals_and_loads_back() -> None:
-    """Under their names in their order; also through a file read with weights_only."""
-    model, other = make_flat(), make_flat()
-    _NET(model, 0).backward()
-    optim.SGD(model.parameters(), lr=0.1).step()
-    saved = model.state_dict()
-    assert list(saved) == _NET_NAMES
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    params = list(other.parameters())
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert all(a is b for a, b in zip(params, other.parameters(), strict=True))
-    with torch.no_grad():
-        assert_equal(_NET(other, 1), _NET(model, 1))
-
-
-@distributed(2)
-def test_state_dict_of_a_scope_has_the_original_names() -> None:
-    """So a checkpoint does not depend on the form."""
-    model = make_flat()
-    with unshard_params(model):
-        assert list(model.state_dict()) == _NET_NAMES
-        model.load_state_dict({name: torch.ones_like(p) for name, p in model.named_parameters()})
-    assert all(value.eq(1).all() for value, _ in full_values_and_gradients(model).values())
 
 
 # --- copies and conversions ---

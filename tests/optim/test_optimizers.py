@@ -20,15 +20,13 @@ from torch.utils._foreach_utils import _foreach_supported_types as clipping_type
 from composable_shard import (
     Block,
     fully_shard,
-    get_model_state_dict,
-    get_optimizer_state_dict,
+    register_orig_params,
     shard_optimizer_state,
 )
 from composable_shard.comm.trace import count_collectives
 from composable_shard.optim import with_local_state
 from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor
 from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import EVERYWHERE
 from tests.tensor.test_flat_shard import (
     OddShapes,
     assert_parameters_equal,
@@ -613,7 +611,7 @@ class LowBit(optim.Optimizer):
 
 @distributed(2)
 def test_state_of_a_subclass_of_whole_and_flat_parameters() -> None:
-    """An owner's state is 1-D as others' is; a flat parameter's state dict is refused by name."""
+    """An owner's state is 1-D as others' is."""
     torch.manual_seed(0)
     plain = nn.Linear(8, 6, bias=False)
     models = [copy.deepcopy(plain) for _ in range(2)]
@@ -625,11 +623,9 @@ def test_state_of_a_subclass_of_whole_and_flat_parameters() -> None:
     for model, optimizer in zip((*models, plain), optimizers, strict=True):
         model(torch.ones(1, 8)).square().sum().backward()
         optimizer.step()
-    whole = get_model_state_dict(models[1], options=EVERYWHERE)["weight"]
-    for value in (models[0].weight.full_tensor(), whole):
-        assert_equal(value, plain.weight.detach())
-    with pytest.raises(NotImplementedError, match=r"Coded, which wraps .* register_orig_params"):
-        get_optimizer_state_dict(models[1], optimizers[1])
+    register_orig_params(models[1])
+    for model in models:
+        assert_equal(model.weight.full_tensor(), plain.weight.detach())
 
 
 @distributed(2)

@@ -149,7 +149,6 @@ PARTIES = {
     "FSDP2": Party(_build_fsdp2, torch_state_dict),
     "units": _our_party(),
     "one unit": Party(_whole),
-    "one flat parameter": _our_party(use_orig_params=False),
     "SHARD_GRAD_OP": _our_party(strategy=ShardingStrategy.SHARD_GRAD_OP),
     "SHARD_OPTIM": _our_party(strategy=ShardingStrategy.SHARD_OPTIM),
     "NO_SHARD": _our_party(strategy=ShardingStrategy.NO_SHARD),
@@ -254,11 +253,11 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], P
     ("source", "before", "target", "after"),
     [
         ("FSDP2", 2, "units", 2),
-        ("FSDP2", 3, "one flat parameter", 2),
+        ("FSDP2", 3, "one unit", 2),
         ("units", 2, "FSDP2", 2),
         ("mixed precision", 2, "FSDP2", 3),
         ("DDP", 2, "units", 3),
-        ("one flat parameter", 3, "DDP", 2),
+        ("one unit", 3, "DDP", 2),
         ("one process", 1, "units", 2),
         ("one process", 1, "tensor parallel", 4),
         ("units", 2, "one process", 1),
@@ -271,7 +270,7 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], P
         ("tensor parallel", 4, "one process", 1),
         ("tensor parallel", 4, "units", 3),
         ("SHARD_GRAD_OP", 2, "SHARD_OPTIM", 3),
-        ("SHARD_OPTIM", 2, "one flat parameter", 3),
+        ("SHARD_OPTIM", 2, "one unit", 3),
         ("NO_SHARD", 2, "mixed precision", 2),
         ("FSDP2", 2, "rows", 3),
         ("FSDP2", 2, "owned", 2),
@@ -388,7 +387,7 @@ def _full_state_dicts(model: nn.Module) -> Iterator[None]:
             yield
 
 
-@pytest.mark.parametrize("name", ["units", "one flat parameter", "SHARD_OPTIM"])
+@pytest.mark.parametrize("name", ["units", "one unit", "SHARD_OPTIM"])
 @distributed(2, 3)
 def test_full_state_dicts_of_fsdp1_are_ours(name: str, world_size: int) -> None:
     """Both ways, model and optimizer."""
@@ -411,7 +410,7 @@ def test_full_state_dicts_of_fsdp1_are_ours(name: str, world_size: int) -> None:
     _check_party(party, ours, our_optimizer, full)
 
 
-@pytest.mark.parametrize("name", ["units", "one flat parameter", "SHARD_OPTIM"])
+@pytest.mark.parametrize("name", ["units", "one unit", "SHARD_OPTIM"])
 @distributed(2)
 def test_consolidated_state_of_zero_redundancy_optimizer_is_ours(name: str) -> None:
     """It is a plain optimizer's state dict, by number; torch's functions name the parameters."""
@@ -455,7 +454,7 @@ def test_consolidated_state_of_zero_redundancy_optimizer_is_ours(name: str) -> N
 # --- from the meta device ---
 
 
-@pytest.mark.parametrize("name", ["units", "one flat parameter", "NO_SHARD"])
+@pytest.mark.parametrize("name", ["units", "one unit", "NO_SHARD"])
 @distributed(2)
 def test_a_model_from_meta_is_loaded_by_torchs_checkpoints(name: str, tmp_path: Path) -> None:
     """After `to_empty`, straight into the shards, in place; the buffers too."""

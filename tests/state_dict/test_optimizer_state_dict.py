@@ -115,10 +115,6 @@ def assert_same_state(
                 assert other == value
 
 
-def _shard_flat(model: nn.Module) -> None:
-    shard_blocks(model, use_orig_params=False)
-
-
 def _owned(model: nn.Module) -> None:
     shard_blocks(model, granularity="param")
 
@@ -203,56 +199,6 @@ def test_s2_7_state_comes_back_at_any_world_size(kind: str) -> None:
 
 
 # --- other layouts ---
-
-
-@pytest.mark.parametrize("kind", ["momentum", "adagrad", "nadam"])
-@distributed(2)
-def test_state_of_flat_parameters_is_cut_and_joined(kind: str) -> None:
-    """As if every original had been stepped by itself; into originals and back."""
-
-    def all_params(model: nn.Module) -> list[Any]:
-        return list(model.parameters())
-
-    twins, optimizers = _trained_flat(kind, all_params)
-    expected = expected_state(twins[0], optimizers[0])
-    found = get_optimizer_state_dict(twins[1], optimizers[1], options=EVERYWHERE)
-    assert_same_state(found["state"], expected)
-    build, options = _KINDS[kind]
-    for shard in (shard_root, _shard_flat, _zero1):
-        model = Net()
-        shard(model)
-        fresh = build(model.parameters(), lr=0.5, **options)
-        set_optimizer_state_dict(model, fresh, found)
-        again = get_optimizer_state_dict(model, fresh, options=EVERYWHERE)
-        assert_same_state(again["state"], expected)
-        flat = Net()
-        _shard_flat(flat)
-        fresh = build(flat.parameters(), lr=0.5, **options)
-        sharded = get_optimizer_state_dict(twins[1], optimizers[1])
-        set_optimizer_state_dict(flat, fresh, sharded)
-        # In memory of its own: two optimizers must not step one state.
-        with torch.no_grad():
-            for state in fresh.state.values():
-                for value in state.values():
-                    value.zero_()
-        found = get_optimizer_state_dict(twins[1], optimizers[1], options=EVERYWHERE)
-        assert_same_state(found["state"], expected)
-
-
-def _trained_flat(kind: str, groups: Any) -> tuple[list[nn.Module], list[Any]]:
-    torch.manual_seed(0)
-    models: list[nn.Module] = [Net()]
-    models.append(copy.deepcopy(models[0]))
-    _shard_flat(models[1])
-    build, options = _KINDS[kind]
-    optimizers = [build(groups(model), lr=0.05, **options) for model in models]
-    x = torch.randn(4, 5)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for _ in range(2):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return models, optimizers
 
 
 @distributed(2)
@@ -612,18 +558,3 @@ def test_strangers_and_odd_state_are_refused_by_name() -> None:
         optimizer.state[model.inp.weight] = {"exp_avg": torch.zeros_like(model.inp.weight)}
     with pytest.raises(RuntimeError, match=r"'exp_avg' of 'inp\.weight' is not on all ranks"):
         get_optimizer_state_dict(model, optimizer)
-
-
-@distributed(2)
-def test_numbers_that_differ_have_no_flat_form() -> None:
-    """A flat parameter has one step count."""
-    model, flat = Net(), Net()
-    fully_shard(model)
-    fully_shard(flat, use_orig_params=False)
-    optimizer = optim.AdamW(model.parameters())
-    model(rank_input(4, 5)).square().mean().backward()
-    optimizer.step()
-    saved = get_optimizer_state_dict(model, optimizer)
-    saved["state"]["inp.bias"]["step"] = torch.tensor(7.0)
-    with pytest.raises(ValueError, match="expected one 'step' for the parameters of a flat"):
-        set_optimizer_state_dict(flat, optim.AdamW(flat.parameters()), saved)

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,8 +37,11 @@ from composable_shard import (
     get_handles,
     get_model_state_dict,
     get_optimizer_state_dict,
+    load_checkpoint,
     register_flat_param,
+    register_orig_params,
     reshard,
+    save_checkpoint,
     set_model_state_dict,
     set_optimizer_state_dict,
     shard_optimizer_state,
@@ -72,16 +76,9 @@ class Buffered(Tied):
         self.register_buffer("scratch", torch.zeros(1), persistent=False)
 
 
-def _some_flat(model: nn.Module) -> None:
-    shard_blocks(model)
-    register_flat_param(model.blocks[1])
-
-
 _LAYOUTS: dict[str, Callable[[nn.Module], object]] = {
     "blocks": shard_blocks,
-    "flat": lambda model: shard_blocks(model, use_orig_params=False),
-    "some flat": _some_flat,
-    "flat root": lambda model: fully_shard(model, use_orig_params=False),
+    "one unit": fully_shard,
     "kept": lambda model: shard_blocks(model, strategy=ShardingStrategy.SHARD_GRAD_OP),
     "mixed": lambda model: shard_blocks(model, granularity=every_granularity),
     "zero1": lambda model: fully_shard(model, strategy=ShardingStrategy.SHARD_OPTIM),
@@ -125,7 +122,7 @@ def test_state_dict_of_unsharded_units_has_shards() -> None:
     assert_holds(found, seeded(Buffered))
 
 
-@pytest.mark.parametrize("layout", ["blocks", "flat", "zero1", "replicated", "bf16"])
+@pytest.mark.parametrize("layout", ["blocks", "zero1", "replicated", "bf16"])
 @distributed(2)
 def test_full_state_dict_takes_one_gather_per_flat_parameter(layout: str) -> None:
     """On the first rank alone, or with all-gathers on all."""
@@ -197,7 +194,7 @@ class _OddlyStored(Buffered):
 @distributed(2, 3)
 def test_full_values_are_in_memory_of_their_own(way: str) -> None:
     """Whether they were received there or copied: of their size, and nobody else's."""
-    for layout in ("flat", "kept", "mixed", "bf16", "offloaded"):
+    for layout in ("blocks", "kept", "mixed", "bf16", "offloaded"):
         model = seeded(_OddlyStored)
         _LAYOUTS[layout](model)
         if layout == "kept":
@@ -316,7 +313,7 @@ def _of_fsdp2(model: nn.Module) -> dict[str, Any]:
     return fsdp2(model).state_dict()
 
 
-@pytest.mark.parametrize("layout", ["blocks", "flat", "kept"])
+@pytest.mark.parametrize("layout", ["blocks", "kept"])
 @distributed(2)
 def test_load_state_dict_of_the_module_itself_works(layout: str) -> None:
     """Sharded and whole, with the next forward after it; nothing of the given dict changes."""
@@ -344,7 +341,7 @@ _GIVEN = {
 
 
 _FORMS = [("full", layout) for layout in _LAYOUTS]
-_FORMS += [(given, layout) for given in _GIVEN for layout in ("some flat", "zero1")]
+_FORMS += [(given, layout) for given in _GIVEN for layout in ("blocks", "zero1")]
 
 
 @pytest.mark.parametrize(("given", "layout"), list(dict.fromkeys(_FORMS)))
@@ -370,7 +367,7 @@ def test_load_takes_values_of_any_form(layout: str, given: str) -> None:
 
 
 @pytest.mark.parametrize("is_meta", [False, True])
-@pytest.mark.parametrize("layout", ["blocks", "flat", "offloaded"])
+@pytest.mark.parametrize("layout", ["blocks", "offloaded"])
 @distributed(2)
 def test_assign_takes_the_values_over(layout: str, is_meta: bool) -> None:
     """The parameters stay the objects that the optimizer holds; from the meta device too."""
@@ -508,8 +505,7 @@ _WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
-_PLACES = [("blocks", "all ranks"), ("blocks", "rank 1"), ("flat", "rank 1")]
-_PLACES += [("inner only", "rank 1")]
+_PLACES = [("blocks", "all ranks"), ("blocks", "rank 1"), ("inner only", "rank 1")]
 
 
 @pytest.mark.parametrize("wrong", list(_WRONG))
@@ -553,12 +549,11 @@ def test_wrong_dict_of_the_first_rank_raises_on_all(wrong: str) -> None:
     assert_holds(model.state_dict(), seeded(Net))
 
 
-@pytest.mark.parametrize("layout", ["blocks", "flat"])
 @distributed(2)
-def test_without_strict_the_rest_is_loaded(layout: str) -> None:
+def test_without_strict_the_rest_is_loaded() -> None:
     """And the names are returned."""
     model = seeded(Net)
-    _LAYOUTS[layout](model)
+    shard_blocks(model)
     values = seeded(Net, seed=1).state_dict()
     _missing(values)
     _unexpected(values)
@@ -619,13 +614,13 @@ def _with_wrappers(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("layout", ["blocks", "flat", "flat root", "inside flat"])
+@pytest.mark.parametrize("layout", ["blocks", "one unit", "inside"])
 @distributed(2)
 def test_checkpoint_wrappers_leave_no_trace_in_names(layout: str) -> None:
     """They put a name of their own in front, around a unit, in one, and in state dicts halfway."""
     model = _with_wrappers(seeded(Net))
-    if layout == "inside flat":
-        fully_shard(model.blocks[1]._checkpoint_wrapped_module, use_orig_params=False)
+    if layout == "inside":
+        fully_shard(model.blocks[1]._checkpoint_wrapped_module)
         fully_shard(model)
     else:
         _LAYOUTS[layout](model)
@@ -672,7 +667,7 @@ def test_batch_norm_is_checked_like_the_rest() -> None:
     assert_holds(model.state_dict(), seeded(_NormedNet, seed=1))
 
 
-@pytest.mark.parametrize("layout", ["blocks", "flat", "flat root"])
+@pytest.mark.parametrize("layout", ["blocks", "one unit"])
 @distributed(2)
 def test_parts_of_a_unit_have_state_dicts_of_their_own(layout: str) -> None:
     """Out and in, where the unit hides their parameters too."""
@@ -717,16 +712,13 @@ class _Shared(nn.Module):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("units", [("first", "second"), ("second", "first"), ("first",)])
 @distributed(2)
-def test_a_module_of_two_parents_is_loaded_under_both_names(
-    units: tuple[str, ...], use_orig_params: bool
-) -> None:
+def test_a_module_of_two_parents_is_loaded_under_both_names(units: tuple[str, ...]) -> None:
     """Without a unit around them, whether one of them is a unit or both are."""
     model, values = seeded(_Shared), seeded(_Shared, seed=1)
     for name in units:
-        fully_shard(model.get_submodule(name), use_orig_params=use_orig_params)
+        fully_shard(model.get_submodule(name))
     for _ in range(2):
         model.load_state_dict(values.state_dict())
         assert_holds(model.state_dict(), values)
@@ -775,6 +767,53 @@ def test_torchs_own_functions_move_full_values(layout: str) -> None:
     options = torch_state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     values = seeded(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
     torch_state_dict.set_model_state_dict(model, values, options=options)
+    assert_holds(model.state_dict(), seeded(Net, seed=1))
+
+
+_CALLS: dict[str, Callable[[nn.Module, torch.optim.Optimizer, Path], object]] = {
+    "state_dict": lambda model, *_: model.state_dict(),
+    "state_dict of a part": lambda model, *_: model.blocks[1].up.state_dict(),
+    "load_state_dict": lambda model, *_: model.load_state_dict(seeded(Net).state_dict()),
+    "without strict": lambda model, *_: model.load_state_dict({}, strict=False),
+    "get_model_state_dict": lambda model, *_: get_model_state_dict(model, options=FULL),
+    "set_model_state_dict": lambda model, *_: set_model_state_dict(
+        model, seeded(Net).state_dict() if dist.get_rank() == 0 else {}, options=FROM_RANK0
+    ),
+    "get_optimizer_state_dict": lambda model, optimizer, _: get_optimizer_state_dict(
+        model, optimizer
+    ),
+    "set_optimizer_state_dict": lambda model, optimizer, _: set_optimizer_state_dict(
+        model, optimizer, {"state": {}, "param_groups": []}
+    ),
+    "save_checkpoint": lambda model, optimizer, path: save_checkpoint(
+        path, model, optimizer, step=1
+    ),
+    "load_checkpoint": lambda model, optimizer, path: load_checkpoint(path, model, optimizer),
+}
+
+
+@pytest.mark.parametrize("call", _CALLS)
+@distributed(2)
+def test_units_that_show_flat_parameters_have_no_state_dicts(call: str, tmp_path: Path) -> None:
+    """All ranks raise and name the call that shows originals, after which it works."""
+    model = seeded(Net)
+    shard_blocks(model)
+    if call == "load_checkpoint":
+        save_checkpoint(tmp_path, model, torch.optim.AdamW(model.parameters()), step=1)
+    register_flat_param(model.blocks[1])
+    flat = list(model.parameters())
+    text = r"units \['blocks\.1'\] show flat parameters .*register_orig_params\(model\)"
+    with pytest.raises(RuntimeError, match=text):
+        _CALLS[call](model, torch.optim.AdamW(flat), tmp_path)
+    if call != "set_optimizer_state_dict":
+        register_orig_params(model)
+        _CALLS[call](model, torch.optim.AdamW(model.parameters()), tmp_path)
+        register_flat_param(model.blocks[1])
+    assert all(a is b for a, b in zip(flat, model.parameters(), strict=True))
+    with unshard_params(model):  # shows originals
+        assert_holds(model.state_dict(), seeded(Net))
+        model.load_state_dict(seeded(Net, seed=1).state_dict())
+    register_orig_params(model)
     assert_holds(model.state_dict(), seeded(Net, seed=1))
 
 

@@ -68,30 +68,22 @@ _FLAGS: dict[str, dict[str, bool]] = {
     "on the host": {"cpu_offload": True},
     "whole": {"full_state_dict": True},
     "whole on the host": {"full_state_dict": True, "cpu_offload": True},
-    "flat": {"flatten_optimizer_state_dict": True},
-    "flat and whole": {"flatten_optimizer_state_dict": True, "full_state_dict": True},
     "without frozen": {"ignore_frozen_params": True},
     "without frozen, whole": {"ignore_frozen_params": True, "full_state_dict": True},
 }
 
 
 @pytest.mark.parametrize("flags", _FLAGS)
-@pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(2)
-def test_torchs_options_mean_in_our_functions_what_they_mean_in_torchs(
-    flags: str, use_orig_params: bool
-) -> None:
+def test_torchs_options_mean_in_our_functions_what_they_mean_in_torchs(flags: str) -> None:
     """The dicts are those that torch's functions make of a plain model, on the same ranks."""
     options = torch_state_dict.StateDictOptions(**_FLAGS[flags])
     torch.manual_seed(0)
     plain = Net(num_blocks=1)
     plain.out.weight.requires_grad_(False)
     model = copy.deepcopy(plain)
-    shard_blocks(model, use_orig_params=use_orig_params)
-    if use_orig_params:
-        optimizers = [_train_in_two_groups(each, 0) for each in (plain, model)]
-    else:  # one group: a flat parameter has one dimension
-        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.02) for each in (plain, model)]
+    shard_blocks(model)
+    optimizers = [_train_in_two_groups(each, 0) for each in (plain, model)]
     expected = (
         torch_state_dict.get_model_state_dict(plain, options=options),
         torch_state_dict.get_optimizer_state_dict(plain, optimizers[0], options=options),
@@ -100,38 +92,10 @@ def test_torchs_options_mean_in_our_functions_what_they_mean_in_torchs(
         get_model_state_dict(model, options=options),
         get_optimizer_state_dict(model, optimizers[1], options=options),
     )
-    if use_orig_params or not _FLAGS[flags].get("ignore_frozen_params"):
-        _assert_same_form(found[0], expected[0])
-    if use_orig_params:
-        _assert_same_form(found[1], expected[1])
+    _assert_same_form(found[0], expected[0])
+    _assert_same_form(found[1], expected[1])
     if "whole" in flags and found[0]:
         assert {type(value) for value in found[0].values()} == {Tensor}
-
-
-@pytest.mark.parametrize("from_first", [False, True])
-@pytest.mark.parametrize("is_flat", [False, True])
-@distributed(2)
-def test_optimizer_state_in_flat_form_is_loaded(is_flat: bool, from_first: bool) -> None:
-    """Ours and torch's, with or without the flag; groups come back by their options."""
-    plain = seeded(Net, seed=1)
-    optimizer = _train_in_two_groups(plain, 1)
-    made = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=is_flat)
-    state = torch_state_dict.get_optimizer_state_dict(plain, optimizer, options=made)
-    model = make_net()
-    loaded = _train_in_two_groups(model, 0)
-    given = state if dist.get_rank() == 0 or not from_first else {}
-    options: Any = torch_state_dict.StateDictOptions(
-        full_state_dict=True, broadcast_from_rank0=from_first, flatten_optimizer_state_dict=is_flat
-    )
-    set_optimizer_state_dict(model, loaded, given, options=options)
-    expected = torch_state_dict.get_optimizer_state_dict(plain, optimizer)
-    _assert_same_form(get_optimizer_state_dict(model, loaded, options=EVERYWHERE), expected)
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    again = get_optimizer_state_dict(model, loaded, options=flat)
-    other = make_net()
-    fresh = _train_in_two_groups(other, 0)
-    set_optimizer_state_dict(other, fresh, again)
-    _assert_same_form(get_optimizer_state_dict(other, fresh, options=EVERYWHERE), expected)
 
 
 @distributed(2)
@@ -154,12 +118,15 @@ def test_torchs_options_mean_the_same_in_the_rest_of_our_functions() -> None:
     set_model_state_dict(model, values, options=torch_options(strict=False))
     assert_holds(model.state_dict(), plain)
     odd = torch_options(dsd_fqn_modifiers="names")
+    flat = torch_options(flatten_optimizer_state_dict=True)
     for call in (
         get_model_state_dict,
         functools.partial(set_model_state_dict, model_state_dict={}),
     ):
         with pytest.raises(ValueError, match=r"dsd_fqn_modifiers.*Rename the keys"):
             call(model, options=odd)
+        with pytest.raises(ValueError, match=r"flatten_optimizer_state_dict.*Nested dicts"):
+            call(model, options=flat)
 
 
 _TORCHS = {
@@ -186,7 +153,7 @@ def test_torchs_functions_refuse_flat_parameters_on_all_ranks(name: str) -> None
     model = make_net(use_orig_params=False)
     optimizer = torch.optim.AdamW(model.parameters())
     for each in (model, copy.deepcopy(model)):
-        with pytest.raises(NotImplementedError, match="function of the same name in composable_sh"):
+        with pytest.raises(RuntimeError, match=r"show flat parameters.*register_orig_params"):
             _TORCHS[name](each, optimizer)
     register_orig_params(model)
     assert torch_state_dict.get_model_state_dict(model).keys() == seeded(Net).state_dict().keys()
@@ -202,9 +169,8 @@ def test_torchs_functions_see_a_unit_without_child_modules(name: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for each in (model, copy.deepcopy(model)):
         each.register_buffer("late", torch.ones(3), persistent=False)
-        with pytest.raises(NotImplementedError, match="function of the same name in composable_sh"):
+        with pytest.raises(RuntimeError, match=r"show flat parameters.*register_orig_params"):
             _TORCHS[name](each, optimizer)
-        assert each.state_dict().keys() == {"weight", "bias"}
     register_orig_params(model)
     whole: Any = torch_state_dict.StateDictOptions(full_state_dict=True)
     values = torch_state_dict.get_model_state_dict(model, options=whole)
@@ -272,22 +238,17 @@ def test_torchs_optimizer_load_of_whole_flat_state_is_refused(
     options: Any = torch_state_dict.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=from_first, flatten_optimizer_state_dict=True
     )
-    given = get_optimizer_state_dict(model, optimizer, options=options)
-    for state in (given, expected):
-        with pytest.raises(NotImplementedError, match=r"no whole state in flat form.*Call the fun"):
-            torch_state_dict.set_optimizer_state_dict(model, optimizer, state, options=options)
+    with pytest.raises(NotImplementedError, match=r"no whole state in flat form.*Call the fun"):
+        torch_state_dict.set_optimizer_state_dict(model, optimizer, expected, options=options)
     _assert_same_form(get_optimizer_state_dict(model, optimizer, options=EVERYWHERE), expected)
 
 
 @pytest.mark.parametrize("is_strict", [True, False])
 @pytest.mark.parametrize("way", ["of the model", "ours"])
-@pytest.mark.parametrize("layout", ["blocks", "flat"])
 @distributed(2)
-def test_values_that_only_the_first_rank_has_are_refused(
-    layout: str, way: str, is_strict: bool
-) -> None:
+def test_values_that_only_the_first_rank_has_are_refused(way: str, is_strict: bool) -> None:
     """On all ranks, with the right call to make; each would keep other values of a parameter."""
-    model = make_net(use_orig_params=layout != "flat")
+    model = make_net()
     values = seeded(Net, seed=1).state_dict() if dist.get_rank() == 0 else {}
     options = StateDictOptions(strict=is_strict)
     load = {
