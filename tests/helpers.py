@@ -175,8 +175,13 @@ def seed_the_host_alone() -> None:
         torch.manual_seed = torch.random.manual_seed = _seed_the_host
 
 
+_seed_everything = torch.manual_seed
+
+
 def _seed_the_host(seed: int) -> torch.Generator:
     # A function of Python: torch's compiler sets attributes of it.
+    if torch.accelerator.is_available():  # a device that was loaded since
+        return _seed_everything(seed)
     return torch.default_generator.manual_seed(seed)
 
 
