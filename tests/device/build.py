@@ -33,7 +33,7 @@ def library() -> Path:
         Unavailable: There is no C++ compiler.
         RuntimeError: The compiler failed; its output is in the text.
     """
-    folder = _cache() / _key()
+    folder = _cache() / _fingerprint()
     path = folder / f"{NAME}.so"
     if path.exists():
         return path
@@ -65,7 +65,7 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "composable_shard"
 
 
-def _key() -> str:
+def _fingerprint() -> str:
     digest = hashlib.sha256(repr((torch.__version__, sys.version, _OPTIONS)).encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())

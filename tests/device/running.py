@@ -43,13 +43,13 @@ def on_device(
             environments = [{"RANK": str(rank)} for rank in range(num_ranks)]
             store = str(Path(folder) / "store")
             name = (body.__module__, body.__qualname__)
-            run_processes(environments, _run, name, kwargs, store, num_ranks, timeout_s)
+            run_processes(environments, _run_with_device, name, kwargs, store, num_ranks, timeout_s)
 
     test.rank_body = body  # type: ignore[attr-defined]  # read by the workers
     return test
 
 
-def _run(
+def _run_with_device(
     name: tuple[str, str], kwargs: dict[str, Any], store: str, num_ranks: int, timeout_s: int
 ) -> None:
     module, qualname = name
