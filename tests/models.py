@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -66,7 +65,6 @@ __all__ = [
     "plan_of",
     "rank_input",
     "replica_mesh",
-    "saved",
     "seeded",
     "shard_blocks",
     "shard_children",
@@ -538,14 +536,6 @@ class Optional(nn.Module):
 def pickled(model: nn.Module) -> nn.Module:
     """Return a copy that has been pickled."""
     return pickle.loads(pickle.dumps(model))
-
-
-def saved(model: nn.Module) -> nn.Module:
-    """Return a copy that has been saved by torch."""
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @contextmanager

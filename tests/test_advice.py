@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import composable_shard
@@ -147,7 +148,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], advice.Advice, str
     ),
     "torch.save": (
         lambda: torch.save(_encoder().state_dict(), io.BytesIO()),
-        UserWarning,
+        RuntimeError,
         advice.SAVE,
         "",
     ),
@@ -160,10 +161,8 @@ def test_l_advice_fits_the_call() -> None:
     """Advice: problem and remedy of the one row, in an error that users can name, on all ranks."""
     texts = {}
     for call, (program, kind, row, name) in CALLS.items():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("warnings.warn", _as_error)
-            with pytest.raises(kind) as caught:
-                program()
+        with pytest.raises(kind) as caught:
+            program()
         assert type(caught.value) is kind, call
         text = str(caught.value)
         assert row.problem.format(name=name) in text, f"{call}: {text}"
@@ -175,19 +174,23 @@ def test_l_advice_fits_the_call() -> None:
     assert every[0] == every[1]
 
 
-def _as_error(text: str, *_: Any, **__: Any) -> None:
-    raise UserWarning(text)
-
-
 @distributed(2)
-def test_l_advice_about_saving_warns_at_the_callers_line() -> None:
-    """And saves: a file that each rank writes for itself is of use."""
+def test_l_advice_about_saving_raises_before_a_shard_is_written() -> None:
+    """The way in which scripts of FSDP2 gather passes shards on: they are no DTensors."""
+    values = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in _encoder().state_dict().items()
+    }
     file = io.BytesIO()
-    with pytest.warns(UserWarning, match="torch.save writes the shards of this rank") as caught:
-        torch.save(_encoder().state_dict(), file)
-    assert {warning.filename for warning in caught} == {__file__}
+    with pytest.raises(RuntimeError, match=r"shards of this rank alone.* p\.full_tensor\(\) makes"):
+        torch.save(values, file)
+    with pytest.raises(RuntimeError, match=r"failed locating file data\.pkl"):
+        torch.load(io.BytesIO(file.getvalue()))
+    whole = {name: value.full_tensor() for name, value in _encoder().state_dict().items()}
+    file = io.BytesIO()
+    torch.save(whole, file)
     file.seek(0)
-    assert list(torch.load(file)) == list(_Encoder().state_dict())
+    assert all(map(torch.equal, torch.load(file).values(), whole.values()))
 
 
 @distributed(2)

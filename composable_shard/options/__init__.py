@@ -11,7 +11,7 @@ from composable_shard.options.advice import (
     VALUES,
     advise,
     check_no_others,
-    warn_of_partial_save,
+    check_no_partial_save,
 )
 from composable_shard.options.unit_options import (
     DEFAULT_STRATEGY,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -143,11 +142,11 @@ PLACEMENTS = Advice(
 )
 SAVE = Advice(
     "`torch.save` of a state dict or model",
-    "torch.save writes the shards of this rank alone, a part of each parameter.",
+    "torch.save would write the shards of this rank alone, a part of each parameter.",
     "For the whole model call get_model_state_dict(model, "
-    "options=StateDictOptions(full_state_dict=True)) on all ranks, and save what rank 0 gets; to "
-    "resume a run use save_checkpoint. Files that each rank writes for itself load only on as many "
-    "ranks with the same options.",
+    "options=StateDictOptions(full_state_dict=True)) on all ranks, or get_optimizer_state_dict, "
+    "and save what rank 0 gets; p.full_tensor() makes one shard whole, which is no DTensor. To "
+    "resume a run use save_checkpoint.",
 )
 NOTEBOOK = Advice(
     "a notebook, or a script without torchrun",
@@ -228,15 +227,16 @@ def advise(default: Advice = ANYTHING, *, among: Sequence[Advice] = _FOUND) -> s
     return f"{default.problem} {default.remedy}".strip()
 
 
-def warn_of_partial_save() -> None:
-    """Warn if a shard is pickled by torch.save: other ranks' parts are not in the file."""
-    level = 2
+def check_no_partial_save() -> None:
+    """Raise if a shard is pickled by torch.save: other ranks' parts would not be in the file.
+
+    FSDP2's scripts make DTensors whole before, and leave a FlatShard as it is.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _module_of(frame) == "torch.serialization" and frame.f_code.co_name == "save":
-            warnings.warn(f"{SAVE.problem} {SAVE.remedy}", stacklevel=level + 1)
-            return
-        frame, level = frame.f_back, level + 1
+            raise RuntimeError(f"{SAVE.problem} {SAVE.remedy}")
+        frame = frame.f_back
 
 
 # Of functions and classes here: arguments that other libraries' have, and what to pass or call.

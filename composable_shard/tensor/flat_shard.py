@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
-from composable_shard.options import FULL_SIZE, METHOD, advise, warn_of_partial_save
+from composable_shard.options import FULL_SIZE, METHOD, advise, check_no_partial_save
 from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, cloned, user_attributes
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
@@ -464,8 +464,8 @@ class FlatShard(Checkpointable):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle a copy of the slice, so that the unit's whole storage isn't written."""
-        if not self._shard_spec.is_whole:
-            warn_of_partial_save()
+        if not self._shard_spec.is_whole or self._shard_spec.tensor_parallel is not None:
+            check_no_partial_save()
         is_of_dtensor = isinstance(self, FlatShardOfDTensor)
         state = (is_of_dtensor, self.requires_grad, user_attributes(self))
         return _rebuild_flat_shard, (cloned(self._local), self._shard_spec.to_plain(), state)

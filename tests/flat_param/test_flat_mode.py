@@ -54,7 +54,6 @@ from tests.models import (
     Twins,
     pickled,
     rank_input,
-    saved,
     shard_blocks,
     shard_children,
     shard_layers,
@@ -713,7 +712,7 @@ def test_errors_leave_the_flat_parameters_shown(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    *pairwise(num_steps=[0, 1], make_copy=[copy.deepcopy, pickled, saved], world_size=(1, 2))
+    *pairwise(num_steps=[0, 1], make_copy=[copy.deepcopy, pickled], world_size=(1, 2))
 )
 @distributed()
 def test_copies_train_alike(make_copy: Callable[[nn.Module], nn.Module], num_steps: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -242,16 +242,14 @@ def test_compiled_step_equals_the_eager_one(is_foreach: bool) -> None:
 @distributed(2)
 @pytest.mark.parametrize("name", ["sgd_momentum", "adamw", "adagrad"])
 def test_optimizer_resumes_from_its_saved_state(name: str) -> None:
-    """State goes through torch.save and load_state_dict into a new optimizer, exactly."""
+    """State goes through pickle and load_state_dict into a new optimizer, exactly."""
     kind, options = ELEMENTWISE[name]
     plain, sharded = pair()
     optimizers = kind(plain.parameters(), **options), kind(sharded.parameters(), **options)
     step_both(plain, sharded, optimizers, num_steps=2)
-    buffer = io.BytesIO()
-    torch.save(optimizers[1].state_dict(), buffer)
-    buffer.seek(0)
+    state = pickle.loads(pickle.dumps(optimizers[1].state_dict()))
     resumed = kind(sharded.parameters(), **options)
-    resumed.load_state_dict(torch.load(buffer, weights_only=True))
+    resumed.load_state_dict(state)
     step_both(plain, sharded, (optimizers[0], resumed), num_steps=3)
     assert_parameters_equal(sharded, plain)
 

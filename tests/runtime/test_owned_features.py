@@ -33,7 +33,6 @@ from tests.models import (
     loss_of,
     pickled,
     rank_input,
-    saved,
     shard_blocks,
 )
 
@@ -140,7 +139,7 @@ def test_copies_of_whole_parameters_stay_equal(granularity: str) -> None:
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @distributed(2, 3)
 def test_copied_model_trains_on(copied: Callable[[nn.Module], nn.Module]) -> None:
     """Owners stay what they are; both go on alike."""

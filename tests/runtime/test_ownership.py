@@ -34,7 +34,6 @@ from tests.models import (
     pickled,
     rank_input,
     replica_mesh,
-    saved,
     shard_blocks,
 )
 
@@ -299,7 +298,7 @@ def test_siblings_are_balanced_by_lazy_init() -> None:
     assert owners_of(model) == owners
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("copier", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("is_used", [False, True])
 @distributed(2)
 def test_copies_keep_owners(copier: Callable[[nn.Module], nn.Module], is_used: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -294,12 +295,15 @@ def test_autograd_on_the_owner_gives_the_gradient() -> None:
 
 @distributed(2, 3)
 def test_copies_and_saved_shards_stay_whole() -> None:
-    """deepcopy, and torch.save with weights_only."""
+    """deepcopy, pickle, and, on the rank that has all of it, torch.save with weights_only."""
     param = whole(matrix(), is_param=True)
-    file = io.BytesIO()
-    torch.save(param, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(param), torch.load(file, weights_only=True)):
+    twins = [copy.deepcopy(param), pickle.loads(pickle.dumps(param))]
+    if is_owner():
+        file = io.BytesIO()
+        torch.save(param, file)
+        file.seek(0)
+        twins[1] = torch.load(file, weights_only=True)
+    for twin in twins:
         assert twin._shard_spec == param._shard_spec
         assert_equal(twin.to_local(), param.detach().to_local())
         assert_equal(twin.full_tensor(), matrix())
