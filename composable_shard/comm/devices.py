@@ -138,7 +138,8 @@ def copies_for(device: torch.device) -> HostCopies:
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether what is issued becomes part of a graph, so that the host can't wait for it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    asks = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asks is not None and bool(asks())
 
 
 def as_real(tensor: Tensor) -> Tensor:

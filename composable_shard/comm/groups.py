@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard.comm.agreement import Ranks
+from composable_shard.comm.devices import backend_name
 from composable_shard.comm.lockstep import begin_watch, order_of
 from composable_shard.torch_private import (
     backend_of,
@@ -347,9 +348,7 @@ def _group_of_all_ranks(is_replicated: bool, spans_replicas: bool) -> ShardGroup
     world = dist.group.WORLD
     assert world is not None
     known = _groups_of_world.setdefault(world, WeakValueDictionary())
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    backend = dist.get_backend()
-    device_type = "cpu" if accelerator is None or backend == "gloo" else accelerator.type
+    device_type = _type_for(world)
     key = device_type, is_replicated, spans_replicas
     found = known.get(key)
     if found is None or found.device != _device_of(device_type):
@@ -361,6 +360,14 @@ def _group_of_all_ranks(is_replicated: bool, spans_replicas: bool) -> ShardGroup
             mesh, is_replicated=is_replicated, spans_replicas=spans_replicas
         )
     return found
+
+
+def _type_for(group: dist.ProcessGroup) -> str:
+    """Return the accelerator's type if a group communicates there by more than gloo, or "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or backend_name(group, accelerator) in ("", "gloo"):
+        return "cpu"
+    return accelerator.type
 
 
 def _init_one_process() -> None:

@@ -537,7 +537,8 @@ class ScopeParams:
             if isinstance(param, DTensor):
                 param._local_tensor = param._local_tensor.new_empty(0)
             else:
-                param.data = torch.empty(0, dtype=param.dtype)
+                # Of the same device: torch lets `.data` change it for its own devices alone.
+                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
             param.__dict__["_expired_label"] = label
             expired: Any = _ExpiredDTensor if isinstance(param, DTensor) else _ExpiredParameter
             param.__class__ = expired

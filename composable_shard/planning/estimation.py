@@ -163,7 +163,7 @@ def estimate(  # noqa: PLR0913 -- what a plan depends on, each by name
         batch: What one rank's forward is called with: a tensor, a tuple of arguments or a dict of
             keyword arguments, of which only shapes and dtypes count. None: activations are left
             out.
-        device_type: "cuda", or "cpu" with the gloo backend.
+        device_type: That of any accelerator, or "cpu" with the gloo backend.
         options: Options of `fully_shard` for all units: `strategy`, `mp_policy`, ...
 
     Returns:

@@ -1,0 +1,53 @@
+"""What asked for the CPU or for CUDA by name works on any accelerator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_shard import fully_shard, get_handles, unshard_params
+from composable_shard.comm.devices import is_capturing
+from tests import device
+from tests.device.running import on_device
+
+
+@on_device(num_ranks=2)
+def test_unshard_params_ends() -> None:
+    """Parameters of a scope that was left refuse use, and hold no memory of the device."""
+    model = nn.Linear(3, 2).to(device.NAME)
+    expected = model.weight.detach().clone()
+    dist.broadcast(expected, 0)
+    fully_shard(model, mesh=init_device_mesh(device.NAME, (2,)), sync_module_states=True)
+    with unshard_params(model, writeback=True):
+        shown = model.weight
+        assert torch.equal(shown, expected)
+        shown.data.mul_(2)
+    assert torch.equal(model.weight.full_tensor(), 2 * expected)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert (shown.device.type, shown.untyped_storage().nbytes()) == (device.NAME, 0)
+    with pytest.raises(RuntimeError, match="kept beyond its unshard_params scope"):
+        shown.sum()
+
+
+@on_device
+def test_default_group_decides_where_to_compute() -> None:
+    """On the accelerator only if the group has a backend for it, other than gloo."""
+    expected = {"cpu:gloo": "cpu", "gloo": "cpu", device.NAME: device.NAME}
+    for backend, kind in {**expected, device.BACKENDS: device.NAME}.items():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        model = fully_shard(nn.Linear(2, 2))
+        assert get_handles(model)[0].shard_group.device.type == kind, backend
+        dist.destroy_process_group()
+
+
+@on_device
+def test_capturing_is_asked_of_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the module of the device's type, which may not know captures at all."""
+    here = torch.device(device.NAME)
+    assert not is_capturing(here)
+    monkeypatch.setattr(torch.lag, "is_current_stream_capturing", lambda: True, raising=False)
+    assert is_capturing(here)
+    assert not is_capturing(torch.device("cpu"))
