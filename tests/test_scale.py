@@ -103,7 +103,6 @@ def _do_everything(model: SumChain, way: str, options: dict[str, Any]) -> dict[s
 
     def show_flat() -> None:
         register_flat_param(model)
-        model.state_dict()
         register_orig_params(model)
 
     count("shard", shard)
@@ -114,15 +113,15 @@ def _do_everything(model: SumChain, way: str, options: dict[str, Any]) -> dict[s
     count("step", lambda: model(x).backward())
     count("clip", lambda: clip_grad_norm_(model, 1.0))
     count("optimizer", optimizer.step)
-    values = count("state_dict", model.state_dict)
-    count("load_state_dict", lambda: model.load_state_dict(values))
-    state = count("optimizer state", lambda: get_optimizer_state_dict(model, optimizer))
-    count("load optimizer", lambda: set_optimizer_state_dict(model, optimizer, state))
-    count("model state", lambda: get_model_state_dict(model))
     count("layers", call_layers)
     count("copy", lambda: copy.deepcopy(model))
     count("read", read)
     if options.get("use_orig_params", True):
+        values = count("state_dict", model.state_dict)
+        count("load_state_dict", lambda: model.load_state_dict(values))
+        state = count("optimizer state", lambda: get_optimizer_state_dict(model, optimizer))
+        count("load optimizer", lambda: set_optimizer_state_dict(model, optimizer, state))
+        count("model state", lambda: get_model_state_dict(model))
         count("show flat", show_flat)
     return lines
 

@@ -78,17 +78,16 @@ def _shard_fsdp2(model: nn.Module) -> nn.Module:
 _OURS: dict[str, Callable[[nn.Module], object]] = {
     "plain": _unsharded,
     "blocks": shard_blocks,
-    "flat": lambda model: fully_shard(model, use_orig_params=False),
     "kept": lambda model: fully_shard(model, strategy=ShardingStrategy.SHARD_GRAD_OP),
     "zero1": lambda model: fully_shard(model, strategy=ShardingStrategy.SHARD_OPTIM),
     "replicated": lambda model: fully_shard(model, strategy=ShardingStrategy.NO_SHARD),
 }
 
 
-@pytest.mark.parametrize("written", ["plain", "blocks", "flat", "replicated"])
+@pytest.mark.parametrize("written", ["plain", "blocks", "replicated"])
 @distributed(2)
 def test_any_layout_reads_what_any_wrote(written: str) -> None:
-    """Plain, in units, flat, with kept parameters, replicated: by value, every kind of tensor."""
+    """Plain, in units, with kept parameters, replicated: by value, every kind of tensor."""
     source = seeded(Odd)
     _OURS[written](source)
     with directory() as path:
