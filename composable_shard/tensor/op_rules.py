@@ -15,8 +15,7 @@ from composable_shard.tensor.flat_shard import (
 )
 from composable_shard.tensor.operands import unsupported
 from composable_shard.tensor.pending import AWAITING_TYPES
-from composable_shard.tensor.reduction_rules import on_gathered
-from composable_shard.tensor.view_rules import on_whole
+from composable_shard.tensor.whole_rules import on_gathered, on_whole
 from composable_shard.torch_private import FOREACH_TYPES, OpOverload
 
 

@@ -62,7 +62,7 @@ def pointwise_family(func: OpOverload) -> Rule | None:
 
 def _is_pointwise(func: OpOverload) -> bool:
     if torch.Tag.pointwise in func.tags:
-        return True
+        return func is not aten.equal.default  # tagged, and its result is no tensor
     # Some in-place variants lack the tag that their functional form has.
     name = schema_of(func).name.removeprefix("aten::")
     if not name.endswith("_") or name.endswith("__"):
@@ -103,39 +103,11 @@ def _fill_value(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     target, value = args
     if not isinstance(target, FlatShard):
         raise write_to_plain(func, target, args)
+    if isinstance(value, FlatShard) or value.dim():
+        raise unsupported(func, args)
     note_write(target)
-    func(target._local, _value_of(func, value, args))
+    func(target._local, value)
     return target
-
-
-def _masked_fill(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
-    """Run `masked_fill` or `masked_fill_`.
-
-    The latter takes a plain full-size mask too, as torch turns `p[mask] = 0` into it: every rank
-    passes the same.
-    """
-    target, mask, value = args
-    if not isinstance(target, FlatShard):
-        raise unsupported(func, args)
-    spec = target._shard_spec
-    is_in_place = func in (aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
-    if isinstance(mask, FlatShard):
-        check_same_spec(func, spec, mask._shard_spec)
-        mask = mask._local
-    elif is_in_place:
-        mask = slice_of(func, mask, spec)
-    else:
-        mask = plain_scalar(func, mask, spec, target._local.numel())
-    if is_in_place:
-        note_write(target)
-    local = func(target._local, mask, _value_of(func, value, args))
-    return target if is_in_place else wrap(local, spec)
-
-
-def _value_of(func: OpOverload, value: Any, args: tuple[Any, ...]) -> Any:
-    if isinstance(value, FlatShard) or (isinstance(value, Tensor) and value.dim()):
-        raise unsupported(func, args)
-    return value
 
 
 def _run(
@@ -311,20 +283,6 @@ def _new_empty_strided(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     return wrap(func(local, [local.numel()], [1], **kwargs), spec)
 
 
-def fill_mask(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `tensor[mask] = scalar` for one boolean mask that is a FlatShard; None for others."""
-    target, indices, values, *others = args
-    is_mask = len(indices) == 1 and isinstance(indices[0], FlatShard)
-    if not is_mask or not isinstance(target, FlatShard) or indices[0].dtype is not torch.bool:
-        return None
-    operands, _ = local_operands(func, (target, indices[0], values))
-    note_write(target)
-    # A scalar for masked elements; expanded to the slice it would have to match their number.
-    scalar = operands[2] if operands[2].dim() == 0 else values.as_strided((), ())
-    func(operands[0], [operands[1]], scalar, *others, **kwargs)
-    return target
-
-
 def _is_same_size(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[0].shape == args[1].shape)
 
@@ -348,10 +306,6 @@ RULES: dict[OpOverload, Rule] = {
     aten.zero_.default: partial(_run_in_place, Tensor.zero_),
     aten.fill_.Scalar: partial(_run_in_place, Tensor.fill_),
     aten.fill_.Tensor: _fill_value,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
-    aten.masked_fill_.Scalar: _masked_fill,
-    aten.masked_fill_.Tensor: _masked_fill,
     aten.new_zeros.default: _new_filled,
     aten.new_ones.default: _new_filled,
     aten.new_full.default: _new_filled,

@@ -13,34 +13,31 @@ that one rank holds whole all ranks have a shard, mostly empty: it is a collecti
 Its gradient is on that rank alone, which would get a value that the others don't have: it raises,
 outside of an optimizer's step, which runs on that rank alone as a whole.
 
-A reduction over some dims and the order of elements have no sum to send: they run on whole tensors,
-which `on_gathered` gathers.
+A reduction over some dims, and what few call (a variance, the order of elements), run on whole
+tensors, [Note: Gathered operands].
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.tensor.flat_shard import FlatShard, Rule, wrap
 from composable_shard.tensor.operands import (
-    check_same_spec,
     describe_operands,
     note_write,
     unsupported,
-    write_to_plain,
 )
 from composable_shard.tensor.shard_spec import ShardSpec
-from composable_shard.torch_private import STEP_CODE, OpOverload, schema_of, tree_map_only
+from composable_shard.torch_private import STEP_CODE, OpOverload, schema_of
 
 aten = torch.ops.aten
 _SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
@@ -104,7 +101,9 @@ def shard_of(func: OpOverload, args: tuple[Any, ...], dims: Any = None) -> FlatS
         if listed and {dim % shard.dim() for dim in listed} != set(range(shard.dim())):
             raise unsupported(func, args)
     if shard._shard_spec.owner is not None:
-        _check_scope(func, shard, args)
+        if is_in_step(sys._getframe(1)):
+            raise unsupported(func, args)  # runs on the whole tensor, on its owner alone
+        check_scope(func, shard)
     return shard
 
 
@@ -113,13 +112,8 @@ def _is_alone(spec: ShardSpec) -> bool:
     return spec.world_size == 1 and spec.tensor_parallel is None
 
 
-def _check_scope(func: OpOverload, shard: FlatShard, args: tuple[Any, ...]) -> None:
-    """Check that all ranks run a reduction of what one rank holds, [Note: Scope of a reduction].
-
-    In an optimizer's step, which runs on the whole tensor, NeedsWhole says so.
-    """
-    if is_in_step(sys._getframe(1)):
-        raise unsupported(func, args)
+def check_scope(func: OpOverload, shard: FlatShard) -> None:
+    """Check that all ranks have a shard of a tensor: [Note: Scope of a reduction]."""
     spec = shard._shard_spec
     if shard._guard is None:
         raise RuntimeError(
@@ -182,21 +176,6 @@ def is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _variance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
-    groups = reduction_groups(shard._shard_spec)
-    local = shard._local.to(wide(shard.dtype))
-    mean = sum_over(local.sum(), groups) / shard.numel()
-    squares = sum_over((local - mean).abs().square().sum(), groups)
-    correction = kwargs.get("correction")
-    freedom = max(shard.numel() - (1 if correction is None else correction), 0)
-    result = squares / freedom
-    if func is aten.std.correction:
-        result = result.sqrt()
-    real = shard.dtype.to_real()
-    return shaped(shard, result.to(real), option(func, args, kwargs, "keepdim"))
-
-
 def _extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Run max, min, amax or amin."""
     shard = shard_of(func, args, option(func, args, kwargs, "dim"))
@@ -238,17 +217,6 @@ def _foreach_max(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ]
 
 
-def _product(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    shard = shard_of(func, args)
-    dtype = kwargs.get("dtype") or (shard.dtype if is_inexact(shard.dtype) else torch.int64)
-    if dtype.is_complex:
-        raise unsupported(func, args)
-    product = shard._local.prod(dtype=wide(dtype))
-    for name in reduction_groups(shard._shard_spec):
-        all_reduce(product, resolve_group(name), dist.ReduceOp.PRODUCT).wait()
-    return product.to(dtype)
-
-
 def _truth(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Run any or all."""
     shard = shard_of(func, args, option(func, args, kwargs, "dim"))
@@ -257,35 +225,6 @@ def _truth(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     found = max_over(local.to(torch.int32), reduction_groups(shard._shard_spec)) > 0
     result = found if is_any else ~found
     return shaped(shard, result, option(func, args, kwargs, "keepdim"))
-
-
-def _count_nonzero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
-    return sum_over(shard._local.count_nonzero(), reduction_groups(shard._shard_spec))
-
-
-def _equal(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    first, second = _pair(func, args)
-    return _is_true_everywhere(torch.equal(first._local, second._local), first)
-
-
-def _allclose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    first, second = _pair(func, args)
-    is_close = torch.isclose(first._local, second._local, *args[2:], **kwargs)
-    return _is_true_everywhere(bool(is_close.all()), first)
-
-
-def _pair(func: OpOverload, args: tuple[Any, ...]) -> tuple[FlatShard, FlatShard]:
-    first, second = shard_of(func, args), args[1]
-    if not isinstance(second, FlatShard):
-        raise unsupported(func, args)
-    check_same_spec(func, first._shard_spec, second._shard_spec)
-    return first, second
-
-
-def _is_true_everywhere(value: bool, shard: FlatShard) -> bool:
-    flag = torch.tensor(int(not value), dtype=torch.int32, device=shard._local.device)
-    return not max_over(flag, reduction_groups(shard._shard_spec)).item()
 
 
 def _item(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -302,95 +241,19 @@ RULES: dict[OpOverload, Rule] = {
     aten.sum.dim_IntList: _sum,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
-    aten.var.correction: _variance,
-    aten.std.correction: _variance,
     aten.max.default: _extreme,
     aten.min.default: _extreme,
     aten.amax.default: _extreme,
     aten.amin.default: _extreme,
-    aten.prod.default: _product,
     aten.any.default: _truth,
     aten.any.dim: _truth,
     aten.any.dims: _truth,
     aten.all.default: _truth,
     aten.all.dim: _truth,
     aten.all.dims: _truth,
-    aten.count_nonzero.dim_IntList: _count_nonzero,
-    aten.count_nonzero.default: _count_nonzero,
-    aten.equal.default: _equal,
-    aten.allclose.default: _allclose,
     aten._local_scalar_dense.default: _item,
     aten._foreach_max.default: _foreach_max,
 }
-
-
-# Ops over some dims, and of the order of elements. Not `cat`, by which others flatten what they
-# then reduce or broadcast.
-_GATHERED = frozenset(
-    getattr(getattr(aten, name), overload)
-    for name, overloads in {
-        "sum": "dim_IntList",
-        "mean": "dim",
-        "nansum": "default",
-        "prod": "dim_int",
-        "var": "correction",
-        "std": "correction",
-        "var_mean": "correction",
-        "std_mean": "correction",
-        "amax": "default",
-        "amin": "default",
-        "aminmax": "default",
-        "max": "dim",
-        "min": "dim",
-        "any": "dim dims",
-        "all": "dim dims",
-        "count_nonzero": "dim_IntList",
-        "logsumexp": "default",
-        "linalg_vector_norm": "default",
-        "norm": "ScalarOpt_dim ScalarOpt_dim_dtype",
-        "argmax": "default",
-        "argmin": "default",
-        "topk": "default",
-        "sort": "default stable",
-        "kthvalue": "default",
-        "median": "default dim",
-        "nanmedian": "default dim",
-        "mode": "default",
-        "histc": "default",
-        "_unique2": "default",
-    }.items()
-    for overload in overloads.split()
-)
-
-
-def on_gathered(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[], Any] | None:
-    """Return what runs an op of `_GATHERED` on whole tensors that all ranks get, or None.
-
-    One all-gather for each operand. Not in an optimizer's step, which would go on with shards; nor
-    for autograd, which would make whole gradients; nor of a tensor that one rank alone may have,
-    [Note: Scope of a reduction].
-    """
-    if func not in _GATHERED or is_in_step(sys._getframe(1)):
-        return None
-    operands: list[Tensor] = []
-    tree_map_only(Tensor, operands.append, (args, kwargs))
-    for each in operands:
-        if isinstance(each, FlatShard):
-            spec = each._shard_spec
-            if _is_alone(spec) or (spec.owner is not None and each._guard is None):
-                return None
-            if each.requires_grad and torch.is_grad_enabled():
-                return None
-        elif isinstance(each, Tensor) and type(each) not in (Tensor, nn.Parameter):
-            return None
-
-    def run() -> Any:
-        whole_args, options = tree_map_only(FlatShard, FlatShard.full_tensor, (args, kwargs))
-        return func(*whole_args, **options)
-
-    return run
 
 
 def _empty_flat(shard: FlatShard) -> Tensor:
@@ -426,23 +289,6 @@ def _draw_like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return wrap(spec.slice(dense).clone(), spec)  # a view would keep the whole tensor alive
 
 
-def _eye(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
-    """Run `torch.eye(rows, columns, out=shard)`."""
-    shard = kwargs["out"]
-    if not isinstance(shard, FlatShard):
-        raise write_to_plain(func, shard, args)
-    rows, columns = args[0], args[1] if len(args) > 1 else args[0]
-    spec = shard._shard_spec
-    if (rows, columns) != tuple(spec.shape) or spec.tensor_parallel is not None:
-        raise unsupported(func, (shard,))
-    note_write(shard)
-    if not shard._local.is_meta:
-        flat = _empty_flat(shard)
-        spec.unflatten(flat).copy_(torch.eye(rows, columns, dtype=flat.dtype, device=flat.device))
-        _keep_slice(shard, flat)
-    return shard
-
-
 RULES |= {
     aten.normal_.default: _fill,
     aten.uniform_.default: _fill,
@@ -458,6 +304,4 @@ RULES |= {
     aten.randn_like.default: _draw_like,
     aten.randint_like.default: _draw_like,
     aten.randint_like.low_dtype: _draw_like,
-    aten.eye.out: _eye,
-    aten.eye.m_out: _eye,
 }

@@ -115,7 +115,6 @@ _INITS: dict[str, Callable[[Tensor], Any]] = {
     "zeros": nn.init.zeros_,
     "eye": nn.init.eye_,
     "orthogonal": nn.init.orthogonal_,
-    "sparse": lambda w: nn.init.sparse_(w, 0.5),
     "one row": lambda w: nn.init.ones_(w[3]),
 }
 

@@ -1,4 +1,4 @@
-"""Views of FlatShards are exact where a flat range can be one; other selections can be written."""
+"""Views of FlatShards are exact where a flat range can be one; writes by index are exact."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from composable_shard.comm.trace import count_collectives
 from composable_shard.tensor.flat_shard import FlatShard
 from tests.helpers import assert_equal, distributed
 from tests.tensor.test_flat_shard import full, shard
@@ -80,45 +81,38 @@ def test_view_as_complex_of_other_ranges_raises() -> None:
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
-    "column": lambda x: x.__setitem__((slice(None), 3), 5.0),
-    "columns": lambda x: x.__setitem__((slice(None), slice(2, 9)), 5.0),
-    "strided_rows": lambda x: x.__setitem__(slice(None, None, 2), 5.0),
-    "block": lambda x: x.__setitem__((slice(1, 4), slice(2, 5)), torch.ones(3, 3)),
-    "block_broadcast": lambda x: x.__setitem__((slice(1, 4), slice(2, 5)), torch.arange(3.0)),
     "row": lambda x: x.__setitem__(2, torch.arange(15.0)),
     "rows": lambda x: x.__setitem__(slice(1, 3), torch.arange(15.0)),
     "element": lambda x: x.__setitem__((6, 14), torch.tensor(5.0)),
+    "fill_row": lambda x: x[0].fill_(3),
+    "none": lambda x: x.__setitem__((None, slice(2, 4)), 5.0),
+}
+GATHERED: dict[str, Callable[[Tensor], Any]] = {
     "index": lambda x: x.__setitem__(torch.tensor([1, 5]), 5.0),
     "index_values": lambda x: x.__setitem__(torch.tensor([5, 1]), torch.arange(30.0).view(2, 15)),
     "index_pair": lambda x: x.__setitem__((torch.tensor([1, 5]), torch.tensor([0, 9])), 5.0),
-    "index_column": lambda x: x.__setitem__((torch.tensor([1, 5]), 9), 5.0),
     "plain_mask": lambda x: x.__setitem__(torch.arange(105).view(7, 15) % 2 == 0, 5.0),
     "masked_fill": lambda x: x.masked_fill_(torch.arange(15) % 2 == 0, torch.tensor(5.0)),
     "mask": lambda x: x.__setitem__(x > 50, 5.0),
-    "none": lambda x: x.__setitem__((None, slice(2, 4)), 5.0),
     "accumulate": lambda x: x.index_put_((torch.tensor([1, 1]),), torch.ones(15), accumulate=True),
-    "fill_column": lambda x: x[:, 0].fill_(3),
-    "scale_column": lambda x: x[:, 2].mul_(2).add_(torch.tensor(1.0)),
-    "augmented": lambda x: _scale_column(x),
     "index_fill": lambda x: x.index_fill_(0, torch.tensor([1, 5]), 5.0),
     "index_fill_last_dim": lambda x: x.index_fill_(-1, torch.tensor([1, 5]), torch.tensor(5.0)),
-    "index_fill_column": lambda x: x[:, 3].index_fill_(0, torch.tensor([1, 5]), 5.0),
-    "int_value": lambda x: x.__setitem__((slice(None), 3), 5),
+    "tril": lambda x: x.tril_(),
+    "eye": lambda x: nn.init.eye_(x),
+    "dirac": lambda x: nn.init.dirac_(x.view(7, 5, 3)),
 }
 
 
-def _scale_column(x: Tensor) -> None:
-    x[:, 4] *= 2
-
-
+@pytest.mark.parametrize("name", [*WRITES, *GATHERED])
 @distributed(2, 3)
-@pytest.mark.parametrize("name", WRITES)
 def test_assignment_by_index_writes_the_elements_of_the_whole(name: str) -> None:
-    """Each rank writes those that it holds, for contiguous and channels-last layouts."""
-    write = WRITES[name]
+    """Runs of elements without communication, others on gathered values."""
+    write = {**WRITES, **GATHERED}[name]
     whole = torch.arange(105.0).view(7, 15)
     sharded = shard(whole)
-    write(sharded)
+    with count_collectives() as log:
+        write(sharded)
+    assert name in GATHERED or not log.events
     write(whole)
     assert_equal(full(sharded), whole)
 
@@ -129,30 +123,22 @@ def test_assignment_by_index_respects_the_memory_layout() -> None:
     whole = torch.arange(48.0).view(4, 3, 2, 2).to(memory_format=torch.channels_last)
     sharded = shard(whole)
     for target in (sharded, whole):
-        target[1, 2] = 5
-        target[:, 0, 1] = 7
         target[3] = torch.arange(12.0).view(3, 2, 2)
+        target[torch.tensor([0, 2])] = 5
     assert_equal(full(sharded), whole)
 
 
 @distributed(2)
-def test_reading_a_selection_raises() -> None:
-    """A column can be written, but using its values names the parameter and the remedy."""
-    sharded = shard(torch.zeros(7, 15), "fc.weight")
-    message = r"aten.add reads elements of the sharded parameter 'fc.weight' \(7, 15\).*full_tensor"
-    with pytest.raises(RuntimeError, match=message):
-        sharded[:, 0] + 1
-    with pytest.raises(RuntimeError, match=r"aten\.copy_ reads elements"):
-        sharded[:, 0] = sharded[:, 1]
-    assert "FlatRegion of 'fc.weight'" in repr(sharded[:, 0])
-
-
-@distributed(2)
-def test_selection_of_a_trainable_parameter_raises_at_once() -> None:
-    """With autograd on it can only be meant for reading."""
+def test_views_that_are_no_run_raise_at_once() -> None:
+    """A column, for reading or writing: the error names the parameter and the remedy."""
     param = nn.Parameter(shard(torch.zeros(7, 15), "fc.weight"))
-    with pytest.raises(RuntimeError, match=r"aten.select can't run on a sharded parameter"):
-        param[:, 0]
+    text = r"can't run on a sharded parameter.*'fc.weight' \(7, 15\).*unshard_params\(module\)"
+    for tensor in (param, param.detach()):
+        for select in (lambda x: x[:, 0], lambda x: x[::2], lambda x: x.T):
+            with pytest.raises(RuntimeError, match=text):
+                select(tensor)
+    with pytest.raises(RuntimeError, match=text):
+        nn.init.sparse_(param, 0.3)  # writes to columns
 
 
 @distributed(2)

@@ -1,0 +1,203 @@
+"""Ops on whole tensors: where this rank holds them, and the general way for rare ops elsewhere.
+
+[Note: Gathered operands]
+A few ops have no meaning on one rank's range, and users call them on parameters at rest all the
+same. They run on whole tensors, which every rank gathers: one all-gather for each shard. Results
+are plain tensors, the same on all ranks. Of a tensor that such an op writes each rank keeps its
+range. All other ops raise, and so do these where autograd needs them: gradients would be whole.
+Not `cat`, by which others flatten what they then reduce or broadcast.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard.options import advise
+from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
+from composable_shard.tensor.operands import note_write, schema_arguments, slice_given
+from composable_shard.tensor.reduction_rules import check_scope, is_in_step
+from composable_shard.tensor.view_rules import Geometry, run_of
+from composable_shard.torch_private import OpOverload, schema_of, tree_map_only
+
+# By name, of all overloads.
+_READ = """
+    sum mean nansum prod var std var_mean std_mean amax amin aminmax max min any all count_nonzero
+    logsumexp linalg_vector_norm norm argmax argmin topk sort kthvalue median nanmedian mode histc
+    _unique2 equal allclose
+"""
+_WRITTEN = "index_put_ index_fill_ masked_fill_ tril_ triu_ eye"
+_READS, _WRITES = frozenset(_READ.split()), frozenset(_WRITTEN.split())
+
+
+def on_gathered(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:
+    """Return what runs an op on whole tensors that all ranks gather, or None.
+
+    [Note: Gathered operands]
+    """
+    name = schema_of(func).name.removeprefix("aten::")
+    if name not in _READS and name not in _WRITES:
+        return None
+    operands = (args, tuple(kwargs.values()))
+    shards = list(_shards(operands))
+    if any(shard._shard_spec.owner is not None for shard in shards):
+        if is_in_step(sys._getframe(1)):
+            return None  # runs on the owner alone
+        if all(shard._guard is None for shard in shards):
+            check_scope(func, shards[0])
+    for shard in shards:
+        spec = shard._shard_spec
+        is_alone = spec.world_size == 1 and spec.tensor_parallel is None
+        if is_alone or (shard.requires_grad and torch.is_grad_enabled()):
+            return None
+    target = kwargs.get("out", args[0]) if name in _WRITES else None
+    others = [each for each in _leaves(operands) if not isinstance(each, FlatShard)]
+    if others if target is None else not isinstance(target, FlatShard):
+        return None
+    return partial(_run_gathered, func, args, kwargs, target)
+
+
+def _run_gathered(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], target: FlatShard | None
+) -> Any:
+    gathered: dict[int, Tensor] = {}
+
+    def gather(shard: FlatShard) -> Tensor:
+        return gathered.setdefault(id(shard), shard.full_tensor())
+
+    whole_args, options = tree_map_only(FlatShard, gather, (args, kwargs))
+    result = func(*whole_args, **options)
+    if target is None:
+        return result
+    note_write(target)
+    target._local.copy_(slice_given(gathered[id(target)], target._shard_spec))
+    return target
+
+
+def on_whole(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any] | None:
+    """Return what runs an op on whole tensors, None where this rank does not hold all of them."""
+    operands = (args, tuple(kwargs.values()))
+    if not all(shard._shard_spec.is_whole for shard in _shards(operands)):
+        return None
+    if torch.is_grad_enabled() and torch.Tag.pointwise not in func.tags:
+        _check_alone(func, operands)
+    return partial(_run, func, args, kwargs)
+
+
+def _check_alone(func: OpOverload, operands: tuple[Any, ...]) -> None:
+    """Check that no parameter is multiplied with this rank's data outside the forward of its unit.
+
+    Nothing would reduce its gradient. A function of parameters alone has the same on all ranks.
+    """
+    if not any(type(each) in (Tensor, nn.Parameter) and each.dim() for each in _leaves(operands)):
+        return
+    for shard in _shards(operands):
+        owner = None if shard._guard is None else shard._guard.owner
+        handle: Any = None if owner is None else owner()  # a FlatParamHandle
+        if handle is not None and handle.requires_grad and handle.shard_group.num_ranks > 1:
+            raise RuntimeError(
+                f"{func.overloadpacket} would give parameter '{shard._shard_spec.label.fqn}' the "
+                f"gradient of this rank alone, and nothing would average it. {advise()}"
+            )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, Tensor):
+        yield value
+
+
+def _shards(value: Any) -> Iterator[FlatShard]:
+    if isinstance(value, FlatShard):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _shards(item)
+
+
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for shard in _written(func, args, kwargs):
+        note_write(shard)
+    originals: dict[int, Tensor] = {}
+    whole_args = _unwrap(args, originals)
+    whole_kwargs = {name: _unwrap(value, originals) for name, value in kwargs.items()}
+    result = func(*whole_args, **whole_kwargs)
+    shards = list(_shards((args, tuple(kwargs.values()))))
+    is_elementwise = torch.Tag.pointwise in func.tags
+    if isinstance(result, list | tuple):
+        return type(result)(_wrap(item, shards, originals, is_elementwise) for item in result)
+    return _wrap(result, shards, originals, is_elementwise)
+
+
+def _written(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[FlatShard]:
+    for position, argument in enumerate(schema_arguments(func)):
+        if argument.is_write:
+            value = kwargs.get(argument.name)
+            yield from _shards(args[position] if position < len(args) else value)
+
+
+def _unwrap(value: Any, originals: dict[int, Tensor]) -> Any:
+    """Replace shards by whole tensors, and remember what each stands for."""
+    if isinstance(value, FlatShard):
+        whole = whole_of(value)
+        originals[id(whole)] = value
+        return whole
+    if isinstance(value, list | tuple):
+        return type(value)(_unwrap(item, originals) for item in value)
+    return value
+
+
+def _wrap(
+    result: Any, shards: list[FlatShard], originals: dict[int, Tensor], is_elementwise: bool
+) -> Any:
+    """Return what stands for a result: what was written, a view, a shard, or the plain result."""
+    if not isinstance(result, Tensor) or id(result) in originals:
+        return originals.get(id(result), result)
+    if isinstance(result, DTensor):
+        return _wrap_distributed(result, shards, is_elementwise)
+    for shard in shards:
+        if _is_view(result, shard):
+            return _view_of(shard, result)
+    specs = [shard._shard_spec for shard in shards]
+    if is_elementwise and result.shape == specs[0].shape and all(s == specs[0] for s in specs):
+        return wrap(specs[0].flatten(result), specs[0])
+    return result
+
+
+def _view_of(shard: FlatShard, view: Tensor) -> Tensor:
+    """Return a view of a whole shard's memory as a shard; as it is where it can be none."""
+    start = int(view.storage_offset() - shard._local.storage_offset())
+    geometry = Geometry(view.shape, view.stride(), start)
+    if geometry.is_one_run:
+        return run_of(shard, geometry)
+    if shard._guard is not None:
+        shard._guard.whole.count_write()  # later writes into a plain view are not seen
+    return view
+
+
+def _is_view(result: Tensor, shard: FlatShard) -> bool:
+    if result.dtype != shard.dtype or not result.numel():
+        return False
+    return result.untyped_storage().data_ptr() == shard._local.untyped_storage().data_ptr()
+
+
+def _wrap_distributed(result: DTensor, shards: list[FlatShard], is_elementwise: bool) -> Tensor:
+    spec = shards[0]._shard_spec
+    mesh = (result.device_mesh, tuple(result.placements))
+    if not (is_elementwise and result.shape == spec.shape and mesh == spec.tensor_parallel):
+        return result
+    return wrap(spec.flatten(result.to_local()), spec)
