@@ -38,8 +38,8 @@ def require_safetensors() -> Any:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:
         raise ImportError(
-            "safetensors files need the package safetensors (and numpy, to write). Install the "
-            "extra: pip install composable_shard[safetensors]"
+            "safetensors files need the package safetensors (and numpy, to write): "
+            "pip install safetensors numpy"
         ) from error
 
 

@@ -644,9 +644,9 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     kept = {name: sys.modules.pop(name) for name in list(sys.modules) if "safetensors" in name}
     try:
         sys.modules["safetensors"] = None  # type: ignore[assignment]
-        with pytest.raises(ImportError, match=r"pip install composable_shard\[safetensors\]"):
+        with pytest.raises(ImportError, match=r"pip install safetensors numpy"):
             save_safetensors(model, tmp_path)
-        with pytest.raises(ImportError, match=r"pip install composable_shard\[safetensors\]"):
+        with pytest.raises(ImportError, match=r"pip install safetensors numpy"):
             load_safetensors(model, tmp_path)
     finally:
         sys.modules.update(kept)
