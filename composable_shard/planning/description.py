@@ -198,7 +198,7 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     units = tuple(
         _describe_unit(state, modules[state], tree, held, leads=state in roots) for state in states
     )
-    warnings = [*_warn_of_sizes(units), *_warn_of_unmanaged(module, states)]
+    warnings = [*_warn_of_sizes(units), *_warn_of_unmanaged(module)]
     if optimizer is not None:
         warnings += _warn_of_optimizer(states, optimizer)
     return Description(type(module).__name__, units, tuple(warnings), optimizer is not None)
@@ -329,8 +329,8 @@ def _warn_of_sizes(units: Sequence[DescribedUnit]) -> list[str]:
     return warnings
 
 
-def _warn_of_unmanaged(module: nn.Module, states: Sequence[ShardState]) -> list[str]:
-    names = find_unmanaged([module], states)
+def _warn_of_unmanaged(module: nn.Module) -> list[str]:
+    names = find_unmanaged([module])
     if not names:
         return []
     return [

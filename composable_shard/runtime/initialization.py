@@ -251,7 +251,10 @@ def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
     contexts = [state.context for state in get_states(module) if state.context is not None]
     unchecked = list(dict.fromkeys(context for context in contexts if not context.is_checked))
     if unchecked:
-        _check_buffers([*callers, *_outermost(unchecked, module)])
+        modules = [*callers, *_outermost(unchecked, module)]
+        _check_buffers(modules)
+        if unmanaged := find_unmanaged(modules):  # a scope may have compared the ranks before
+            raise_unmanaged(unmanaged)
         for context in unchecked:
             _compare_initial_values(context.live_states())  # if a scope compared the rest before
             _place_buffers(context)
@@ -280,8 +283,8 @@ def lazy_init_params(
 
     Raises:
         ValueError: If no module in `module` was sharded.
-        RuntimeError: If the ranks disagree, parameters are still on the meta device, or no unit
-            manages a trainable parameter, see [Note: Whole model].
+        RuntimeError: If the ranks disagree, parameters are still on the meta device, or with
+            `has_values` no unit manages a trainable parameter, see [Note: Whole model].
     """
     states = get_states(module)
     if not states:
@@ -324,14 +327,13 @@ def _outermost(contexts: list[TreeContext], module: nn.Module) -> list[nn.Module
 
 def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_values: bool) -> None:
     """Check whole trees, and all of `modules`, whichever was called first."""
-    states = [state for module in modules for state in get_states(module)]
     for context in contexts:
         for state in context.live_states():
             for handle in state.handles:
                 handle.check_materialized()
                 handle.check_pinned()
                 handle.shown.check_registered()
-    unmanaged = find_unmanaged(modules, list(dict.fromkeys(states)))
+    unmanaged = find_unmanaged(modules) if has_values else []  # a scope opens what is sharded
     for context in contexts:
         _check_agreement(context.live_states(), unmanaged, has_values)
         # Ranks that initialised copies of a shard differently would train different models.

@@ -284,18 +284,15 @@ def check_whole(model: nn.Module) -> None:
 
     Local; the same on all ranks that have the same model. A model without units passes.
     """
-    places = list(_iter_unknown(model, "", set()))
-    if not places:
-        return
-    states = get_states(model)
-    if states and (names := _unmanaged_names(places, states)):
+    if (names := find_unmanaged([model])) and get_states(model):
         raise_unmanaged(names)
 
 
-def find_unmanaged(modules: Sequence[nn.Module], states: Sequence[ShardState]) -> list[str]:
+def find_unmanaged(modules: Sequence[nn.Module]) -> list[str]:
     """Return names of trainable parameters in `modules` that no unit manages, outermost first."""
     seen: set[nn.Module] = set()
     places = [place for module in modules for place in _iter_unknown(module, "", seen)]
+    states = [state for module in modules for state in get_states(module)] if places else []
     return _unmanaged_names(places, states) if places else []
 
 

@@ -22,6 +22,7 @@ from composable_shard import (
     lazy_init,
     save_checkpoint,
     save_safetensors,
+    unshard_params,
 )
 from composable_shard.comm.trace import count_collectives
 from tests.helpers import assert_equal, distributed
@@ -84,6 +85,22 @@ def test_l_whole_ignored_and_frozen_parameters_need_no_unit(name: str, tmp_path:
     shard_blocks(ignoring, ignored_params=set(ignoring.out.parameters()))
     for each in (ignoring, copy.deepcopy(ignoring), pickled(ignoring)):
         WHOLE[name](each, tmp_path)
+
+
+@distributed(2)
+def test_l_whole_scope_opens_what_is_sharded() -> None:
+    """And a forward after it says what is missing."""
+    net, plain = _without_root(), Net()
+    with unshard_params(net):
+        for param, other in zip(net.parameters(), plain.parameters(), strict=True):
+            assert param.shape == other.shape
+            assert type(param) is nn.Parameter
+            param.data.fill_(2.0)
+    assert all(param.full_tensor().eq(2).all() for param in net.blocks.parameters())
+    with pytest.raises(RuntimeError, match=f"no unit manages the trainable parameters {OUTSIDE}"):
+        _train(net)
+    fully_shard(net)
+    _train(net)
 
 
 @distributed(2)
