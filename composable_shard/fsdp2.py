@@ -2,7 +2,8 @@
 
     from composable_shard.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-in the place of `from torch.distributed.fsdp import ...`. Here `fully_shard` changes the class of a
+in the place of `from torch.distributed.fsdp import ...`, and likewise the functions and options of
+`torch.distributed.checkpoint.state_dict`. Here `fully_shard` changes the class of a
 module, as FSDP2 does, so that it has FSDP2's methods. All functions of `composable_shard` work on
 such modules too. The policies are torch's own classes.
 """
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -25,15 +27,26 @@ from composable_shard.comm import then_call_hook
 from composable_shard.module_api import UnshardWork as UnshardHandle
 from composable_shard.module_api import register_forward_method as register_fsdp_forward_method
 from composable_shard.options import Granularity
+from composable_shard.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "StateDictOptions",
     "UnshardHandle",
     "fully_shard",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
     "register_fsdp_forward_method",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "share_comm_ctx",
 ]
 
@@ -102,7 +115,7 @@ def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
         offload_policy = options.OffloadPolicy(params=is_on, **pins)
     if shard_placement_fn is not None:
         place = shard_placement_fn
-        others.setdefault("granularity", lambda param: _granularity_of(place(param)))
+        others.setdefault("granularity", lambda param: _granularity_of(param, place(param)))
     construct.fully_shard(
         modules,
         mesh=mesh,
@@ -143,14 +156,21 @@ def _check_no_spmd(modules: list[nn.Module], mesh: DeviceMesh) -> None:
             )
 
 
-def _granularity_of(placement: Any) -> Granularity:
+def _granularity_of(param: nn.Parameter, placement: Any) -> Granularity:
     """Return the cuts that come nearest to one of FSDP2's placements."""
     if hasattr(placement, "mesh_info"):
         raise NotImplementedError(
             "shard_placement_fn returned a mesh for one parameter. Call fully_shard with that mesh "
             "on the module that holds it (the experts), before the module around it."
         )
-    return "row" if placement is not None and placement.dim == 0 else "element"
+    if placement is None:
+        return "element"
+    if not -param.ndim <= placement.dim < param.ndim:
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for a parameter of shape "
+            f"{tuple(param.shape)}. Return a dim that it has, or None."
+        )
+    return "row" if placement.dim % param.ndim == 0 else "element"
 
 
 def _class_with_methods(cls: type) -> Any:
@@ -265,8 +285,18 @@ class FSDPModule:
         """Call a hook on the unit's mean gradients once they are reduced; on the reduce stream."""
         if stream is not None:
             raise NotImplementedError("the hook runs on the reduce stream. Leave stream= out.")
-        module, (handle, *_) = _module(self), fully_shard.state(self).handles  # type: ignore[attr-defined]
-        last = "all_reduce" if handle.shard_group.replicate_groups else "reduce_scatter"
+        module, handles = _module(self), fully_shard.state(self).handles  # type: ignore[attr-defined]
+        if not handles:  # nothing is reduced here
+            return
+        group = handles[0].shard_group
+        last = "all_reduce" if group.replicate_groups else "reduce_scatter"
+        if group.size == 1 and last == "reduce_scatter":
+            raise NotImplementedError(
+                "the shard group has one rank and there are no replicas in the mesh, so nothing is "
+                "reduced and the hook would never be called. Give fully_shard the mesh "
+                "(replicate, shard), or reduce gradients after the backward: "
+                "for p in module.parameters(): dist.all_reduce(p.grad.to_local(), group=group)."
+            )
         module_api.register_comm_hook(module, None, recurse=False)
         module_api.register_comm_hook(module, then_call_hook, (hook, last), recurse=False)
 

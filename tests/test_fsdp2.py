@@ -8,10 +8,13 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as torch_state_dict
 import torch.distributed.fsdp as torch_fsdp2
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -69,8 +72,9 @@ def test_each_method_takes_the_same_arguments(name: str) -> None:
 @pytest.mark.parametrize("name", sorted({*fsdp2.__all__} - {"FSDPModule", "UnshardHandle"}))
 def test_each_function_takes_the_same_arguments(name: str) -> None:
     """Further ones come after them."""
+    home = torch_fsdp2 if hasattr(torch_fsdp2, name) else torch_state_dict
     theirs, ours = (
-        list(inspect.signature(getattr(module, name)).parameters) for module in (torch_fsdp2, fsdp2)
+        list(inspect.signature(getattr(module, name)).parameters) for module in (home, fsdp2)
     )
     assert ours[: len(theirs)] == theirs
 
@@ -302,12 +306,66 @@ def test_all_reduce_hook_gets_the_mean() -> None:
 
 
 @distributed(2)
+def test_all_reduce_hook_of_a_unit_without_parameters_and_of_one_rank() -> None:
+    """The first has nothing to reduce; what would never be called is refused."""
+    model: Any = fsdp2.fully_shard(nn.Sequential(fsdp2.fully_shard(nn.Linear(3, 5))))
+    for module in model.modules():
+        module.set_all_reduce_hook(lambda gradient: gradient.zero_())
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(param.grad.full_tensor().eq(0).all() for param in model.parameters())
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+    other: Any = fsdp2.fully_shard(nn.Linear(3, 5), mesh=alone)
+    with pytest.raises(NotImplementedError, match="would never be called"):
+        other.set_all_reduce_hook(lambda gradient: gradient.zero_())
+
+
+@pytest.mark.parametrize("from_first", [False, True])
+@distributed(2)
+def test_whole_state_of_model_and_optimizer_moves_to_another_model(
+    from_first: bool, tmp_path: Path
+) -> None:
+    """Files of rank 0 as in FSDP2's example, loaded; then further steps, bit by bit."""
+    saved: Any = fsdp2.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    loaded: Any = fsdp2.StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+    model, other = _shard_net(seeded(Net)), _shard_net(seeded(Net, seed=1))
+    optimizer, fresh = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other))
+
+    def step(each: nn.Module, its_optimizer: torch.optim.Optimizer) -> None:
+        loss_of(each).backward()
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+
+    step(model, optimizer)
+    states = (
+        fsdp2.get_model_state_dict(model, options=saved),
+        fsdp2.get_optimizer_state_dict(model, optimizer, options=saved),
+    )
+    path = tmp_path / "whole.pt"
+    if dist.get_rank() == 0:
+        torch.save(states, path)
+    dist.barrier()
+    if dist.get_rank() == 0 or not from_first:
+        states = torch.load(path, weights_only=True)
+    fsdp2.set_model_state_dict(other, states[0], options=loaded)
+    fsdp2.set_optimizer_state_dict(other, fresh, states[1], options=loaded)
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, fresh)
+    for param, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert_equal(same.full_tensor(), param.full_tensor())
+
+
+@distributed(2)
 def test_placements_become_granularities() -> None:
     """`Shard(0)` cuts between rows, other dims anywhere; a mesh for one parameter is refused."""
     model = fsdp2.fully_shard(
         nn.Linear(3, 5), shard_placement_fn=lambda param: Shard(0) if param.ndim == 2 else None
     )
     assert model.weight.to_local().numel() % 3 == 0
+
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=r"returned Shard\(dim=-?\d\) for a parameter of sh"):
+            fsdp2.fully_shard(nn.Linear(3, 5), shard_placement_fn=lambda param, dim=dim: Shard(dim))
 
     class Placed:
         placement, mesh_info = Shard(0), None

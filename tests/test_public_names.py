@@ -100,9 +100,14 @@ FSDP2 = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "StateDictOptions",
     "UnshardHandle",
     "fully_shard",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
     "register_fsdp_forward_method",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "share_comm_ctx",
 ]
 

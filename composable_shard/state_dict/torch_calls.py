@@ -55,13 +55,12 @@ def check_torch_call(state: ShardState) -> dict[str, str]:
     if is_load and not is_ready and any(handle.layout.owners for handle in state.needed):
         problem = 'misses the state of parameters that other ranks own whole (granularity="param")'
     is_full = getattr(asked.get("options"), "full_state_dict", False)
-    if is_full and is_flat:
-        problem = "loads no whole state in flat form, of any model (it ends in a KeyError)"
-    if is_full and asked["optims"] and not is_load:
-        problem = "would return shards of optimizer state for whole tensors"
+    if is_full and asked["optims"]:
+        # Of a load the next step would fail: torch gives the optimizer whole tensors.
+        problem = "takes shards of optimizer state for whole tensors"
     if problem:
         raise NotImplementedError(
-            f"{_MODULE} {problem}. Call the function of the same name in composable_shard, which "
-            "takes the same options."
+            f"{_MODULE} {problem}. Call the function of the same name, with the same options: "
+            "from composable_shard.fsdp2 import get_optimizer_state_dict, set_optimizer_state_dict."
         )
     return {}
