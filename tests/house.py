@@ -97,13 +97,13 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 23_066,
-    "lines of all": 32_395,
+    "lines of the core": 22_330,
+    "lines of all": 31_391,
     "lines of the longest module": 848,
-    "quick start: statements": 4_727,
-    "warm step: functions": 219,
+    "quick start: statements": 4_574,
+    "warm step: functions": 214,
     "stack reads": 14,
-    "reference counts": 9,
+    "reference counts": 2,
     "attributes of a class, most": 39,
     "upward calls": 10,
 }

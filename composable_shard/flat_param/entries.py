@@ -21,7 +21,6 @@ from composable_shard.tensor import (
     SharedGuard,
     WriteGuard,
     rebind,
-    watch,
 )
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
@@ -472,7 +471,6 @@ _SHOWN[_HiddenFlat] = FlatShard
 
 def hide(param: FlatShard) -> None:
     """Make an original parameter, whose `.grad` is None, refuse questions for its gradient."""
-    watch(param, None)
     param.__class__ = _HIDDEN.get(type(param), type(param))
 
 

@@ -15,33 +15,15 @@ first backward on. Gradients of microbatches that are not reduced add up in it, 
 place, and the published `.grad`s are views of the result: a step allocates nothing. A round
 that begins while they are still set moves them out first.
 
-Somebody may hold gradients of an earlier step, to compare them for example. Then the buffer is
-left to them, and another one is made.
+Somebody may hold gradients of an earlier step, to compare them for example. Then other tensors than
+ours share the buffer's storage; it is left to them, and another one is made.
 
 Where one rank trains alone, nothing is packed: autograd's own gradients are published, cast.
-
-Gradients as users find them: slices of a reduced shard, their wrappers, and their memory.
-
-[Note: Lent pieces]
-Elsewhere each backward needs a shard of memory for gradients, until they are dropped. To make the
-tensors anew took a quarter of all host time of a unit. So on the CPU they are kept from step to
-step: the shard, its views, and their wrappers, which `.grad` is set to. When the last of these
-`.grad`s is set to None, and nobody else has one or an alias, the shard's storage is resized to
-nothing. The next reduction gives it memory again. While one is in use, others are made. Clipping
-takes the norm of a small shard as a whole, while the `.grad`s are its pieces.
-
-A setter of `.grad` in Python for each parameter would double the time of `zero_grad`. One parameter
-of a unit has it, whose gradient is not dropped yet. When it is, another one gets it, if there is
-any: the order rarely changes, so that from the second step on it is the last one from the start.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from operator import attrgetter, is_
-from sys import getrefcount
 from typing import Any, cast
 
 import torch
@@ -56,33 +38,16 @@ from composable_shard.comm import (
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
-    WATCHED_TYPES,
     FlatShard,
     ShardSpec,
-    gradient_of,
     rebind,
-    watch,
     wrap,
 )
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
-    count_uses,
     make_wrapper,
-    number_of,
     storage_uses_of,
 )
-
-
-def _count_local() -> int:
-    probe = object()
-    return getrefcount(probe)
-
-
-_LOCAL = _count_local()  # references that a local variable is counted with: 2 before Python 3.14
-_LOCAL_OF = attrgetter("_local")
-# Sums of squares lose digits with their length: 7e-7 of a norm of 2**17 numbers of 32 bits.
-_MOST_JOINED = 1 << 15
-_MAPPED = sum(map(getrefcount, [object()])) - 1  # those that `map` has
 
 
 class GradPieces:
@@ -91,177 +56,19 @@ class GradPieces:
     Args:
         layout: The flat parameter's.
         rank: Whose shard it is.
-        is_kept: The shard is the same memory in every step, so that views of it may be, too.
     """
 
-    def __init__(self, layout: FlatLayout, rank: int, *, is_kept: bool) -> None:
+    def __init__(self, layout: FlatLayout, rank: int) -> None:
         sizes = layout.piece_numels(rank)
-        # Those of a few elements, with no gap between them, may be handled as one.
-        is_joined = not any(sizes[:-1:2]) and not layout.owners and sum(sizes) <= _MOST_JOINED
-        self._joined_numel = sum(sizes[:-1]) if is_joined else 0
-        self._joined: FlatShard | None = None
         # Most gaps are empty, and each view costs a microsecond.
         kept = [index for index, size in enumerate(sizes) if index % 2 or size]
         self._sizes = [sizes[index] for index in kept]
         self._indices = [place for place, index in enumerate(kept) if index % 2]
-        self._is_kept = is_kept
-        self._is_lent, self._num_refs = False, 0  # [Note: Lent pieces]; to the storage, by itself
-        self._entries: Sequence[ParamEntry] = ()
-        self._shard: Tensor | None = None
-        self._views: Sequence[Tensor] = []
-        self._pieces: list[FlatShard | None] = []
-        self._watched = 0  # whose gradient is dropped last, as far as that is known
-        self._at_drop = partial(_take_back, weakref.ref(self))
-
-    def publish(self, shard: Tensor, entries: Sequence[ParamEntry], used: Sequence[bool]) -> None:
-        """Set the gradients of parameters that were used, or add to those they have.
-
-        `shard` has all of them, shape `(layout.shard_numel,)`.
-        """
-        pieces = self._cut(shard, entries)
-        num_set = set_gradients(entries, pieces, used)
-        if self._is_lent and pieces is self._pieces:
-            if num_set == 0:
-                self.forget()
-            elif not self._is_watched():
-                self._watch(self._remaining())
-
-    def _cut(self, shard: Tensor, entries: Sequence[ParamEntry]) -> Sequence[FlatShard | None]:
-        """Return the slices of parameters: None for those that another rank holds whole."""
-        if shard is self._shard and (
-            self._is_lent
-            # They may have been moved out of the shard, or have got other data by hand.
-            or all(
-                piece is None or piece._local is view
-                for piece, view in zip(self._pieces, self._views, strict=True)
-            )
-        ):
-            return self._pieces
-        views = self.split(shard)
-        pieces = wrap_all(views, [each.spec for each in entries])
-        is_lent = not self._is_kept and shard.device.type == "cpu"
-        if is_lent and self._shard is not None:
-            is_lent = self._shard is shard or not self._shard.untyped_storage().nbytes()
-        is_lent = is_lent and shard.untyped_storage().nbytes() == shard.nbytes
-        if self._is_kept or is_lent:
-            self._shard, self._pieces, self._views = shard, pieces, views
-            self._is_lent, self._entries, self._watched = is_lent, entries, 0
-            storage = shard.untyped_storage()
-            self._num_refs = getrefcount(storage)
-            specs = [each.spec for each in entries]
-            numel = self._joined_numel
-            if numel and not any(each.tensor_parallel for each in specs):
-                joined, _ = shard.unsafe_split_with_sizes([numel, shard.numel() - numel])
-                self._joined = wrap(joined, specs[0])
-        return pieces
-
-    def joined(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Return one shard of all elements, if the gradients are all pieces; else the gradients."""
-        if (
-            self._joined is not None
-            and len(gradients) == len(self._pieces)
-            and all(map(is_, gradients, self._pieces))
-            and all(map(is_, map(_LOCAL_OF, self._pieces), self._views))
-        ):
-            return [self._joined]
-        return gradients
-
-    def lend(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return the shard with memory again; None where it is in use, or is another one."""
-        if self._shard is not None and self._shard.untyped_storage().nbytes():
-            self.take_back()
-        shard = self._shard
-        if not self._is_lent or shard is None or shard.untyped_storage().nbytes():
-            return None
-        if shard.dtype != dtype or shard.numel() != numel:
-            return None
-        shard.untyped_storage().resize_(shard.nbytes)
-        return shard
-
-    def _remaining(self) -> list[int]:
-        """Return the positions of parameters whose gradients are pieces."""
-        pairs = enumerate(zip(self._entries, self._pieces, strict=True))
-        return [i for i, (entry, piece) in pairs if gradient_of(entry.sharded) is piece is not None]
-
-    def _is_watched(self) -> bool:
-        """Return whether a parameter whose gradient is a piece tells when it is dropped."""
-        param, piece = self._entries[self._watched].sharded, self._pieces[self._watched]
-        is_told = param._guard is not None and param._guard.at_drop is self._at_drop
-        is_told = is_told and type(param) in WATCHED_TYPES  # a pending gradient ends that
-        return is_told and gradient_of(param) is piece is not None
-
-    def _watch(self, remaining: Sequence[int]) -> None:
-        """Let the parameter tell that is probably the last of those whose gradients are pieces."""
-        watch(self._entries[self._watched].sharded, None)
-        self._watched = remaining[-1 if remaining[-1] >= self._watched else 0]
-        watch(self._entries[self._watched].sharded, self._at_drop)
-
-    def take_back(self) -> None:
-        """Free the memory once no piece is a gradient."""
-        shard = self._shard
-        if shard is None or not self._is_lent:
-            return
-        if self.are_held(shard, 1):  # by `.grad`s too
-            remaining = self._remaining()
-            if remaining:
-                self._watch(remaining)
-            else:
-                self.forget()
-            return
-        storage = shard.untyped_storage()
-        is_held = getrefcount(shard) > 1 + _LOCAL or getrefcount(storage) > self._num_refs
-        # Numpy has had it; or processes have.
-        is_held = is_held or not storage.resizable() or storage.is_shared()
-        if is_held or self._are_changed():
-            self.forget()
-        else:
-            storage.resize_(0)
-
-    def _are_changed(self) -> bool:
-        """Return whether a user has done anything to the pieces that would outlive a step."""
-        for piece, view in zip(self._pieces, self._views, strict=True):
-            if piece is not None:
-                values = piece.__dict__
-                if values["_local"] is not view or len(values) > 3 or piece.is_trainable:
-                    return True
-        return False
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """Return the parameters' parts of a shard of shape `(layout.shard_numel,)`."""
         parts = shard.unsafe_split_with_sizes(self._sizes)  # which don't hold the shard itself
         return [parts[index] for index in self._indices]
-
-    def are_held(self, memory: Tensor, num_uses: int) -> bool:
-        """Return whether anybody else holds pieces, or other views of their memory.
-
-        Args:
-            memory: That of the shard.
-            num_uses: How often its storage is used, pieces apart.
-        """
-        num_views = len(self._views) + (self._joined is not None)
-        # As `storage_uses_of`, and one more: the object that is asked.
-        if count_uses(number_of(memory.untyped_storage())) > num_uses + num_views + 1:
-            return True
-        # A sum, as none of the counts can be less than those of these two lists, of the pieces that
-        # have views, and of `map`. Torch has one in each tensor that C++ holds.
-        views = self._views
-        pairs = zip(self._pieces, views, strict=True)
-        pieces = [piece for piece, view in pairs if piece is not None and piece._local is view]
-        del pairs  # it holds the last ones
-        num_refs = len(pieces) * (3 + _MAPPED) + len(views) * (1 + _MAPPED)
-        return sum(map(getrefcount, pieces)) + sum(map(getrefcount, views)) > num_refs
-
-    def forget(self) -> None:
-        """Give up the memory that pieces are views of."""
-        self._shard, self._views, self._pieces, self._is_lent = None, [], [], False
-        self._joined = None
-
-
-def _take_back(pieces_ref: weakref.ref[GradPieces]) -> None:
-    pieces = pieces_ref()
-    if pieces is not None:
-        with DisableTorchFunctionSubclass():  # [Note: Many getters]
-            pieces.take_back()
 
 
 def wrap_all(
@@ -287,16 +94,12 @@ def set_gradients(
     entries: Sequence[ParamEntry],
     shards: Sequence[FlatShard | None],
     used: Sequence[bool],
-) -> int:
+) -> None:
     """Set the gradients of sharded parameters that were used, or add to those they have.
-
-    Returns:
-        How many are set.
 
     Raises:
         RuntimeError: If one that a parameter has is not a shard like the parameter.
     """
-    num_set = 0
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
         for entry, shard, is_used in zip(entries, shards, used, strict=True):
             if not is_used or shard is None:
@@ -305,12 +108,10 @@ def set_gradients(
             grad = param.own_grad
             if grad is None:
                 param.own_grad = shard
-                num_set += 1
             elif isinstance(grad, FlatShard) and grad._local.shape == shard._local.shape:
                 grad._local.add_(shard._local)
             else:
                 take_gradient(param, grad)._local.add_(shard._local)
-    return num_set
 
 
 def take_gradient(param: FlatShard, grad: Tensor) -> FlatShard:
@@ -426,17 +227,16 @@ class OwnBuffer:
         self._num_uses = storage_uses_of(buffer)
         return self.views
 
-    def is_lost(self, pieces: GradPieces, params: Sequence[FlatShard]) -> bool:
-        """Move results out of persistent memory; return whether somebody else holds that, too.
+    def is_lost(self, params: Sequence[FlatShard]) -> bool:
+        """Move results out of persistent memory; return whether somebody else holds the buffer.
 
-        Then pieces forget it, and so does `result`; where there is none, replace the buffer.
+        Then replace it. `result` is replaced here.
         """
         is_cast = self.result.numel() > 0
         memory = self.result if is_cast else self.buffer
         move_out_gradients(params, memory)
-        if not pieces.are_held(memory, 1 if is_cast else self._num_uses):
+        if storage_uses_of(memory) <= (1 if is_cast else self._num_uses):
             return False
-        pieces.forget()
         if is_cast:
             self.result = torch.empty_like(self.result)
         return not is_cast

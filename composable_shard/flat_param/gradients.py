@@ -423,7 +423,7 @@ class FlatGradients:
         self.is_persistent = is_persistent
         self.layout = layout
         self._shard_group = shard_group
-        self.pieces = GradPieces(layout, shard_group.rank, is_kept=self.is_persistent)
+        self.pieces = GradPieces(layout, shard_group.rank)
         self.arrived, self.was_used = ([False] * len(layout.numels) for _ in range(2))
         self.reduced: Tensor | None = None
         self.is_unsynced = self.is_direct = self.has_graph = self.is_bound = self._is_plain = False
@@ -431,7 +431,7 @@ class FlatGradients:
         self.awaited, self.local = AwaitedGradients(len(layout.numels)), LocalGradients()
         self.host: HostGradient | None = None
         self._own = OwnBuffer()
-        self.can_share = self._can_lend = True
+        self.can_share = self._can_be_scratch = True
         self._shared_views: list[Tensor] = []  # of the values; they share the parameters' versions
         self.views: list[Tensor] | None = None
         self.prescale, self._num_terms = 1.0, 0  # `_take_scratch` needs so many shards' memory
@@ -469,7 +469,7 @@ class FlatGradients:
         self._own.result = values.new_empty(0, dtype=main_dtype)
         self.reduction.bind(reduce_dtype, main_dtype, values.device)
         is_whole, is_cast = self.layout == full.shard.layout, reduce_dtype != values.dtype
-        self.can_share, self._can_lend = is_whole and not is_cast, not is_cast
+        self.can_share, self._can_be_scratch = is_whole and not is_cast, not is_cast
         self._make_own(values.new_empty(self.layout.padded_numel, dtype=reduce_dtype))
         self._num_terms = self.reduction.scratch_parts(in_place=self.is_persistent)
         self._shared_views = shared_views
@@ -611,7 +611,7 @@ class FlatGradients:
             self.finish()
         if self.is_persistent:
             params = [each.sharded for each in self._shown.at_rest]
-            if self._own.is_lost(self.pieces, params):
+            if self._own.is_lost(params):
                 self._make_own(torch.empty_like(self._own.buffer))
             if self.host is not None:
                 self.host.reuse_sources()
@@ -675,9 +675,8 @@ class FlatGradients:
         if trace.logs:
             trace.record("issue_reduce", self.name)
         output, numel = self._own.part, self.reduction.own_numel
-        if output is None:
-            is_kept, dtype = self.is_persistent, self.reduction.output_dtype
-            output = self._own.result_of(numel) if is_kept else self.pieces.lend(numel, dtype)
+        if output is None and self.is_persistent:
+            output = self._own.result_of(numel)
         self.reduction.start(
             full.output if self.views is self._shared_views else self._own.buffer,
             self._take_scratch(full, scratch, may_share=not (full.is_kept or keep_unsharded)),
@@ -699,7 +698,7 @@ class FlatGradients:
             return pool.take(numel, self._own.buffer)
         is_in_place = self.views is self._shared_views
         scratch = self._own.buffer if is_in_place else full.output
-        may_share = is_in_place or (may_share and self._can_lend)
+        may_share = is_in_place or (may_share and self._can_be_scratch)
         may_share = may_share and self._num_terms == self._shard_group.size
         if not may_share or numel > scratch.numel():  # as with an uneven shard, and a large one
             return scratch.new_empty(numel, dtype=self._own.buffer.dtype)
@@ -778,10 +777,10 @@ class FlatGradients:
         reduced, self.reduced = self.reduced, None
         self.was_used = [False] * len(self.was_used)
         at_rest = shown.at_rest
+        if pieces is None and reduced is not None:
+            pieces = self.pieces.split(reduced)
         if pieces is not None:
             set_gradients(at_rest, wrap_all(pieces, [each.spec for each in at_rest]), used)
-        elif reduced is not None:
-            self.pieces.publish(reduced, at_rest, used)
         if self.has_graph:
             self.has_graph = False
             refuse_graphs([each.sharded for each in at_rest], used)
@@ -822,7 +821,6 @@ class FlatGradients:
     def _forget(self) -> None:
         self.reduction.drop()
         self.reduced = None
-        self.pieces.forget()
         self.close()
         self.was_used = [False] * len(self.was_used)
         self.awaited.reset()

@@ -1,21 +1,13 @@
-"""`UnshardedParams`: the parameters that modules compute with, and what was done to them.
-
-[Note: Taken gradients]
-A gradient that autograd accumulates is set as `.grad`; a hook packs it, and sets `.grad` to None.
-On the CPU a hook of the node that would accumulate it takes it before that, and tells autograd that
-there is none: less host time for each. Autograd accumulates them itself from the moment when
-somebody freezes one of a unit's full parameters, gives it other data, or sets its `.grad`.
-"""
+"""`UnshardedParams`: the parameters that modules compute with, and what was done to them."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import gt
-from types import MethodType
 from typing import Any
 
 import torch
@@ -26,9 +18,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
-    gradient_of,
     is_trainable,
-    set_gradient,
     user_attributes,
 )
 from composable_shard.torch_private import (
@@ -50,31 +40,19 @@ class Aliases:
     __slots__ = (
         "are_hidden",
         "are_repointed",
-        "handle",
         "has_new_flags",
         "overwritten",
-        "stop_taking",
     )
 
     def __init__(self) -> None:
-        self.handle: Any = None  # a weak reference, from when it gets gradients
         self.are_hidden = False  # someone took an alias of one that autograd can't see
         self.are_repointed = False  # one may have other memory
         self.has_new_flags = False  # someone has set `requires_grad` of one
         # By position, whose gradients have taken the place of their values; None: none can have.
         self.overwritten: Sequence[bool] | None = None
-        # Lets autograd accumulate their gradients, [Note: Taken gradients]; None where it does.
-        self.stop_taking: Callable[[], None] | None = None
-
-    def note_unusual(self) -> None:
-        """Note that someone does to a parameter what `_take` does not know of."""
-        stop, self.stop_taking = self.stop_taking, None
-        if stop is not None:
-            stop()
 
     def note_repointed(self, param: UnshardedParameter) -> None:
         """Note that a parameter is about to be no view of the buffer."""
-        self.note_unusual()
         self.are_repointed = param.is_repointed = True
 
     def note_hidden(self, param: UnshardedParameter) -> None:
@@ -93,12 +71,6 @@ _LATER = (
 )
 
 
-def _set_gradient(param: UnshardedParameter, value: Tensor | None = None) -> None:
-    set_gradient(param, value)
-    if value is not None:
-        param.aliases.note_unusual()
-
-
 class UnshardedParameter(nn.Parameter):
     """A parameter that remembers whether anyone took an alias of it that autograd can't see.
 
@@ -112,8 +84,6 @@ class UnshardedParameter(nn.Parameter):
     position: int
     shard_label: object
     is_repointed: bool = False  # `param.data = x`: it is no view of the buffer any more
-    # Read by torch's own getter, without a call of Python's.
-    grad = property(gradient_of, _set_gradient, _set_gradient, "What autograd has accumulated.")
     data_alias: Tensor | None = None  # whose version counts the edits through `.data`
 
     def __new__(
@@ -150,8 +120,6 @@ class UnshardedParameter(nn.Parameter):
 
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
-        if not flag:
-            self.aliases.note_unusual()  # first: frozen parameters can't get hooks
         Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
         self.aliases.has_new_flags = True
 
@@ -224,28 +192,6 @@ def _is_saved(param: nn.Parameter) -> bool:
     return use_count_of(param) > (1 if node is None else 2)
 
 
-_TAKEN = (None,)
-
-
-def _take(taken: UnshardedParameter, gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
-    """Take a gradient that autograd is about to accumulate, see [Note: Taken gradients]."""
-    aliases, index = taken.aliases, taken.position
-    handle = aliases.handle()
-    if handle is None or aliases.stop_taking is None:
-        return None
-    params, grads = handle.full.params, handle.grads
-    if params.aliases is not aliases:  # a graph of parameters that were built anew since
-        handle.on_gradient(handle, index)
-        return None
-    if not (grads.is_direct and grads.pack_further(index, gradients[0])):
-        param, gradient = params.built[index], gradients[0]
-        if gradient is not None:
-            before = gradient_of(param)  # one that came late is left there
-            set_gradient(param, gradient if before is None else before + gradient)
-        handle.on_gradient(handle, index)
-    return _TAKEN
-
-
 def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
     """Tell a handle of a gradient that autograd has accumulated."""
     handle = handle_ref()
@@ -255,12 +201,6 @@ def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
         param.grad = None
     else:
         handle.on_gradient(handle, index)
-
-
-def _stop_taking(params_ref: weakref.ref[UnshardedParams]) -> None:
-    params = params_ref()
-    if params is not None:
-        params.accumulate_gradients()
 
 
 class UnshardedParams:
@@ -290,7 +230,6 @@ class UnshardedParams:
         self.aliases = Aliases()
         self.built: tuple[nn.Parameter, ...] = ()
         self.views: list[Tensor] = []
-        self._nodes: list[Any] = []  # which accumulate the gradients; kept, or their hooks are gone
         self.locked: tuple[int, ...] = ()
 
     def build(self, entries: Sequence[ParamEntry]) -> None:
@@ -316,23 +255,10 @@ class UnshardedParams:
         self.flags, self.has_late_reads = [True] * len(self.built), False
 
     def hook_gradients(self, handle: weakref.ref[Any]) -> None:
-        """Let a handle take each gradient as it arrives."""
-        self.aliases.handle = handle
-        is_taken = self._buffer.device.type == "cpu" and not self.has_unwatched
-        if not is_taken or not all([param.requires_grad for param in self.built]):  # integers
-            self.accumulate_gradients()
-            return
-        self.aliases.stop_taking = partial(_stop_taking, weakref.ref(self))
-        for param in self.built:
-            node = get_gradient_edge(param).node
-            node.register_prehook(MethodType(_take, param))
-            self._nodes.append(node)
-
-    def accumulate_gradients(self) -> None:
-        """Let autograd accumulate gradients, and tell the handle of each."""
+        """Tell a handle of each gradient that autograd has accumulated."""
         for index, param in enumerate(self.built):
             if param.is_floating_point() or param.is_complex():
-                hook = partial(_arrive, self.aliases.handle, index)
+                hook = partial(_arrive, handle, index)
                 param.register_post_accumulate_grad_hook(hook)
 
     def _aliases(self) -> list[Tensor]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -72,14 +72,14 @@ class OwnedParams:
         parts: The others, with the group's name; the same groups on all ranks.
         overall: Names of the groups whose ranks own other parameters altogether.
         device: Where norms of ranks without gradients are.
-        handles: Those of all parameters, with these' identities.
+        handles: Those of all parameters.
     """
 
     shared: list[Tensor]
     parts: list[tuple[list[Tensor], str]]
     overall: tuple[str, ...]
     device: torch.device
-    handles: dict[FlatParamHandle, list[int]]
+    handles: list[FlatParamHandle]
 
 
 def split_by_owners(
@@ -173,17 +173,10 @@ def _ids_of(wanted: nn.Module | Iterable[nn.Module | Tensor]) -> set[int]:
     return set(map(id, params))
 
 
-def handles_of(params: Iterable[Tensor]) -> dict[FlatParamHandle, list[int]]:
-    """Return the handles of sharded parameters, with the identities of those that they show."""
-    handles: dict[FlatParamHandle, list[int]] = {}
-    known: set[int] = set()
-    for param in params:
-        if id(param) not in known and isinstance(param, FlatShard):
-            handle = handle_of(param)
-            if handle is not None and handle not in handles:
-                handles[handle] = [id(each.sharded) for each in handle.shown.at_rest]
-                known.update(handles[handle])
-    return handles
+def handles_of(params: Iterable[Tensor]) -> list[FlatParamHandle]:
+    """Return the handles of sharded parameters."""
+    found = [handle_of(param) for param in params if isinstance(param, FlatShard)]
+    return [handle for handle in dict.fromkeys(found) if handle is not None]
 
 
 def _check_sharing(
@@ -275,17 +268,15 @@ def clip_grad_norm_(
         _check_equal_gradients(plain, params)
     order = float(norm_type)
     _note_call(owned.handles, max_norm, order)
-    # An order of 0 counts the parameters that have other values than 0, not their elements.
-    handles = owned.handles if order > 0 else {}
-    written, grads, shards = _gradients(owned.shared, handles)
+    grads, shards = _gradients(owned.shared)
     slices = group_slices(shards)
     norm = _total_norm(grads, shards, slices, order)
     for part, group in owned.parts:
-        more, more_grads, more_shards = _gradients(part, handles)
+        more_grads, more_shards = _gradients(part)
         more_slices = group_slices(more_shards)
         own = _total_norm(more_grads, more_shards, more_slices, order)
         norm = _norm_of([norm, combine(own.to(owned.device), order, (group,))], [], order)
-        grads, shards, written = grads + more_grads, shards + more_shards, written + more
+        grads, shards = grads + more_grads, shards + more_shards
         for key, locals_ in more_slices.items():
             slices[key] += locals_
     common = _dtype_of(params, grads, shards)
@@ -300,7 +291,7 @@ def clip_grad_norm_(
         )
     for shard in shards:
         note_write(shard)
-    bump_version(tuple(written))  # of each, as autograd may have saved it
+    bump_version((*grads, *shards))  # as autograd may have saved them
     _scale(slices, grads, max_norm, norm)
     return norm
 
@@ -333,7 +324,7 @@ def count_zero_gradients(
 
 def _count_zeros(params: list[Tensor], device: torch.device) -> Tensor:
     """Return the zeros in the gradients of parameters, over all ranks that share them."""
-    _, grads, shards = _gradients(params, {})
+    grads, shards = _gradients(params)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (groups, where), locals_ in group_slices(shards).items():
         zeros = [local.numel() - local.count_nonzero() for local in locals_]
@@ -411,16 +402,8 @@ def _check_equal_gradients(plain: list[Tensor], params: list[Tensor]) -> None:
                 )
 
 
-def _gradients(
-    params: list[Tensor], handles: Mapping[FlatParamHandle, Sequence[int]]
-) -> tuple[list[Tensor], list[Tensor], list[FlatShard]]:
-    """Return all gradients; the plain ones; shards, of the same groups in one order on all ranks.
-
-    Args:
-        params: The parameters.
-        handles: Those of which one shard may stand for all gradients, with the parameters'
-            identities.
-    """
+def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:
+    """Return the plain gradients; and shards, of the same groups in one order on all ranks."""
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
         grads = [*map(attrgetter("grad"), params)]
     for index, param in enumerate(params):
@@ -428,14 +411,8 @@ def _gradients(
             # Its owner may have a gradient, also of a frozen parameter: take part without elements.
             grads[index] = FlatShard(param._local.new_empty(0), param._shard_spec)
     found = [grad for grad in grads if grad is not None]
-    by_param = dict(zip(map(id, params), grads, strict=True))
-    if len(by_param) == len(grads):  # a parameter that is given twice counts twice
-        grads = []
-        for handle, ids in handles.items():
-            grads += handle.grads.pieces.joined([by_param.pop(each, None) for each in ids])
-        grads += by_param.values()
-    plain = [grad for grad in grads if not (grad is None or isinstance(grad, FlatShard))]
-    return found, plain, [grad for grad in grads if isinstance(grad, FlatShard)]
+    plain = [grad for grad in found if not isinstance(grad, FlatShard)]
+    return plain, [grad for grad in found if isinstance(grad, FlatShard)]
 
 
 def _is_owned(tensor: Tensor) -> bool:

@@ -5,18 +5,15 @@ Read `shard_spec` (which range), `flat_shard` (the tensor) and `pointwise_rules`
 """
 
 from composable_shard.tensor.flat_shard import (
-    WATCHED_TYPES,
     DTensorSlots,
     FlatShard,
     FlatShardOfDTensor,
     WriteGuard,
-    gradient_of,
     is_owned_by_other_rank,
     is_trainable,
     kind_of,
     rebind,
     set_gradient,
-    watch,
     wrap,
 )
 from composable_shard.tensor.gradient_rules import (

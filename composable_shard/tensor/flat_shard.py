@@ -52,7 +52,6 @@ class WriteGuard:
     __slots__ = (
         "_at_write",
         "_reads",
-        "at_drop",
         "has_new_attributes",
         "is_in_backward",
         "is_in_scope",
@@ -65,7 +64,6 @@ class WriteGuard:
         self.num_writes = 0
         self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
         self._at_write: Callable[[], None] | None = None
-        self.at_drop: Callable[[], object] = int  # when a watched parameter's gradient is dropped
         self.is_in_backward = False
         self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
@@ -267,14 +265,6 @@ def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
 gradient_of: Callable[[Tensor], Tensor | None] = Tensor.grad.__get__  # type: ignore[union-attr]
 is_trainable: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 set_gradient: Callable[[Tensor, Tensor | None], None] = Tensor.grad.__set__  # type: ignore[union-attr]
-
-
-def _set_gradient(shard: FlatShard, value: Tensor | None = None) -> None:
-    before = gradient_of(shard)
-    set_gradient(shard, value)
-    is_dropped, before = before is not None and before is not value, None  # held no more
-    if is_dropped and shard._guard is not None:
-        shard._guard.at_drop()
 
 
 class FlatShard(Checkpointable):
@@ -566,17 +556,6 @@ class FlatShardOfDTensor(FlatShard, DTensorSlots):
     """A FlatShard that can take the place of a DTensor by `torch.utils.swap_tensors`."""
 
 
-class WatchedShard(FlatShard):
-    """A parameter that tells its guard when its gradient is dropped, [Note: Lent pieces]."""
-
-    # Read by torch's own getter, without a call of Python's.
-    grad = property(gradient_of, _set_gradient, _set_gradient, "The gradient, a shard like it.")
-
-
-class WatchedShardOfDTensor(WatchedShard, FlatShardOfDTensor):
-    """Such a parameter that was a DTensor."""
-
-
 class LeadingShard(FlatShard):
     """A shard that leads lists, [Note: Direct lists]."""
 
@@ -601,15 +580,11 @@ class LeadingShardOfDTensor(LeadingShard, FlatShardOfDTensor):
 
 
 _LEADING = {FlatShard: LeadingShard, FlatShardOfDTensor: LeadingShardOfDTensor}
-_WATCHED = {FlatShard: WatchedShard, FlatShardOfDTensor: WatchedShardOfDTensor}
-WATCHED_TYPES: tuple[type, ...] = tuple(_WATCHED.values())
-_KINDS: dict[type, type[Any]] = {
-    special: kind for kinds in (_LEADING, _WATCHED) for kind, special in kinds.items()
-}
+_KINDS: dict[type, type[Any]] = {special: kind for kind, special in _LEADING.items()}
 
 
 def kind_of(tensor: Any) -> type[Any]:
-    """Return the class of a tensor; of a watched or leading shard that of any other."""
+    """Return the class of a tensor; of a leading shard that of any other."""
     return _KINDS.get(type(tensor), type(tensor))
 
 
@@ -617,15 +592,6 @@ def lead(shard: FlatShard) -> FlatShard:
     """Let the rule of lists run functions of lists that a shard is in, and return it."""
     shard.__class__ = _LEADING.get(type(shard), type(shard))
     return shard
-
-
-def watch(shard: FlatShard, at_drop: Callable[[], object] | None) -> None:
-    """Choose what is called when a parameter's gradient is dropped."""
-    kind = kind_of(shard)
-    if at_drop is None or shard._guard is None or kind not in _WATCHED:
-        shard.__class__ = kind
-    else:
-        shard.__class__, shard._guard.at_drop = _WATCHED[kind], at_drop
 
 
 def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:

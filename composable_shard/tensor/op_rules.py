@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 from composable_shard.tensor import gradient_rules, pointwise_rules, reduction_rules, view_rules
 from composable_shard.tensor.flat_shard import (
     OP_RULES,
-    WATCHED_TYPES,
     FlatShard,
     FlatShardOfDTensor,
     allow_loading,
@@ -36,7 +35,7 @@ def register_op_rules() -> None:
     OP_RULES.on_whole = _on_whole
     OP_RULES.on_lists = pointwise_rules.run_function
     for types in FOREACH_TYPES:
-        types += [FlatShard, FlatShardOfDTensor, *WATCHED_TYPES, *AWAITING_TYPES]
+        types += [FlatShard, FlatShardOfDTensor, *AWAITING_TYPES]
     allow_loading()
 
 

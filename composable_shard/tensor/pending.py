@@ -28,7 +28,6 @@ from composable_shard.tensor.flat_shard import (
     FlatShardOfDTensor,
     gradient_of,
     set_gradient,
-    watch,
     wrap,
 )
 from composable_shard.tensor.shard_spec import ShardSpec
@@ -223,7 +222,6 @@ def show_pending(param: FlatShard, notice: PendingNotice) -> PendingState:
     grad = gradient_of(param)
     state = PendingState(grad, notice)
     set_gradient(param, PendingGradient(param, param._shard_spec, state))
-    watch(param, None)
     param.__class__ = _AWAITING.get(type(param), type(param))
     return state
 

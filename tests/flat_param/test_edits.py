@@ -122,7 +122,7 @@ def _sets_a_gradient(model: nn.Module, number: int) -> None:
 def test_gradient_set_on_a_full_parameter_is_added_to(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    """By a forward, and the gradients of later backwards too, [Note: Taken gradients]."""
+    """By a forward, and the gradients of later backwards too."""
     assert_right(
         Net,
         _sets_a_gradient,

@@ -57,8 +57,8 @@ PINNED = {  # by parameters of a unit
         written=NBYTES,  # the gradient
         allocations=3,
         allocated=2 * NBYTES + NBYTES // 2 + 3,
-        calls=124,
-        optimizer_calls=7,
+        calls=122,
+        optimizer_calls=2,
     ),
     9: StepCost(
         sent=9,
@@ -66,8 +66,8 @@ PINNED = {  # by parameters of a unit
         written=9 * NBYTES,
         allocations=3,
         allocated=9 * (2 * NBYTES + NBYTES // 2 + 3),
-        calls=140,
-        optimizer_calls=8,
+        calls=138,
+        optimizer_calls=3,
     ),
 }
 _PACKAGE = str(Path(composable_shard.__file__).parent)
