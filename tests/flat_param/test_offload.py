@@ -55,7 +55,6 @@ from tests.models import (
     pickled,
     rank_input,
     replica_mesh,
-    saved,
     shard_blocks,
 )
 from tests.pairs import pairwise
@@ -557,10 +556,9 @@ def test_a_device_copy_of_the_shard_is_renewed_once_for_each_step() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @distributed(2)
 def test_copies_pickles_and_conversions_stay_offloaded(policy: str) -> None:
-    """deepcopy, torch.save, `.to(dtype)` and back, with equal training afterwards."""
+    """deepcopy, pickles, `.to(dtype)` and back, with equal training afterwards."""
     changes: list[Callable[[nn.Module], nn.Module]] = [
         copy.deepcopy,
-        saved,
         pickled,
         lambda model: model.double().float(),
     ]
