@@ -52,6 +52,7 @@ from composable_shard.runtime import get_handles, get_root_states, get_states, i
 from composable_shard.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
+    iter_full_params,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "get_root_states",
     "get_states",
     "is_sharded",
+    "iter_full_params",
     "lazy_init",
     "load_checkpoint",
     "load_safetensors",

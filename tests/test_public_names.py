@@ -36,6 +36,7 @@ TOP = [
     "get_root_states",
     "get_states",
     "is_sharded",
+    "iter_full_params",
     "lazy_init",
     "load_checkpoint",
     "load_safetensors",

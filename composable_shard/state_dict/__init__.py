@@ -8,6 +8,7 @@ from composable_shard.state_dict.api import (
     check_values,
     get_model_state_dict,
     get_optimizer_state_dict,
+    iter_full_params,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
