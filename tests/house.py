@@ -97,10 +97,10 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 22_330,
+    "lines of the core": 22_329,
     "lines of all": 31_513,
     "lines of the longest module": 848,
-    "quick start: statements": 4_574,
+    "quick start: statements": 4_573,
     "warm step: functions": 214,
     "stack reads": 14,
     "reference counts": 2,
