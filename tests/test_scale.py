@@ -234,8 +234,8 @@ def test_the_number_of_ranks_costs_a_rank_no_memory() -> None:
     assert many - few < num_ranks  # bytes: less than one for each rank
 
 
-def test_a_parameter_is_six_tensors() -> None:
-    """Its shard, the full values, an alias of each, the gradient and its piece.
+def test_a_parameter_is_four_tensors() -> None:
+    """Its shard, the full values, and an alias of each. Gradients are gone with `zero_grad`.
 
     A unit that packs no gradient outside of the values has no views for that.
     """
@@ -247,4 +247,4 @@ def test_a_parameter_is_six_tensors() -> None:
             found.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
             del model
     _, few, many = found
-    assert many - few == 6 * (30 - 10)
+    assert many - few == 4 * (30 - 10)

@@ -161,7 +161,7 @@ class ExchangedAllReduce:
             return
         others = [*terms[: self._rank], own, *terms[self._rank :]]
         first = others.pop(0)
-        if self._op is dist.ReduceOp.SUM and own.dtype in LOW_PRECISION:
+        if self._op == dist.ReduceOp.SUM and own.dtype in LOW_PRECISION:
             first = first.float()  # [Note: Low-precision sums]
         for term in others:
             combine(first, term)

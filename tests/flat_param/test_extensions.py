@@ -28,6 +28,7 @@ from composable_shard import (
     get_model_state_dict,
     lazy_init,
     register_flat_param,
+    register_orig_params,
     reshard,
     unshard,
     unshard_params,
@@ -234,6 +235,7 @@ def train_steps(model: Model) -> list[Tensor]:
     """Train three steps; return the losses and the weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = [step_of(model, optimizer, number) for number in range(3)]
+    register_orig_params(model)
     state = get_model_state_dict(model, options=EVERYWHERE)
     return [*losses, *state.values()]
 
