@@ -154,8 +154,8 @@ def _is_installed(script: Path) -> bool:
 
 
 def _text_after(block: _CodeBlock) -> str:
-    """Return the text blocks that follow a diff in its section."""
-    after = block.page.read_text().split(block.code)[1].partition("\n## ")[0]
+    """Return the text blocks that follow a diff on its page."""
+    after = block.page.read_text().split(block.code)[1]
     found = _FENCED.findall(after.removeprefix("```\n") + "\n")
     return "".join(text for language, text in found if language == "text")
 
@@ -287,12 +287,13 @@ def test_python_block_is_valid(block: _CodeBlock) -> None:
             assert not missing, f"{block} imports {missing} from {node.module}"
 
 
-MOVING_OVER = ROOT / "docs" / "moving_over.md"
+MOVING_OVER = sorted((ROOT / "docs").glob("moving_from_*.md"))
 
 
 def _new_names() -> list[str]:
     """Return the code in the second column of each table, where what to write here stands."""
-    rows = re.findall(r"(?m)^\| .*? \| (.*?) \|", MOVING_OVER.read_text())
+    text = "".join(page.read_text() for page in MOVING_OVER)
+    rows = re.findall(r"(?m)^\| .*? \| (.*?) \|", text)
     return sorted({code for cell in rows for code in re.findall(r"`([^`]+)`", cell)})
 
 
@@ -326,9 +327,9 @@ def test_new_names_exist(code: str) -> None:
     _check_expression(ast.parse(code, mode="eval").body)
 
 
-def _old_names(section: str) -> set[str]:
-    """Return the names in the first column of the tables of a section about another library."""
-    text = MOVING_OVER.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+def _old_names(library: str) -> set[str]:
+    """Return the names in the first column of the tables of the page about another library."""
+    text = (ROOT / "docs" / f"moving_from_{library.lower()}.md").read_text()
     cells = re.findall(r"(?m)^\| (.*?) \|", text)
     return {
         name for cell in cells for code in re.findall(r"`(.*?)`", cell) for name in _words(code)
