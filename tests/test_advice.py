@@ -366,7 +366,7 @@ def rendered() -> str:
         "",
         "Errors name the parameter or unit, and what to do. This page lists them by what was "
         "called; the site that `make docs` builds has the text of every error. "
-        "[Things to know](things_to_know.md) says how things work where nothing is wrong.",
+        "[The contract](contract.md) says how things work where nothing is wrong.",
         "",
         "## Calls on a sharded model",
         "",
