@@ -18,7 +18,7 @@ that begins while they are still set moves them out first.
 Somebody may hold gradients of an earlier step, to compare them for example. Then other tensors than
 ours share the buffer's storage; it is left to them, and another one is made.
 
-Where one rank trains alone, nothing is packed: autograd's own gradients are published, cast.
+Where one rank trains alone, nothing is packed: copies of autograd's gradients are published, cast.
 """
 
 from __future__ import annotations
@@ -331,9 +331,10 @@ def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:
 
 
 class LocalGradients:
-    """Gradients that no other rank adds to, taken out of autograd's hands.
+    """Gradients that no other rank adds to, copied out of autograd's hands.
 
-    Autograd would add up microbatches in the parameter's dtype. [Note: Reduce dtype]
+    Autograd would add up microbatches in the parameter's dtype, [Note: Reduce dtype], and in memory
+    that gradients of several parameters may share.
     """
 
     def __init__(self) -> None:
@@ -345,7 +346,8 @@ class LocalGradients:
         entry.unsharded.grad = None  # type: ignore[union-attr]
         gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
         dense = local_gradient(gradient, entry.spec)
-        self._held[index] = dense.to(dtype) if held is None else held.add_(dense)
+        # Autograd's own tensor may be that of another parameter too, of a hook or of the caller.
+        self._held[index] = dense.to(dtype, copy=True) if held is None else held.add_(dense)
 
     def take(
         self, index: int, entry: ParamEntry, dtype: torch.dtype, factor: float | None
