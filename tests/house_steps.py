@@ -52,7 +52,7 @@ def _on_rank_0(count: Callable[[], dict[str, Entered]]) -> dict[str, Entered]:
     with tempfile.TemporaryDirectory() as folder:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-        common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
         ranks = [{"RANK": rank, "LOCAL_RANK": rank, **common} for rank in "01"]
         found: dict[str, Entered] = run_processes(ranks, _count_in, folder, count)[0]
         return found

@@ -55,6 +55,7 @@ def _run_forked(script: Path, num_ranks: int, folder: Path, *arguments: str) -> 
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_RUN_ID": "none",  # launched as by torchrun: fully_shard makes the group
     }
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(num_ranks)]
     answers = run_processes(ranks, _run_here, script, list(arguments), folder, timeout=90)
