@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter, methodcaller
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -184,7 +184,6 @@ STEP_CODE = Optimizer.profile_hook_step(lambda: None).__code__
 # Whose frames lie around parts of a step, once anything has been compiled.
 COMPILER_MODULE = "torch._dynamo.eval_frame"
 
-PARAMETER_CODE = nn.Parameter.__new__.__code__
 # Whether a profiler runs on this thread.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
@@ -195,7 +194,6 @@ root_mesh_of: Callable[[Any], Any] = methodcaller("_get_root_mesh")
 IncompatibleKeys = _IncompatibleKeys  # what `Module.load_state_dict` returns
 WrapPolicy = _Policy  # of FSDP1
 COMPILED_CALL = "_compiled_call_impl"  # the attribute that `module.compile()` sets
-CALL_CODE = nn.Module._wrapped_call_impl.__code__  # of the frame that calls a module
 load_from_state_dict_of = attrgetter("_load_from_state_dict")
 parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
@@ -251,20 +249,26 @@ class _GuardedNames(set[str]):
         self.guard = guard
 
     def __contains__(self, name: object) -> bool:
-        caller = sys._getframe(1).f_globals.get("__name__")
-        if caller == "torch.distributed.checkpoint.state_dict":
+        if any(running("torch.distributed.checkpoint.state_dict")):
             self.guard()
         return super().__contains__(name)
 
 
-def locals_of_caller(function: str, module: str) -> dict[str, Any]:
-    """Return the local variables of a running function of torch, none if it is not running."""
+def running(module: str, function: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the local variables of torch's functions that run on this thread, innermost first.
+
+    Of a module's functions of one name, or of all of its functions.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
-            return frame.f_locals
+        if function in (None, frame.f_code.co_name) and frame.f_globals.get("__name__") == module:
+            yield frame.f_locals
         frame = frame.f_back
-    return {}
+
+
+def is_in_step() -> bool:
+    """Return whether an optimizer's step runs on this thread."""
+    return any(running("torch.optim.optimizer", STEP_CODE.co_name))
 
 
 def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any] | None) -> None:
@@ -350,15 +354,6 @@ def run_wrap_policy(
 
 
 _NEVER_COMPILE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-
-
-def is_check_of_types(code: CodeType) -> bool:
-    """Return whether code asks for the data of parameters to check their class, and no more.
-
-    So does the compiler around the first run of a graph, for each operator with a parameter.
-    """
-    is_dispatch = code.co_name == "__torch_dispatch__"
-    return is_dispatch and code.co_filename.endswith("_aot_autograd/runtime_wrappers.py")
 
 
 def never_compile(function: Callable[..., Any]) -> None:

@@ -97,12 +97,12 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 22_329,
-    "lines of all": 31_513,
+    "lines of the core": 22_075,
+    "lines of all": 31_261,
     "lines of the longest module": 848,
-    "quick start: statements": 4_573,
+    "quick start: statements": 4_569,
     "warm step: functions": 214,
-    "stack reads": 14,
+    "stack reads": 5,
     "reference counts": 2,
     "attributes of a class, most": 39,
     "upward calls": 10,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.layout import FlatLayout
-from composable_shard.options import HIDDEN, advise
+from composable_shard.options import HIDDEN
 from composable_shard.tensor import (
     FlatShard,
     FlatShardOfDTensor,
@@ -388,7 +388,7 @@ class HiddenParam(Tensor):
         label = next((str(item) for item in flat if isinstance(item, HiddenParam)), "?")
         raise RuntimeError(
             f"parameter '{label}' has no values of its own: its unit shows one flat parameter "
-            f"(use_orig_params=False). {advise(HIDDEN)}"
+            f"(use_orig_params=False). {HIDDEN}"
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

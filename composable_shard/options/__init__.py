@@ -6,12 +6,11 @@ Read `unit_options` first: at its end `ShardingStrategy`, what each keeps, frees
 from composable_shard.options.advice import (
     FULL_SIZE,
     HIDDEN,
-    METHOD,
     PLACEMENTS,
+    SAVE,
     VALUES,
-    advise,
+    WHOLE_NEEDED,
     check_no_others,
-    check_no_partial_save,
 )
 from composable_shard.options.unit_options import (
     DEFAULT_STRATEGY,

@@ -18,7 +18,6 @@ called. These need no unit:
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -38,11 +37,11 @@ from composable_shard.flat_param import (
 from composable_shard.runtime.unit import ShardState, watch_children
 from composable_shard.tensor import FlatShard, ParamLabel
 from composable_shard.torch_private import (
-    CALL_CODE,
     REGISTRY_KEY,
     RegistryItem,
     modules_of,
     parameters_of,
+    running,
 )
 
 _API_NAME = "fully_shard"
@@ -116,11 +115,8 @@ def has_forward(module: nn.Module) -> bool:
 
 def called_modules() -> Iterator[nn.Module]:
     """Yield the modules whose calls are on this thread's stack, innermost first, each call once."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is CALL_CODE:
-            yield frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment] # None ends the loop
+    for call in running("torch.nn.modules.module", "_wrapped_call_impl"):
+        yield call["self"]
 
 
 class ModuleTree:

@@ -41,7 +41,7 @@ from composable_shard.torch_private import (
     load_from_state_dict_of,
     load_post_hooks_of,
     load_pre_hooks_of,
-    locals_of_caller,
+    running,
 )
 
 
@@ -248,7 +248,7 @@ def load_values(  # noqa: PLR0913 -- torch's hook
         state_dict,
         prefix,
         # Torch passes True to every hook, and raises for names after everything has been loaded.
-        is_strict=bool(locals_of_caller("load_state_dict", "torch.nn.modules.module")["strict"]),
+        is_strict=bool(next(running("torch.nn.modules.module", "load_state_dict"))["strict"]),
         is_assigned=bool(metadata.get("assign_to_params_buffers", False)),
     )
     given = _given_params(params, state_dict, prefix)

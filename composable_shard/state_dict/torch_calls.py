@@ -17,7 +17,7 @@ from torch import nn
 from composable_shard.runtime import ShardState
 from composable_shard.state_dict.model_state import check_shows_originals
 from composable_shard.tensor import FlatShard
-from composable_shard.torch_private import locals_of_caller
+from composable_shard.torch_private import running
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 
@@ -28,8 +28,8 @@ def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
     A state-dict hook of units, after `show_shards`. [Note: Torch's functions] One all-gather for
     each parameter; a collective.
     """
-    info = locals_of_caller("_get_model_state_dict", _MODULE).get("info")
-    if not getattr(info, "full_state_dict", False):
+    call = next(running(_MODULE, "_get_model_state_dict"), {})
+    if not getattr(call.get("info"), "full_state_dict", False):
         return
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if isinstance(state_dict[key], FlatShard):
@@ -44,18 +44,20 @@ def check_torch_call(state: ShardState) -> dict[str, str]:
     # They would use the flat parameter's name, and with `broadcast_from_rank0` wait for ever.
     check_shows_originals(state)
     problem = ""
-    asked = locals_of_caller("_verify_options", _MODULE)
+    asked = next(running(_MODULE, "_verify_options"), {})
     loads = [
-        locals_of_caller(f"set_{each}", _MODULE) for each in ("optimizer_state_dict", "state_dict")
+        call
+        for name in ("set_optimizer_state_dict", "set_state_dict")
+        for call in running(_MODULE, name)
     ]
     is_load = any(loads)
     is_flat = any(getattr(e.get("options"), "flatten_optimizer_state_dict", False) for e in loads)
     # To an optimizer without state torch gives one for every parameter, in flat form too.
-    is_ready = is_flat and all(each.state for each in asked["optims"])
+    is_ready = is_flat and all(each.state for each in asked.get("optims", ()))
     if is_load and not is_ready and any(handle.layout.owners for handle in state.needed):
         problem = 'misses the state of parameters that other ranks own whole (granularity="param")'
     is_full = getattr(asked.get("options"), "full_state_dict", False)
-    if is_full and asked["optims"]:
+    if is_full and asked.get("optims"):
         # Of a load the next step would fail: torch gives the optimizer whole tensors.
         problem = "takes shards of optimizer state for whole tensors"
     if problem:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
-from composable_shard.options import FULL_SIZE, METHOD, advise, check_no_partial_save
+from composable_shard.options import FULL_SIZE, SAVE, WHOLE_NEEDED
 from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, cloned, user_attributes
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
@@ -34,6 +34,7 @@ from composable_shard.torch_private import (
     make_wrapper,
     num_dispatch_modes,
     num_function_modes,
+    running,
 )
 
 _MAX_READS = 4  # that are waited for one by one; older ones have long been done
@@ -171,12 +172,10 @@ class NeedsWhole(RuntimeError):
         self._is_full_size = is_full_size
 
     def refusal(self) -> RuntimeError:
-        """Return the error for users; where the text has no remedy, what they have called tells."""
+        """Return the error for users, with a remedy."""
         if self._has_remedy:
             return RuntimeError(str(self))
-        # An optimizer that steps full-size state is told of the state.
-        advice = advise(FULL_SIZE, among=(METHOD,)) if self._is_full_size else advise()
-        return RuntimeError(f"{self} {advice}")
+        return RuntimeError(f"{self} {FULL_SIZE if self._is_full_size else WHOLE_NEEDED}")
 
 
 class RuleTable(dict[OpOverload, Rule]):
@@ -194,7 +193,7 @@ class RuleTable(dict[OpOverload, Rule]):
     def __init__(self) -> None:
         super().__init__()
         self.families: list[Callable[[OpOverload], Rule | None]] = []
-        self.on_lists: Callable[..., Any] = lambda _, args, kwargs: (NotImplemented, args)
+        self.on_lists: Callable[..., Any] = lambda *_: NotImplemented
         self.on_whole: WholeRule = lambda *_: None  # until the table is filled
 
     def __missing__(self, func: OpOverload) -> Rule:
@@ -454,8 +453,10 @@ class FlatShard(Checkpointable):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle a copy of the slice, so that the unit's whole storage isn't written."""
-        if not self._shard_spec.is_whole or self._shard_spec.tensor_parallel is not None:
-            check_no_partial_save()
+        is_part = not self._shard_spec.is_whole or self._shard_spec.tensor_parallel is not None
+        # FSDP2's scripts make DTensors whole before they save, and leave a FlatShard as it is.
+        if is_part and any(running("torch.serialization", "save")):
+            raise RuntimeError(SAVE)
         is_of_dtensor = isinstance(self, FlatShardOfDTensor)
         state = (is_of_dtensor, self.requires_grad, user_attributes(self))
         return _rebuild_flat_shard, (cloned(self._local), self._shard_spec.to_plain(), state)
@@ -568,7 +569,7 @@ class LeadingShard(FlatShard):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run a function of lists by its rule, any other one as ever."""
-        result, args = OP_RULES.on_lists(function, args, kwargs or {})
+        result = OP_RULES.on_lists(function, args, kwargs or {})
         if result is not NotImplemented:
             return result
         with DisableTorchFunctionSubclass():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -39,9 +38,9 @@ from composable_shard.torch_private import (
     OpOverload,
     VariableFunctions,
     backend_of,
-    locals_of_caller,
     num_dispatch_modes,
     overload_name_of,
+    running,
     schema_of,
 )
 
@@ -259,7 +258,7 @@ def _check_own_group(spec: ShardSpec, device: torch.device) -> None:
     It talks to the other ranks in a thread: on one group its messages and those of training would
     be taken for each other. Nothing else that it does before tells the group.
     """
-    call = locals_of_caller("async_save", "torch.distributed.checkpoint.state_dict_saver")
+    call = next(running("torch.distributed.checkpoint.state_dict_saver", "async_save"), None)
     if not call or call["no_dist"] or not call["use_collectives"] or spec.world_size == 1:
         return
     group: Any = call["process_group"] or dist.group.WORLD
@@ -331,32 +330,6 @@ def list_family(func: OpOverload) -> Rule | None:
     return None
 
 
-class _Temporaries(tuple[Tensor, ...]):
-    """The results of a function that a step of torch's optimizers has called, for the next one.
-
-    Torch finds the first shard here, asks it what to do, and finds slices behind it; Python finds
-    shards, which are made when they are asked for. So most are never made.
-    """
-
-    slices: Sequence[Tensor]
-    specs: list[ShardSpec]
-
-    @classmethod
-    def of(cls, slices: Sequence[Tensor], specs: list[ShardSpec]) -> _Temporaries:
-        """Return results of these specs."""
-        self = cls((lead(wrap(slices[0], specs[0])), *slices[1:]))
-        self.slices, self.specs = slices, specs
-        return self
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Return the shards one by one."""
-        return map(wrap, self.slices, self.specs)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return a shard, or several."""
-        return tuple(self)[index]
-
-
 class _ListRule:
     """Runs one op on lists of shards; all lists agree, item by item, in the range they hold.
 
@@ -418,15 +391,11 @@ class _ListRule:
             raise
         if not self._has_results:
             return None if results is None else args[0]
-        if sys._getframe(3).f_globals["__name__"].startswith("torch.optim."):
-            return _Temporaries.of(results, specs)
         shards = tuple(map(wrap, results, specs))
         lead(shards[0])
         return shards
 
     def _has_shards(self, place: int, arg: Any) -> bool:
-        if type(arg) is _Temporaries:
-            return True
         if isinstance(arg, FlatShard):
             raise AttributeError(place)
         is_list = isinstance(arg, list | tuple) and bool(arg) and place != self._plain
@@ -448,11 +417,8 @@ class _ListRule:
         for place in places:
             shards = args[place] if place < len(args) else None
             if shards:
-                if type(shards) is _Temporaries:
-                    operands[place], own_specs = shards.slices, shards.specs
-                else:
-                    operands[place] = [shard._local for shard in shards]
-                    own_specs = [shard._shard_spec for shard in shards]
+                operands[place] = [shard._local for shard in shards]
+                own_specs = [shard._shard_spec for shard in shards]
                 if not specs:
                     specs = own_specs
                 elif own_specs != specs:  # lists compare items by identity first
@@ -518,8 +484,6 @@ class _ListRule:
     def _note_writes(self, args: tuple[Any, ...]) -> None:
         for place in self._written:
             items = args[place] if place < len(args) else ()
-            if type(items) is _Temporaries:
-                continue
             try:
                 written = {item._guard: item for item in items}
             except AttributeError:
@@ -548,16 +512,14 @@ _FUNCTION_RULES = _FunctionRules()
 
 
 def run_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function of torch on lists, [Note: Direct lists]; return its result, and arguments.
+    """Run a function of torch on lists, [Note: Direct lists], and return its result.
 
-    NotImplemented, and those for the function itself, where it has no rule or the op must decide.
+    NotImplemented where it has no rule, or the op must decide.
     """
-    if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or num_dispatch_modes()):
-        rule = _FUNCTION_RULES[function]
-        result = NotImplemented if rule is None else rule.run(function, args, kwargs)
-        if result is not NotImplemented:
-            return result, args
-    return NotImplemented, tuple(tuple(a) if type(a) is _Temporaries else a for a in args)
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or num_dispatch_modes():
+        return NotImplemented
+    rule = _FUNCTION_RULES[function]
+    return NotImplemented if rule is None else rule.run(function, args, kwargs)
 
 
 def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -20,8 +20,6 @@ tensors, [Note: Gathered operands].
 from __future__ import annotations
 
 import math
-import sys
-from types import FrameType
 from typing import Any
 
 import torch
@@ -37,7 +35,7 @@ from composable_shard.tensor.operands import (
     unsupported,
 )
 from composable_shard.tensor.shard_spec import ShardSpec
-from composable_shard.torch_private import STEP_CODE, OpOverload, schema_of
+from composable_shard.torch_private import OpOverload, is_in_step, schema_of
 
 aten = torch.ops.aten
 _SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
@@ -101,7 +99,7 @@ def shard_of(func: OpOverload, args: tuple[Any, ...], dims: Any = None) -> FlatS
         if listed and {dim % shard.dim() for dim in listed} != set(range(shard.dim())):
             raise unsupported(func, args)
     if shard._shard_spec.owner is not None:
-        if is_in_step(sys._getframe(1)):
+        if is_in_step():
             raise unsupported(func, args)  # runs on the whole tensor, on its owner alone
         check_scope(func, shard)
     return shard
@@ -123,15 +121,6 @@ def check_scope(func: OpOverload, shard: FlatShard) -> None:
             "alone. Take x.to_local() there, clip_grad_norm_(model, ...) for the norm of all "
             "gradients, or p.full_tensor() on all ranks."
         )
-
-
-def is_in_step(frame: FrameType | None) -> bool:
-    """Return whether an optimizer's step runs."""
-    while frame is not None:
-        if frame.f_code is STEP_CODE:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def option(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -35,7 +35,7 @@ from composable_shard.layout import (
     memory_order,
     whole_box,
 )
-from composable_shard.options import PLACEMENTS, VALUES, advise
+from composable_shard.options import PLACEMENTS, VALUES
 from composable_shard.torch_private import (
     compute_local_shape_and_global_offset,
     is_traceable_wrapper_subclass,
@@ -276,7 +276,7 @@ def _of_whole(name: str) -> Callable[..., Any]:
         if not spec.is_whole or spec.tensor_parallel is not None:
             raise RuntimeError(
                 f"{name}() can't read the sharded parameter '{spec.label.fqn}' "
-                f"{tuple(spec.shape)}. {advise(VALUES)}"
+                f"{tuple(spec.shape)}. {VALUES}"
             )
         return getattr(spec.unflatten(self._local), name)(*args, **kwargs)
 
@@ -287,7 +287,7 @@ def _of_whole(name: str) -> Callable[..., Any]:
 
 def _refuse_placements(shard: Checkpointable) -> NoReturn:
     """Say what loads values: no placement describes a flat range."""
-    raise AttributeError(f"'{shard._shard_spec.label.fqn}': {advise(PLACEMENTS)}")
+    raise AttributeError(f"'{shard._shard_spec.label.fqn}': {PLACEMENTS}")
 
 
 class Checkpointable(Tensor):

@@ -10,7 +10,6 @@ Not `cat`, by which others flatten what they then reduce or broadcast.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.options import advise
+from composable_shard.options import WHOLE_NEEDED
 from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
 from composable_shard.tensor.operands import note_write, schema_arguments, slice_given
-from composable_shard.tensor.reduction_rules import check_scope, is_in_step
+from composable_shard.tensor.reduction_rules import check_scope
 from composable_shard.tensor.view_rules import Geometry, run_of
-from composable_shard.torch_private import OpOverload, schema_of, tree_map_only
+from composable_shard.torch_private import OpOverload, is_in_step, schema_of, tree_map_only
 
 # By name, of all overloads.
 _READ = """
@@ -49,7 +48,7 @@ def on_gathered(
     operands = (args, tuple(kwargs.values()))
     shards = list(_shards(operands))
     if any(shard._shard_spec.owner is not None for shard in shards):
-        if is_in_step(sys._getframe(1)):
+        if is_in_step():
             return None  # runs on the owner alone
         if all(shard._guard is None for shard in shards):
             check_scope(func, shards[0])
@@ -107,7 +106,7 @@ def _check_alone(func: OpOverload, operands: tuple[Any, ...]) -> None:
         if handle is not None and handle.requires_grad and handle.shard_group.num_ranks > 1:
             raise RuntimeError(
                 f"{func.overloadpacket} would give parameter '{shard._shard_spec.label.fqn}' the "
-                f"gradient of this rank alone, and nothing would average it. {advise()}"
+                f"gradient of this rank alone, and nothing would average it. {WHOLE_NEEDED}"
             )
 
 

@@ -330,7 +330,7 @@ def test_other_granularities_raise(name: str, granularity: Granularity) -> None:
     shard_blocks(model, granularity=granularity)
     before = [param.full_tensor() for param in model.parameters()]  # type: ignore[operator]
     loss_of(model).backward()
-    with pytest.raises(RuntimeError, match='granularity="param" to fully_shard for these param'):
+    with pytest.raises(RuntimeError, match='whole matrices needs granularity="param"'):
         OPTIMIZERS[name](model)[0].step()
     for param, old in zip(model.parameters(), before, strict=True):
         assert isinstance(param, FlatShard)

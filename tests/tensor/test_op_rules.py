@@ -209,14 +209,23 @@ def test_texts_of_the_errors() -> None:
         "\n\n".join(_line_wrapped(messages[kind]) for kind in kinds),
         """\
 aten.mm can't run on a sharded parameter, of which each rank holds only a flat range: got
-'fc.weight' (7, 15), Tensor (15, 2). Read and edit the module's full parameters inside
-unshard_params(module), or use p.full_tensor() for one whole tensor, on all ranks. To
-train through it call unshard(model, recurse=True) before it, and reshard(model,
-recurse=True) after the backward.
+'fc.weight' (7, 15), Tensor (15, 2). Only the forward of its unit gathers a parameter:
+call layers in it, and other methods after register_forward_method(module, name).
+Elsewhere read and edit full parameters inside unshard_params(module), or take
+p.full_tensor() on all ranks. To train through it call unshard(model, recurse=True) before
+it, and reshard(model, recurse=True) after the backward. An optimizer of whole matrices
+needs granularity="param", or strategy=ShardingStrategy.NO_SHARD. A sharded model needs no
+DistributedDataParallel around it. More calls: docs/troubleshooting.md.
 
 aten.add combines the sharded parameter 'fc.weight' (7, 15) with a Tensor of shape (7,
 15), of which each rank would need its own part. Optimizer state made before sharding:
-call shard_optimizer_state(optimizer). Otherwise use p.full_tensor().
+call shard_optimizer_state(optimizer). Only the forward of its unit gathers a parameter:
+call layers in it, and other methods after register_forward_method(module, name).
+Elsewhere read and edit full parameters inside unshard_params(module), or take
+p.full_tensor() on all ranks. To train through it call unshard(model, recurse=True) before
+it, and reshard(model, recurse=True) after the backward. An optimizer of whole matrices
+needs granularity="param", or strategy=ShardingStrategy.NO_SHARD. A sharded model needs no
+DistributedDataParallel around it. More calls: docs/troubleshooting.md.
 
 aten.add_ would write a slice of the sharded parameter 'fc.weight' (7, 15) into a Tensor
 of shape (7, 15). Optimizer state made before sharding: call
