@@ -34,10 +34,15 @@ __all__ = [
     "NAME",
     "Cost",
     "Mode",
+    "Race",
+    "RaceFound",
     "Span",
     "Unavailable",
+    "Use",
+    "check_races",
     "configure",
     "counts",
+    "detect_races",
     "device_time_us",
     "forbid_host_waits",
     "is_loaded",
@@ -46,6 +51,7 @@ __all__ = [
     "reset_peak_memory",
     "synchronize",
     "take_host_waits",
+    "take_races",
     "timeline",
 ]
 
@@ -71,6 +77,39 @@ class Span:
     name: str
     start_us: float
     end_us: float
+
+
+@dataclass(frozen=True)
+class Use:
+    """What has read or written memory: an operator, a copy, a collective or an allocation."""
+
+    name: str
+    stream: int | None  # None for the host
+    where: str  # the line of Python, outside of torch, that issued it
+    is_write: bool
+
+    def __str__(self) -> str:
+        place = "the host" if self.stream is None else f"stream {self.stream}"
+        verb = "writes" if self.is_write else "reads"
+        return f"{self.name} {verb} on {place} ({self.where})"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two uses of the same memory that no wait orders."""
+
+    earlier: Use
+    later: Use
+    nbytes: int  # that both use
+    was_freed: bool  # between the two, and perhaps handed out again
+
+    def __str__(self) -> str:
+        between = ", freed between the two" if self.was_freed else ""
+        return f"{self.later} has not waited for {self.earlier}: {self.nbytes} bytes{between}"
+
+
+class RaceFound(AssertionError):  # not an error of the device
+    """The text tells the races."""
 
 
 _extension: Any = None
@@ -189,6 +228,39 @@ def _allowing_host_waits() -> Iterator[None]:
         yield
     finally:
         _extension.forbid_host_waits(before)
+
+
+def detect_races(flag: bool = True) -> None:
+    """Compare from now on what is issued with what was issued before, see `take_races`."""
+    _extension.detect_races(flag)
+
+
+def take_races() -> list[Race]:
+    """Return the races since the last call, in the order in which they were issued.
+
+    Two uses of the same memory, of which one writes, are a race unless waits order them: of
+    streams, events and collectives, or of the host. How late streams are does not matter. Memory
+    that was freed counts as used by whatever its stream allocates next, as a caching allocator may
+    hand it out again.
+    """
+    return [
+        Race(*(_use(*each) for each in uses), nbytes, was_freed)
+        for *uses, nbytes, was_freed in _extension.take_races()
+    ]
+
+
+def _use(name: str, stream: int, where: str, is_write: bool) -> Use:
+    return Use(name, None if stream == -1 else stream, where, is_write)
+
+
+def check_races() -> None:
+    """Check that there were no races since the last call.
+
+    Raises:
+        RaceFound: There were.
+    """
+    if found := take_races():
+        raise RaceFound(f"{len(found)} races:\n" + "\n".join(map(str, found)))
 
 
 def model_durations(costs: Mapping[str, Cost], *, host_us: float = 0.0) -> None:

@@ -16,7 +16,11 @@ import torch
 NAME = "_lag"
 _SOURCES = Path(__file__).parent / "csrc"
 _TORCH = Path(torch.__file__).parent
-_OPTIONS = ("-O1", "-g0", "-std=c++20", "-fPIC", "-shared", "-w", "-fvisibility=hidden")
+# NDEBUG as torch itself was built: some of its classes have other members without.
+_OPTIONS = (
+    *("-O1", "-g0", "-DNDEBUG", "-std=c++20", "-fPIC", "-shared", "-w"),
+    "-fvisibility=hidden",
+)
 _TIMEOUT_S = 600
 
 

@@ -28,8 +28,8 @@ def on_device(
     """Turn the body of a module-level test into what each of `num_ranks` processes runs.
 
     With more than one rank they share a process group, whose collectives end after `timeout_s`.
-    The body ends with a synchronisation, so that no error of a kernel is lost. The test is skipped,
-    by the name of what is missing, where the device can't be built.
+    The body ends with a synchronisation, so that no error of a kernel is lost, and a race in it
+    fails the test. That is skipped, by the name of what is missing, where there is no device.
     """
     if body is None:
         return functools.partial(on_device, num_ranks=num_ranks, timeout_s=timeout_s)
@@ -55,6 +55,7 @@ def _run_with_device(
     module, qualname = name
     body = getattr(importlib.import_module(module), qualname).rank_body
     device.load()
+    device.detect_races()
     torch.manual_seed(0)
     if num_ranks > 1:
         rank = int(os.environ["RANK"])
@@ -67,3 +68,4 @@ def _run_with_device(
         )
     body(**kwargs)
     device.synchronize()
+    device.check_races()

@@ -41,6 +41,7 @@ def test_a_stream_that_does_not_wait_reads_too_early() -> None:
         early = x.clone()
     side.synchronize()
     assert early.isnan().all()
+    assert len(device.take_races()) == 1
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         right = x.clone()
@@ -69,6 +70,7 @@ def test_freed_memory_is_handed_out_again_at_once() -> None:
     assert again.data_ptr() == address != other.data_ptr()
     side.synchronize()
     assert late.tolist() == [6.0] * 64
+    assert len(device.take_races()) == 1
 
 
 @on_device
@@ -128,6 +130,7 @@ def test_modelled_durations_give_a_timeline() -> None:
     """Streams run side by side, and wait for each other and for the host, in modelled time."""
     x = torch.ones(4, 4, device="lag")
     side = torch.Stream("lag")
+    side.wait_stream(torch.accelerator.current_stream())
     device.model_durations({"aten::mm": device.Cost(100), "aten::add": device.Cost(0, 1.0)})
     start = torch.accelerator.current_stream().record_event(torch.Event("lag", enable_timing=True))
     y = x @ x

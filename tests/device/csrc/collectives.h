@@ -35,7 +35,7 @@ class CollectiveWork final : public c10d::Work {
     }
   }
 
-  bool isCompleted() override { return done_->is_reached(); }
+  bool isCompleted() override { return host_sees(done_); }
   bool isSuccess() const override { return error() == nullptr; }
   std::exception_ptr exception() const override { return error(); }
   Tensors result() override { return outputs_; }

@@ -21,6 +21,12 @@ struct HostSide {
         strides(tensor.strides().vec()),
         dtype(tensor.scalar_type()) {}
 
+  size_t span_nbytes() const {
+    return at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype));
+  }
+
+  Access access(bool is_write) const { return {data, span_nbytes(), is_write}; }
+
   at::Tensor in_kernel() const {
     return at::from_blob(data, sizes, strides, at::TensorOptions().dtype(dtype));
   }
@@ -31,7 +37,7 @@ inline void copy_from_host(const at::Tensor& source, const at::Tensor& target, b
   const auto stream = Streams::current();
   if (PinnedMemory::the().contains(source.data_ptr())) {
     const HostSide from(source);
-    launch(stream, "copy_from_host", {{from.data, source.nbytes(), false}, to.access(true)},
+    launch(stream, "copy_from_host", {from.access(false), to.access(true)},
            [from, to] { to.in_kernel().copy_(from.in_kernel()); });
     PinnedMemory::the().note_copy(from.data, stream);
   } else {
@@ -48,7 +54,7 @@ inline void copy_to_host(const at::Tensor& source, const at::Tensor& target, boo
   const auto stream = Streams::current();
   const bool is_pinned = PinnedMemory::the().contains(to.data);
   std::vector<Access> accesses{from.access(false)};
-  if (is_pinned) accesses.push_back({to.data, target.nbytes(), true});
+  if (is_pinned) accesses.push_back(to.access(true));
   launch(stream, "copy_to_host", accesses,
          [from, to] { to.in_kernel().copy_(from.in_kernel()); });
   if (is_pinned) PinnedMemory::the().note_copy(to.data, stream);
@@ -77,6 +83,7 @@ inline at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tenso
 
 inline at::Scalar local_scalar(const at::Tensor& self) {
   const Operand operand(self);
+  Races::the().launched(Streams::current(), "item", {operand.access(false)});
   host_waits_for_stream(Streams::current(), "item");
   return operand.in_kernel().item();
 }

@@ -6,6 +6,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/record_function.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/is_set_to_native.h>
@@ -18,6 +19,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -42,6 +44,9 @@
 // In the order in which they build on each other.
 #include "settings.h"
 #include "timeline.h"
+#include "clocks.h"
+#include "where.h"
+#include "races.h"
 #include "streams.h"
 #include "guard.h"
 #include "memory.h"
@@ -53,6 +58,7 @@
 #include "views.h"
 #include "copies.h"
 #include "collectives.h"
+#include "host_uses.h"
 #include "autocast.h"
 
 namespace {
@@ -94,6 +100,21 @@ std::vector<std::tuple<StreamId, std::string, double, double>> spans() {
   return found;
 }
 
+// By use: the operator, the stream or -1 for the host, the line of Python, whether it writes.
+using UseText = std::tuple<std::string, StreamId, std::string, bool>;
+
+std::vector<std::tuple<UseText, UseText, size_t, bool>> races() {
+  const auto as_text = [](const Past& past) {
+    return UseText(past.use->name, past.use->stream, past.use->where.text(), past.is_write);
+  };
+  std::vector<std::tuple<UseText, UseText, size_t, bool>> found;
+  for (const auto& race : Races::the().take()) {
+    found.emplace_back(as_text(race.earlier), as_text(race.later), race.nbytes,
+                       race.earlier.was_freed);
+  }
+  return found;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -106,6 +127,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forbid_host_waits", [](bool is_forbidden) {
     return settings().is_host_wait_forbidden.exchange(is_forbidden);
   });
+  m.def("detect_races", [](bool flag) { Races::the().detect(flag); });
+  m.def("take_races", &races);
   m.def("model", &model);
   m.def("spans", &spans);
   m.def("host_time_us", [] { return Timeline::the().host_at(); });
@@ -118,5 +141,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("default_generator", [] { return DeviceGenerator::the_default(); });
   pybind11::class_<DeviceBackend, c10d::Backend, c10::intrusive_ptr<DeviceBackend>>(m, "Backend")
-      .def(pybind11::init<c10::intrusive_ptr<c10d::Backend>, std::string>());
+      .def(pybind11::init<c10::intrusive_ptr<c10d::Backend>, std::string>())
+      .def("_set_default_timeout", &DeviceBackend::setTimeout);  // as NCCL's has
 }

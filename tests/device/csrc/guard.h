@@ -27,7 +27,7 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
     return &Streams::the().at(stream.id());
   }
   bool queryStream(const c10::Stream& stream) const override {
-    return record_point(stream.id())->is_reached();
+    return host_sees(record_point(stream.id()));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     host_waits_for_stream(stream.id(), "stream.synchronize");
@@ -45,7 +45,7 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event) stream_waits(stream.id(), point_of(event));
   }
-  bool queryEvent(void* event) const override { return !event || point_of(event)->is_reached(); }
+  bool queryEvent(void* event) const override { return !event || host_sees(point_of(event)); }
   void synchronizeEvent(void* event) const override {
     if (event) host_waits_for(point_of(event), "event.synchronize");
   }

@@ -3,6 +3,8 @@
 
 namespace lag {
 
+inline void watch_host_uses();  // from now on
+
 class PinnedMemory final : public c10::Allocator {
  public:
   static PinnedMemory& the() {
@@ -15,6 +17,7 @@ class PinnedMemory final : public c10::Allocator {
     const size_t size = DeviceMemory::rounded(nbytes);
     auto* data = static_cast<char*>(std::aligned_alloc(DeviceMemory::kAlignment, size));
     TORCH_CHECK_WITH(OutOfMemoryError, data, "lag: no pinned memory for ", nbytes, " bytes");
+    if (Races::the().is_on()) watch_host_uses();
     std::lock_guard<std::mutex> lock(mutex_);
     free_what_is_done();
     live_[data] = {size, {}};
@@ -63,6 +66,7 @@ class PinnedMemory final : public c10::Allocator {
       for (const auto& [stream, point] : freed.second.copies) {
         if (!point->is_reached()) return false;
       }
+      Races::the().freed_on_host(freed.first, freed.second.nbytes);
       std::free(freed.first);
       return true;
     });

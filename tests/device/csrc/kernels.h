@@ -183,6 +183,7 @@ class Call {
   }
 
   void run_at_once() {
+    Races::the().launched(Streams::current(), schema_.name(), argument_accesses());
     host_waits_for_stream(Streams::current(), schema_.name());
     std::vector<c10::IValue> values;
     for (const auto& argument : with_generator()) {

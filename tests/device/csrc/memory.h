@@ -45,6 +45,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
       increase(stats_.allocation, 1);
       increase(stats_.active, 1);
     }
+    Races::the().allocated(block.data, block.nbytes, home);
     if (settings().is_poisoning && is_reused) {
       // On the home stream: whoever else still uses the memory finds NaN there.
       const auto data = block.data;
@@ -127,6 +128,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     if (found == live_.end()) return;
     Block block = std::move(found->second);
     live_.erase(found);
+    Races::the().freed(block.data, block.nbytes, block.home, block.recorded);
     decrease(stats_.allocated_bytes, block.nbytes);
     decrease(stats_.allocation, 1);
     if (block.recorded.empty()) {

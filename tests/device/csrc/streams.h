@@ -3,7 +3,6 @@
 
 namespace lag {
 
-using c10::StreamId;
 using Clock = std::chrono::steady_clock;
 
 // All that was issued on a stream before it was made.
@@ -35,6 +34,7 @@ class Point {
   }
 
   double modelled_us = 0;
+  VectorClock clock;  // what is over when it is reached
 
  private:
   std::mutex mutex_;
@@ -61,8 +61,14 @@ class Queue {
     changed_.notify_one();
   }
 
+  static bool& is_thread_of_stream() {
+    thread_local bool it = false;
+    return it;
+  }
+
  private:
   void run() {
+    is_thread_of_stream() = true;
     // Kernels are called for the CPU, below whatever the calling thread of a user has switched on.
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     std::mt19937_64 random(settings().seed + 7919 * static_cast<uint64_t>(id_));
@@ -165,6 +171,7 @@ class Streams {
 inline PointPtr record_point(StreamId stream) {
   auto point = std::make_shared<Point>();
   point->modelled_us = Timeline::the().reached_at(stream);
+  point->clock = Races::the().issued_on(stream);
   Streams::the().at(stream).push([point] { point->reach(); });
   return point;
 }
@@ -172,12 +179,21 @@ inline PointPtr record_point(StreamId stream) {
 inline void stream_waits(StreamId stream, const PointPtr& point) {
   counts().waits++;
   Timeline::the().delay_stream(stream, point->modelled_us);
+  Races::the().stream_waited(stream, point->clock);
   Streams::the().at(stream).push([point] { point->wait(); });
+}
+
+// Whether it is reached; a program that has seen so may rely on it.
+inline bool host_sees(const PointPtr& point) {
+  const bool is_reached = point->is_reached();
+  if (is_reached) Races::the().host_waited(point->clock);
+  return is_reached;
 }
 
 inline void host_waits_for(const PointPtr& point, const std::string& kind) {
   HostWaits::the().note(kind);
   Timeline::the().delay_host(point->modelled_us);
+  Races::the().host_waited(point->clock);
   {
     WithoutInterpreter released;
     point->wait();
@@ -197,18 +213,12 @@ inline void host_waits_for_all(const std::string& kind) {
     WithoutInterpreter released;
     for (const auto& point : points) {
       Timeline::the().delay_host(point->modelled_us);
+      Races::the().host_waited(point->clock);
       point->wait();
     }
   }
   Failure::the().raise_if_any();
 }
-
-// Bytes that a task reads or writes.
-struct Access {
-  const char* data;
-  size_t nbytes;
-  bool is_write;
-};
 
 // Issue a kernel, copy or collective.
 inline void launch(StreamId stream, const std::string& name, const std::vector<Access>& accesses,
@@ -217,6 +227,7 @@ inline void launch(StreamId stream, const std::string& name, const std::vector<A
   size_t nbytes = 0;
   for (const auto& access : accesses) nbytes += access.nbytes;
   Timeline::the().issue(stream, name, nbytes);
+  Races::the().launched(stream, name, accesses);
   Streams::the().at(stream).push(std::move(task));
 }
 
