@@ -32,12 +32,12 @@ test-torch:
 # For the inner loop, in less than a minute: what is marked "fast". That is all that needs no ranks
 # and little time, and of each other test file some tests that compare a step, a file or a message.
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest -q -m fast $(PARALLEL) $(ARGS)
+	@$(BIN)/python -m pytest -q -m "fast and not device" $(PARALLEL) $(ARGS)
 
 # With NaN in memory that nobody may read: freed, just allocated, or written by a gather in flight.
-# Without the tests that count what is allocated and called.
+# Without the tests that count what is allocated and called, and those of the device, which does it itself.
 test-poison: $(STAMP)
-	@COMPOSABLE_SHARD_POISON=1 $(BIN)/python -m pytest -q -m "not counts" $(PARALLEL) $(ARGS)
+	@COMPOSABLE_SHARD_POISON=1 $(BIN)/python -m pytest -q -m "not counts and not device" $(PARALLEL) $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check --quiet .

@@ -8,6 +8,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
@@ -22,6 +23,7 @@ NEEDS_GPU = "needs a CUDA GPU"
 CLAIM = re.compile(r"test_c\d+_")  # docs/architecture.md lists them
 ALLOWED_SKIPS = frozenset({NEEDS_GPU, "needs transformers and accelerate"})
 DEADLINE_S = 120.0
+NUM_DEVICE_CASES = 3
 # Files of which a test takes seconds, the longest first. The others are about as long as they have
 # tests.
 SLOW_FILES = (
@@ -84,7 +86,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("all_cases"):
-        items[:] = _with_one_size_each(_with_two_of_each(items))
+        items[:] = _with_modes_in_turn(_with_one_size_each(_with_two_of_each(items)))
     num_tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (_turn_of(item), -num_tests[item.path]))
     if not torch.cuda.is_available():
@@ -152,7 +154,9 @@ def _values_of(item: pytest.Function) -> dict[str, object]:
         row = {name: id(item.callspec.params[name]) for name in names}
         if isinstance(rows, GridRows):
             values.update(row)
-        elif not (names == ["world_size"] and item.obj.has_several_sizes):
+        elif names == ["device_mode"] or (names == ["world_size"] and item.obj.has_several_sizes):
+            continue  # in turn
+        else:
             values[",".join(names)] = tuple(row.values())
     return values
 
@@ -180,6 +184,31 @@ def _with_one_size_each(items: list[pytest.Item]) -> list[pytest.Item]:
             kept = max(in_turn, key=lambda item: len(_meetings(item) - met))
             met |= _meetings(kept)
             left_out.discard(kept)
+    return [item for item in items if item not in left_out]
+
+
+def _with_modes_in_turn(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Keep of what runs on the device too up to `NUM_DEVICE_CASES` of each test, in one mode each.
+
+    The modes take turns in a file; the cases of a test are spread evenly.
+    """
+    grids: dict[object, dict[tuple[int, ...], list[pytest.Item]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("device"):
+            others = {**item.callspec.params, "device_mode": None}
+            if item.obj.has_several_sizes:
+                others["world_size"] = None
+            case = tuple(id(value) for value in others.values())
+            grids.setdefault(item.obj, {}).setdefault(case, []).append(item)
+    left_out = {item for grid in grids.values() for modes in grid.values() for item in modes}
+    turns: Counter[Path] = Counter()
+    for grid in grids.values():
+        cases = list(grid.values())
+        num_kept = min(len(cases), NUM_DEVICE_CASES)
+        for index in range(num_kept):
+            modes = cases[index * len(cases) // num_kept]
+            left_out.remove(modes[turns[modes[0].path] % len(modes)])
+            turns[modes[0].path] += 1
     return [item for item in items if item not in left_out]
 
 

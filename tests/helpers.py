@@ -33,12 +33,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -47,7 +47,9 @@ from torch._C._profiler import _EventType
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
+from tests import device as accelerator
 from tests import fork_server
+from tests.device import build
 from tests.fork_server import ForkServer
 
 GROUP_TIMEOUT_S = 20  # a collective that some rank does not join raises after this long
@@ -59,6 +61,9 @@ _COVERAGE = "COVERAGE_PROCESS_START"
 _PRELOADED = ("composable_shard", "torch._dynamo")  # the latter is what optimizers import
 NUM_SERVERS = 2  # a neighbour has another one
 MAX_NUM_GROUPS = 100  # made by one pool: each has two threads, and connections
+ON_CPU = "cpu"
+DEVICE_MODES = ("slow_side", "slow_compute", "random")  # how late the device's streams are
+DELAY_US = 200
 
 
 class RankError(AssertionError):
@@ -90,8 +95,28 @@ def run_ranks(
         ValueError: `fn` cannot be imported by name.
     """
     __tracebackhide__ = True
-    call = _Call.of(fn, args, kwargs)
-    pool = _pools.get(world_size)
+    return _run_on(_PoolKey(world_size), _Call.of(fn, args, kwargs), timeout)
+
+
+def run_ranks_on_device(
+    mode: str, world_size: int, fn: Callable[..., Any], /, *args: Any, timeout: float, **kwargs: Any
+) -> list[Any]:
+    """As `run_ranks`, where ranks have the device of `tests.device`, whose streams are late.
+
+    The default group has a backend for the device too, and `device()` is the device. Freed memory
+    is filled with NaN. An error that a stream meets after `fn` has returned is an error of `fn`.
+    The test is skipped, by the name of what is missing, where the device can't be built.
+    """
+    __tracebackhide__ = True
+    if missing := build.why_unavailable():
+        pytest.skip(missing)
+    call = replace(_Call.of(fn, args, kwargs), device_mode=mode)
+    return _run_on(_PoolKey(world_size, has_device=True), call, timeout)
+
+
+def _run_on(key: _PoolKey, call: _Call, timeout: float) -> list[Any]:
+    __tracebackhide__ = True
+    pool = _pools.get(key)
     try:
         results = pool.round(call, timeout)
         # A second round, so that a rank whose peer raised does not wait in this barrier.
@@ -99,10 +124,10 @@ def run_ranks(
         made, known = zip(*pool.round(_Call.of(_end_call), timeout, name=closing), strict=True)
     except BaseException:
         # Also for Ctrl-C and the test's own deadline: an answer may be outstanding.
-        _pools.discard(world_size)
+        _pools.discard(key)
         raise
     if max(made) > MAX_NUM_GROUPS or len(set(known)) > 1:  # torch can't name new groups then
-        _pools.discard(world_size)
+        _pools.discard(key)
     return results
 
 
@@ -128,7 +153,14 @@ def run_processes(
         pool.kill()
 
 
-def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Any]:
+def device() -> torch.device:
+    """Return where a test's tensors belong: on the CPU, or on the device that this worker has."""
+    return torch.device(accelerator.NAME if accelerator.is_loaded() else "cpu")
+
+
+def distributed(
+    *world_sizes: int, on_device: bool = False, timeout: float = 60.0
+) -> Callable[[Callable[..., None]], Any]:
     """Turn the body of a module-level test into what every rank runs, once per world size.
 
     Arguments from `parametrize` and fixtures reach the body pickled; a body that has an argument
@@ -136,6 +168,13 @@ def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[
     sizes one of them gives the argument `world_size`. Each value of a parameter meets two of every
     other one's, and each of these cases runs on one of the world sizes, in turn, unless pytest has
     the option `--all-cases`.
+
+    Args:
+        world_sizes: How many ranks.
+        on_device: Whether some cases run once more in workers that have the device of
+            `tests.device`, each in one of `DEVICE_MODES`, in turn. There `device()`, `rank_input`
+            and the models of `Twins`, `make_net` and `seeded` are the device's.
+        timeout: Of each call, in seconds.
     """
 
     def decorate(body: Callable[..., None]) -> Any:
@@ -144,18 +183,28 @@ def distributed(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[
         is_size_wanted = "world_size" in parameters
 
         @functools.wraps(body)
-        def test(world_size: int, **kwargs: Any) -> None:
+        def test(world_size: int, device_mode: str = ON_CPU, **kwargs: Any) -> None:
             __tracebackhide__ = True
             if is_size_wanted:
                 kwargs["world_size"] = world_size
-            run_ranks(world_size, body, timeout=timeout, **kwargs)
+            if device_mode == ON_CPU:
+                run_ranks(world_size, body, timeout=timeout, **kwargs)
+            else:
+                run_ranks_on_device(device_mode, world_size, body, timeout=timeout, **kwargs)
 
-        size = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
-        parameters.setdefault("world_size", size)
+        for name in ("world_size", *(["device_mode"] if on_device else [])):
+            added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+            parameters.setdefault(name, added)
         test.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]  # read by inspect
         test.rank_body = body  # type: ignore[attr-defined]  # read by _resolve
         test.has_several_sizes = len(world_sizes) > 1  # type: ignore[attr-defined]  # by conftest
-        return pytest.mark.parametrize("world_size", world_sizes)(test) if world_sizes else test
+        decorated: Any = test
+        if world_sizes:
+            decorated = pytest.mark.parametrize("world_size", world_sizes)(decorated)
+        if on_device:
+            modes = [pytest.param(mode, marks=pytest.mark.device) for mode in DEVICE_MODES]
+            decorated = pytest.mark.parametrize("device_mode", [ON_CPU, *modes])(decorated)
+        return decorated
 
     return decorate
 
@@ -192,7 +241,7 @@ def configure_workers(pytest_args: Sequence[str]) -> None:
 
 def worker_pids(world_size: int) -> list[int]:
     """Return the process ids of the live pool of `world_size` ranks, empty if there is none."""
-    return _pools.pids(world_size)
+    return _pools.pids(_PoolKey(world_size))
 
 
 def shut_down_workers() -> None:
@@ -212,6 +261,7 @@ class _Call:
     module: str
     qualname: str
     payload: bytes
+    device_mode: str = ""  # of the device's streams, where the worker has the device
 
     @classmethod
     def of(
@@ -317,10 +367,10 @@ class _Pool:
             self.kill()
             raise
 
-    def join(self) -> None:
+    def join(self, *, has_device: bool) -> None:
         """Make all of them the ranks of the default group."""
         path = str(self._directory / "address")
-        self.round(_Call.of(_join_group, (self.pids, path)), START_TIMEOUT_S)
+        self.round(_Call.of(_join_group, (self.pids, path, has_device)), START_TIMEOUT_S)
 
     @property
     def pids(self) -> list[int]:
@@ -382,23 +432,30 @@ class _Pool:
         return {rank: self._workers[rank].stack(reason) for rank in ranks}
 
 
+class _PoolKey(NamedTuple):
+    """What the tests of one pool have in common."""
+
+    world_size: int
+    has_device: bool = False  # `torch.accelerator` is one for each process, and stays
+
+
 class _Pools:
-    """The session's pools by world size, each started when it is first needed."""
+    """The session's pools, each started when it is first needed."""
 
     def __init__(self) -> None:
         self.pytest_args: tuple[str, ...] = ()
-        self._pools: dict[int, _Pool] = {}
+        self._pools: dict[_PoolKey, _Pool] = {}
         self._servers: list[ForkServer] = []  # rank by rank, in turn
 
-    def get(self, world_size: int) -> _Pool:
-        pool = self._pools.get(world_size)
+    def get(self, key: _PoolKey) -> _Pool:
+        pool = self._pools.get(key)
         if pool is None or not pool.is_alive:
-            self.discard(world_size)
-            pool = self._pools[world_size] = _Pool(self.start_servers(world_size))
+            self.discard(key)
+            pool = self._pools[key] = _Pool(self.start_servers(key.world_size))
             try:
-                pool.join()
+                pool.join(has_device=key.has_device)
             except BaseException:
-                self.discard(world_size)
+                self.discard(key)
                 raise
         return pool
 
@@ -416,12 +473,12 @@ class _Pools:
             server.start(_BOOTSTRAP, spec, _worker_environment())
         return [self._servers[rank % NUM_SERVERS] for rank in range(num_servers)]
 
-    def pids(self, world_size: int) -> list[int]:
-        pool = self._pools.get(world_size)
+    def pids(self, key: _PoolKey) -> list[int]:
+        pool = self._pools.get(key)
         return [] if pool is None else pool.pids
 
-    def discard(self, world_size: int) -> None:
-        if pool := self._pools.pop(world_size, None):
+    def discard(self, key: _PoolKey) -> None:
+        if pool := self._pools.pop(key, None):
             pool.kill()
 
     def close(self) -> None:
@@ -502,7 +559,7 @@ def _answer(call: _Call, config: pytest.Config) -> bytes:
             torch.manual_seed(0)
             random.seed(0)
             args, kwargs = pickle.loads(call.payload)
-            with _undoing((*args, *kwargs.values())):
+            with _undoing((*args, *kwargs.values())), _late_streams(call.device_mode):
                 value = _resolve(call.module, call.qualname)(*args, **kwargs)
             unraisable.check()
             return pickle.dumps(_Answer(value=value))
@@ -519,6 +576,20 @@ def _undoing(arguments: Iterable[Any]) -> Iterator[None]:
         for argument in arguments:
             if isinstance(argument, pytest.MonkeyPatch):
                 argument.undo()
+
+
+@contextmanager
+def _late_streams(mode: str) -> Iterator[None]:
+    """Make the device's streams late; raise at the end what they have met."""
+    if not mode:
+        yield
+        return
+    accelerator.configure(mode, delay_us=DELAY_US)  # type: ignore[arg-type]  # a Mode
+    try:
+        yield
+        accelerator.synchronize()
+    finally:
+        accelerator.configure("none")
 
 
 class _Unraisable:
@@ -597,7 +668,7 @@ def _share_gloo_device() -> None:
     gloo.__init__ = init
 
 
-def _join_group(pids: list[int], path: str) -> None:
+def _join_group(pids: list[int], path: str, has_device: bool) -> None:
     world_size, rank = len(pids), pids.index(os.getpid())
     file = dist.FileStore(path, world_size)
     # Asking a file takes each group that is made 5 ms more, because its readers poll.
@@ -607,8 +678,10 @@ def _join_group(pids: list[int], path: str) -> None:
     else:
         store = dist.TCPStore(_HOST, int(file.get("port")), world_size, is_master=False)
     _share_gloo_device()
+    if has_device:
+        accelerator.load()
     dist.init_process_group(
-        "gloo",
+        accelerator.BACKENDS if has_device else "gloo",
         store=store,
         rank=rank,
         world_size=world_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +33,7 @@ from composable_shard.comm.trace import CollectiveLog
 from composable_shard.options import Granularity
 from composable_shard.planning import ShardingPlan
 from composable_shard.runtime.unit import ShardState, TrainingState
-from tests.helpers import assert_equal, assert_within
+from tests.helpers import assert_equal, assert_within, device
 
 __all__ = [
     "EVERYWHERE",
@@ -73,6 +74,7 @@ __all__ = [
     "shard_root",
     "square_mean",
     "train_twins",
+    "wait_for_engine",
 ]
 
 
@@ -216,21 +218,20 @@ def plan_of(model: nn.Module, rules: Any, **options: Any) -> ShardingPlan:
 
 def replica_mesh(num_replicas: int = 2, num_shards: int = 2) -> DeviceMesh:
     """Return a mesh with an axis of replicas and one of shards."""
-    return init_device_mesh(
-        "cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard")
-    )
+    sizes = (num_replicas, num_shards)
+    return init_device_mesh(device().type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> Any:
     """Return a model that is the same on all ranks."""
     torch.manual_seed(seed)
-    return make()
+    with device():
+        return make()
 
 
 def make_net(num_blocks: int = 3, **options: Any) -> Net:
     """Return a seeded `Net`, whose blocks and root are units with these options."""
-    torch.manual_seed(0)
-    model = Net(num_blocks)
+    model = seeded(functools.partial(Net, num_blocks))
     shard_blocks(model, **options)
     return model
 
@@ -256,7 +257,7 @@ def net_without_first_rank() -> Net:
 def rank_input(*shape: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return random numbers that differ between ranks and steps."""
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
-    return torch.randn(shape, generator=generator, dtype=dtype)
+    return torch.randn(shape, generator=generator, dtype=dtype).to(device())
 
 
 def loss_of(model: nn.Module, step: int = 0) -> Tensor:
@@ -339,8 +340,7 @@ class Twins:
         shard: Callable[..., object] = shard_children,
         **options: Any,
     ) -> None:
-        torch.manual_seed(0)
-        self.plain = make()
+        self.plain = seeded(make)
         self.sharded = copy.deepcopy(self.plain)
         shard(self.sharded, **options)
 
@@ -501,6 +501,15 @@ def _assert_state_at_rest(state: ShardState, *, is_kept: bool) -> None:
         assert all(e.unsharded is None or e.unsharded.grad is None for e in handle.entries)
         if not handle.is_kept and not is_kept:
             assert handle.unsharded.untyped_storage().size() == 0, f"{handle.name}: full values"
+
+
+def wait_for_engine(model: nn.Module) -> None:
+    """Wait until autograd has dropped a backward that raised, on a device in its own thread."""
+    contexts = {state.context for state in get_states(model)}
+    deadline = time.monotonic() + 5
+    while any(each is not None and each.backward for each in contexts):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 class FailingMode(TorchDispatchMode):

@@ -32,7 +32,7 @@ from composable_shard import (
     reduce_pending_gradients,
 )
 from composable_shard.comm.trace import count_collectives, trace_events
-from tests.helpers import assert_equal, distributed, peak_bytes
+from tests.helpers import assert_equal, device, distributed, peak_bytes
 from tests.models import (
     EqualBlocks,
     Net,
@@ -45,8 +45,10 @@ from tests.models import (
     make_net,
     rank_input,
     replica_mesh,
+    seeded,
     shard_blocks,
     shard_mixed,
+    wait_for_engine,
 )
 from tests.pairs import pairwise
 
@@ -70,7 +72,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize(*pairwise(optimizer=OPTIMIZERS, sharding=SHARDINGS, world_size=(2, 3)))
-@distributed()
+@distributed(on_device=True)
 def test_training_equals_the_unsharded_model(sharding: str, optimizer: str) -> None:
     """S2.4: losses, gradients and parameters (fused kernels round the ends of slices otherwise)."""
     twins = Twins(Net, SHARDINGS[sharding])
@@ -87,7 +89,7 @@ def test_training_equals_the_unsharded_model(sharding: str, optimizer: str) -> N
 @pytest.mark.parametrize(
     *pairwise(norm_type=[1.0, 2.0, float("inf")], sharding=SHARDINGS, world_size=(2, 3))
 )
-@distributed()
+@distributed(on_device=True)
 def test_one_clip_takes_all_strategies(sharding: str, norm_type: float) -> None:
     """S2.10: the norm is exact over parameters that are sharded and others that are not."""
     twins = Twins(Net, SHARDINGS[sharding])
@@ -102,7 +104,7 @@ def test_one_clip_takes_all_strategies(sharding: str, norm_type: float) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@distributed(3)
+@distributed(3, on_device=True)
 def test_norm_that_is_not_finite_raises_on_all_ranks(sharding: str, value: float) -> None:
     """S3.8: where one parameter has such an element, on one rank; the gradients stay."""
     model = Twins(Net, SHARDINGS[sharding]).sharded
@@ -137,7 +139,7 @@ def test_flat_parameters_accumulate(strategy: ShardingStrategy) -> None:
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_gradients_that_are_set_when_a_round_begins_are_added_to(sharding: str) -> None:
     """Also those zeroed in place, and those that no_sync finds; the objects stay the same."""
     twins = Twins(Net, SHARDINGS[sharding])
@@ -156,7 +158,7 @@ def test_gradients_that_are_set_when_a_round_begins_are_added_to(sharding: str) 
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_error_inside_no_sync_drops_what_was_not_reduced(sharding: str) -> None:
     """Gradients published before it stay as they were."""
     twins = Twins(Net, SHARDINGS[sharding])
@@ -168,6 +170,7 @@ def test_error_inside_no_sync_drops_what_was_not_reduced(sharding: str) -> None:
         with pytest.raises(ZeroDivisionError):
             loss_of(model, 2).backward()
         hook.remove()
+    wait_for_engine(model)
     twins.assert_equal_gradients()
     twins.step(partial(loss_of, step=3))
 
@@ -194,7 +197,7 @@ class _TiedLinear(nn.Module):
 
 
 @pytest.mark.parametrize("strategies", [*[(each,) * 4 for each in STRATEGIES], tuple(STRATEGIES)])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_tied_parameters(strategies: tuple[ShardingStrategy, ...]) -> None:
     """Units of other strategies may show them too: the owner's counts."""
 
@@ -214,11 +217,10 @@ def test_tied_parameters(strategies: tuple[ShardingStrategy, ...]) -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_unused_parameters_equal_ddp(strategy: ShardingStrategy) -> None:
     """S2.17: None where no rank used one; zero from the rank that did not."""
-    torch.manual_seed(0)
-    plain = Optional()
+    plain = seeded(Optional)
     model = fully_shard(copy.deepcopy(plain), strategy=strategy)
     ddp = DistributedDataParallel(plain, find_unused_parameters=True)
     used = [0] if dist.get_rank() else [0, 2]
@@ -330,7 +332,7 @@ def _adamw_step(model: nn.Module, **options: bool) -> None:
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_any_write_is_seen_by_the_next_forward(strategy: ShardingStrategy, write: str) -> None:
     """Version counters would not tell of all of them."""
     torch.manual_seed(0)
@@ -347,7 +349,7 @@ def test_any_write_is_seen_by_the_next_forward(strategy: ShardingStrategy, write
 
 
 @pytest.mark.parametrize("strategy", KEPT)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_kept_units_are_gathered_ahead(strategy: ShardingStrategy) -> None:
     """S3.5: after a step the next unit's gather is issued before the current one computes."""
     model = make_net(strategy=strategy)
@@ -575,16 +577,15 @@ def test_more_ranks_than_elements() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(4)
+@distributed(4, on_device=True)
 def test_sub_group_as_mesh(strategy: ShardingStrategy) -> None:
     """S2.8, S2.10: ranks 1 and 3 share a model; their numbers in the group are 0 and 1."""
     group = dist.new_group([1, 3])
     if dist.get_rank() not in (1, 3):
         return
-    torch.manual_seed(0)
-    plain = Net()
+    plain = seeded(Net)
     model = copy.deepcopy(plain)
-    shard_blocks(model, mesh=DeviceMesh.from_group(group, "cpu"), strategy=strategy)
+    shard_blocks(model, mesh=DeviceMesh.from_group(group, device().type), strategy=strategy)
     for each in (model, plain):
         loss_of(each).backward()
     for ours, param in zip(model.parameters(), plain.parameters(), strict=True):
@@ -601,7 +602,7 @@ def test_sub_group_as_mesh(strategy: ShardingStrategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_trainability_may_change_between_steps(strategy: ShardingStrategy) -> None:
     """S2.9, S2.16: values and optimizer state stay; frozen units reduce and hold no gradients."""
     twins = Twins(Net, shard_blocks, strategy=strategy)
@@ -750,7 +751,7 @@ class _ScaledSGD(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_closures_and_further_arguments_of_a_step(sharding: str) -> None:
     """S2.5: the closure's forward gathers, its backward reduces, before the step."""
     twins = Twins(Net, SHARDINGS[sharding])
