@@ -328,7 +328,9 @@ def inherit_timeout(group: dist.ProcessGroup, world: dist.ProcessGroup) -> timed
     if timeout is None or before == timeout or before not in _OWN_TIMEOUTS:
         return None
     for device in group._device_types:
-        group._get_backend(device)._set_default_timeout(timeout)
+        backend = group._get_backend(device)
+        if hasattr(backend, "_set_default_timeout"):  # a method of gloo's and NCCL's alone
+            backend._set_default_timeout(timeout)
     return timeout
 
 

@@ -7,6 +7,7 @@ full parameters. What a transform records has no output to hook: see [Note: Grap
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -115,6 +116,8 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
 
 def _prepare(context: TreeContext, state: ShardState, module: nn.Module) -> TreeContext:
     """Return the tree that a unit is in, at rest and compared with the other ranks'."""
+    if context.backward is not None:
+        _is_in_backward(context)
     if not context.has_changed:
         context.has_changed = any(map(has_other_children, context.watched_modules()))
     if context.has_changed and context.is_checked:
@@ -495,13 +498,24 @@ def check_is_idle(context: TreeContext, what: str) -> None:
             f"{what} inside the forward of unit '{state.name}', which shows its full parameters "
             "already. Do it before or after the call of the model."
         )
-    if context.backward is not None:
+    if context.backward is not None and _is_in_backward(context):
         raise RuntimeError(
             f"{what} inside a backward pass. Do it after backward() has returned; gradients are "
             "complete only then."
         )
     _recover_interrupted_call(context)
     drop_prefetched(context.prefetched)
+
+
+def _is_in_backward(context: TreeContext) -> bool:
+    """Return whether a backward runs; one that has raised is waited for, 1 s at most.
+
+    An accelerator's thread of autograd may drop it later than backward() raises in this thread.
+    """
+    deadline = time.monotonic() + 1
+    while context.backward and current_backward_id() == -1 and time.monotonic() < deadline:
+        time.sleep(0.0001)
+    return context.backward is not None
 
 
 def _is_running(state: ShardState) -> bool:

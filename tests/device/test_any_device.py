@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import fully_shard, get_handles, unshard_params
 from composable_shard.comm.devices import is_capturing
@@ -41,6 +41,19 @@ def test_default_group_decides_where_to_compute() -> None:
         model = fully_shard(nn.Linear(2, 2))
         assert get_handles(model)[0].shard_group.device.type == kind, backend
         dist.destroy_process_group()
+
+
+@on_device(num_ranks=2)
+def test_a_mesh_takes_a_backend_that_can_not_change_timeouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of gloo and NCCL can; the group's own timeout stays where the backend can't."""
+    group = dist.new_group([0, 1])
+    backend = group._get_backend(torch.device(device.NAME))
+    monkeypatch.delattr(type(backend), "_set_default_timeout", raising=False)
+    mesh = DeviceMesh.from_group(group, device.NAME)
+    model = fully_shard(nn.Linear(3, 2).to(device.NAME), mesh=mesh)
+    model(torch.ones(1, 3, device=device.NAME)).sum().backward()
 
 
 @on_device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from composable_shard import (
     fully_shard,
     get_handles,
     no_sync,
+    unshard_params,
 )
 from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import AllGather, ReduceScatter
@@ -33,6 +35,7 @@ from composable_shard.comm.lockstep import order_of
 from composable_shard.comm.messages import Works, exchange
 from composable_shard.flat_param import full_values, gradients
 from composable_shard.flat_param import handle as handle_module
+from composable_shard.runtime import backward_pass
 from tests.helpers import Planned, assert_equal, distributed
 from tests.models import (
     CheckpointsBlocks,
@@ -43,6 +46,7 @@ from tests.models import (
     make_net,
     rank_input,
     shard_blocks,
+    wait_for_engine,
 )
 
 
@@ -86,7 +90,8 @@ def _assert_recovers(
     assert_equal(_optimizer_step(model, optimizer, 0), losses[0], "loss before")
     with pytest.raises(error):
         fail(model)
-    # Right after the error the model shows the parameters that the optimizer holds.
+    wait_for_engine(model)
+    # From then on the model shows the parameters that the optimizer holds.
     assert all(isinstance(param, FlatShard) for param in model.parameters())
     optimizer.zero_grad()
     assert_equal(_optimizer_step(model, optimizer, 1), losses[1], "loss after")
@@ -134,7 +139,7 @@ _POSITIONS = ["pre_forward_first", "pre_forward_last", "forward_first", "forward
 
 @pytest.mark.parametrize("position", _POSITIONS)
 @pytest.mark.parametrize("place", ["", "inp", "blocks.0", "blocks.1.up", "blocks.2", "out"])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_error_in_a_hook_leaves_the_next_step_right(place: str, position: str) -> None:
     """User hooks before and after ours, on units and inside them, and on their outputs."""
 
@@ -165,7 +170,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("position", ["forward_last", "backward"])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_error_leaves_the_next_step_right_with_other_policies(position: str, policy: str) -> None:
     """No stale value is used, kept or not."""
 
@@ -179,7 +184,7 @@ def test_error_leaves_the_next_step_right_with_other_policies(position: str, pol
 @pytest.mark.fast
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("position", ["pre_forward_last", "forward_first", "backward"])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_interrupt_leaves_the_next_step_right(position: str, is_checkpointed: bool) -> None:
     """A KeyboardInterrupt passes by the hooks that would have ended the forward."""
     losses, params = _undisturbed_run()
@@ -202,7 +207,7 @@ def test_interrupt_leaves_the_next_step_right(position: str, is_checkpointed: bo
 
 
 @pytest.mark.parametrize("name", ["inp.weight", "blocks.1.down.bias", "out.bias"])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_error_in_a_gradient_hook_leaves_the_next_step_right(name: str) -> None:
     """A hook on a parameter runs in the middle of the backward."""
 
@@ -253,7 +258,7 @@ def _fail_every_call(
 
 
 @pytest.mark.deadline(240)
-@distributed(2, timeout=200)
+@distributed(2, on_device=True, timeout=200)
 def test_out_of_memory_in_any_allocation_leaves_the_next_step_right() -> None:
     """The k-th allocation of a unit's storage fails, for every k."""
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -280,7 +285,7 @@ def test_error_in_any_collective_leaves_the_next_step_right(name: str) -> None:
     assert num_calls >= {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 1}[name]
 
 
-@distributed(2)
+@distributed(2, on_device=True)
 def test_an_error_that_is_kept_leaves_the_next_step_right() -> None:
     """Its traceback keeps alive all that the failed backward knew."""
     kept = []
@@ -298,6 +303,53 @@ def test_an_error_that_is_kept_leaves_the_next_step_right() -> None:
     assert len(kept) == 1
 
 
+_queue_callback = backward_pass.queue_callback
+
+
+class _LateEngine:
+    """Lets go of its callback late, as an accelerator's thread may that has raised an error."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[object] = []
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        """Queue it, and keep it for a while."""
+        _queue_callback(callback)
+        self._callbacks.append(callback)
+        threading.Timer(0.3, self._callbacks.clear).start()
+
+
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+@distributed(2)
+def test_the_next_step_waits_until_autograd_has_dropped_a_failed_backward(
+    strategy: ShardingStrategy,
+) -> None:
+    """On an accelerator its own thread may do that after backward() has raised."""
+
+    def fail(model: nn.Module) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            engine = _LateEngine()
+            patch.setattr(backward_pass, "queue_callback", engine.queue_callback)
+            with _hooked(model.get_submodule("blocks.1"), "backward", Planned):
+                _forward_and_backward(model)
+
+    losses, params = _undisturbed_run()
+    model = make_net(strategy=strategy)
+    optimizer = _fused_adamw(model)
+    assert_equal(_optimizer_step(model, optimizer, 0), losses[0])
+    with pytest.raises(Planned):
+        fail(model)
+    optimizer.zero_grad()
+    assert_equal(_optimizer_step(model, optimizer, 1), losses[1])
+    for param, expected in zip(model.parameters(), params, strict=True):
+        assert_is_slice(param, expected)
+    with pytest.raises(Planned):
+        fail(model)
+    with unshard_params(model):
+        assert not any(isinstance(param, FlatShard) for param in model.parameters())
+    assert_at_rest(model)
+
+
 @pytest.mark.deadline(240)
 @pytest.mark.parametrize("strategy", list(ShardingStrategy)[1:])
 @distributed(2, timeout=200)
@@ -308,7 +360,7 @@ def test_error_in_any_collective_leaves_kept_buffers_right(strategy: ShardingStr
             _fail_every_call(monkeypatch, *_ISSUED_BY[name], strategy=strategy)
 
 
-@distributed(2)
+@distributed(2, on_device=True)
 def test_gradients_of_earlier_backwards_survive_an_aborted_one() -> None:
     """What is published stays; the aborted backward's own gradients are dropped as a whole."""
     model = make_net()
@@ -319,6 +371,7 @@ def test_gradients_of_earlier_backwards_survive_an_aborted_one() -> None:
         _hooked(model.get_submodule("blocks.0"), "backward", Planned),
     ):
         _forward_and_backward(model)
+    wait_for_engine(model)
     for param, expected in zip(model.parameters(), before, strict=True):
         assert_is_slice(param.grad, expected)
     _forward_and_backward(model)
@@ -462,7 +515,7 @@ def assert_at_rest_ignoring(model: nn.Module, name: str) -> None:
 
 @pytest.mark.deadline(240)
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "freed"])
-@distributed(2, timeout=200)
+@distributed(2, on_device=True, timeout=200)
 def test_error_in_any_operation_leaves_the_next_step_right(policy: str) -> None:
     """Of the model, of autograd and of ours: any of them may run out of memory."""
 
@@ -502,7 +555,7 @@ class _FailingWork:
         ("SHARD_OPTIM, mixed precision", 4),
     ],
 )
-@distributed(2, timeout=200)
+@distributed(2, on_device=True, timeout=200)
 def test_error_while_waiting_for_any_gather_leaves_the_next_step_right(
     policy: str, num_gathers: int
 ) -> None:
@@ -526,7 +579,7 @@ def test_error_while_waiting_for_any_gather_leaves_the_next_step_right(
 
 
 @pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_error_while_waiting_for_the_use_exchange_drops_all_gradients(
     strategy: ShardingStrategy,
 ) -> None:
@@ -565,7 +618,7 @@ class _FailingFunction(torch.autograd.Function):
 
 @pytest.mark.parametrize("error", [Planned, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["inp", "blocks.0.up", "blocks.1.down", "blocks.2", "out"])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_error_in_a_custom_function_leaves_the_next_step_right(
     place: str, error: type[BaseException]
 ) -> None:
@@ -607,7 +660,7 @@ def test_interrupted_unit_called_by_itself_uses_new_weights(position: str) -> No
     assert_at_rest(model)
 
 
-@distributed(2)
+@distributed(2, on_device=True)
 def test_error_in_a_forward_inside_a_backward() -> None:
     """Recomputation that fails leaves the next step right."""
 
@@ -641,7 +694,7 @@ def test_error_in_a_forward_inside_a_backward() -> None:
         fail(make_net())
 
 
-@distributed(2)
+@distributed(2, on_device=True)
 def test_error_inside_no_sync_drops_what_it_accumulated() -> None:
     """The aborted backward may have added to some gradients: none of them is used."""
 
@@ -655,7 +708,7 @@ def test_error_inside_no_sync_drops_what_it_accumulated() -> None:
 
 
 @pytest.mark.parametrize("name", ["inp.weight", "blocks.1.down.bias", "out.bias"])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_error_in_a_post_accumulate_hook_keeps_the_gradients(name: str) -> None:
     """They are complete when such hooks run."""
     model, other = make_net(), make_net()
@@ -664,6 +717,7 @@ def test_error_in_a_post_accumulate_hook_keeps_the_gradients(name: str) -> None:
     with pytest.raises(Planned):
         _forward_and_backward(model)
     handle.remove()
+    wait_for_engine(model)
     for param, expected in zip(model.parameters(), other.parameters(), strict=True):
         assert_equal(param.grad.to_local(), expected.grad.to_local())
     assert_at_rest(model)
@@ -673,7 +727,7 @@ def test_error_in_a_post_accumulate_hook_keeps_the_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
 @pytest.mark.parametrize("names", [("blocks.0",), ("blocks.2",), ("blocks.0", "blocks.2")])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_stepping_any_unit_during_backward_raises_before_writing(
     names: tuple[str, ...], options: dict[str, bool]
 ) -> None:
