@@ -6,6 +6,7 @@ each build, in `docs/generated`: the README, and one page of docstrings for each
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -21,6 +22,7 @@ GENERATED = DOCS / "generated"
 sys.path.insert(0, str(ROOT))
 
 import composable_shard  # noqa: E402 -- of this checkout
+from composable_shard import fsdp2  # noqa: E402
 from tests.error_texts import error_texts  # noqa: E402
 from tests.test_public_names import BELOW  # noqa: E402
 
@@ -53,9 +55,26 @@ GROUPS = {
     "Pipelines": ("pipelining",),
     "Communication": ("comm",),
     "Look inside": ("runtime", "flat_param", "layout", "tensor"),
+    "FSDP2's face": ("fsdp2",),
 }
 ERRORS = "All errors"
-MEMBERS = ("FlatLayout", "FlatParamHandle", "FlatShard", "ShardingStrategy")
+# Classes whose methods users call, or whose fields they read.
+MEMBERS = (
+    "CheckpointSave",
+    "CollectiveLog",
+    "ErrorFeedback",
+    "Estimate",
+    "FSDPModule",
+    "FlatLayout",
+    "FlatParamHandle",
+    "FlatShard",
+    "ShardedGradScaler",
+    "ShardingPlan",
+    "ShardingStrategy",
+    "TrainerMixin",
+    "UnshardHandle",
+    "UnshardWork",
+)
 
 
 def _public_names() -> dict[str, list[str]]:
@@ -70,6 +89,8 @@ def _public_names() -> dict[str, list[str]]:
         owner = getattr(item, "__module__", "").split(".")
         package = owner[1] if owner[0] == "composable_shard" else name.split(".")[1]
         by_package.setdefault(package, []).append(name)
+    own = [name for name in fsdp2.__all__ if not hasattr(composable_shard, name)]
+    by_package["fsdp2"] = [f"{fsdp2.__name__}.{name}" for name in ("fully_shard", *own)]
     without_page = by_package.keys() - {each for group in GROUPS.values() for each in group}
     if without_page:
         raise ValueError(f"docs/conf.py: GROUPS lacks the packages {sorted(without_page)}")
@@ -86,7 +107,24 @@ def _documented(name: str) -> str:
     found = getattr(importlib.import_module(package), last)
     kind = "class" if inspect.isclass(found) else "function" if callable(found) else "data"
     option = "   :members:\n" if last in MEMBERS else ""
-    return f".. auto{kind}:: {name}\n{option}\n"
+    example = "" if package == fsdp2.__name__ else _example(last)
+    return f".. auto{kind}:: {name}\n{option}\n{example}"
+
+
+@functools.cache
+def _examples() -> list[tuple[str, str]]:
+    """Return the examples of docs/reference.md, each with its heading and text before it."""
+    text = (DOCS / "reference.md").read_text()
+    return re.findall(r"(?ms)^### (.*?)^```python\n(.*?)^```$", text)
+
+
+def _example(name: str) -> str:
+    """Return the example of a name, as a block of the page that shows it."""
+    for words, code in _examples():
+        if f"`{name}`" in words:
+            lines = ["**Example**", "", ".. code-block:: python", ""]
+            return "\n".join([*lines, *(f"   {line}" for line in code.splitlines())]) + "\n\n"
+    return ""
 
 
 def _relink(text: str, folder: Path) -> str:
@@ -122,7 +160,7 @@ def _generate(app: Sphinx) -> None:
 def _errors() -> str:
     """Return the page of all errors; a text says what was expected, what came, what to do."""
     lines = [f"# {ERRORS}", "", "`...` stands for names and values. Search for the words of yours."]
-    for group, packages in {**GROUPS, "FSDP2's names": ("fsdp2.py",)}.items():
+    for group, packages in {**GROUPS, "FSDP2's face": ("fsdp2.py",)}.items():
         lines += ["", f"## {group}", "", "| text | kind |", "|---|---|"]
         for package in packages:
             for text, kind in error_texts(package).items():

@@ -291,6 +291,17 @@ def test_python_block_runs(block: _CodeBlock, tmp_path: Path) -> None:
     run_ranks(2, _run_block, block.code, tmp_path)
 
 
+def test_each_public_name_has_an_example() -> None:
+    """Each stands in a heading or a sentence of the reference, and in an example, which is run."""
+    page = ROOT / "docs" / "reference.md"
+    named = set(re.findall(r"`(\w+)`", _FENCED.sub("", page.read_text())))
+    code = "".join(block.code for block in _blocks(page))
+    public = {*composable_shard.__all__, *(name for names in BELOW.values() for name in names)}
+    assert public - named == set()
+    returned = {"DescribedUnit", "Description", "ShardingPlan", "FlatShard"}  # what calls return
+    assert {name for name in public - returned if not re.search(rf"\b{name}\b", code)} == set()
+
+
 @pytest.mark.parametrize("block", _all_blocks("python"), ids=str)
 def test_python_block_is_valid(block: _CodeBlock) -> None:
     """It compiles, and what it imports from the package exists."""
