@@ -11,6 +11,14 @@ from composable_shard.checkpoint.api import (
 )
 from composable_shard.checkpoint.file_format import byte_view
 from composable_shard.checkpoint.files import sync_path
-from composable_shard.checkpoint.reader import find_checkpoint
+from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint
+from composable_shard.checkpoint.whole import (
+    open_checkpoint,
+    read_model,
+    read_optimizers,
+    tensors_of,
+    verify,
+    write_state,
+)
 
 __all__ = ["CheckpointSave", "LoadedCheckpoint"]

@@ -439,9 +439,11 @@ def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:
 
 
 def _read_rng_state(reader: CheckpointReader, group: HostGroup) -> dict[str, Any] | None:
-    if reader.metadata.world_size != group.size:
+    name = _rng_name(group.rank)
+    # A converted checkpoint has none.
+    if reader.metadata.world_size != group.size or name not in reader.metadata.tensors:
         return None
-    text = bytes(reader.read(_rng_name(group.rank)).tolist())
+    text = bytes(reader.read(name).tolist())
     state: dict[str, Any] = json_tree.decode(json.loads(text), lambda name: None)
     check_rng_state(state)
     return state

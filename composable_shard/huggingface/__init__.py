@@ -10,6 +10,6 @@ from composable_shard.huggingface.api import (
     save_pretrained,
     save_safetensors,
 )
-from composable_shard.huggingface.files import Joined
+from composable_shard.huggingface.files import Joined, TensorFiles, TensorWriter, parse_nbytes
 
 __all__ = ["Joined", "TrainerMixin", "keep_unwrapped", "save_pretrained"]

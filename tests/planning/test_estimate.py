@@ -324,10 +324,8 @@ def test_models_that_look_at_values_are_refused_by_name() -> None:
 def test_the_command_prints_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every strategy, or one; sizes with units; without transformers it says what to install."""
-    with pytest.raises(SystemExit, match="pip install transformers"):
-        main(["estimate", "--hf-config", "nowhere", "--world-size", "2"])
-    monkeypatch.setattr("composable_shard.__main__._make_model", lambda _: Stack())
+    """Every strategy, or one; sizes with units."""
+    monkeypatch.setattr("composable_shard.__main__._make_model", lambda _: (Stack(), None))
     words = "estimate --hf-config x --world-size 4 --memory 80GiB --wire-bandwidth 1GB --flops 1e12"
     assert main(words.split()) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -336,6 +334,3 @@ def test_the_command_prints_a_table(
     assert lines[6].startswith("FULL_SHARD: 0.000 to 0.000 s per step")
     assert main([*words.split(), "--strategy", "no_shard", "--param-dtype", "bf16"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
-    with pytest.raises(SystemExit):
-        main(["estimate", "--hf-config", "x", "--memory", "much"])
-    assert "expected a size like 80GiB, got 'much'" in capsys.readouterr().err
