@@ -11,13 +11,18 @@ such modules too. The policies are torch's own classes.
 from __future__ import annotations
 
 import copyreg
+import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed.fsdp  # also for `install`
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -44,6 +49,7 @@ __all__ = [
     "fully_shard",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "install",
     "register_fsdp_forward_method",
     "set_model_state_dict",
     "set_optimizer_state_dict",
@@ -241,6 +247,10 @@ class FSDPModule:
         for each in (module_api.set_requires_gradient_sync, module_api.set_requires_all_reduce):
             each(_module(self), requires_gradient_sync, recurse=recurse)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backwards inside accumulate gradients; FSDP1's and DDP's, which FSDP2 lacks."""
+        return module_api.no_sync(_module(self))
+
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backwards reduce gradients over copies of a shard."""
         module_api.set_requires_all_reduce(_module(self), requires_all_reduce, recurse=recurse)
@@ -372,6 +382,40 @@ class FSDPModule:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Check the modules, and do nothing: each has streams of its own."""
     _check_modules(modules)
+
+
+def install() -> None:
+    """Put these names in the place of torch's, for tools that import FSDP2 by themselves.
+
+    Call it once, at the top of a script. accelerate with `fsdp_version: 2`, `Trainer`, TRL and
+    other tools then shard by this library, with their own settings, saves and loads. Modules that
+    have imported torch's names before get these too; torch's own modules keep them.
+    """
+    homes = [torch.distributed.fsdp, torch_state_dict]
+    own = globals()
+    replaced = {
+        id(found): own[name]
+        for home in homes
+        for name in __all__
+        if (found := vars(home).get(name, own[name])) is not own[name]
+    }
+    for title, module in [*sys.modules.items()]:
+        is_torchs = title.startswith(("torch.", "composable_shard")) and module not in homes
+        if module is None or (is_torchs and title != "torch.distributed._composable.fsdp"):
+            continue
+        for name, value in [*vars(module).items()]:
+            if id(value) in replaced:
+                setattr(module, name, replaced[id(value)])
+    with suppress(ImportError):
+        accelerates: Any = import_module("accelerate.utils.fsdp_utils")
+        accelerates.fsdp2_load_full_state_dict = _load_full
+
+
+def _load_full(accelerator: Any, model: nn.Module, full_sd: dict[str, Any], **_: Any) -> nn.Module:
+    """Load the first rank's values into a sharded model on meta, as accelerate's function does."""
+    from_first = options.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full_sd if accelerator.is_main_process else {}, options=from_first)
+    return model
 
 
 def _module(face: FSDPModule) -> nn.Module:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as torch_state_dict
 import torch.distributed.fsdp as torch_fsdp2
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-from composable_shard import fsdp2, get_handles
+from composable_shard import fsdp2, get_handles, get_pending_gradients
 from composable_shard.flat_param import FullState
 from tests.helpers import assert_equal, distributed, needs_torch
 from tests.models import Net, assert_at_rest, collectives_of, full_tensor_of, loss_of, seeded
@@ -353,6 +354,76 @@ def test_whole_state_of_model_and_optimizer_moves_to_another_model(
         step(other, fresh)
     for param, same in zip(model.parameters(), other.parameters(), strict=True):
         assert_equal(same.full_tensor(), param.full_tensor())
+
+
+@distributed(2)
+def test_a_model_of_meta_ranks_takes_the_state_of_the_first() -> None:
+    """As RL trainers load: rank 0 has values, the others meta tensors, in model and state."""
+    plain = seeded(Net)
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = seeded(Net)
+    state = model.state_dict()
+    _shard_net(model)
+    if dist.get_rank() > 0:
+        model.to_empty(device="cpu")
+    options: Any = fsdp2.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    fsdp2.set_model_state_dict(model, state, options=options)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    for each in (model, plain):
+        loss_of(each).backward()
+    expected = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        assert_equal(param.full_tensor(), expected[name], name)
+
+
+class _App:
+    """What `torch.distributed.checkpoint` saves and loads, as its recipe has it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both states."""
+        model, optimizer = torch_state_dict.get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load both states."""
+        torch_state_dict.set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+
+
+@distributed(2)
+def test_the_recipe_of_distributed_checkpoints(tmp_path: Path) -> None:
+    """Torch's own functions, whose import lines stay: saved, loaded, and a further step."""
+    apps = []
+    for seed in (0, 1):
+        model = _shard_net(seeded(Net, seed=seed))
+        apps.append(_App(model, torch.optim.AdamW(model.parameters(), lr=0.1)))
+    for step in range(3):
+        for app in apps:
+            loss_of(app.model).backward()
+            app.optimizer.step()
+            app.optimizer.zero_grad()
+        if step == 1:
+            dcp.save({"app": apps[0]}, checkpoint_id=tmp_path)
+            dcp.load({"app": apps[1]}, checkpoint_id=tmp_path)
+    for param, same in zip(apps[0].model.parameters(), apps[1].model.parameters(), strict=True):
+        assert_equal(same.full_tensor(), param.full_tensor())
+
+
+@distributed(2)
+def test_no_sync_is_a_method_too() -> None:
+    """FSDP1's and DDP's, which accelerate's accumulation looks for."""
+    model = _shard_net(seeded(Net))
+    with model.no_sync():
+        loss_of(model).backward()
+    assert get_pending_gradients(model)
 
 
 @distributed(2)

@@ -106,6 +106,7 @@ FSDP2 = [
     "fully_shard",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "install",
     "register_fsdp_forward_method",
     "set_model_state_dict",
     "set_optimizer_state_dict",
