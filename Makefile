@@ -13,7 +13,7 @@ ARGS ?=
 # the package and the test files again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-torch test-fast test-poison check docs package house coverage clean
+.PHONY: train test test-torch test-fast test-poison ecosystem check docs package house coverage clean
 
 train: $(STAMP)
 	@procs=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
@@ -38,6 +38,9 @@ test-fast: $(STAMP)
 # Without the tests that count what is allocated and called, and those of the device, which does it itself.
 test-poison: $(STAMP)
 	@COMPOSABLE_SHARD_POISON=1 $(BIN)/python -m pytest -q -m "not counts and not device" $(PARALLEL) $(ARGS)
+
+# The tools that tests marked "ecosystem" run; without them these are skipped by name.
+ecosystem: $(VENV)/.ecosystem
 
 check: $(STAMP)
 	@$(BIN)/ruff check --quiet .
@@ -79,6 +82,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@sed 's/^torch==.*/torch==$(VERSION)/' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
 		--constraint $(VENV)/constraints.txt --editable '.[test,check,plot]'
+	@touch $@
+
+$(VENV)/.ecosystem: $(STAMP)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
+		--constraint $(VENV)/constraints.txt --editable '.[test-ecosystem]'
 	@touch $@
 
 # Not the package itself: `make test` may be importing it.

@@ -7,15 +7,18 @@ beside what the library does by itself.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import pickle
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,6 +47,27 @@ from tests.helpers import run_ranks, shut_down_workers
 from tests.models import EVERYWHERE
 
 WORDS = 32
+
+
+def needs(*packages: str) -> Callable[[Any], Any]:
+    """Mark a test of these packages, which CI installs and not everyone."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+
+    def decorate(test: Any) -> Any:
+        skip = pytest.mark.skipif(bool(missing), reason=f"needs {''.join(missing[:1])}")
+        return pytest.mark.ecosystem(skip(test))
+
+    return decorate
+
+
+@contextmanager
+def as_torchrun_starts() -> Iterator[None]:
+    """Be a rank that torchrun started; what the libraries deprecate of each other is not ours."""
+    os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(dist.get_rank())
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def make_llama() -> Any:
@@ -167,7 +191,7 @@ def run_accelerate() -> None:
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     results = []
-    for model in (make_llama(), keep_unwrapped(shard_llama(make_llama()))):
+    for model in (make_llama(), keep_unwrapped(shard_llama(make_llama()), accelerator)):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         prepared, optimizer = accelerator.prepare(model, optimizer)
         assert (prepared is model) == (
@@ -511,11 +535,8 @@ NUM_RANKS = {"torchao_parallel": 4}
 
 
 def run_quietly(name: str) -> None:
-    """Run one; what the libraries deprecate of each other is not ours."""
-    os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(dist.get_rank())  # as torchrun does
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"] = str(dist.get_world_size())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """Run one."""
+    with as_torchrun_starts():
         RUNS[name]()
 
 

@@ -277,7 +277,7 @@ def _run_block(code: str, folder: Path) -> None:
 
 
 # Of libraries that CI does not install: `python -m tests.ecosystem` runs such programs.
-FOREIGN = ("transformers", "torchao", "LightningModule")
+FOREIGN = ("transformers", "torchao", "lightning", "LightningModule", "fsdp2.install")
 PIECES = [
     block
     for block in _all_blocks("python")
@@ -309,6 +309,8 @@ def test_python_block_is_valid(block: _CodeBlock) -> None:
     compile(tree, str(block), "exec")
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("composable_shard"):
+            if node.module == "composable_shard.lightning":
+                pytest.importorskip("lightning", reason="needs lightning")
             module = importlib.import_module(node.module or "")
             missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
             assert not missing, f"{block} imports {missing} from {node.module}"

@@ -33,8 +33,9 @@ from composable_shard.huggingface.files import (
     parse_nbytes,
     require_safetensors,
 )
+from composable_shard.module_api import register_forward_method
 from composable_shard.options import StateDictOptions
-from composable_shard.runtime import check_whole
+from composable_shard.runtime import check_whole, get_states
 from composable_shard.state_dict import (
     ManagedParam,
     ModelRanks,
@@ -70,7 +71,7 @@ def load_safetensors(
     Buffers that are in no checkpoint are computed by their module's own initialisation.
 
     Three all-gathers of 31 bytes for each process group; call it on all ranks of the units' meshes,
-    or of `group`. Needs the extra `safetensors`.
+    or of `group`. Needs the package `safetensors`.
 
     Args:
         model: A model with sharded units, outside of forward, backward and `unshard_params`.
@@ -234,7 +235,7 @@ def save_safetensors(
     One gather for each handle, and two all-gathers of 31 bytes for each process group, three if
     units have different groups, five in `group`; for DTensors one all-gather over their mesh on the
     first data-parallel ranks. Call it on all ranks of the units' meshes, or of `group`. Needs the
-    extra `safetensors`.
+    package `safetensors`.
 
     Args:
         model: A model with sharded units, outside of forward, backward and `unshard_params`.
@@ -443,16 +444,58 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def keep_unwrapped(model: _M) -> _M:
-    """Let `accelerator.prepare(model)` return a sharded model as it is, and not in DDP.
+def keep_unwrapped(model: _M, accelerator: Any) -> _M:
+    """Prepare a sharded model for `accelerator.prepare`, which then puts no DDP around it.
 
-    Autocast is left out with the wrapper: pass `mp_policy` to `fully_shard` for mixed precision.
+        model, optimizer = accelerator.prepare(keep_unwrapped(model, accelerator), optimizer)
+
+    The forward runs under the accelerator's autocast and compiler, as in DDP. `mp_policy` of
+    `fully_shard` is another matter: with it the gathers and reductions are in 16 bits too.
+    `accelerator.get_state_dict` and `save_model` make the model whole on the first rank; call them
+    on all ranks. `save_state` and `load_state` raise.
 
     Args:
-        model: The model, which is returned.
+        model: The model, which is returned, compiled if the accelerator compiles.
+        accelerator: The `accelerate.Accelerator` that will train it.
+
+    Raises:
+        ValueError: If the model has no unit: its gradients would not be reduced.
     """
-    model._is_accelerate_prepared = True  # type: ignore[assignment] # nn.Module: tensors and modules
-    return model
+    if not get_states(model):
+        raise ValueError(
+            "expected a model with sharded units. Call fully_shard or shard_model on it before."
+        )
+    if getattr(model, "_is_accelerate_prepared", False):
+        return model
+    # Autocast and the compiler, without a wrapper.
+    kept: _M = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    kept._is_accelerate_prepared = True  # type: ignore[assignment] # nn.Module: tensors and modules
+    get_state_dict = accelerator.get_state_dict
+
+    def get_whole(model: nn.Module, unwrap: bool = True) -> Any:
+        is_ours = bool(get_states(model))
+        return _get_whole(model) if is_ours else get_state_dict(model, unwrap=unwrap)
+
+    accelerator.get_state_dict = get_whole
+    accelerator.register_save_state_pre_hook(_refuse_state)
+    accelerator.register_load_state_pre_hook(_refuse_state)
+    return kept
+
+
+def _get_whole(model: nn.Module) -> dict[str, Any]:
+    """Return the whole state dict in host memory of the first rank."""
+    return get_model_state_dict(model, options=_WHOLE)
+
+
+def _refuse_state(*_: Any) -> None:
+    """Raise in `accelerator.save_state` and `load_state`, which know no sharded optimizer state."""
+    raise NotImplementedError(
+        "accelerate would save and load the optimizer state of one rank. Call "
+        "save_checkpoint(path, model, optimizer, step=step) and load_checkpoint(path, model, "
+        "optimizer), with accelerator.scaler as scaler= in fp16; or let accelerate shard the model "
+        "itself: composable_shard.fsdp2.install() before FullyShardedDataParallelPlugin("
+        "fsdp_version=2)."
+    )
 
 
 class TrainerMixin:
@@ -463,24 +506,28 @@ class TrainerMixin:
         fully_shard(model)
         ShardedTrainer(model, args, train_dataset=...).train()
 
-    Put it first. The model is not wrapped, checkpoints hold whole models and whole optimizer
-    states, which the first rank writes, and load at any world size. Gradients of each microbatch
-    are reduced.
+    Put it first. The model is not wrapped; with `bf16=True` and `fp16=True` it computes under
+    autocast, as in DDP. Checkpoints hold whole models and whole optimizer states, which the first
+    rank writes, and load at any world size. Gradients of each microbatch are reduced.
     """
 
     model: nn.Module
     args: Any
+    accelerator: Any
     optimizer: Any
     lr_scheduler: Any
     state: Any
     _save: Callable[..., None]
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return super()._wrap_model(keep_unwrapped(model), *args, **kwargs)  # type: ignore[misc] # Trainer's
+        if hasattr(model, "generate"):  # as Trainer does with FSDP
+            register_forward_method(model, "generate")
+        kept = keep_unwrapped(model, self.accelerator)
+        return super()._wrap_model(kept, *args, **kwargs)  # type: ignore[misc] # Trainer's
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model as Trainer does; called on all ranks."""
-        state = get_model_state_dict(self.model, options=_WHOLE)
+        state = _get_whole(self.model)
         if not self.args.should_save:
             return
         self._save(output_dir, state_dict=state)

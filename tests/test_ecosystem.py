@@ -1,0 +1,475 @@
+"""Tools that train, with sharded models: accelerate, Trainer, TRL; beside their DDP and FSDP2."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.tensor import DTensor
+
+from composable_shard import fsdp2, is_sharded, shard_model
+from composable_shard.huggingface import TrainerMixin, keep_unwrapped
+from tests.ecosystem import (
+    as_torchrun_starts,
+    make_llama,
+    needs,
+    shard_llama,
+    values_of,
+    words,
+)
+from tests.helpers import distributed
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCES = {"no": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
+
+
+def make_accelerator(precision: str = "no", **options: Any) -> Any:
+    """Return an Accelerator of the CPU; of fp16, which it refuses there, with a scaler."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    found = Accelerator(
+        cpu=True, mixed_precision="no" if precision == "fp16" else precision, **options
+    )
+    if precision == "fp16":
+        AcceleratorState._shared_state["_mixed_precision"] = "fp16"
+        found.native_amp, found.scaler = True, torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    return found
+
+
+def dtypes_of(model: nn.Module) -> list[torch.dtype]:
+    """Return a list that gets the dtype in which a layer computes."""
+    seen: list[torch.dtype] = []
+    layer: Any = model.get_submodule("model.layers.0.mlp.down_proj")
+    layer.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    return seen
+
+
+def train_prepared(accelerator: Any, model: nn.Module, precision: str) -> tuple[list[Any], Any]:
+    """Train a model of an Accelerator; return losses, norms and whether steps were skipped."""
+    seen = dtypes_of(model)
+    if is_sharded(model):
+        model = keep_unwrapped(model, accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    assert (prepared is model) == is_sharded(model)
+    told: list[Any] = []
+    for step in range(6):
+        with accelerator.accumulate(prepared):
+            loss = prepared(input_ids=words(step), labels=words(step)).loss
+            told.append(loss.item())
+            if step == 3 and precision == "fp16" and dist.get_rank() == 1:
+                loss = loss * torch.inf  # of one rank: both skip the step
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
+                told.append(norm.item() if norm.isfinite() else "not finite")
+            optimizer.step()
+            told.append(accelerator.optimizer_step_was_skipped)
+            optimizer.zero_grad()
+    assert set(seen) == {DTYPES[precision]}
+    return told, accelerator.unwrap_model(prepared)
+
+
+@needs("accelerate", "transformers")
+@pytest.mark.parametrize("precision", DTYPES)
+@distributed(2)
+def test_accelerate_computes_in_its_precision(precision: str) -> None:
+    """Losses, norms and weights are those of its DDP, with accumulation, clipping and overflow."""
+    with as_torchrun_starts():
+        accelerator = make_accelerator(precision, gradient_accumulation_steps=2)
+        expected, plain = train_prepared(accelerator, make_llama(), precision)
+        accelerator = make_accelerator(precision, gradient_accumulation_steps=2)
+        found, model = train_prepared(accelerator, shard_llama(make_llama()), precision)
+        tolerance = TOLERANCES[precision]
+        for one, other in zip(found, expected, strict=True):
+            assert one == (
+                pytest.approx(other, abs=tolerance) if isinstance(other, float) else other
+            )
+        assert ("not finite" in found) == (precision == "fp16")
+        assert (True in found) == (precision == "fp16")
+        torch.testing.assert_close(
+            values_of(model), dict(plain.state_dict()), rtol=0, atol=tolerance
+        )
+
+
+@needs("accelerate", "transformers")
+@distributed(2)
+def test_accelerate_saves_a_whole_model_and_refuses_state(tmp_path: Path) -> None:
+    """`save_model`, `get_state_dict`, `unwrap_model`; `save_state` raises on all ranks."""
+    from transformers import LlamaForCausalLM
+
+    with as_torchrun_starts():
+        accelerator = make_accelerator("bf16")
+        with pytest.raises(ValueError, match="expected a model with sharded units"):
+            keep_unwrapped(make_llama(), accelerator)
+        model = keep_unwrapped(shard_llama(make_llama()), accelerator)
+        assert keep_unwrapped(model, accelerator) is model
+        prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
+        for call in (accelerator.save_state, accelerator.load_state):
+            (tmp_path / "state").mkdir(exist_ok=True)
+            with pytest.raises(NotImplementedError, match=r"Call save_checkpoint\(path, model"):
+                call(str(tmp_path / "state"))
+        accelerator.save_model(model, str(tmp_path / "model"), max_shard_size="2KB")
+        whole = accelerator.get_state_dict(model)
+        assert bool(whole) == (dist.get_rank() == 0)
+        dist.barrier()
+        model.config.save_pretrained(tmp_path / "model")
+        saved = LlamaForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+        torch.testing.assert_close(dict(saved), values_of(model), rtol=0, atol=0)
+
+
+# --- Trainer ---
+
+
+def train_with(kind: type, model: Any, folder: Path, resume: Any = None, **options: Any) -> Any:
+    """Train six steps of a Trainer, saving all two; return it."""
+    from transformers import TrainingArguments
+
+    make_accelerator()
+    samples = [{"input_ids": row, "labels": row} for step in range(12) for row in words(step, 0)]
+    chosen = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "seed": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    arguments = TrainingArguments(str(folder), **chosen | options)
+    trainer = kind(model, arguments, train_dataset=samples, eval_dataset=samples[:4])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logged(trainer: Any) -> dict[str, list[float]]:
+    """Return losses and norms that a Trainer has logged, by name."""
+    names = ("loss", "grad_norm", "eval_loss")
+    history = trainer.state.log_history
+    return {name: [entry[name] for entry in history if name in entry] for name in names}
+
+
+@needs("accelerate", "transformers")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@distributed(2)
+def test_trainer_trains_evaluates_rotates_and_resumes(precision: str, tmp_path: Path) -> None:
+    """As its DDP: losses, smoothed labels, accumulation, evaluation, checkpoints, the best one."""
+    from transformers import AutoModelForCausalLM, Trainer
+
+    class Sharded(TrainerMixin, Trainer):  # type: ignore[misc]
+        pass
+
+    options = {
+        "bf16": precision == "bf16",
+        "gradient_accumulation_steps": 2,
+        "label_smoothing_factor": 0.1,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "max_grad_norm": 0.5,
+    }
+    with as_torchrun_starts():
+        plain, model = make_llama(), shard_llama(make_llama())
+        expected = train_with(Trainer, plain, tmp_path / "plain", **options)
+        seen = dtypes_of(model)
+        trainer = train_with(Sharded, model, tmp_path / "sharded", **options)
+        assert set(seen) == {DTYPES[precision]}
+        torch.testing.assert_close(logged(trainer), logged(expected), rtol=0, atol=1e-5)
+        torch.testing.assert_close(values_of(model), dict(plain.state_dict()), rtol=0, atol=1e-5)
+        dist.barrier()
+        kept = sorted(path.name for path in (tmp_path / "sharded").iterdir())
+        assert kept == ["checkpoint-4", "checkpoint-6"]
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded" / "checkpoint-6")
+        torch.testing.assert_close(dict(saved.state_dict()), values_of(model), rtol=0, atol=0)
+        again = shard_llama(make_llama())
+        middle = str(tmp_path / "sharded" / "checkpoint-4")
+        later = train_with(Sharded, again, tmp_path / "again", middle, **options)
+        assert logged(later) == logged(trainer)
+        torch.testing.assert_close(values_of(again), values_of(model), rtol=0, atol=0)
+
+
+@needs("transformers")
+@distributed(2)
+def test_seq2seq_trainer_generates(tmp_path: Path) -> None:
+    """`predict_with_generate` in evaluations between steps: losses and words of its DDP."""
+    from transformers import (
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    class Sharded(TrainerMixin, Seq2SeqTrainer):  # type: ignore[misc]
+        pass
+
+    config = T5Config(
+        vocab_size=32,
+        d_model=16,
+        d_kv=4,
+        d_ff=32,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
+    samples = [{"input_ids": row, "labels": row} for step in range(12) for row in words(step, 0)]
+    results = []
+    with as_torchrun_starts():
+        for kind in (Seq2SeqTrainer, Sharded):
+            make_accelerator()
+            torch.manual_seed(0)
+            model = T5ForConditionalGeneration(config)
+            if kind is Sharded:
+                shard_model(model, {type(model.encoder.block[0]): {}})
+            written: list[Any] = []
+            arguments = Seq2SeqTrainingArguments(
+                str(tmp_path / kind.__name__),
+                max_steps=3,
+                per_device_train_batch_size=2,
+                learning_rate=1e-1,
+                logging_steps=1,
+                eval_strategy="steps",
+                eval_steps=1,
+                predict_with_generate=True,
+                generation_max_length=6,
+                bf16=True,
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+                save_strategy="no",
+            )
+            trainer = kind(
+                model,
+                arguments,
+                train_dataset=samples,
+                eval_dataset=samples[:4],
+                compute_metrics=partial(keep_predictions, written),
+            )
+            trainer.train()
+            results.append((logged(trainer), [torch.as_tensor(each) for each in written]))
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=2e-3)
+
+
+def keep_predictions(written: list[Any], found: Any) -> dict[str, float]:
+    """Keep what a model wrote, as a metric."""
+    written.append(found.predictions)
+    return {}
+
+
+def make_tokenizer() -> Any:
+    """Return a tokenizer of words "w0" to "w31", without a download."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"w{index}": index for index in range(32)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="w0", eos_token="w1", bos_token="w2", unk_token="w0"
+    )
+
+
+@needs("trl")
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+@distributed(2)
+def test_trl_trains(name: str, tmp_path: Path) -> None:
+    """Supervised, and by preferences with a second model that is sharded too: TRL's DDP."""
+    import trl
+    from datasets import Dataset
+
+    rows = [
+        " ".join(f"w{index}" for index in row.tolist())
+        for step in range(12)
+        for row in words(step, 0)
+    ]
+    content = {"text": rows}
+    if name == "DPO":
+        content = {"prompt": [row[:8] for row in rows], "chosen": rows, "rejected": rows[::-1]}
+    kind = getattr(trl, f"{name}Trainer")
+    sharded = type("Sharded", (TrainerMixin, kind), {})
+    results = []
+    with as_torchrun_starts():
+        for each in (kind, sharded):
+            make_accelerator()
+            models = [make_llama() for _ in range(2 if name == "DPO" else 1)]
+            if each is sharded:
+                models = [shard_llama(model) for model in models]
+            arguments = getattr(trl, f"{name}Config")(
+                str(tmp_path / each.__name__),
+                max_steps=4,
+                per_device_train_batch_size=2,
+                learning_rate=1e-2,
+                logging_steps=1,
+                bf16=True,
+                gradient_checkpointing=False,
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=True,
+                save_strategy="no",
+            )
+            others = {"ref_model": models[1]} if name == "DPO" else {}
+            trainer = each(
+                model=models[0],
+                args=arguments,
+                train_dataset=Dataset.from_dict(content),
+                processing_class=make_tokenizer(),
+                **others,
+            )
+            seen = dtypes_of(models[0])
+            trainer.train()
+            assert set(seen) == {torch.bfloat16}
+            results.append(logged(trainer))
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-4)
+
+
+# --- By one line: `composable_shard.fsdp2.install()` ---
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Call `install()`, and put back at the end what it replaces."""
+    homes = [torch.distributed.fsdp, torch_state_dict]
+    names = [vars(home).get(name) for home in homes for name in fsdp2.__all__]
+    tools = importlib.import_module("accelerate.utils.fsdp_utils")
+    names.append(tools.fsdp2_load_full_state_dict)
+    torchs = {id(found) for found in names if found is not None}
+    before = [
+        (module, name, value)
+        for module in [*sys.modules.values()]
+        if module is not None
+        for name, value in [*vars(module).items()]
+        if id(value) in torchs
+    ]
+    fsdp2.install()
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def accelerate_with_fsdp2(precision: str, state: str, is_lazy: bool) -> Any:
+    """Return an Accelerator that shards by FSDP2, which accelerate leaves to accelerators."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        state_dict_type=state,
+        cpu_ram_efficient_loading=is_lazy,
+    )
+    found = make_accelerator(precision, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    if precision != "no":
+        plugin.set_mixed_precision(precision)
+    for each in (AcceleratorState, PartialState):
+        each._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    return found
+
+
+def train_by_plugin(accelerator: Any, folder: Path) -> tuple[list[float], Any]:
+    """Train, save, train, load, train again: the last two tell the same."""
+    model = make_llama()
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    told: list[float] = []
+
+    def take_step(step: int) -> None:
+        for number in range(2):
+            with accelerator.accumulate(prepared):
+                batch = words(2 * step + number)
+                loss = prepared(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
+                    told.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+                optimizer.step()
+                optimizer.zero_grad()
+            told.append(loss.item())
+
+    for step in range(3):
+        take_step(step)
+    accelerator.save_state(str(folder))
+    take_step(3)
+    accelerator.load_state(str(folder))
+    take_step(3)
+    assert told[-3:] == told[-6:-3]
+    whole = accelerator.get_state_dict(prepared)
+    assert {name: value.shape for name, value in whole.items()} == (
+        {name: value.shape for name, value in make_llama().state_dict().items()}
+        if dist.get_rank() == 0
+        else {}
+    )
+    accelerator.save_model(prepared, str(folder / "model"))
+    return told, prepared
+
+
+@needs("accelerate", "transformers")
+@pytest.mark.parametrize(
+    ("precision", "state", "is_lazy"),
+    [
+        ("no", "FULL_STATE_DICT", False),
+        ("no", "SHARDED_STATE_DICT", True),
+        ("bf16", "FULL_STATE_DICT", True),
+    ],
+)
+@distributed(2)
+def test_accelerates_fsdp2_plugin_shards_by_this_library(
+    precision: str, state: str, is_lazy: bool, tmp_path: Path
+) -> None:
+    """Prepare, clip, accumulate, save and load state, save the model: as with torch's FSDP2."""
+    with as_torchrun_starts():
+        accelerator = accelerate_with_fsdp2(precision, state, is_lazy)
+        expected, plain = train_by_plugin(accelerator, tmp_path / "theirs")
+        assert not is_sharded(plain)
+        with installed():
+            accelerator = accelerate_with_fsdp2(precision, state, is_lazy)
+            found, model = train_by_plugin(accelerator, tmp_path / "ours")
+        assert is_sharded(model)
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[precision])
+
+
+@needs("accelerate", "transformers")
+@distributed(2)
+def test_trainers_fsdp_option_shards_by_this_library(tmp_path: Path) -> None:
+    """Losses, checkpoints and resuming of a Trainer that knows nothing of it."""
+    from transformers import Trainer
+
+    class ByPlugin(Trainer):  # type: ignore[misc]
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator = accelerate_with_fsdp2("bf16", "FULL_STATE_DICT", False)
+            self.accelerator.gradient_accumulation_steps = 1
+            self.gather_function = self.accelerator.gather_for_metrics
+            self.is_fsdp_enabled = True
+
+    with as_torchrun_starts():
+        theirs = train_with(ByPlugin, make_llama(), tmp_path / "theirs")
+        with installed():
+            ours = train_with(ByPlugin, make_llama(), tmp_path / "ours")
+            assert is_sharded(ours.model)
+            middle = str(tmp_path / "ours" / "checkpoint-4")
+            later = train_with(ByPlugin, make_llama(), tmp_path / "again", middle)
+        torch.testing.assert_close(logged(ours), logged(theirs), rtol=0, atol=5e-3)
+        assert logged(later) == logged(ours)
+        torch.testing.assert_close(values_of(later.model), values_of(ours.model), rtol=0, atol=0)
