@@ -161,6 +161,7 @@ def test_language_model_resumes(tmp_path: Path) -> None:
         ("10_plan_a_large_model", 1),
         ("11_read_a_trace", 2),
         ("12_chunked_loss", 2),
+        ("13_generate_and_train", 2),
     ],
 )
 def test_tutorial_prints_what_its_text_says(name: str, num_ranks: int, tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_tutorial_prints_what_its_text_says(name: str, num_ranks: int, tmp_path:
     ]
 
 
-NOTEBOOK = TUTORIALS / "13_in_a_notebook.ipynb"
+NOTEBOOK = TUTORIALS / "14_in_a_notebook.ipynb"
 
 
 def _run_cells(codes: list[str]) -> list[str]:
