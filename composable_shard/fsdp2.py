@@ -374,6 +374,18 @@ class FSDPModule:
             "set_allocate_memory_from_process_group_for_comm", "there are no staging buffers"
         )
 
+    def set_all_gather_layout(self, layout: Any) -> None:
+        """Warn that this changes nothing; of newer torch, as the next two."""
+        _warn_of_nothing("set_all_gather_layout", "a gather writes into the unit's buffer")
+
+    def set_all_gather_output_fn(self, fn: Any) -> None:
+        """Warn that this changes nothing."""
+        _warn_of_nothing("set_all_gather_output_fn", "parameters are views of the gathered buffer")
+
+    def set_reduce_scatter_input_fn(self, fn: Any) -> None:
+        """Warn that this changes nothing."""
+        _warn_of_nothing("set_reduce_scatter_input_fn", "gradients are packed in one way")
+
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Warn that this changes nothing."""
         _warn_of_nothing("set_symm_mem_for_comm", "there are no staging buffers")

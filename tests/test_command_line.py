@@ -94,13 +94,13 @@ def loaded(path: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any], 
     return dict(model.state_dict()), get_optimizer_state_dict(model, optimizer), step
 
 
-def assert_same_values(found: Any, expected: Any, what: str) -> None:
+def assert_same_tree(found: Any, expected: Any, what: str) -> None:
     """Compare nested values, tensors bit by bit."""
     assert type(found) is type(expected), what
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), what
         for key in expected:
-            assert_same_values(found[key], expected[key], f"{what}.{key}")
+            assert_same_tree(found[key], expected[key], f"{what}.{key}")
     elif isinstance(expected, Tensor):
         assert_equal(found, expected, what)
     else:
@@ -153,7 +153,7 @@ def test_to_safetensors_and_back(saved_run: Path, tmp_path: Path) -> None:
     run_command("convert", path, tmp_path / "again", "--to", "checkpoint", "--step", "9")
     again = make_model()
     assert load_checkpoint(tmp_path / "again", again, strict=False).step == 9
-    assert_same_values(dict(again.state_dict()), model, "model")
+    assert_same_tree(dict(again.state_dict()), model, "model")
 
 
 def test_to_dcp_and_back(saved_run: Path, tmp_path: Path) -> None:
@@ -169,12 +169,12 @@ def test_to_dcp_and_back(saved_run: Path, tmp_path: Path) -> None:
     }
     with alone():
         dcp.load(state, checkpoint_id=path, no_dist=True)
-    assert_same_values(dict(state["model"]), expected[0], "model")
-    assert_same_values(state["optimizer"], expected[1], "optimizer")
+    assert_same_tree(dict(state["model"]), expected[0], "model")
+    assert_same_tree(state["optimizer"], expected[1], "optimizer")
     run_command("convert", path, tmp_path / "back", "--to", "checkpoint")
     found = loaded(tmp_path / "back")
-    assert_same_values(found[0], expected[0], "model")
-    assert_same_values(found[1], expected[1], "optimizer")
+    assert_same_tree(found[0], expected[0], "model")
+    assert_same_tree(found[1], expected[1], "optimizer")
     run_command("convert", path, tmp_path / "files", "--to", "safetensors")
     assert_equal(
         load_file(tmp_path / "files" / "model.safetensors")["3.weight"], expected[0]["3.weight"]
@@ -194,7 +194,7 @@ def _load_converted(path: Path, expected: list[dict[str, Any]]) -> None:
         get_optimizer_state_dict(model, optimizer, options=options),
     )
     for found, own in zip(states, expected, strict=True):
-        assert_same_values(dict(found), own, "state")
+        assert_same_tree(dict(found), own, "state")
 
 
 def test_ranks_load_what_was_converted(tmp_path: Path) -> None:

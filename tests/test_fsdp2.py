@@ -70,7 +70,10 @@ def test_each_method_takes_the_same_arguments(name: str) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", sorted({*fsdp2.__all__} - {"FSDPModule", "UnshardHandle"}))
+OWN = {"FSDPModule", "UnshardHandle", "install"}
+
+
+@pytest.mark.parametrize("name", sorted({*fsdp2.__all__} - OWN))
 def test_each_function_takes_the_same_arguments(name: str) -> None:
     """Further ones come after them."""
     home = torch_fsdp2 if hasattr(torch_fsdp2, name) else torch_state_dict
@@ -470,6 +473,9 @@ def test_what_has_no_counterpart_says_so() -> None:
     model: Any = fsdp2.fully_shard(nn.Linear(3, 5))
     for name, value in (
         ("set_symm_mem_for_comm", "NCCL"),
+        ("set_all_gather_layout", None),
+        ("set_all_gather_output_fn", None),
+        ("set_reduce_scatter_input_fn", None),
         ("set_separate_reduce_scatter_group", True),
         ("set_reduce_scatter_max_input_buffers", 2),
         ("set_allocate_memory_from_process_group_for_comm", True),
