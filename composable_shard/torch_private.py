@@ -355,6 +355,12 @@ def run_wrap_policy(
     return policy._run_policy(root, ignored, options)
 
 
+# What the compiler's error says, which is raised by `torch.compile(model, fullgraph=True)` alone.
+NO_FULL_GRAPH = (
+    "a sharded module gathers its parameters between graphs, so the graph of a model breaks at "
+    "each unit. Compile the layers, `for layer in model.layers: layer.compile(fullgraph=True)`, "
+    "before or after fully_shard, or leave fullgraph out: torch.compile(model)."
+)
 _NEVER_COMPILE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
@@ -364,4 +370,5 @@ def never_compile(function: Callable[..., Any]) -> None:
     Does what `torch.compiler.disable` does, without importing the compiler.
     """
     function.__dict__["_torchdynamo_disable"] = True
+    function.__dict__["_torchdynamo_disable_msg"] = NO_FULL_GRAPH
     set_code_exec_strategy(function.__code__, _NEVER_COMPILE)

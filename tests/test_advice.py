@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,11 +34,16 @@ from composable_shard import (
     fully_shard,
     get_model_state_dict,
     load_checkpoint,
+    load_safetensors,
     reshard,
+    save_checkpoint,
+    save_safetensors,
     unshard,
 )
 from composable_shard.comm import ErrorFeedback
+from composable_shard.huggingface import save_pretrained
 from composable_shard.options import advice
+from composable_shard.torch_private import NO_FULL_GRAPH
 from tests.error_texts import matching
 from tests.helpers import assert_equal, distributed
 from tests.models import FULL, Net
@@ -89,6 +96,11 @@ def _layer_in_a_closure() -> None:
     optimizer.step(lambda: model.head(torch.ones(2, 8)).sum())
 
 
+def _mask_gradient(model: nn.Module) -> None:
+    model(X).sum().backward()
+    model.head.weight.grad.mul_(torch.ones(4, 8))
+
+
 # By call: the program, the type of the error, what it says to do, and the parameter it names.
 CALLS: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "layer": (lambda: _encoder().head(torch.ones(2, 8)), RuntimeError, WHOLE, "head.weight"),
@@ -102,6 +114,13 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "LBFGS": (lambda: _step_with(torch.optim.LBFGS), RuntimeError, WHOLE, "head.weight"),
     "Adafactor": (lambda: _step_with(torch.optim.Adafactor), RuntimeError, WHOLE, "head.weight"),
     "Muon": (lambda: _step_with(torch.optim.Muon), RuntimeError, WHOLE, "head.weight"),
+    "mask": (lambda: _mask_gradient(_encoder()), RuntimeError, advice.FULL_SIZE, "head.weight"),
+    "plain model": (
+        lambda: _Encoder().load_state_dict(_encoder().state_dict()),
+        RuntimeError,
+        advice.INTO_PLAIN,
+        "head.weight",
+    ),
     "numpy": (lambda: _param().detach().numpy(), RuntimeError, advice.VALUES, "head.weight"),
     "asarray": (lambda: np.asarray(_param().detach()), RuntimeError, advice.VALUES, "head.weight"),
     "tolist": (lambda: _param().tolist(), RuntimeError, advice.VALUES, "head.weight"),
@@ -283,6 +302,68 @@ def test_l_advice_about_classes_of_torch(argument: str, value: object) -> None:
     title = f"{package}.{type(value).__qualname__}"
     assert f"got {package}'s" in str(caught.value)
     assert str(caught.value).endswith(advice.CLASSES[title])
+
+
+WRONG: list[tuple[str, object, str]] = [
+    ("offload_policy", True, "Write OffloadPolicy(params=True) to keep parameters on the host."),
+    (
+        "mp_policy",
+        True,
+        "Write MixedPrecisionPolicy(param_dtype=torch.bfloat16), or another dtype.",
+    ),
+    ("mp_policy", False, "MixedPrecisionPolicy, got False"),
+]
+
+
+@pytest.mark.parametrize(("argument", "value", "end"), WRONG)
+def test_l_advice_about_flags_in_the_place_of_policies(
+    argument: str, value: object, end: str
+) -> None:
+    """What the flag may have meant."""
+    options: Any = {argument: value}
+    with pytest.raises(ValueError, match=f"expected {argument} to be a.*{re.escape(end)}$"):
+        fully_shard(Net(), **options)
+
+
+@distributed(2)
+def test_l_advice_about_a_group_in_the_place_of_a_mesh() -> None:
+    """How to make a mesh of it; which then works."""
+    group: Any = dist.group.WORLD
+    with pytest.raises(
+        ValueError, match=r"Write mesh=DeviceMesh.from_group\(group, device_type\)$"
+    ):
+        fully_shard(Net(), mesh=group)
+    fully_shard(Net(), mesh=DeviceMesh.from_group(group, "cpu"))
+
+
+@distributed(2)
+def test_l_advice_about_arguments_in_the_other_order(tmp_path: Path) -> None:
+    """The right call, before anything is sent or written."""
+    model: Any = _encoder()
+    folder: Any = tmp_path / "made"
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: save_checkpoint(model, folder, step=1), "save_checkpoint(path, model, "),
+        (lambda: load_checkpoint(model, folder), "load_checkpoint(path, model, optimizer)"),
+        (lambda: save_safetensors(folder, model), "save_safetensors(model, directory)"),
+        (lambda: save_safetensors(str(folder), model), "save_safetensors(model, directory)"),
+        (lambda: load_safetensors(folder, model), "load_safetensors(model, directory)"),
+        (lambda: save_pretrained(folder, model), "save_pretrained(model, directory)"),
+    ]
+    for call, right in calls:
+        with pytest.raises(TypeError, match=f"in the other order. Write {re.escape(right)}"):
+            call()
+    assert not folder.exists()
+
+
+@distributed(2)
+def test_l_advice_about_one_graph_of_a_whole_model() -> None:
+    """In the compiler's error; layers as one graph each are in test_composition."""
+    torch.compiler.reset()
+    model = _Encoder()
+    fully_shard(model.head)
+    compiled = torch.compile(fully_shard(model), fullgraph=True, backend="eager")
+    with pytest.raises(Unsupported, match=re.escape(NO_FULL_GRAPH)):
+        compiled(X)
 
 
 def test_l_advice_about_methods_of_fsdp() -> None:

@@ -52,7 +52,7 @@ from composable_shard.checkpoint.run_state import (
 )
 from composable_shard.checkpoint.writer import plan_save, write_checkpoint
 from composable_shard.comm import HostGroup, get_host_group
-from composable_shard.options import StateDictOptions
+from composable_shard.options import StateDictOptions, check_path_order
 from composable_shard.state_dict import (
     check_values,
     get_model_state_dict,
@@ -184,6 +184,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         RuntimeError: If this save, or an earlier one in the background, could not be written. On
             all ranks, and nothing is left behind.
     """
+    check_path_order(model, path, "save_checkpoint(path, model, optimizer, step=step)")
     group = _quiet_group()
     with group.agreed():
         _check_arguments(step, keep_last)
@@ -266,6 +267,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             On all ranks, if a rank can't read its verified part a second time: the message says
             what has changed, and a checkpoint must be loaded again.
     """
+    check_path_order(model, path, "load_checkpoint(path, model, optimizer)")
     group = _quiet_group()
     told = group.all_messages({"step": step, "strict": strict})
     with group.agreed():

@@ -34,7 +34,7 @@ from composable_shard.huggingface.files import (
     require_safetensors,
 )
 from composable_shard.module_api import register_forward_method
-from composable_shard.options import StateDictOptions
+from composable_shard.options import StateDictOptions, check_path_order
 from composable_shard.runtime import check_whole, get_states
 from composable_shard.state_dict import (
     ManagedParam,
@@ -96,6 +96,7 @@ def load_safetensors(
         NotImplementedError: If `transformers` computes a tensor in a way other than joining parts.
         RuntimeError: Inside a forward, a backward or `unshard_params`, or after `unshard`.
     """
+    check_path_order(model, directory, "load_safetensors(model, directory)")
     require_safetensors()
     tensors = ModelTensors(model, "load_safetensors can't run")
     ranks = _ranks_of(tensors, group)
@@ -124,15 +125,15 @@ def _ranks_of(tensors: ModelTensors, group: dist.ProcessGroup | None) -> Ranks:
 
 
 def _check_same_files(ranks: Ranks, files: TensorFiles, directory: Path) -> None:
-    """Check that all ranks have opened the same files, by size and header."""
+    """Check that all ranks have opened the same files, by size, header and some of the values."""
     told: list[dict[str, str]] = ranks.all_messages(files.digests)
     names = sorted({name for digests in told for name in digests})
     odd = [name for name in names if len({digests.get(name) for digests in told}) > 1]
     if odd:
         raise ValueError(
-            f"the ranks have different files in '{directory}': {odd[:8]} differ in size, header or "
-            "index, or are not there on every rank. Give all ranks the same directory, or equal "
-            "copies."
+            f"the ranks have different files in '{directory}': {odd[:8]} differ in size, header, "
+            "values or index, or are not there on every rank. Give all ranks the same directory, "
+            "or equal copies."
         )
 
 
@@ -257,6 +258,7 @@ def save_safetensors(
             not in any unit's `ignored_params`. On all ranks, if writing fails on the first; files
             of an earlier save are still there.
     """
+    check_path_order(model, directory, "save_safetensors(model, directory)")
     require_safetensors()
     max_nbytes = parse_nbytes(max_shard_size)
     tensors = ModelTensors(model, "save_safetensors can't run")
@@ -303,6 +305,7 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **optio
     Raises:
         RuntimeError: On all ranks, if the method fails on the first.
     """
+    check_path_order(model, directory, "save_pretrained(model, directory)")
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=whole)
     ranks = ModelRanks(model)

@@ -6,11 +6,13 @@ Read `unit_options` first: at its end `ShardingStrategy`, what each keeps, frees
 from composable_shard.options.advice import (
     FULL_SIZE,
     HIDDEN,
+    INTO_PLAIN,
     PLACEMENTS,
     SAVE,
     VALUES,
     WHOLE_NEEDED,
     check_no_others,
+    check_path_order,
 )
 from composable_shard.options.unit_options import (
     DEFAULT_STRATEGY,

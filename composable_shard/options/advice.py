@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 # By what was asked of a sharded parameter: an op does not know who has called it.
 _IN_UNIT = (
@@ -24,7 +27,15 @@ WHOLE_NEEDED = (
 )
 HIDDEN = f"{_IN_UNIT} call register_orig_params(module) to have shards at rest. {_IN_TRAINING}"
 FULL_SIZE = (
-    f"Optimizer state made before sharding: call shard_optimizer_state(optimizer). {WHOLE_NEEDED}"
+    "Change whole values and gradients inside unshard_params(module, with_grads=True), or make the "
+    "other tensor like the parameter, as torch.zeros_like(p) does. For the state that an optimizer "
+    f"made before sharding call shard_optimizer_state(optimizer). {WHOLE_NEEDED}"
+)
+INTO_PLAIN = (
+    "To load a model that is not sharded, give it get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True)); for one tensor use p.full_tensor(); both on "
+    "all ranks. For the state that an optimizer made before sharding call "
+    "shard_optimizer_state(optimizer)."
 )
 VALUES = (
     "Each rank holds only a flat range of it. Take p.full_tensor() on all ranks, and use what it "
@@ -107,6 +118,12 @@ CLASSES: Mapping[str, str] = {
     "torch.device": "Write OffloadPolicy(params=True) to keep parameters on the host.",
     "torch.dtype": "Write composable_shard.MixedPrecisionPolicy(param_dtype=...).",
 }
+# And what stands for True, by the class that was expected.
+SWITCHES: Mapping[str, str] = {
+    "OffloadPolicy": "Write OffloadPolicy(params=True) to keep parameters on the host.",
+    "MixedPrecisionPolicy": "Write MixedPrecisionPolicy(param_dtype=torch.bfloat16), or another "
+    "dtype.",
+}
 
 
 def unexpected(name: str, argument: object, known: Sequence[str]) -> str:
@@ -126,6 +143,16 @@ def check_no_others(function: Callable[..., Any], others: Mapping[str, object]) 
         raise TypeError(unexpected(function.__name__, argument, known))
 
 
+def check_path_order(model: object, path: object, call: str) -> None:
+    """Check that a model and a path are not given in the other order.
+
+    Raises:
+        TypeError: With the right call.
+    """
+    if isinstance(path, nn.Module) or isinstance(model, str | os.PathLike):
+        raise TypeError(f"expected the model and the directory in the other order. Write {call}.")
+
+
 def expected(argument: str, kind: type, value: object) -> str:
     """Return the text of an error about an argument of another class."""
     article = "an" if kind.__name__[0] in "AEIOU" else "a"
@@ -134,7 +161,9 @@ def expected(argument: str, kind: type, value: object) -> str:
     title = f"{package}.{found.__qualname__}"
     advice = CLASSES.get(title)
     if advice is None:
-        return f"expected {argument} to be {article} {kind.__name__}, got {value!r}"
+        switch = SWITCHES.get(kind.__name__) if value is True else None
+        remedy = "" if switch is None else f". {switch}"
+        return f"expected {argument} to be {article} {kind.__name__}, got {value!r}{remedy}"
     return (
         f"expected {argument} to be a composable_shard.{kind.__name__}, got "
         f"{package}'s {value!r}. {advice}"

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self, TypedDict
 
@@ -422,7 +423,9 @@ class UnitOptions:
     def __post_init__(self) -> None:
         """Check the values."""
         if not isinstance(self.mesh, (DeviceMesh, type(None))):
-            raise ValueError(f"expected mesh to be a DeviceMesh or None, got {self.mesh!r}")
+            is_group = isinstance(self.mesh, ProcessGroup)
+            remedy = ". Write mesh=DeviceMesh.from_group(group, device_type)" if is_group else ""
+            raise ValueError(f"expected mesh to be a DeviceMesh or None, got {self.mesh!r}{remedy}")
         self._check_strategy()
         for name, kind in (("mp_policy", MixedPrecisionPolicy), ("offload_policy", OffloadPolicy)):
             value = getattr(self, name)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.layout import Region, whole
+from composable_shard.options import INTO_PLAIN
 from composable_shard.tensor.flat_shard import FlatShard, NeedsWhole, WriteGuard
 from composable_shard.tensor.shard_spec import ShardSpec, local_box
 from composable_shard.torch_private import (
@@ -217,8 +218,7 @@ def write_to_plain(func: OpOverload, tensor: Any, args: Iterable[Any]) -> Runtim
     return owner_error(func, _specs(args)) or NeedsWhole(
         f"{func.overloadpacket} would write a slice of the sharded parameter "
         f"{describe_operands(shards[:1])} into a {type(tensor).__name__} of shape {shape}. "
-        "Optimizer state made before sharding: call shard_optimizer_state(optimizer). Otherwise "
-        "use p.full_tensor()."
+        f"{INTO_PLAIN}"
     )
 
 

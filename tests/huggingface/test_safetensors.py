@@ -543,6 +543,24 @@ def _swap_file(path: Path) -> None:
     save_file({"other": torch.ones(2)}, path)
 
 
+@distributed(2)
+def test_files_of_other_values_on_one_rank_are_refused(tmp_path: Path) -> None:
+    """Single files of one model have one name, and equal headers."""
+    folder = tmp_path / f"own{dist.get_rank()}"
+    folder.mkdir()
+    values = {name: param.detach() for name, param in Net().named_parameters()}
+    save_file(
+        {name: each * (1 + dist.get_rank()) for name, each in values.items()},
+        folder / "model.safetensors",
+    )
+    dist.barrier()
+    model = _make_other()
+    before = _writes_and_shards(model)
+    with pytest.raises(ValueError, match=r"'model.safetensors'\] differ in size, header, values"):
+        load_safetensors(model, folder)
+    assert _writes_and_shards(model) == before
+
+
 @pytest.mark.parametrize(
     "damage", [_remove, _truncate, _make_empty, _replace_by_pickle, _break_header, _swap_file]
 )

@@ -218,18 +218,22 @@ needs granularity="param", or strategy=ShardingStrategy.NO_SHARD. A sharded mode
 DistributedDataParallel around it. More calls: docs/troubleshooting.md.
 
 aten.add combines the sharded parameter 'fc.weight' (7, 15) with a Tensor of shape (7,
-15), of which each rank would need its own part. Optimizer state made before sharding:
-call shard_optimizer_state(optimizer). Only the forward of its unit gathers a parameter:
-call layers in it, and other methods after register_forward_method(module, name).
-Elsewhere read and edit full parameters inside unshard_params(module), or take
-p.full_tensor() on all ranks. To train through it call unshard(model, recurse=True) before
-it, and reshard(model, recurse=True) after the backward. An optimizer of whole matrices
-needs granularity="param", or strategy=ShardingStrategy.NO_SHARD. A sharded model needs no
+15), of which each rank would need its own part. Change whole values and gradients inside
+unshard_params(module, with_grads=True), or make the other tensor like the parameter, as
+torch.zeros_like(p) does. For the state that an optimizer made before sharding call
+shard_optimizer_state(optimizer). Only the forward of its unit gathers a parameter: call
+layers in it, and other methods after register_forward_method(module, name). Elsewhere
+read and edit full parameters inside unshard_params(module), or take p.full_tensor() on
+all ranks. To train through it call unshard(model, recurse=True) before it, and
+reshard(model, recurse=True) after the backward. An optimizer of whole matrices needs
+granularity="param", or strategy=ShardingStrategy.NO_SHARD. A sharded model needs no
 DistributedDataParallel around it. More calls: docs/troubleshooting.md.
 
 aten.add_ would write a slice of the sharded parameter 'fc.weight' (7, 15) into a Tensor
-of shape (7, 15). Optimizer state made before sharding: call
-shard_optimizer_state(optimizer). Otherwise use p.full_tensor().
+of shape (7, 15). To load a model that is not sharded, give it get_model_state_dict(model,
+options=StateDictOptions(full_state_dict=True)); for one tensor use p.full_tensor(); both
+on all ranks. For the state that an optimizer made before sharding call
+shard_optimizer_state(optimizer).
 
 aten.add needs shards of one and the same range, got 'fc.weight' (7, 15), elements per
 rank 60, 45, group '0' and 'other' (7, 15), elements per rank 48, 57, group '0'. Use
