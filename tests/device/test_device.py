@@ -150,6 +150,10 @@ def test_modelled_durations_give_a_timeline() -> None:
     assert device.device_time_us() == 292
     end.synchronize()
     assert start.elapsed_time(end) == pytest.approx(0.292)
+    device.model_durations({"aten::mm": device.Cost(10)})
+    torch.accelerator.current_stream().wait_event(end)  # of an earlier model: it is over
+    x @ x
+    assert device.device_time_us() == 10
 
 
 @on_device(num_ranks=2)

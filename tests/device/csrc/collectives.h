@@ -35,6 +35,7 @@ class CollectiveWork final : public c10d::Work {
     }
   }
 
+  const PointPtr& done() const { return done_; }
   bool isCompleted() override { return host_sees(done_); }
   bool isSuccess() const override { return error() == nullptr; }
   std::exception_ptr exception() const override { return error(); }
@@ -301,6 +302,12 @@ class DeviceBackend final : public c10d::Backend {
     // What is waited for at once runs on the current stream, as NCCL's does.
     const StreamId stream = is_async ? stream_ : Streams::current();
     if (is_async) stream_waits(stream, record_point(Streams::current()));
+    // One after another in the order of the host, whatever their streams: ranks could meet in
+    // different collectives else, and NCCL's share one communicator. Races do not count on it.
+    if (last_ && last_stream_ != stream) {
+      Timeline::the().delay_stream(stream, last_->modelled);
+      Streams::the().at(stream).push([last = last_] { last->wait(); });
+    }
     Tensors tensors = inputs;
     tensors.insert(tensors.end(), outputs.begin(), outputs.end());
     std::vector<Access> accesses;
@@ -316,7 +323,11 @@ class DeviceBackend final : public c10d::Backend {
         throw;
       }
     });
-    return c10::make_intrusive<CollectiveWork>(type, stream, std::move(tensors), outputs, fate);
+    auto work =
+        c10::make_intrusive<CollectiveWork>(type, stream, std::move(tensors), outputs, fate);
+    last_ = work->done();
+    last_stream_ = stream;
+    return work;
   }
 
   // Gloo knows few dtypes; to move data it needs none.
@@ -363,6 +374,8 @@ class DeviceBackend final : public c10d::Backend {
   const c10::intrusive_ptr<c10d::Backend> gloo_;
   const std::string name_;
   const StreamId stream_;
+  PointPtr last_;  // when the last collective is done
+  StreamId last_stream_ = 0;
   std::atomic<uint64_t> sequence_number_{0};
 };
 

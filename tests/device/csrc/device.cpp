@@ -135,7 +135,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_time_us", [] {
     double latest = 0;
     for (StreamId id = 0; id < Streams::the().num_streams(); id++) {
-      latest = std::max(latest, Timeline::the().reached_at(id));
+      latest = std::max(latest, Timeline::the().reached_at(id).us);
     }
     return latest;
   });

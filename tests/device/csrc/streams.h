@@ -29,11 +29,11 @@ class Point {
 
   // In microseconds from an arbitrary start: modelled if there is a model, else measured.
   double time_us() {
-    if (Timeline::the().is_modelled()) return modelled_us;
+    if (Timeline::the().is_modelled()) return modelled.us;
     return std::chrono::duration<double, std::micro>(reached_.time_since_epoch()).count();
   }
 
-  double modelled_us = 0;
+  Moment modelled;
   VectorClock clock;  // what is over when it is reached
 
  private:
@@ -170,7 +170,7 @@ class Streams {
 
 inline PointPtr record_point(StreamId stream) {
   auto point = std::make_shared<Point>();
-  point->modelled_us = Timeline::the().reached_at(stream);
+  point->modelled = Timeline::the().reached_at(stream);
   point->clock = Races::the().issued_on(stream);
   Streams::the().at(stream).push([point] { point->reach(); });
   return point;
@@ -178,7 +178,7 @@ inline PointPtr record_point(StreamId stream) {
 
 inline void stream_waits(StreamId stream, const PointPtr& point) {
   counts().waits++;
-  Timeline::the().delay_stream(stream, point->modelled_us);
+  Timeline::the().delay_stream(stream, point->modelled);
   Races::the().stream_waited(stream, point->clock);
   Streams::the().at(stream).push([point] { point->wait(); });
 }
@@ -192,7 +192,7 @@ inline bool host_sees(const PointPtr& point) {
 
 inline void host_waits_for(const PointPtr& point, const std::string& kind) {
   HostWaits::the().note(kind);
-  Timeline::the().delay_host(point->modelled_us);
+  Timeline::the().delay_host(point->modelled);
   Races::the().host_waited(point->clock);
   {
     WithoutInterpreter released;
@@ -212,7 +212,7 @@ inline void host_waits_for_all(const std::string& kind) {
   {
     WithoutInterpreter released;
     for (const auto& point : points) {
-      Timeline::the().delay_host(point->modelled_us);
+      Timeline::the().delay_host(point->modelled);
       Races::the().host_waited(point->clock);
       point->wait();
     }

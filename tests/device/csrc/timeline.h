@@ -20,6 +20,12 @@ struct Cost {
   double byte_us = 0;
 };
 
+// A moment of one model: those of earlier ones are over.
+struct Moment {
+  double us = 0;
+  long model = 0;
+};
+
 class Timeline {
  public:
   static Timeline& the() {
@@ -35,6 +41,7 @@ class Timeline {
     free_at_.clear();
     host_at_ = 0;
     spans_.clear();
+    number_++;
   }
 
   bool is_modelled() const { return is_modelled_; }
@@ -52,19 +59,19 @@ class Timeline {
     spans_.push_back({stream, name, start, end});
   }
 
-  double reached_at(c10::StreamId stream) {
+  Moment reached_at(c10::StreamId stream) {
     std::lock_guard<std::mutex> lock(mutex_);
-    return std::max(free_at_[stream], host_at_);
+    return {std::max(free_at_[stream], host_at_), number_};
   }
 
-  void delay_stream(c10::StreamId stream, double until_us) {
+  void delay_stream(c10::StreamId stream, const Moment& until) {
     std::lock_guard<std::mutex> lock(mutex_);
-    free_at_[stream] = std::max(free_at_[stream], until_us);
+    if (until.model == number_) free_at_[stream] = std::max(free_at_[stream], until.us);
   }
 
-  void delay_host(double until_us) {
+  void delay_host(const Moment& until) {
     std::lock_guard<std::mutex> lock(mutex_);
-    host_at_ = std::max(host_at_, until_us);
+    if (until.model == number_) host_at_ = std::max(host_at_, until.us);
   }
 
   double host_at() {
@@ -82,6 +89,7 @@ class Timeline {
   std::atomic<bool> is_modelled_{false};
   std::map<std::string, Cost> costs_;
   double host_us_ = 0, host_at_ = 0;
+  long number_ = 0;
   std::map<c10::StreamId, double> free_at_;
   std::vector<Span> spans_;
 };
