@@ -1,7 +1,8 @@
 """The formulas of docs/costs.md for what a rank holds, for a model of equal layers and a root unit.
 
-Everything is in the dtype of the parameters, the optimizer has two states, and the peaks are those
-of one step without accumulation; activations are not in them.
+The optimizer has two states, and the peaks are those of one step without accumulation; activations
+are not in them. `FORMULAS` are for the CPU, with everything in the dtype of the parameters;
+`DEVICE_FORMULAS` for an accelerator, whose sums need no memory of ours except in 16 bits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model's parts, and the ranks they are shared by.
+    """Bytes of a model's parts in fp32, and the ranks they are shared by.
 
     Attributes:
         total: P, all parameters.
@@ -22,6 +23,9 @@ class Sizes:
         root: r, those of the root unit.
         gradient: g, the largest parameter of the root, whose gradient autograd holds on its own.
         num_ranks: N.
+        layer_gradient: The largest parameter of a layer.
+        values: Bytes of an element in the compute dtype, divided by those in the parameters' dtype.
+        reduced: Likewise in the dtype of the reductions.
     """
 
     total: int
@@ -29,6 +33,9 @@ class Sizes:
     root: int
     gradient: int
     num_ranks: int
+    layer_gradient: int = 0
+    values: float = 1.0
+    reduced: float = 1.0
 
     @classmethod
     def of(cls, model: nn.Module, num_ranks: int) -> Sizes:
@@ -36,7 +43,8 @@ class Sizes:
         layers = [param.nbytes for layer in model.layers for param in layer.parameters()]
         total = sum(param.nbytes for param in model.parameters())
         root = [p.nbytes for name, p in model.named_parameters() if not name.startswith("layers.")]
-        return cls(total, sum(layers) // len(model.layers), sum(root), max(root), num_ranks)
+        layer = sum(layers) // len(model.layers)
+        return cls(total, layer, sum(root), max(root), num_ranks, max(layers))
 
     def scratch(self, unit: int) -> float:
         """For a unit's reduction in place on the CPU: a shard of the unit, or all of it."""
@@ -99,4 +107,85 @@ FORMULAS: dict[str, Callable[[Sizes], Levels]] = {
     "ours_gradop": _gradop,
     "ours_optim": _optim,
     "ours_noshard": _noshard,
+}
+
+
+def _terms(s: Sizes, unit: float) -> float:
+    """16-bit terms are summed in fp32 by each rank, which needs memory for all of a unit's."""
+    return unit * s.reduced if s.reduced < 1 else 0
+
+
+def _in_flight(s: Sizes, unit: int) -> float:
+    """Held until a unit's reduction is done, beside the shard that it ends in."""
+    return unit * s.reduced + _terms(s, unit)
+
+
+def _end_of_backward(s: Sizes, root: float, layer: float, ahead: float) -> float:
+    """Beyond what there is at rest, as the last two layers and the root are reduced.
+
+    Args:
+        s: The sizes.
+        root: What the root holds.
+        layer: What the layer holds whose backward runs.
+        ahead: What the layer after it holds.
+    """
+    flying = root + layer + _in_flight(s, s.layer)
+    second = (s.total - s.root - 2 * s.layer) / s.num_ranks + ahead + s.layer_gradient * s.values
+    last = (s.total - s.root - s.layer) / s.num_ranks + s.gradient * s.values
+    gradients = s.root * s.reduced
+    cast = root + gradients if root < gradients else 0
+    root_end = max(_in_flight(s, s.root) + s.root / s.num_ranks, cast)
+    end = (s.total - s.root) / s.num_ranks + root_end
+    return max(flying + second, flying + last, end)
+
+
+def _device_full(s: Sizes) -> Levels:
+    values = s.layer * s.values
+    backward = _end_of_backward(s, s.root * s.values, values, values)
+    rest = 3 * s.total / s.num_ranks
+    return _levels(rest, s.root * s.values + 2 * values, backward, s.total / s.num_ranks)
+
+
+def _device_keep(s: Sizes) -> Levels:
+    whole, values = s.total * s.values, s.layer * s.values
+    end = _end_of_backward(s, s.root * s.values, values, values)
+    # The last layer's gradients take the place of its values, or are cast and these are freed.
+    start = whole + s.gradient * s.values
+    cast = whole + _in_flight(s, s.layer) if s.values != s.reduced else 0
+    second = whole - values + _in_flight(s, s.layer) + s.layer / s.num_ranks
+    start = max(start, cast, second + s.layer_gradient * s.values)
+    rest = 3 * s.total / s.num_ranks
+    return _levels(rest, s.total * s.values, max(start, end), s.total / s.num_ranks)
+
+
+def _device_kept_values(s: Sizes) -> float:
+    return s.total if s.values == 1 else s.total * s.values + s.total / s.num_ranks
+
+
+def _device_gradop(s: Sizes) -> Levels:
+    rest = _device_kept_values(s) + 2 * s.total / s.num_ranks
+    backward = _end_of_backward(s, s.root * s.reduced, s.layer * s.reduced, 0)
+    return _levels(rest, 0, backward, s.total / s.num_ranks)
+
+
+def _device_optim(s: Sizes) -> Levels:
+    gradients = s.total if s.reduced == 1 else s.total * s.reduced + s.total / s.num_ranks
+    rest = _device_kept_values(s) + gradients + 2 * s.total / s.num_ranks + _terms(s, s.layer)
+    root = _terms(s, s.root) if s.root > s.layer else 0  # else that of a layer is enough
+    return _levels(rest, 0, max(max(s.gradient, s.layer_gradient) * s.values, root), 0)
+
+
+def _device_noshard(s: Sizes) -> Levels:
+    values = s.total * (1 if s.values == 1 else 1 + s.values)
+    gradients = s.total * (1 if s.reduced == 1 else 1 + s.reduced)
+    rest = values + gradients + 2 * s.total
+    return _levels(rest, 0, max(s.gradient, s.layer_gradient) * s.values, 0)
+
+
+DEVICE_FORMULAS: dict[str, Callable[[Sizes], Levels]] = {
+    "ours": _device_full,
+    "ours_keep": _device_keep,
+    "ours_gradop": _device_gradop,
+    "ours_optim": _device_optim,
+    "ours_noshard": _device_noshard,
 }

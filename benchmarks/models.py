@@ -31,6 +31,8 @@ CONFIGS = {
     "std": ModelConfig(12, 512, 1408, 8192, 8, 2, 128),  # 187.8 MB in fp32, 13 units
     "hf": ModelConfig(12, 512, 1408, 8192, 8, 2, 128),  # std as Hugging Face builds it
     "short": ModelConfig(12, 512, 1408, 8192, 8, 1, 4),  # std with next to no activations
+    "thin": ModelConfig(8, 256, 704, 2048, 4, 1, 2),  # 29.9 MB, with next to no activations
+    "slim": ModelConfig(6, 128, 352, 512, 4, 1, 2),  # 5.3 MB, likewise
     "50m": ModelConfig(13, 512, 1408, 8192, 8, 2, 128),  # 200.6 MB, 50.1 M parameters
     "110m": ModelConfig(12, 768, 2048, 16384, 12, 1, 8),  # 440.5 MB, for checkpoints
     "big": ModelConfig(24, 1024, 2816, 8192, 16, 1, 8),  # 1.3 GB, 325 M parameters, for set-up

@@ -1,4 +1,7 @@
-"""Run a function in several processes over gloo: nothing hangs, nothing outlives its deadline."""
+"""Run a function in several processes over gloo: nothing hangs, nothing outlives its deadline.
+
+Or on the accelerator of threads that the tests have, `tests/device`, one for each process.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import device
+
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, deadline: float = 900.0
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    deadline: float = 900.0,
+    on_device: bool = False,
 ) -> Any:
     """Return what rank 0 got from `function(rank, *args)`, run with one thread on every rank.
 
@@ -31,6 +40,7 @@ def run_ranks(
         function: A module-level function; its result must be representable in JSON.
         args: What to pass after the rank; must pickle.
         deadline: Seconds after which the processes are killed.
+        on_device: Give each process an accelerator made of threads, and a group for it.
 
     Raises:
         RuntimeError: A rank failed, or the deadline passed.
@@ -38,7 +48,9 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_run_rank, args=(rank, world_size, folder, function, args))
+            context.Process(
+                target=_run_rank, args=(rank, world_size, folder, on_device, function, args)
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -65,13 +77,20 @@ def _join(ranks: list[BaseProcess], deadline: float) -> None:
 
 
 def _run_rank(
-    rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    folder: str,
+    on_device: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     # os._exit: gloo's threads may otherwise abort the process while the interpreter shuts down.
     try:
         torch.set_num_threads(1)
+        if on_device:
+            device.load()
         dist.init_process_group(
-            "gloo",
+            device.BACKENDS if on_device else "gloo",
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,

@@ -469,7 +469,11 @@ class FlatGradients:
         self._own.result = values.new_empty(0, dtype=main_dtype)
         self.reduction.bind(reduce_dtype, main_dtype, values.device)
         is_whole, is_cast = self.layout == full.shard.layout, reduce_dtype != values.dtype
-        self.can_share, self._can_be_scratch = is_whole and not is_cast, not is_cast
+        # Cast later it is the same: a wider dtype has all values of the gradients'. What a class
+        # of parameters encodes is bytes, in which no gradient has a place.
+        is_wider = torch.promote_types(values.dtype, reduce_dtype) == reduce_dtype
+        may_widen = values.is_floating_point() and is_wider
+        self.can_share, self._can_be_scratch = is_whole and (may_widen or not is_cast), not is_cast
         self._make_own(values.new_empty(self.layout.padded_numel, dtype=reduce_dtype))
         self._num_terms = self.reduction.scratch_parts(in_place=self.is_persistent)
         self._shared_views = shared_views
@@ -674,6 +678,8 @@ class FlatGradients:
                     view.zero_()
         if trace.logs:
             trace.record("issue_reduce", self.name)
+        if self.views is self._shared_views and not self._can_be_scratch:
+            self._widen(full)
         output, numel = self._own.part, self.reduction.own_numel
         if output is None and self.is_persistent:
             output = self._own.result_of(numel)
@@ -686,6 +692,13 @@ class FlatGradients:
             is_deferred=is_deferred,
         )
         self.close()
+
+    def _widen(self, full: FullValues) -> None:
+        """Cast what was packed in place into the own buffer, and free its memory."""
+        alloc_storage(self._own.buffer)
+        self._own.buffer.copy_(full.output)
+        full.end_gradients()
+        self.views = self._own.views  # not those of the values any more
 
     def _take_scratch(
         self, full: FullValues, pool: ScratchPool, *, may_share: bool

@@ -295,7 +295,7 @@ class StepMemory:
     terms: int = 0  # of the sum, where it is taken on the CPU
     # Likewise, of gradients that have a buffer for good; all units share this memory
     kept_terms: int = 0
-    is_in_place: bool = False  # gradients take the place of values
+    is_in_place: bool = False  # gradients take the place of values, as they are or until cast
     is_freed: bool = True  # the full parameters are freed when its forward has returned
     prefetch_nbytes: int = 0
 
@@ -314,7 +314,7 @@ class StepMemory:
             # Of two ranks the output receives the other's term, unless it is a part of the buffer.
             terms=packed if is_exchange and ranks.shard > 2 else 0,
             kept_terms=kept // 2 if ranks.shard == 2 else kept,
-            is_in_place=packed == cost.gathered_nbytes,
+            is_in_place=0 < cost.gathered_nbytes <= packed,
             is_freed=is_freed,
             prefetch_nbytes=prefetch_nbytes,
         )
