@@ -34,6 +34,7 @@ from composable_shard.comm import collectives
 from composable_shard.comm.devices import HOST, Waitable
 from composable_shard.comm.lockstep import (
     ADVICE,
+    LATE_STEPS,
     are,
     begin_watch,
     describe,
@@ -466,10 +467,12 @@ class _StepRecord:
     were written since the last backward, and which model this is: two of one class have units of
     the same names. How often a parameter was written, and whether it has a gradient, is compared
     where several ranks hold parts of it: those that don't send 0 for the number and 0 for its
-    complement. So are the steps of optimizers that have a parameter of one owner. An accelerator's
-    host does not wait: it looks when the next backward ends. A proposal has a digest of its own, in
-    which ranks may differ. A byte says whether a rank has issued something new, so that all of them
-    exchange identities again. [Note: First steps]
+    complement. So are the steps of optimizers that have a parameter of one owner. A proposal has a
+    digest of its own, in which ranks may differ. A byte says whether a rank has issued something
+    new, so that all of them exchange identities again. [Note: First steps]
+
+    An accelerator's host looks two backwards later, at the same one on all ranks, when the device
+    is mostly past it. The gradients of two steps have been published by then; the third's are not.
     """
 
     NBYTES = 8
@@ -489,6 +492,7 @@ class _StepRecord:
             digest = zlib.crc32(order.fold().to_bytes(4, "little"), digest)
             has_news = has_news or order.has_news
         self._orders, self._facts, self.proposal = orders, facts, proposal
+        self._issued = [order.last_step for order in orders]  # on an accelerator others follow
         self._writes = [each for each in facts.writes if each[0].joint_groups == key]
         self._counts = [*chain.from_iterable([counts for _, counts, _, _ in self._writes])]
         self._numbers = sorted({number for _, _, _, number in self._writes})
@@ -500,8 +504,7 @@ class _StepRecord:
 
     def lines(self) -> list[str]:
         """Return all of it as text, for the error."""
-        steps = [each for order in self._orders for each in order.last_step]
-        issued = [describe(each).rpartition(" (")[0] for each in steps]
+        issued = [describe(each).rpartition(" (")[0] for each in chain(*self._issued)]
         model = ", ".join(map(str, self._numbers))
         model = f"a backward of the model whose first call was at collective {model}"
         return [self._facts.line, *issued, model]
@@ -558,8 +561,14 @@ def _is_same(received: Sequence[int]) -> bool:
     return all(a + b == 255 for a, b in zip(received[:half], received[half:], strict=True))
 
 
-def _describe_difference(lines: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+def _describe_difference(
+    lines: Sequence[Sequence[str]], ranks: Sequence[int], *, is_late: bool
+) -> str:
     """Return a text about the first line in which ranks differ, of `_StepRecord.lines`."""
+    step, ending = "that ends with this backward", "No gradient was published"
+    if is_late:
+        step = f"that ended {LATE_STEPS} backwards ago"
+        ending = "The gradients of this backward are not published; those since that step were"
     for index in range(max(map(len, lines))):
         sides: dict[str, list[int]] = {}
         for rank, own in zip(ranks, lines, strict=True):
@@ -567,8 +576,8 @@ def _describe_difference(lines: Sequence[Sequence[str]], ranks: Sequence[int]) -
         if len(sides) > 1:
             parts = [f"{are(those)} in {text}" for text, those in sides.items()]
             return (
-                f"the ranks are not in step: in the step that ends with this backward, "
-                f"{'; '.join(parts)}. No gradient was published. {ADVICE}"
+                f"the ranks are not in step: in the step {step}, "
+                f"{'; '.join(parts)}. {ending}. {ADVICE}"
             )
     return "the ranks were not in step, and are again"
 
@@ -705,7 +714,11 @@ class _MeshReduction:
         if lines:
             ranks = Ranks(self._groups, self._device)
             found = ranks.all_messages([ranks.rank, lines])
-            text = _describe_difference([own for _, own in found], [rank for rank, _ in found])
+            text = _describe_difference(
+                [own for _, own in found],
+                [rank for rank, _ in found],
+                is_late=self._device.type != "cpu",
+            )
             raise RuntimeError(text)
         if numbers[size]:
             step.exchange_again()

@@ -47,6 +47,7 @@ import threading
 import time
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -66,6 +67,7 @@ LOWEST_TAG = 1 << 20  # out of the way of tags that users choose
 NUM_TAGS = (1 << 31) - LOWEST_TAG
 MAX_ISSUED = 1 << 16  # between two backwards: a program may only evaluate
 _NUM_RECENT = 64
+LATE_STEPS = 2  # with one the host would wait for the device in most steps
 
 # By identity. There are as many as a program has collectives of different kinds.
 _known: dict[int, tuple[str, str, int]] = {}  # what `identify` was told
@@ -122,7 +124,7 @@ class GroupOrder:
         self._num_again = 0  # how many since the last one that was new
         self._num_known = 0
         self.has_news = False  # whether the step before the last `fold` has issued something new
-        self._late: tuple[Any, Tensor, torch.Event] | None = None
+        self._late: deque[tuple[Any, Tensor, torch.Event]] = deque()
         self._recent: list[int] = []
 
     def note(self, identity: int) -> None:
@@ -196,20 +198,24 @@ class GroupOrder:
     def take_late(self, step: Any, received: Tensor) -> tuple[Any, Tensor] | None:
         """Return a step and what the ranks have sent of it, on the CPU; None where it is to come.
 
-        From an accelerator it comes one step late, because the host must not wait.
+        From an accelerator it comes `LATE_STEPS` late. All ranks must act on it in one step, so
+        the host does wait where the device is further behind than that.
         """
         if received.device.type == "cpu":
             return step, received
-        before = self._late
+        if is_capturing(received.device):
+            return None  # no event may be asked
         host = torch.empty_like(received, device="cpu", pin_memory=True)
         host.copy_(received, non_blocking=True)
         event = torch.Event(received.device)
         event.record()
-        self._late = step, host, event
-        if before is None:
+        self._late.append((step, host, event))
+        if len(self._late) <= LATE_STEPS:
             return None
-        before[2].synchronize()
-        return before[:2]
+        step, host, event = self._late.popleft()
+        if not event.query():
+            event.synchronize()
+        return step, host
 
     @property
     def num_issued(self) -> int:
