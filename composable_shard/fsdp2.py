@@ -366,7 +366,9 @@ class FSDPModule:
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
         """Warn that this changes nothing."""
-        _warn_of_nothing("set_separate_reduce_scatter_group", "gathers and reductions share one")
+        _warn_of_nothing(
+            "set_separate_reduce_scatter_group", "pass separate_reduce_group=True to fully_shard"
+        )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Warn that this changes nothing."""

@@ -412,7 +412,7 @@ class _HasGroups(Protocol):
     @property
     def group(self) -> dist.ProcessGroup: ...
     @property
-    def replicate_groups(self) -> _GroupTuple: ...
+    def groups(self) -> _GroupTuple: ...
     @property
     def joint_groups(self) -> _GroupTuple: ...
     @property
@@ -649,7 +649,7 @@ def _groups_of(
     """Return all process groups of the flat parameters whose flags travel together."""
     groups = {id(group): group for group, _ in values}  # few; to hash one takes long
     found = [group for group in groups.values() if group.joint_groups == key]
-    return [each for one in found for each in (one.group, *one.replicate_groups, *key)]
+    return [each for one in found for each in (*one.groups, *key)]
 
 
 _FLAGS = "the flags of a backward"

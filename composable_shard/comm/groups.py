@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -48,6 +48,7 @@ class ShardGroup:
             such a group already.
         pipeline_group: That of the axis "pp" of the mesh that the mesh is part of, if it has one:
             its ranks own other parameters.
+        reduce_group: The ranks of the shard group once more, if reductions have a group of theirs.
     """
 
     group: dist.ProcessGroup
@@ -58,6 +59,7 @@ class ShardGroup:
     joint_groups: _Groups = ()
     near_group: dist.ProcessGroup | None = None
     pipeline_group: dist.ProcessGroup | None = None
+    reduce_group: dist.ProcessGroup | None = None
 
     @classmethod
     def from_mesh(
@@ -124,6 +126,26 @@ class ShardGroup:
                     f"Call init_process_group('cpu:gloo,{kind}:...'), or leave its backend out."
                 ) from None
 
+    def with_reduce_group(self) -> ShardGroup:
+        """Return the same with a process group of its own for reductions, if ranks share a unit.
+
+        All of them must call this together the first time: an all-gather of 31 bytes, and a group
+        is made, which ends with the shard group.
+        """
+        if self.size == 1:
+            return self
+        group = _reduce_groups.get(self.group)
+        if group is None:
+            ranks = dist.get_process_group_ranks(self.group)
+            group = _reduce_groups[self.group] = _make_group(ranks, (self.group,), self.device)
+        return replace(self, reduce_group=group)
+
+    @property
+    def groups(self) -> _Groups:
+        """All on which a unit's values and gradients travel."""
+        own = (self.reduce_group,) if self.reduce_group else ()
+        return self.group, *own, *self.replicate_groups
+
     @property
     def ranks(self) -> Ranks:
         """All data-parallel ranks, to agree with."""
@@ -180,7 +202,7 @@ class ShardGroup:
         ]
         single = [
             None if group is None else group.group_name
-            for group in (self.near_group, self.pipeline_group)
+            for group in (self.near_group, self.pipeline_group, self.reduce_group)
         ]
         return _restore, (self.name, self.size, self.device, several, single)
 
@@ -227,6 +249,10 @@ _small_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]
 )
 
 
+# Likewise, by shard group.
+_reduce_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
 def _restore_small(name: str) -> SmallGroup:
     group = resolve_group(name)
     return SmallGroup(group, group.rank(), group.size())
@@ -242,8 +268,8 @@ def _restore(
     group = resolve_group(name)
     rank = group.rank() if size > 1 else 0
     replicate, joint = (tuple(resolve_group(each) for each in names) for names in several)
-    near, pipeline = (None if each is None else resolve_group(each) for each in single)
-    return ShardGroup(group, rank, size, device, replicate, joint, near, pipeline)
+    found = (None if each is None else resolve_group(each) for each in single)
+    return ShardGroup(group, rank, size, device, replicate, joint, *found)
 
 
 def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
@@ -323,8 +349,8 @@ def _make_group(ranks: list[int], asking: _Groups, device: torch.device) -> dist
         raise RuntimeError(
             f"the ranks of this mesh know different numbers of process groups ({min(known)} to "
             f"{max(known)}), so torch can't make one of ranks {ranks}. Let all ranks be in equally "
-            "many groups, as after init_device_mesh over all ranks of the job, or use neither "
-            "a number for reshard_after_forward nor shard_over_replicas."
+            "many groups, as after init_device_mesh over all ranks of the job, or use neither a "
+            "number for reshard_after_forward nor shard_over_replicas or separate_reduce_group."
         )
     made: dist.ProcessGroup = dist.new_group(
         ranks, timeout=timeout_of(asking[0]), use_local_synchronization=True

@@ -72,6 +72,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     bucket_cap_mb: float | None = None,
     granularity: GranularityOption = "element",
     prefetch_nbytes: int = 4 << 20,
+    separate_reduce_group: bool = False,
     **others: NoReturn,
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
@@ -148,6 +149,12 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             small units after that, as long as all of them have at most this many bytes in their
             compute dtype. 0: one unit at a time. Overridden by `set_forward_prefetch` and
             `set_backward_prefetch`.
+        separate_reduce_group: For `FULL_SHARD`. True gives reductions a process group of their own,
+            so that they run beside the backward's gathers; the collectives of one NCCL group run
+            one after another. Use it where a layer's gather and reduction together take longer
+            than its backward. All units over the same ranks share the group. It costs the memory of
+            one more communicator: of NCCL's about 12 MB for each channel and peer, reported as 0.1
+            to 1.6 GB (github.com/NVIDIA/nccl/issues/864 and 1685); `NCCL_MAX_NCHANNELS` limits it.
         others: None. Arguments of other libraries are refused by name, with what to pass instead.
 
     Returns:
@@ -180,6 +187,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         bucket_cap_mb=bucket_cap_mb,
         granularity=granularity,
         prefetch_nbytes=prefetch_nbytes,
+        separate_reduce_group=separate_reduce_group,
     )
     form_unit(as_modules(module), options)
     return module
@@ -197,7 +205,9 @@ def form_unit(
     """
     shard_group = find_shard_group(options)
     plan = plan_unit(modules, options, shard_group.size, shard_group)
-    find_small_group(shard_group, plan.reshard_after_forward)  # the last thing that may fail
+    find_small_group(shard_group, plan.reshard_after_forward)
+    if options.separate_reduce_group:
+        shard_group = shard_group.with_reduce_group()  # the last thing that may fail
     if options.sync_module_states:
         sync_states(plan, shard_group)
     _set_owners(plan, modules, shard_group, owners)

@@ -158,7 +158,7 @@ class FlatReduction:
         )
         if group.size > 1:
             self._reduce_scatter = ReduceScatter(
-                group.group, reduce_dtype, device, self._layout.uneven_numels
+                group.reduce_group or group.group, reduce_dtype, device, self._layout.uneven_numels
             )
         elif group.replicate_groups:
             self._num_terms = scratch_parts(group.replicate_groups[0], device)
@@ -277,7 +277,7 @@ class FlatReduction:
         if self._hook is None:
             assert self._reduce_scatter is not None
             return self._reduce_scatter.start(output, buffer, scratch, scale, name=self.name)
-        group, key = self._shard_group.group, self._keys[0]
+        group, key = self._shard_group.reduce_group or self._shard_group.group, self._keys[0]
         numels = self._layout.uneven_numels
         stage = ReductionStage(
             "reduce_scatter", buffer, output, group, scale, key, numels, self.name

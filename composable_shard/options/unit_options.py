@@ -393,6 +393,7 @@ class OptionsDict(TypedDict, total=False):
     bucket_cap_mb: float | None
     granularity: GranularityOption
     prefetch_nbytes: int
+    separate_reduce_group: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,6 +420,7 @@ class UnitOptions:
     bucket_cap_mb: float | None = None
     granularity: GranularityOption = "element"
     prefetch_nbytes: int = 4 << 20
+    separate_reduce_group: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -433,7 +435,7 @@ class UnitOptions:
                 raise ValueError(expected(name, kind, value))
         for name in (
             *("use_orig_params", "sync_module_states", "broadcast_buffers"),
-            *("check_initial_values", "check_for_nan_in_grad"),
+            *("check_initial_values", "check_for_nan_in_grad", "separate_reduce_group"),
         ):
             _check_bool(name, getattr(self, name))
         if self.check_order not in get_args(CheckOrder):
@@ -457,6 +459,11 @@ class UnitOptions:
                 f"expected reshard_after_forward to be None or False with {self.strategy}, which "
                 f"keeps parameters unsharded, got {self.reshard_after_forward!r}. Use FULL_SHARD "
                 "to free them."
+            )
+        if self.separate_reduce_group and not self.strategy.facts.frees_params:
+            raise ValueError(
+                "separate_reduce_group=True lets reductions run beside the gathers of a backward, "
+                f"and {self.strategy.name} gathers nothing there. Leave it out."
             )
         _check_bool("shard_over_replicas", self.shard_over_replicas)
         if not self.shard_over_replicas:

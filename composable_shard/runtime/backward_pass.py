@@ -82,9 +82,7 @@ def catch_up_before_next(context: TreeContext, turns: Turns) -> None:
     due = [h for each in full for h in (turns.take(each) if each in turns else [each])]
     context.expected = due if states else None
     groups = [handle.shard_group for state in states for handle in state.handles]
-    before_next_collective(
-        run, [each for one in groups for each in (one.group, *one.replicate_groups)]
-    )
+    before_next_collective(run, [each for one in groups for each in one.groups])
 
 
 def drop_aborted(context: TreeContext) -> None:

@@ -353,9 +353,7 @@ def _always_checked(states: list[ShardState]) -> list[dist.ProcessGroup]:
     """Return the groups of units with `check_order="always"`."""
     checked = [state for state in states if state.options.check_order == "always"]
     groups = [handle.shard_group for state in checked for handle in state.handles]
-    return [
-        each for one in groups for each in (one.group, *one.replicate_groups, *one.joint_groups)
-    ]
+    return [each for one in groups for each in (*one.groups, *one.joint_groups)]
 
 
 def _check_buffers(modules: list[nn.Module]) -> None:
