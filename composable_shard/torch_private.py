@@ -179,11 +179,6 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
-# Of the frame in which every optimizer runs its step.
-STEP_CODE = Optimizer.profile_hook_step(lambda: None).__code__
-# Whose frames lie around parts of a step, once anything has been compiled.
-COMPILER_MODULE = "torch._dynamo.eval_frame"
-
 # Whether a profiler runs on this thread.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
@@ -268,7 +263,7 @@ def running(module: str, function: str | None = None) -> Iterator[dict[str, Any]
 
 def is_in_step() -> bool:
     """Return whether an optimizer's step runs on this thread."""
-    return any(running("torch.optim.optimizer", STEP_CODE.co_name))
+    return any(running("torch.optim.optimizer", "wrapper"))  # of `profile_hook_step`
 
 
 def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any] | None) -> None:

@@ -101,14 +101,14 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 22_091,
-    "lines of all": 31_968,
-    "lines of the longest module": 848,
+    "lines of the core": 22_034,
+    "lines of all": 31_929,
+    "lines of the longest module": 846,
     "quick start: statements": 4_407,
     "warm step: functions": 214,
-    "stack reads": 5,
+    "stack reads": 4,
     "reference counts": 2,
-    "attributes of a class, most": 39,
+    "attributes of a class, most": 38,
     "upward calls": 10,
 }
 

@@ -21,7 +21,6 @@ from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.shown import check_flags, take_flags
 from composable_shard.tensor import (
     FlatShard,
-    PendingNotice,
     ShardSpec,
     flat_spec,
     hide_pending,
@@ -40,7 +39,7 @@ def needs_reduction(handle: FlatParamHandle) -> bool:
     return handle.grads.is_unsynced or handle.grads.reduction.partial is not None
 
 
-def mark_pending(handle: FlatParamHandle, notice: PendingNotice) -> None:
+def mark_pending(handle: FlatParamHandle) -> None:
     """Let `.grad` at rest stand for what waits, of each parameter that any of it is about."""
     grads, shown = handle.grads, handle.shown
     used = [index for index, is_used in enumerate(grads.used) if is_used]
@@ -48,11 +47,11 @@ def mark_pending(handle: FlatParamHandle, notice: PendingNotice) -> None:
         return
     if shown.shows_flat and shown.flat is not None:
         flat = shown.flat.sharded
-        grads.marks.append((flat, show_pending(flat, notice), used))
+        grads.marks.append((flat, show_pending(flat), used))
         return
     for index in used:
         param = handle.entries[index].sharded
-        grads.marks.append((param, show_pending(param, notice), [index]))
+        grads.marks.append((param, show_pending(param), [index]))
 
 
 def keep_left_gradients(handle: FlatParamHandle) -> None:
@@ -66,7 +65,7 @@ def keep_left_gradients(handle: FlatParamHandle) -> None:
             for index in left:
                 grads.pack(index, may_overwrite=False)
         grads.postpone()
-        mark_pending(handle, PendingNotice())
+        mark_pending(handle)
 
 
 def settle_pending(handle: FlatParamHandle) -> None:
@@ -101,14 +100,13 @@ def _drop_one(handle: FlatParamHandle, index: int, *, keeps_zeros: bool) -> None
 @contextmanager
 def settled(handle: FlatParamHandle) -> Iterator[None]:
     """Let `.grad` be the reduced part inside the block, and stand for what waits again after it."""
-    marks = handle.grads.marks
-    notice = marks[0][1].notice if marks else None
+    is_shown = bool(handle.grads.marks)
     settle_pending(handle)
     try:
         yield
     finally:
-        if notice is not None:
-            mark_pending(handle, notice)
+        if is_shown:
+            mark_pending(handle)
 
 
 def drop_pending(handle: FlatParamHandle) -> None:

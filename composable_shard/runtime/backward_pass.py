@@ -58,7 +58,7 @@ from composable_shard.runtime.unit import (
     return_to_idle,
     trees,
 )
-from composable_shard.tensor import OwnedGuard, PendingNotice, WriteGuard
+from composable_shard.tensor import OwnedGuard, WriteGuard
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     current_backward_id,
@@ -550,10 +550,8 @@ class BackwardPass:
         self._run_last_hooks(published)
 
     def _mark_waiting(self) -> None:
-        if self.waiting:
-            notice = self.context.notice = self.context.notice or PendingNotice()
-            for handle in self.waiting:
-                mark_pending(handle, notice)
+        for handle in self.waiting:
+            mark_pending(handle)
 
     def _pack_rest(self, unsynced: list[FlatParamHandle]) -> list[FlatParamHandle]:
         """Pack all gradients that are not; return the handles that are published at the end."""

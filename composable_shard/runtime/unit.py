@@ -44,7 +44,7 @@ from composable_shard.options import ReshardAfterForward, UnitOptions
 from composable_shard.runtime.casts import BufferBroadcast
 from composable_shard.runtime.reads import CallHooks, LearntReads
 from composable_shard.runtime.reduction_order import Buckets, ReductionOrder
-from composable_shard.tensor import PendingNotice, WriteGuard
+from composable_shard.tensor import WriteGuard
 from composable_shard.torch_private import backward_hooks_of, modules_of
 
 Unit = TypeVar("Unit")
@@ -395,7 +395,6 @@ class TreeContext:
         first_leader: The unit whose call began the running sequence of calls of joined trees.
         forward_order: The units that ran in such a sequence.
         prefetched: Units that a call of such a sequence has gathered ahead for the next one.
-        notice: Warns of steps without the gradients that wait for a reduction.
     """
 
     def __init__(
@@ -427,7 +426,6 @@ class TreeContext:
         self.first_leader: StateRef | None = None
         self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.prefetched: dict[ShardState, bool] = {}
-        self.notice: PendingNotice | None = None
         self.writes: dict[WriteGuard, int] = {}  # counted when the last backward ended
         self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
         trees.add(self)

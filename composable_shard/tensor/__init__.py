@@ -37,7 +37,6 @@ from composable_shard.tensor.operands import (
     slice_given,
 )
 from composable_shard.tensor.pending import (
-    PendingNotice,
     PendingState,
     hide_pending,
     reduced_gradient,

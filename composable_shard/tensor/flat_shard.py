@@ -261,7 +261,6 @@ def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
     return run
 
 
-gradient_of: Callable[[Tensor], Tensor | None] = Tensor.grad.__get__  # type: ignore[union-attr]
 is_trainable: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 set_gradient: Callable[[Tensor, Tensor | None], None] = Tensor.grad.__set__  # type: ignore[union-attr]
 

@@ -13,7 +13,6 @@ from composable_shard.tensor.flat_shard import (
     allow_loading,
 )
 from composable_shard.tensor.operands import unsupported
-from composable_shard.tensor.pending import AWAITING_TYPES
 from composable_shard.tensor.whole_rules import on_gathered, on_whole
 from composable_shard.torch_private import FOREACH_TYPES, OpOverload
 
@@ -35,7 +34,7 @@ def register_op_rules() -> None:
     OP_RULES.on_whole = _on_whole
     OP_RULES.on_lists = pointwise_rules.run_function
     for types in FOREACH_TYPES:
-        types += [FlatShard, FlatShardOfDTensor, *AWAITING_TYPES]
+        types += [FlatShard, FlatShardOfDTensor]
     allow_loading()
 
 

@@ -2,70 +2,42 @@
 
 [Note: Pending gradients]
 Gradients that `no_sync`, or a reduction that was put off, keeps are no shards yet. In plain torch
-they would be in `.grad`, where `zero_grad()`, `p.grad = None` and `p.grad.zero_()` reach them, in
-code that first asks whether `.grad` is None. So a `PendingGradient` stands for them there: whoever
-sets another value drops them, and `zero_` counts. It has no values; whatever would read them raises
-an error with the name of the parameter. An optimizer's step must not see it, for some of its state
-would have changed before the error: while it is shown, the parameter has a class whose `grad` hides
-it from steps, which skip the parameter as they skip any without a gradient, with a warning. No
-optimizer is hooked, and without pending gradients a parameter's class is the usual one.
+they would be in `.grad`, where `zero_grad()` and `p.grad = None` reach them, in code that first
+asks whether `.grad` is None: where it were, gradients would be kept over a `zero_grad()`, and
+nobody would know. So a `PendingGradient` stands for them: whoever sets another value drops them,
+and `zero_` counts. It has no values; whatever would read them raises an error with the name of the
+parameter, optimizers before they have made state.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from composable_shard.tensor.flat_shard import (
     FlatShard,
-    FlatShardOfDTensor,
-    gradient_of,
     set_gradient,
     wrap,
 )
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import (
-    COMPILER_MODULE,
-    STEP_CODE,
     OpOverload,
+    is_in_step,
     make_wrapper,
     schema_of,
 )
 
 
-class PendingNotice:
-    """Warns once for all parameters of a tree."""
-
-    def __init__(self) -> None:
-        self.was_given = False
-
-    def give(self, fqn: str) -> None:
-        """Warn of a step that skips a parameter, the first time."""
-        if not self.was_given:
-            self.was_given = True
-            warnings.warn(
-                f"optimizer.step() skips parameters such as '{fqn}', whose gradients wait for a "
-                "reduction, as under no_sync. Run the last backward of a step outside no_sync, or "
-                "call reduce_pending_gradients(module) before the step.",
-                stacklevel=6,
-            )
-
-
 class PendingState:
     """What a `PendingGradient` and its aliases have in common."""
 
-    def __init__(self, reduced: Tensor | None, notice: PendingNotice) -> None:
+    def __init__(self, reduced: Tensor | None) -> None:
         # What earlier backwards have reduced already: the `.grad` there would be else
         self.reduced = reduced
         self.is_zeroed = False  # `zero_` has run on it, so that what waits counts as zeros
-        self.notice = notice  # warns of steps
 
     def zero(self) -> None:
         """Set the whole gradient to zero."""
@@ -112,6 +84,11 @@ class PendingGradient(FlatShard):
             "reduce_pending_gradients(module); get_pending_gradients(module) shows this rank's own."
         )
 
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override] # what an optimizer asks first
+        """False; raise for an optimizer's step, which would go on to change its state."""
+        return is_in_step() and self._local
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # as FlatShard's
         cls,
@@ -154,82 +131,21 @@ _ALIASES = frozenset({"alias", "detach", "lift_fresh", "_to_copy"})
 
 def reduced_gradient(param: Tensor) -> Tensor | None:
     """Return the part of a parameter's `.grad` that is reduced."""
-    grad = gradient_of(param)
+    grad = param.grad
     return grad._state.reduced if isinstance(grad, PendingGradient) else grad
 
 
-class _AwaitingShard(FlatShard):
-    """A parameter whose `.grad` is a `PendingGradient`."""
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient; an optimizer's step sees the reduced part alone."""
-        grad = gradient_of(self)
-        if isinstance(grad, PendingGradient) and _is_read_by_step(sys._getframe(1)):
-            state = grad._state
-            if state.reduced is None:
-                state.notice.give(self._shard_spec.label.fqn)
-            return state.reduced
-        return grad
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        set_gradient(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        set_gradient(self, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the parameter alone: it has no pending gradient."""
-        twin = super().__deepcopy__(memo)
-        if type(twin) in _USUAL:
-            twin.__class__ = _USUAL[type(twin)]
-        return twin
-
-
-class _AwaitingShardOfDTensor(_AwaitingShard, FlatShardOfDTensor):
-    """Such a parameter that was a DTensor."""
-
-
-_AWAITING: dict[type, type] = {
-    FlatShard: _AwaitingShard,
-    FlatShardOfDTensor: _AwaitingShardOfDTensor,
-}
-_USUAL: dict[type, type] = {awaiting: usual for usual, awaiting in _AWAITING.items()}
-AWAITING_TYPES: tuple[type, ...] = tuple(_USUAL)
-
-
-def _is_read_by_step(frame: FrameType | None) -> bool:
-    """Return whether the frame that reads `.grad` belongs to the step of an optimizer.
-
-    Not to a closure that the step runs, nor to a `zero_grad` that it calls.
-    """
-    while frame is not None:
-        name = frame.f_code.co_name
-        if frame.f_code is STEP_CODE:
-            return True
-        is_own = isinstance(frame.f_locals.get("self"), Optimizer) and name != "zero_grad"
-        is_own = is_own or frame.f_globals.get("__name__") == COMPILER_MODULE
-        if not is_own and name not in ("<listcomp>", "<genexpr>"):
-            return False
-        frame = frame.f_back
-    return False
-
-
-def show_pending(param: FlatShard, notice: PendingNotice) -> PendingState:
+def show_pending(param: FlatShard) -> PendingState:
     """Let `.grad` of a parameter stand for a gradient that waits; return what it shares."""
-    grad = gradient_of(param)
-    state = PendingState(grad, notice)
+    grad = param.grad
+    state = PendingState(grad)
     set_gradient(param, PendingGradient(param, param._shard_spec, state))
-    param.__class__ = _AWAITING.get(type(param), type(param))
     return state
 
 
 def hide_pending(param: FlatShard, state: PendingState) -> bool:
     """Let `.grad` be the reduced part again; return whether nobody has set it otherwise."""
-    grad = gradient_of(param)
-    param.__class__ = _USUAL.get(type(param), type(param))
+    grad = param.grad
     if not isinstance(grad, PendingGradient):
         return False
     reduced = state.reduced if grad._state is state else None

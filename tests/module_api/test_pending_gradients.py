@@ -437,10 +437,10 @@ def test_c7_deferred_all_reduces_are_shown_and_reduced() -> None:
     )
 )
 @distributed(2)
-def test_c7_a_step_without_reduced_gradients_warns_once(
+def test_c7_a_step_with_pending_gradients_changes_nothing(
     strategy: ShardingStrategy, use_orig_params: bool, kind: str
 ) -> None:
-    """Case 7: it changes nothing, makes no state, and the gradients still wait."""
+    """Case 7: it raises before it makes state, and the gradients still wait."""
     model = _three_layers()
     shard_children(model, strategy=strategy, use_orig_params=use_orig_params)
     optimizer = torch.optim.AdamW(
@@ -449,10 +449,7 @@ def test_c7_a_step_without_reduced_gradients_warns_once(
     before = claims.unsharded_values(model)
     with no_sync(model):
         _run_microbatch(model, 0)
-    with pytest.warns(UserWarning, match="skips parameters such as '0.*reduce_pending_gradients"):
-        optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.raises(RuntimeError, match=r"'0\..*waits for a reduction.*reduce_pending_grad"):
         optimizer.step()
     assert not optimizer.state
     for name, value in claims.unsharded_values(model).items():
@@ -462,19 +459,23 @@ def test_c7_a_step_without_reduced_gradients_warns_once(
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
 @distributed(2)
-def test_c7_a_step_warns_where_something_was_compiled() -> None:
-    """Case 7: torch's compiler then puts frames of its own between a step and what it reads."""
+def test_c7_a_step_of_any_optimizer_raises(kind: type[Optimizer]) -> None:
+    """Case 7: also where something was compiled, which puts frames into a step."""
     torch.compile(nn.Identity(), backend="eager")(torch.ones(1))
     model = _three_layers()
     shard_children(model)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.1)
+    before = claims.unsharded_values(model)
     with no_sync(model):
         _run_microbatch(model, 0)
-    with pytest.warns(UserWarning, match="skips parameters such as '0.*reduce_pending_gradients"):
+    with pytest.raises(RuntimeError, match=r"'0\..*waits for a reduction.*reduce_pending_grad"):
         optimizer.step()
-    assert not optimizer.state
+    for name, value in claims.unsharded_values(model).items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     reduce_pending_gradients(model)
+    optimizer.step()
 
 
 @distributed(2)
