@@ -1,5 +1,7 @@
 """Pictures of the documentation: what lies where, and what happens in a step.
 
+    python -m benchmarks.plots idea        # what four ranks hold of each unit, from rest to rest
+    python -m benchmarks.plots strategies  # what a rank holds at rest under each strategy
     python -m benchmarks.plots layout      # the flat parameter of a unit over four ranks
     python -m benchmarks.plots memory      # bytes held in a step, beside FSDP2; needs gcc
     python -m benchmarks.plots timeline    # gathers and reductions of a step beside its compute
@@ -31,12 +33,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import malloc_counter, memory, peers
 from benchmarks.formulas import Sizes
 from benchmarks.models import CONFIGS, Llama, make_batch, make_llama
 from benchmarks.ranks import run_ranks
+from composable_shard import FlatShard, ShardingStrategy, estimate, fully_shard
 from composable_shard.layout import FlatLayout, balance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,9 +139,115 @@ def draw_layout(plot: Any) -> Any:
     return figure
 
 
+# --- what ranks hold of each unit ---
+
+UNITS = ("embedding", "layer 0", "layer 1", "layer 2", "head")
+MOMENTS = {
+    "at rest": "at rest",
+    "forward 2": "forward of layer 1",
+    "backward 2": "backward of layer 1",
+    "step": "optimizer step",
+}
+
+
+def record_units(rank: int) -> dict[str, list[bool]]:
+    """Return for each moment of a step of `FULL_SHARD` which units show full parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in UNITS))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    found: dict[str, list[bool]] = {}
+
+    def record(moment: str) -> None:
+        found[moment] = [not isinstance(layer.weight, FlatShard) for layer in model]
+
+    def inside(module: nn.Module, inputs: object) -> None:
+        record("forward 2")
+
+    model[2].register_forward_pre_hook(inside)
+    model[2].register_full_backward_hook(lambda *_: record("backward 2"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    record("at rest")
+    model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    record("step")
+    optimizer.step()
+    return found
+
+
+def draw_idea(plot: Any) -> Any:
+    """Record a step on four ranks, and draw who holds what at each of its moments."""
+    return draw_idea_of(plot, run_ranks(NUM_RANKS, record_units))
+
+
+def draw_idea_of(plot: Any, full: dict[str, list[bool]]) -> Any:
+    """Draw one panel for each moment: ranks from top to bottom, units from left to right."""
+    figure, axes = plot.subplots(
+        1, len(MOMENTS), figsize=(11, 2.9), sharey=True, layout="constrained"
+    )
+    for axis, (moment, title) in zip(axes, MOMENTS.items(), strict=True):
+        for unit, is_full in enumerate(full[moment]):
+            for rank in range(NUM_RANKS):
+                width = 0.92 / NUM_RANKS
+                axis.barh(-rank, 0.92, 0.8, unit, color="white", edgecolor=GREY, lw=0.8)
+                if is_full:
+                    axis.barh(-rank, 0.92, 0.8, unit, color=LIGHT)
+                axis.barh(-rank, width, 0.8, unit + rank * width, color=DARK)
+        axis.set(xlim=(-0.1, len(UNITS)), title=title)
+        axis.set_xticks([unit + 0.46 for unit in range(len(UNITS))], UNITS, rotation=35, ha="right")
+        axis.set_yticks([-rank for rank in range(NUM_RANKS)], [f"rank {r}" for r in range(4)])
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+    figure.suptitle("FULL_SHARD: each rank keeps a quarter of every unit", fontweight="bold")
+    figure.supxlabel(
+        "dark: the rank's own shard, with its gradient and optimizer state; "
+        "light: full parameters, while the unit computes",
+        fontsize=9,
+    )
+    return figure
+
+
+def draw_strategies(plot: Any) -> Any:
+    """Draw what one of four ranks holds at rest, from `estimate`."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    total = sum(param.nbytes for param in model.parameters())
+    plans = {each.name: {"strategy": each} for each in ShardingStrategy}
+    plans["FULL_SHARD,\nmesh (2, 2)"] = {"mesh_shape": (2, 2)}
+    figure, axis = plot.subplots(figsize=(8, 3.2), layout="constrained")
+    kinds = {"parameters": (MIDDLE, ""), "gradients": (LIGHT, "//"), "optimizer state": (PALE, "")}
+    for row, options in enumerate(plans.values()):
+        shape = {} if "mesh_shape" in options else {"world_size": NUM_RANKS}
+        plan = estimate(model, unit_classes=[nn.Linear], **shape, **options)
+        held = (plan.parameter_nbytes, plan.gradient_nbytes, plan.optimizer_nbytes)
+        left = 0.0
+        for (kind, (colour, hatch)), nbytes in zip(kinds.items(), held, strict=True):
+            width = nbytes / total
+            axis.barh(
+                -row,
+                width,
+                0.7,
+                left,
+                color=colour,
+                hatch=hatch,
+                edgecolor="black",
+                lw=0.6,
+                label=kind if row == 0 else None,
+            )
+            left += width
+        axis.text(left + 0.04, -row, f"{left:.2f} P", va="center")
+    axis.set_yticks([-row for row in range(len(plans))], list(plans))
+    axis.tick_params(axis="y", length=0)
+    axis.set(xlim=(0, 4.6), xlabel="bytes of one of four ranks, in P (bytes of all parameters)")
+    axis.legend(loc="upper right")
+    axis.spines[["right", "top"]].set_visible(False)
+    figure.suptitle("Held at rest, after a backward, with AdamW", fontweight="bold")
+    return figure
+
+
 # --- memory over a step ---
 
-PHASES = ("forward", "backward", "optimizer step")
+PHASES = ("forward", "backward", "optimizer step", "zero_grad")
 Samples = list[tuple[float, int]]  # the phase's number and the part of it that is over; bytes
 
 
@@ -196,7 +306,9 @@ def sample_step(rank: int, model_name: str, peer: str) -> Samples:
         loss.backward()
         marks.append(time.perf_counter())
         optimizer.step()
+        marks.append(time.perf_counter())
         optimizer.zero_grad()
+        time.sleep(0.02)  # what is held when it is over
         marks.append(time.perf_counter())
     return [(moment, nbytes - start) for moment, nbytes in place(samples, marks)]
 
@@ -244,12 +356,14 @@ def draw_memory_of(plot: Any, ours: Samples, other: Samples, sizes: Sizes) -> An
     peak_at, peak = max(ours, key=lambda sample: sample[1])
     axis.plot(peak_at, peak / sizes.total, "o", color=DARK)
     highest = max(nbytes for _, nbytes in other) / sizes.total
-    for boundary in (1, 2):
+    for boundary in range(1, len(PHASES)):
         axis.axvline(boundary, color="grey", lw=0.8)
     axis.set(
-        xlim=(0, 3), ylim=(0, highest * 1.08), ylabel="bytes held, in P (bytes of all parameters)"
+        xlim=(0, len(PHASES)),
+        ylim=(0, highest * 1.08),
+        ylabel="bytes held, in P (bytes of all parameters)",
     )
-    axis.set_xticks([0.5, 1.5, 2.5], PHASES)
+    axis.set_xticks([number + 0.5 for number in range(len(PHASES))], PHASES)
     axis.tick_params(axis="x", length=0)
     axis.legend(loc="lower right")
     bottom = 0.0
@@ -285,8 +399,8 @@ class Bar:
     """Something that lasts, in milliseconds from the beginning of the step.
 
     Attributes:
-        lane: "compute", "gather", "reduce" or "wait".
-        name: Of the unit.
+        lane: "compute", "gather", "reduce", "wait" or "phase".
+        name: Of the unit, or of the phase.
         start, end: When.
     """
 
@@ -340,6 +454,7 @@ def read_timeline(events: Iterable[dict[str, Any]], root: str) -> list[Bar]:
         ]
     start, end = phases["optimizer step"]
     bars.append(Bar("compute", "AdamW", start, end))
+    bars += [Bar("phase", name, *phases[name]) for name in ("forward", "backward")]
     return [replace(b, start=b.start - zero, end=b.end - zero) for b in bars if b.end > b.start]
 
 
@@ -437,6 +552,21 @@ def draw_timeline_of(plot: Any, bars: Sequence[Bar]) -> Any:
             for bar in (b for b in bars if b.lane == "wait"):
                 axis.barh(top, bar.end - bar.start, 0.85, bar.start, color=DARK)
         top -= max(rows) + 1.4
+    for bar in (b for b in bars if b.lane == "phase"):
+        span = {"arrowstyle": "<->"}
+        axis.annotate(
+            "", (bar.start, 0.65), (bar.end, 0.65), annotation_clip=False, arrowprops=span
+        )
+        middle = (bar.start + bar.end) / 2
+        axis.text(middle, 0.72, bar.name, ha="center", va="bottom", fontsize=9)
+    first = min((b for b in bars if b.lane == "gather"), key=lambda b: b.end)
+    last = max((b for b in bars if b.lane == "reduce"), key=lambda b: b.end)
+    note = {"fontsize": 8, "ha": "center", "va": "top"}
+    arrow = {"arrowstyle": "->"}
+    text = "first gather:\nnothing to hide behind"
+    axis.annotate(text, (first.end, -1.9), (0.11 * last.end, -3.3), arrowprops=arrow, **note)
+    text = "last reductions: no compute\nis left to hide behind"
+    axis.annotate(text, (last.end, top + 1.85), (0.52 * last.end, -2.9), arrowprops=arrow, **note)
     axis.set_yticks(list(ticks.values()), list(ticks))
     axis.tick_params(axis="y", length=0)
     axis.set(xlabel="milliseconds", xlim=(0, max(bar.end for bar in bars)))
@@ -446,6 +576,7 @@ def draw_timeline_of(plot: Any, bars: Sequence[Bar]) -> Any:
         "four layers, 0 to 3, and the root; rank 0 of 2, gloo on two CPU cores; "
         "dark: the host waits, grey: AdamW",
         fontsize=10,
+        pad=16,
     )
     return figure
 
@@ -516,6 +647,8 @@ def peer_figures() -> str:
 
 
 DRAWINGS = {
+    "idea": draw_idea,
+    "strategies": draw_strategies,
     "layout": draw_layout,
     "memory": draw_memory,
     "timeline": draw_timeline,

@@ -80,6 +80,8 @@ def test_timeline_of_a_trace() -> None:
         Bar("wait", "a", 26, 28),
         Bar("compute", "root", 20, 30),
         Bar("compute", "AdamW", 30, 31),
+        Bar("phase", "forward", 0, 10),
+        Bar("phase", "backward", 10, 30),
     }
 
 
