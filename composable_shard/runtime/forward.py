@@ -27,6 +27,7 @@ from composable_shard.runtime.backward import (
 from composable_shard.runtime.backward_pass import drop_aborted, note_unreached_call
 from composable_shard.runtime.casts import iter_tensors, map_tensors
 from composable_shard.runtime.initialization import (
+    adopt_contents,
     attach_or_refresh,
     initialize,
     join_connected,
@@ -36,6 +37,7 @@ from composable_shard.runtime.initialization import (
 from composable_shard.runtime.tree import (
     called_modules,
     calling_modules,
+    has_changed,
     read_state,
 )
 from composable_shard.runtime.unit import (
@@ -47,7 +49,6 @@ from composable_shard.runtime.unit import (
     drop_prefetched,
     gather_ahead,
     gather_kept,
-    has_other_children,
     is_first_call,
     num_calls,
     release_handle,
@@ -118,12 +119,14 @@ def _prepare(context: TreeContext, state: ShardState, module: nn.Module) -> Tree
     """Return the tree that a unit is in, at rest and compared with the other ranks'."""
     if context.backward is not None:
         _is_in_backward(context)
-    if not context.has_changed:
-        context.has_changed = any(map(has_other_children, context.watched_modules()))
-    if context.has_changed and context.is_checked:
+    if context.is_checked and (
+        context.has_changed or any(map(has_changed, context.watched_modules()))
+    ):
         _recover_interrupted_call(context)
-        renew_context(context)
-        context = state.context or context
+        adopt_contents(context)
+        if context.has_changed:
+            renew_context(context)
+            context = state.context or context
     if not context.is_checked:
         initialize(module, calling_modules(module))
         context = state.context or context

@@ -48,10 +48,11 @@ from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.casts import iter_tensors
 from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.tree import (
-    check_children,
     find_unmanaged,
     get_states,
+    has_changed,
     name_apart,
+    note_contents,
     raise_unmanaged,
     read_state,
 )
@@ -62,10 +63,8 @@ from composable_shard.runtime.unit import (
     TreeContext,
     all_trees,
     first_to_join,
-    has_other_children,
     may_part,
     release_handle,
-    watch_children,
 )
 from composable_shard.tensor import join_tree
 from composable_shard.torch_private import (
@@ -94,15 +93,29 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
     return context
 
 
+def adopt_contents(context: TreeContext) -> None:
+    """Check what is new below the modules of a tree, and note whether to make the tree anew.
+
+    Raises:
+        RuntimeError: If no unit manages a trainable parameter, see [Note: Whole model].
+    """
+    modules = context.watched_modules()
+    if not any(map(has_changed, modules)):
+        return
+    if unmanaged := find_unmanaged(modules):
+        raise_unmanaged(unmanaged)
+    for changed in filter(note_contents, filter(has_changed, modules)):
+        ref = weakref.ref(changed)
+        for tree in all_trees():
+            tree.has_changed |= ref in (tree.around if tree.is_joined else tree.modules)
+
+
 def renew_context(context: TreeContext) -> None:
     """Make a tree anew of the units below each of its modules.
 
     See [Note: Units that are taken out]. Graphs that wait for a backward stay valid.
     """
-    for changed in filter(has_other_children, context.watched_modules()):
-        check_children(changed)
-        for tree in all_trees():
-            tree.has_changed |= tree.is_joined and weakref.ref(changed) in tree.around
+    adopt_contents(context)
     modules, armed = context.live_modules(), list(context.armed)
     first_to_join[0] = max(first_to_join[0], context.last_backward_id + 1)
     inner = {child for module in modules for child in module.modules() if child is not module}
@@ -177,8 +190,8 @@ def join(context: TreeContext, other: TreeContext) -> TreeContext:
     is_busy = other.call or other.backward or other.has_aborted or other.serves_graphs
     is_busy = is_busy or context.call or context.backward or context.device != other.device
     # What is to be made anew, its next call makes.
-    has_changed = any(map(has_other_children, other.watched_modules()))
-    if other.armed or is_busy or has_changed:
+    is_changed = any(map(has_changed, other.watched_modules()))
+    if other.armed or is_busy or is_changed:
         return other
     context.take_over(other)
     states = context.live_states()
@@ -267,8 +280,8 @@ def _watch(context: TreeContext, outermost: nn.Module) -> None:
     modules = context.live_modules()
     around = modules if read_state(outermost) is not None else [outermost]
     context.around = dict.fromkeys(map(weakref.ref, around))
-    for module in [*modules, *around]:
-        watch_children(module)
+    for module in dict.fromkeys([*modules, *around]):
+        note_contents(module)
 
 
 def lazy_init_params(

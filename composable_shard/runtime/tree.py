@@ -18,8 +18,11 @@ called. These need no unit:
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +37,7 @@ from composable_shard.flat_param import (
     UnshardedParameter,
     slot_key,
 )
-from composable_shard.runtime.unit import ShardState, watch_children
+from composable_shard.runtime.unit import ShardState
 from composable_shard.tensor import FlatShard, ParamLabel
 from composable_shard.torch_private import (
     REGISTRY_KEY,
@@ -298,7 +301,8 @@ def raise_unmanaged(names: list[str]) -> None:
         f"no unit manages the trainable parameters {names}: every rank would train a copy of its "
         "own with its own gradients. Call fully_shard on the module that holds them (the model "
         "itself, after its layers), freeze them, or pass them in ignored_params of any fully_shard "
-        "call and reduce their gradients yourself."
+        "call and reduce their gradients yourself. What a sharded module gets later goes into a "
+        "module of its own."
     )
 
 
@@ -308,10 +312,56 @@ def calling_modules(module: nn.Module) -> list[nn.Module]:
     return [each for each in reversed(outer) if any(child is module for child in each.modules())]
 
 
-def check_children(module: nn.Module) -> None:
-    """Check that units manage what was put below a module since the last call, and note it."""
-    check_whole(module)
-    watch_children(module)
+class _Contents:
+    """The modules and parameters below a module when it was last looked at.
+
+    They are told apart by `id`. Where a module has been freed since, another one may have its.
+    """
+
+    __slots__ = ("empty", "filled", "flags", "freed", "ids", "num_children", "places", "refs")
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        modules = [] if module is None else list(module.modules())
+        children, params = ([*map(of, modules)] for of in (modules_of, parameters_of))
+        self.empty = [each for each in (*children, *params) if not each]
+        self.filled = [each for each in (*children, *params) if each]
+        self.ids = [id(item) for each in self.filled for item in each.values()]
+        self.num_children = sum(map(len, children))
+        self.freed: list[Any] = []
+        self.refs = [weakref.ref(each, self.freed.append) for each in modules]
+        items = [(each, key, item) for each in params for key, item in each.items()]
+        items = [item for item in items if not isinstance(item[-1], _MANAGED)]
+        self.places = [each for each, _, _ in items], [key for _, key, _ in items]
+        self.flags = [param.requires_grad for _, _, param in items]
+
+    def __reduce__(self) -> Any:
+        """Leave out what belongs to these modules, for copies and pickles."""
+        return _Contents, ()
+
+
+_MANAGED = FlatShard, UnshardedParameter, type(None)
+_CONTENTS_KEY = "_composable_shard_contents"
+_requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
+
+
+def has_changed(module: nn.Module) -> bool:
+    """Return whether something is new below a module since `note_contents`, in each forward."""
+    known: _Contents | None = module.__dict__.get(_CONTENTS_KEY)
+    return known is not None and (
+        [*map(id, chain.from_iterable(map(dict.values, known.filled)))] != known.ids
+        or any(known.empty)
+        or bool(known.freed)
+        or [*map(_requires_grad, map(getitem, *known.places))] != known.flags
+    )
+
+
+def note_contents(module: nn.Module) -> bool:
+    """Note what is below a module now; return whether modules are new or were taken out."""
+    known, found = module.__dict__.get(_CONTENTS_KEY, _Contents()), _Contents(module)
+    # The entry is the module's and not the unit's: hooks of the modules inside lead to the unit.
+    module.__dict__[_CONTENTS_KEY] = found
+    children = found.ids[: found.num_children]
+    return bool(known.freed) or children != known.ids[: known.num_children]
 
 
 def _iter_unknown(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Place]:

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -45,7 +45,7 @@ from composable_shard.runtime.casts import BufferBroadcast
 from composable_shard.runtime.reads import CallHooks, LearntReads
 from composable_shard.runtime.reduction_order import Buckets, ReductionOrder
 from composable_shard.tensor import WriteGuard
-from composable_shard.torch_private import backward_hooks_of, modules_of
+from composable_shard.torch_private import backward_hooks_of
 
 Unit = TypeVar("Unit")
 
@@ -497,8 +497,8 @@ class TreeContext:
         return [module for ref in self.modules if (module := ref()) is not None]
 
     def watched_modules(self) -> list[nn.Module]:
-        """Return the modules that tell of units that were taken out."""
-        refs = self.around if self.is_joined else self.modules
+        """Return the modules that tell of what is new inside, and of units that were taken out."""
+        refs = self.around if self.is_joined else dict.fromkeys([*self.around, *self.modules])
         return [module for ref in refs if (module := ref()) is not None]
 
     def live_states(self) -> list[ShardState]:
@@ -530,26 +530,6 @@ class TreeContext:
         """Return True the first time, for a warning that is given once."""
         has_warned, self._has_warned_of_host_memory = self._has_warned_of_host_memory, True
         return not has_warned
-
-
-_CHILDREN_KEY = "_composable_shard_children"
-
-
-def watch_children(module: nn.Module) -> None:
-    """Note which modules a module has inside, so that calls see added or replaced ones.
-
-    The entry is the module's and not the unit's: hooks of the modules inside lead to the unit.
-    """
-    if _CHILDREN_KEY not in module.__dict__ or has_other_children(module):
-        parts = [part for part in map(modules_of, module.modules()) if part]
-        ids = [id(child) for part in parts for child in part.values()]
-        module.__dict__[_CHILDREN_KEY] = (parts, ids)
-
-
-def has_other_children(module: nn.Module) -> bool:
-    """Return whether modules were added, replaced or taken out since `watch_children`."""
-    parts, known = module.__dict__.get(_CHILDREN_KEY, ([], []))
-    return bool([*map(id, chain.from_iterable(map(dict.values, parts)))] != known)
 
 
 def all_trees() -> list[TreeContext]:

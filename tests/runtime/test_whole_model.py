@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import (
+    FlatShard,
     clip_grad_norm_,
     fully_shard,
     get_model_state_dict,
@@ -25,8 +26,9 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm.trace import count_collectives
+from tests.claims import assert_close, unsharded_gradients
 from tests.helpers import assert_equal, distributed
-from tests.models import Net, pickled, shard_blocks
+from tests.models import Net, average_gradients, pickled, shard_blocks
 
 OUTSIDE = r"\['inp.weight', 'inp.bias', 'out.weight', 'out.bias'\]"  # of a Net without a root
 
@@ -122,33 +124,95 @@ def test_l_whole_unit_called_by_itself_sees_no_model() -> None:
         clip_grad_norm_(net, 1.0)
 
 
-@pytest.mark.parametrize("place", ["child", "replaced", "inside", "parameter"])
-@distributed(2)
-def test_l_whole_module_added_after_a_step_is_named(place: str) -> None:
-    """At the next forward, where it is a module; at the latest by what sees the whole model."""
+class _Around(nn.Module):
+    """A module around a sharded model that is no unit, with a frozen layer of its own."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.head = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+
+def _replace_head(model: _Around) -> None:
+    del model.net.out  # whose memory, and `id`, the new one may get
+    model.net.out = nn.Linear(15, 3)
+
+
+def _add_inside(model: _Around) -> None:
+    model.net.blocks[1].down = nn.Sequential(model.net.blocks[1].down, nn.Linear(15, 15))
+
+
+def _add_to_leaf(model: _Around) -> None:
+    model.net.inp.lora = nn.Linear(5, 7)
+
+
+SURGERY: dict[str, tuple[Callable[[_Around], object], str]] = {
+    "child": (lambda m: setattr(m.net, "extra", nn.Linear(3, 3)), "net.extra.weight"),
+    "child around": (lambda m: setattr(m, "extra", nn.Linear(3, 3)), "extra.weight"),
+    "replaced": (_replace_head, "net.out.weight"),
+    "inside": (_add_inside, "net.blocks.1.down.1.weight"),
+    "in a leaf": (_add_to_leaf, "net.inp.lora.weight"),
+    "parameter": (lambda m: setattr(m.net.inp, "scale", nn.Parameter(torch.ones(7))), "scale"),
+    "of the root": (lambda m: setattr(m.net, "scale", nn.Parameter(torch.ones(7))), "net.scale"),
+    "bias": (lambda m: setattr(m.net.act, "bias", nn.Parameter(torch.ones(7))), "net.act.bias"),
+    "unfrozen": (lambda m: m.head.requires_grad_(True), "head.weight"),
+}
+
+
+@pytest.mark.parametrize("when", ["after a step", "before a backward"])
+@pytest.mark.parametrize("layers_alone", [False, True])
+@pytest.mark.parametrize("kind", SURGERY)
+@distributed(1, 2)
+def test_l_whole_surgery_is_named_in_the_next_forward(
+    kind: str, layers_alone: bool, when: str
+) -> None:
+    """Whatever is new or unfrozen below the module that is called; without it training goes on."""
+    change, name = SURGERY[kind]
     net = Net()
-    shard_blocks(net)
+    net.act = nn.Identity()
+    net.act.register_parameter("bias", None)
+    for unit in [*net.blocks, *([net.inp, net.out] if layers_alone else [net])]:
+        fully_shard(unit)
+    model = _Around(net)
     for _ in range(2):
-        _train(net)
-    if place == "child":
-        net.extra = nn.Linear(3, 3)
-    elif place == "replaced":
-        net.out = nn.Linear(15, 3)
-    elif place == "inside":
-        net.blocks[1].down = nn.Sequential(net.blocks[1].down, nn.Linear(15, 15))
-    else:
-        net.inp.register_parameter("scale", nn.Parameter(torch.ones(2)))
-    names = {
-        "child": r"\['extra.weight', 'extra.bias'\]",
-        "replaced": r"\['out.weight', 'out.bias'\]",
-        "inside": r"\['(blocks.1.)?down.1.weight', '(blocks.1.)?down.1.bias'\]",
-        "parameter": r"\['inp.scale'\]",
-    }
-    with pytest.raises(RuntimeError, match=f"the trainable parameters {names[place]}"):
-        clip_grad_norm_(net, 1.0)
-    if place != "parameter":
-        with pytest.raises(RuntimeError, match=f"the trainable parameters {names[place]}"):
-            _train(net)
+        _train(model)
+    if when == "before a backward":
+        model(torch.ones(2, 5)).sum()
+    change(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"trainable parameters \['[^]]*{name}'"):
+            _train(model)
+    for param in model.parameters():
+        if not isinstance(param, FlatShard):
+            param.requires_grad_(False)
+    _train(model)
+
+
+@distributed(2)
+def test_l_whole_new_layers_are_sharded_by_a_call_of_their_own() -> None:
+    """LoRA beside a sharded weight: the error's remedy, by value."""
+    torch.manual_seed(0)
+    plain = Net()
+    net = copy.deepcopy(plain)
+    shard_blocks(net)
+    for model in (plain, net):
+        _train(model)
+        model.zero_grad()
+        torch.manual_seed(1)
+        for block in model.blocks:
+            block.down.extra = nn.Linear(15, 15)
+            block.down.register_forward_hook(lambda each, args, y: y + each.extra(y))
+    for block in net.blocks:
+        fully_shard(block.down.extra)
+    for model in (plain, net):
+        _train(model)
+    average_gradients(plain.parameters())
+    found = unsharded_gradients(net)
+    for name, param in plain.named_parameters():
+        assert_close(found[name], param.grad, name)
 
 
 @distributed(2)
