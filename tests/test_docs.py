@@ -404,6 +404,10 @@ def _missing_of(words: list[str]) -> str | None:
         return None if target in _make_targets() else f"the target {target}"
     if words[0] == "pip":
         return None if words[1] == "install" else f"pip {words[1]}"
+    if words[:2] == ["pytest", "-m"]:
+        config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+        markers = [each.partition(":")[0] for each in config["ini_options"]["markers"]]
+        return None if words[2] in markers else f"the marker {words[2]}"
     if "-m" in words and words[0] == "python":
         path = words[words.index("-m") + 1].replace(".", "/")
         path += "/__main__.py" if (ROOT / path).is_dir() else ".py"
