@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,6 @@ from composable_shard.flat_param import (
 from composable_shard.options import ReshardAfterForward, check_reshard_after_forward
 from composable_shard.runtime import (
     ShardState,
-    StateRef,
     TrainingState,
     apply_policy,
     check_is_idle,
@@ -125,11 +124,7 @@ def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool =
     Raises:
         ValueError: If there is no unit.
     """
-    states = select_states(module, recurse)
-    is_new = any(state.requires_gradient_sync is not flag for state in states)
-    note_setting(states, f"set_requires_gradient_sync({flag})", is_new)
-    for state in states:
-        state.set_gradient_sync(requires_gradient_sync=flag)
+    _set(select_states(module, recurse), "requires_gradient_sync", flag)
 
 
 @contextmanager
@@ -148,13 +143,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     before = [state.requires_gradient_sync for state in states]
     note_setting(states, "no_sync()", any(before))
     for state in states:
-        state.set_gradient_sync(requires_gradient_sync=False)
+        state.change("requires_gradient_sync", False)
     try:
         yield
     finally:
         note_setting(states, "the end of no_sync()", any(before))
         for state, flag in zip(states, before, strict=True):
-            state.set_gradient_sync(requires_gradient_sync=flag)
+            state.change("requires_gradient_sync", flag)
 
 
 def _check_not_in_scope(states: list[ShardState]) -> None:
@@ -217,11 +212,7 @@ def set_requires_all_reduce(module: nn.Module, flag: bool, *, recurse: bool = Tr
     Raises:
         ValueError: If there is no unit.
     """
-    states = select_states(module, recurse)
-    is_new = any(state.requires_all_reduce is not flag for state in states)
-    note_setting(states, f"set_requires_all_reduce({flag})", is_new)
-    for state in states:
-        state.set_gradient_sync(requires_all_reduce=flag)
+    _set(select_states(module, recurse), "requires_all_reduce", flag)
 
 
 def set_is_last_backward(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
@@ -238,11 +229,7 @@ def set_is_last_backward(module: nn.Module, flag: bool, *, recurse: bool = True)
     Raises:
         ValueError: If there is no unit.
     """
-    states = select_states(module, recurse)
-    is_new = any(state.is_last_backward is not flag for state in states)
-    note_setting(states, f"set_is_last_backward({flag})", is_new)
-    for state in states:
-        state.set_gradient_sync(is_last_backward=flag)
+    _set(select_states(module, recurse), "is_last_backward", flag)
 
 
 def set_gradient_divide_factor(
@@ -347,11 +334,7 @@ def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None)
     Raises:
         ValueError: If one of them is not sharded.
     """
-    (state,) = select_states(module, recurse=False)
-    targets = _refs(modules)
-    is_new = state.forward_prefetch != targets
-    note_setting([state], f"set_forward_prefetch() to {_names_of(targets)}", is_new)
-    state.set_forward_prefetch(targets)
+    _set_prefetch(module, "forward_prefetch", modules)
 
 
 def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
@@ -365,21 +348,23 @@ def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None
     Raises:
         ValueError: If one of them is not sharded.
     """
-    (state,) = select_states(module, recurse=False)
-    targets = _refs(modules)
-    is_new = state.backward_prefetch != targets
-    note_setting([state], f"set_backward_prefetch() to {_names_of(targets)}", is_new)
-    state.set_backward_prefetch(targets)
+    _set_prefetch(module, "backward_prefetch", modules)
 
 
-def _refs(modules: Iterable[nn.Module] | None) -> tuple[StateRef, ...] | None:
-    if modules is None:
-        return None
-    return tuple(select_states(module, recurse=False)[0].ref for module in modules)
+def _set_prefetch(module: nn.Module, name: str, modules: Iterable[nn.Module] | None) -> None:
+    targets = None
+    if modules is not None:
+        targets = tuple(select_states(each, recurse=False)[0].ref for each in modules)
+    names = targets and [state.name for each in targets if (state := each()) is not None]
+    _set(select_states(module, recurse=False), name, targets, f"() to {names}")
 
 
-def _names_of(targets: tuple[StateRef, ...] | None) -> object:
-    return targets and [state.name for target in targets if (state := target()) is not None]
+def _set(states: Sequence[ShardState], name: str, value: object, shown: str = "") -> None:
+    """Change a setting of units, and let the ranks find out where only some of them do."""
+    is_new = any(getattr(state, name) != value for state in states)
+    note_setting(states, f"set_{name}{shown or f'({value})'}", is_new)
+    for state in states:
+        state.change(name, value)
 
 
 def register_comm_hook(

@@ -70,13 +70,13 @@ def _further_microbatches(module: nn.Module, are_there: bool) -> Iterator[None]:
     handles = [handle for state in states for handle in state.handles]
     frees = [handle.reshards_after_backward for handle in handles]
     for state in states:
-        state.set_gradient_sync(requires_gradient_sync=False)
+        state.change("requires_gradient_sync", False)
     for handle in handles:
         handle.set_reshard_after_backward(False)
     try:
         yield
     finally:
         for state, flag in zip(states, flags, strict=True):
-            state.set_gradient_sync(requires_gradient_sync=flag)
+            state.change("requires_gradient_sync", flag)
         for handle, flag in zip(handles, frees, strict=True):
             handle.set_reshard_after_backward(flag)

@@ -222,28 +222,9 @@ class ShardState:
         """Whether `unshard_params` shows any of its handles, perhaps for a unit it borrows from."""
         return any([handle.shown.is_in_scope for handle in self.needed])
 
-    def set_gradient_sync(
-        self,
-        *,
-        requires_gradient_sync: bool | None = None,
-        requires_all_reduce: bool | None = None,
-        is_last_backward: bool | None = None,
-    ) -> None:
-        """Choose what backwards reduce; None leaves a flag as it is."""
-        if requires_gradient_sync is not None:
-            self.requires_gradient_sync = requires_gradient_sync
-        if requires_all_reduce is not None:
-            self.requires_all_reduce = requires_all_reduce
-        if is_last_backward is not None:
-            self.is_last_backward = is_last_backward
-
-    def set_forward_prefetch(self, targets: tuple[StateRef, ...] | None) -> None:
-        """Choose the units that are gathered when a forward begins; None: the expected ones."""
-        self.forward_prefetch = targets
-
-    def set_backward_prefetch(self, targets: tuple[StateRef, ...] | None) -> None:
-        """Choose the units that are gathered when a backward begins; None: the expected ones."""
-        self.backward_prefetch = targets
+    def change(self, setting: str, value: object) -> None:
+        """Change what backwards reduce, or which units are gathered ahead."""
+        setattr(self, setting, value)
 
     def leave_out(self, ignored: list[Slot]) -> None:
         """Note the places of its modules' parameters that no unit manages on purpose."""
