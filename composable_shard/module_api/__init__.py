@@ -1,17 +1,25 @@
 """What users call on a sharded module: `unshard`, `unshard_params`, settings.
 
-Read `controls` first, then `full_params` (`unshard_params`).
+Read `unsharding` first, then `full_params` (`unshard_params`).
 """
 
-from composable_shard.module_api.controls import (
-    UnshardWork,
+from composable_shard.module_api.forward_methods import register_forward_method
+from composable_shard.module_api.full_params import (
+    ParamRange,
+    get_param_ranges,
+    register_flat_param,
+    register_orig_params,
+    unshard_params,
+    writeback,
+)
+from composable_shard.module_api.pending_gradients import (
     drop_pending_gradients,
     get_pending_gradients,
-    no_sync,
     reduce_pending_gradients,
+)
+from composable_shard.module_api.settings import (
+    no_sync,
     register_comm_hook,
-    register_forward_method,
-    reshard,
     set_backward_prefetch,
     set_forward_prefetch,
     set_gradient_divide_factor,
@@ -21,15 +29,7 @@ from composable_shard.module_api.controls import (
     set_reshard_after_backward,
     set_reshard_after_forward,
     set_unshard_in_backward,
-    unshard,
 )
-from composable_shard.module_api.full_params import (
-    ParamRange,
-    get_param_ranges,
-    register_flat_param,
-    register_orig_params,
-    unshard_params,
-    writeback,
-)
+from composable_shard.module_api.unsharding import UnshardWork, reshard, unshard
 
 __all__ = ["ParamRange", "UnshardWork"]

@@ -1,0 +1,152 @@
+"""Gradients that wait for a reduction: show them, reduce them now, drop them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from composable_shard.comm import FlagReduction
+from composable_shard.flat_param import (
+    FlatParamHandle,
+    drop_pending,
+    needs_reduction,
+    pending_values,
+    settle_pending,
+    settled,
+)
+from composable_shard.runtime import (
+    ShardState,
+    check_is_idle,
+    first_names,
+    select_states,
+)
+
+
+def get_pending_gradients(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+    """Return copies of the gradients that wait for a reduction, as whole tensors by name.
+
+    They are this rank's own sum over the microbatches, not divided: what plain PyTorch has in
+    `.grad` without data parallelism. A gradient of which only the all-reduce was put off
+    (`set_requires_all_reduce`) is there as the mean over the shard group. Of a parameter with
+    tensor parallelism it is the local part. Parameters without a pending gradient are left out.
+
+    No communication, except for one all-gather for each handle with such an all-reduce: then call
+    it on all ranks.
+
+    Args:
+        module: A module with sharded units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+        RuntimeError: Inside forward or backward.
+    """
+    values = {}
+    with torch.no_grad():
+        for _, handle in _idle_handles(module, recurse, "gradients can't be shown"):
+            with settled(handle):
+                values[handle] = pending_values(handle)
+    names = first_names(module, values)
+    pending = {name: values[handle][index] for (handle, index), name in names.items()}
+    return {name: value for name, value in pending.items() if value is not None}
+
+
+def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None:
+    """Reduce the gradients that wait for it now, without another backward; sets `.grad`.
+
+    For a step after microbatches that all ran under `no_sync`, or with a deferred all-reduce: at
+    the end of an epoch, or after an exception. Does what the end of the backward would have done,
+    also inside `no_sync`, and runs hooks of `register_post_accumulate_grad_hook`. No-op where
+    nothing waits on any rank. Call it on all ranks.
+
+    One small all-reduce for each process group; then for each handle with pending gradients on any
+    rank one reduce-scatter, and one all-reduce over the ranks that hold copies of shards, as far as
+    there are such.
+
+    Args:
+        module: A module with sharded units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+        RuntimeError: Inside forward or backward.
+    """
+    handles = _idle_handles(module, recurse, "gradients can't be reduced")
+    for _, handle in handles:
+        settle_pending(handle)
+    if not handles:
+        return
+    flags = FlagReduction(
+        [
+            (
+                handle.shard_group,
+                [int(flag) for flag in (needs_reduction(handle), *handle.grads.used)],
+            )
+            for _, handle in handles
+        ],
+        highest=1,
+    ).finish()
+    due = [
+        (state, handle, [bool(flag) for flag in used])
+        for (state, handle), (is_due, *used) in zip(handles, flags, strict=True)
+        if is_due
+    ]
+    try:
+        with torch.no_grad():
+            for state, handle, used in due:
+                _reduce(state, handle, used)
+    except BaseException:
+        # As a whole, as after an error in a backward.
+        for _, handle, _ in due:
+            handle.grads.drop()
+        raise
+    for _, handle, _ in due:
+        handle.shown.run_gradient_hooks()
+
+
+def _reduce(state: ShardState, handle: FlatParamHandle, used: list[bool]) -> None:
+    assert state.context is not None
+    grads = handle.grads
+    grads.issue(
+        state.context.streams, state.context.scratch, keep_unsharded=True, is_deferred=False
+    )
+    grads.advance()
+    grads.finish()
+    grads.publish(used)
+
+
+def drop_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None:
+    """Drop the gradients that wait for a reduction, and free their memory; no communication.
+
+    What was reduced before stays in `.grad`. `zero_grad()` of a module or optimizer, and setting
+    `.grad` to None, drop both, but keep the memory until the next backward. Call it on all ranks.
+
+    Args:
+        module: A module with sharded units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+        RuntimeError: Inside forward or backward.
+    """
+    for _, handle in _idle_handles(module, recurse, "gradients can't be dropped"):
+        drop_pending(handle)
+
+
+def _idle_handles(
+    module: nn.Module, recurse: bool, what: str
+) -> list[tuple[ShardState, FlatParamHandle]]:
+    """Return the handles that can have pending gradients, each with its unit."""
+    states = select_states(module, recurse)
+    for context in dict.fromkeys(state.context for state in states):
+        if context is not None:
+            check_is_idle(context, what)
+    handles = [
+        (state, handle)
+        for state in states
+        for handle in state.handles
+        if state.context is not None and handle.grads.is_bound
+    ]
+    for _, handle in handles:
+        handle.adopt_changes()
+    return handles

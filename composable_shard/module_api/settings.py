@@ -1,0 +1,283 @@
+"""Setters: what backwards reduce, what is freed when, what is gathered ahead, and comm hooks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from composable_shard.comm import CommHook
+from composable_shard.options import ReshardAfterForward, check_reshard_after_forward
+from composable_shard.runtime import (
+    ShardState,
+    apply_policy,
+    check_is_idle,
+    note_setting,
+    select_states,
+)
+
+
+def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
+    """Choose whether backwards reduce gradients, or accumulate them unsharded on each rank.
+
+    The first backward with `flag` True reduces what was accumulated.
+
+    Args:
+        module: A module with sharded units.
+        flag: Whether to reduce.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+    """
+    _set(select_states(module, recurse), "requires_gradient_sync", flag)
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without communication in the enclosed block.
+
+    As in DistributedDataParallel, the next backward outside reduces the sum, or
+    `reduce_pending_gradients`. Each rank holds unsharded gradients meanwhile, which `zero_grad`
+    drops. The earlier setting of each unit comes back, also after an
+    exception.
+
+    Raises:
+        ValueError: If there is no unit in `module`.
+    """
+    states = select_states(module, recurse=True)
+    before = [state.requires_gradient_sync for state in states]
+    note_setting(states, "no_sync()", any(before))
+    for state in states:
+        state.change("requires_gradient_sync", False)
+    try:
+        yield
+    finally:
+        note_setting(states, "the end of no_sync()", any(before))
+        for state, flag in zip(states, before, strict=True):
+            state.change("requires_gradient_sync", flag)
+
+
+def set_requires_all_reduce(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
+    """Choose whether backwards reduce gradients over the ranks that hold copies of a shard.
+
+    For 2-D meshes: while False, gradients are reduce-scattered inside the shard group and add up
+    there, without being published; the first backward with `flag` True reduces the sum across.
+    Under `SHARD_OPTIM` and `NO_SHARD` gradients are unsharded anyway and nothing is reduced before.
+
+    Args:
+        module: A module with sharded units.
+        flag: Whether to reduce.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+    """
+    _set(select_states(module, recurse), "requires_all_reduce", flag)
+
+
+def set_is_last_backward(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
+    """Tell whether the next backward is the last one before the optimizer's step.
+
+    While False, each strategy puts off what it can without holding more memory: the all-reduce of
+    2-D meshes, and under `SHARD_OPTIM` and `NO_SHARD` the whole reduction.
+
+    Args:
+        module: A module with sharded units.
+        flag: Whether it is the last one.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+    """
+    _set(select_states(module, recurse), "is_last_backward", flag)
+
+
+def set_gradient_divide_factor(
+    module: nn.Module, factor: float | None, *, recurse: bool = True
+) -> None:
+    """Set what the sum of the gradients over all data-parallel ranks is divided by.
+
+    Args:
+        module: A module with sharded units.
+        factor: The divisor; None for the number of data-parallel ranks, which gives the mean.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit, or the factor is not a positive number.
+    """
+    if factor is not None and not (factor > 0 and math.isfinite(factor)):
+        raise ValueError(f"expected a positive, finite gradient divide factor, got {factor}")
+    states = select_states(module, recurse)
+    reductions = [handle.grads.reduction for state in states for handle in state.handles]
+    is_new = any(reduction.divide_factor != factor for reduction in reductions)
+    note_setting(states, f"set_gradient_divide_factor({factor})", is_new)
+    for reduction in reductions:
+        reduction.set_divide_factor(factor)
+
+
+def set_reshard_after_forward(
+    module: nn.Module, flag: ReshardAfterForward, *, recurse: bool = True
+) -> None:
+    """Choose what is kept of the full parameters between forward and backward.
+
+    Units whose strategy keeps parameters unsharded are left as they are.
+
+    Args:
+        module: A module with sharded units.
+        flag: As `reshard_after_forward` of `fully_shard`.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit, or the value is none of these; nothing is changed then.
+    """
+    states = select_states(module, recurse)
+    sizes = {handle.shard_group.size for state in states for handle in state.handles}
+    checked = {size: check_reshard_after_forward(flag, size) for size in sizes}
+    freeing = [state for state in states if state.options.strategy.facts.frees_params]
+    is_new = any(state.reshard_after_forward != flag for state in freeing)
+    note_setting(states, f"set_reshard_after_forward({flag})", is_new)
+    for state in states:
+        for handle in state.handles[:1]:  # all handles of a unit have one shard group
+            apply_policy(state, checked[handle.shard_group.size])
+
+
+def set_reshard_after_backward(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
+    """Choose whether the end of a backward frees the full parameters.
+
+    Kept ones spare the next forward its gathers, unless a shard was written. A backward then needs
+    a buffer of its own for gradients, which otherwise take the parameters' place.
+
+    Args:
+        module: A module with sharded units.
+        flag: Whether to free them.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+    """
+    states = select_states(module, recurse)
+    handles = [handle for state in states for handle in state.handles]
+    is_new = any(handle.reshards_after_backward is not flag for handle in handles)
+    note_setting(states, f"set_reshard_after_backward({flag})", is_new)
+    for handle in handles:
+        handle.set_reshard_after_backward(flag)
+
+
+def set_unshard_in_backward(module: nn.Module, flag: bool) -> None:
+    """Choose whether the backward of a unit gathers its full parameters.
+
+    A backward that reads no parameter, as of embeddings alone, does without: one all-gather less.
+    Modules then show the shards while it runs.
+
+    Args:
+        module: A sharded module.
+        flag: Whether to gather. A forward that saves full parameters for its backward, though they
+            are not to be gathered, raises.
+
+    Raises:
+        ValueError: If it is not sharded.
+    """
+    (state,) = select_states(module, recurse=False)
+    is_new = state.learnt.reads_nothing is flag
+    note_setting([state], f"set_unshard_in_backward({flag})", is_new)
+    state.learnt.expect(reads_nothing=not flag)
+
+
+def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
+    """Choose the units whose gathers are started when the forward of `module` begins.
+
+    Args:
+        module: A sharded module.
+        modules: Sharded modules, in the order of their gathers. Empty: no gather is started ahead.
+            None: that of the unit that came next in the last call, which is the default.
+
+    Raises:
+        ValueError: If one of them is not sharded.
+    """
+    _set_prefetch(module, "forward_prefetch", modules)
+
+
+def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
+    """Choose the units whose gathers are started when the backward of `module` begins.
+
+    Args:
+        module: A sharded module.
+        modules: Sharded modules, in the order of their gathers. Empty: no gather is started ahead.
+            None: that of the unit whose forward ran before, which is the default.
+
+    Raises:
+        ValueError: If one of them is not sharded.
+    """
+    _set_prefetch(module, "backward_prefetch", modules)
+
+
+def _set_prefetch(module: nn.Module, name: str, modules: Iterable[nn.Module] | None) -> None:
+    targets = None
+    if modules is not None:
+        targets = tuple(select_states(each, recurse=False)[0].ref for each in modules)
+    names = targets and [state.name for each in targets if (state := each()) is not None]
+    _set(select_states(module, recurse=False), name, targets, f"() to {names}")
+
+
+def _set(states: Sequence[ShardState], name: str, value: object, shown: str = "") -> None:
+    """Change a setting of units, and let the ranks find out where only some of them do."""
+    is_new = any(getattr(state, name) != value for state in states)
+    note_setting(states, f"set_{name}{shown or f'({value})'}", is_new)
+    for state in states:
+        state.change(name, value)
+
+
+def register_comm_hook(
+    module: nn.Module, hook: CommHook | None, state: object = None, *, recurse: bool = True
+) -> None:
+    """Let a hook do the communication that turns unsharded gradients into shards of their mean.
+
+    It is called `hook(state, stage)` in place of each collective of a reduction, with a
+    `ReductionStage`: once for the reduce-scatter over the shard group, if there is one, and once
+    for each group of ranks that hold copies (the second axis of a 2-D mesh, and all of `NO_SHARD`),
+    whose stage may come in a later backward. It writes the sum over `stage.group` into
+    `stage.output`; the library divides. It returns None, or an object with `wait()` for a sum that
+    is there only then. `composable_shard.comm.hooks` has hooks that compress.
+
+    Gradients that `no_sync` accumulates reach the hook once, as their sum. A rank that trains alone
+    sends nothing, so the hook is not called. An error that it raises drops the gradients of the
+    backward as a whole, as any other; it must be raised on all ranks alike. Copies and pickles of
+    the module have no hook.
+
+    Args:
+        module: A module with sharded units.
+        hook: What to call; the same on all ranks, which the first forward checks by name. None
+            takes the hook away, if there is one: gradients are reduced as by default again.
+        state: Its first argument, kept alive by the units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit, the hook can't be called, or there is a state but no hook.
+        RuntimeError: If a unit has a hook already, or in a forward or backward. Nothing is changed
+            then.
+    """
+    if hook is not None and not callable(hook):
+        raise ValueError(
+            "expected hook to be a function hook(state, stage) or None, got "
+            f"{hook!r}. The order of arguments is register_comm_hook(module, hook, state)."
+        )
+    if hook is None and state is not None:
+        raise ValueError("expected no state where hook is None, which takes the hook away")
+    states = select_states(module, recurse)
+    for context in {each.context for each in states if each.context is not None}:
+        check_is_idle(context, "a comm hook can't be registered or taken away")
+    reductions = [(each, handle.grads.reduction) for each in states for handle in each.handles]
+    for each, reduction in reductions if hook is not None else ():
+        if reduction.hook_name is not None:
+            raise RuntimeError(
+                f"unit '{each.name}' has the comm hook {reduction.hook_name} already. Take it away "
+                "with register_comm_hook(module, None) first, or pass recurse=False to leave inner "
+                "units out."
+            )
+    for _, reduction in reductions:
+        reduction.set_hook(hook, state)
+    name = reductions[0][1].hook_name if reductions else None
+    note_setting(states, f"register_comm_hook() of {name}", is_new=True)
