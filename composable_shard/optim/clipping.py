@@ -1,52 +1,30 @@
-"""Gradient clipping by the global norm, and a GradScaler for sharded gradients.
-
-Ranks that own other parameters, which norms over all parameters must count.
-
-[Note: Other parameters]
-A rank passes its own parameters to `clip_grad_norm_`. Their norms are added up over the ranks that
-share them. Other ranks may own other parameters: the next stages of a pipeline, other experts.
-Their norms count too, once, over groups of ranks of which each owns others:
-
-- the axis "pp" of the mesh that the mesh of a unit is part of;
-- axes over which tensor parallelism splits a parameter, which its spec tells;
-- groups that the caller gives, for all parameters or for some.
-
-Ranks that share one parameter must scale it alike, and without such a group they would not. So
-units of one model that are shared by different numbers of ranks are an error, unless a group says
-what the ranks beside have in the place of a unit.
-"""
+"""Gradient clipping by the global norm, and counts of zero gradients."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from composable_shard.comm import all_reduce, note_setting, resolve_group
+from composable_shard.comm import note_setting
 from composable_shard.flat_param import FlatParamHandle, UnshardedParameter, handle_of
+from composable_shard.optim.other_owners import OtherOwners, combine, handles_of, split_by_owners
 from composable_shard.options import check_no_others
 from composable_shard.runtime import check_whole
 from composable_shard.tensor import (
     FlatShard,
     Slices,
     group_slices,
-    max_over,
     norms_of,
     note_write,
-    reduction_groups,
     sum_over,
     total_norms,
 )
@@ -56,159 +34,7 @@ from composable_shard.torch_private import (
     foreach_mul_,
     modules_of,
     parameters_of,
-    unscale_,
 )
-
-Owners = dist.ProcessGroup | DeviceMesh
-OtherOwners = Owners | tuple[nn.Module | Iterable[nn.Module | Tensor], Owners]
-
-
-@dataclass(frozen=True)
-class OwnedParams:
-    """The parameters of a call, by the groups over whose ranks others own others.
-
-    Attributes:
-        shared: Those that no group is given for.
-        parts: The others, with the group's name; the same groups on all ranks.
-        overall: Names of the groups whose ranks own other parameters altogether.
-        device: Where norms of ranks without gradients are.
-        handles: Those of all parameters.
-    """
-
-    shared: list[Tensor]
-    parts: list[tuple[list[Tensor], str]]
-    overall: tuple[str, ...]
-    device: torch.device
-    handles: list[FlatParamHandle]
-
-
-def split_by_owners(
-    params: list[Tensor], groups: Sequence[OtherOwners], order: float
-) -> OwnedParams:
-    """Return the parameters by the groups that are given for them; check that none is missing.
-
-    Args:
-        params: Those whose gradients are clipped.
-        groups: What users give.
-        order: Of the norm.
-
-    Raises:
-        ValueError: If a group is no group, or norms of this order can't be combined.
-        RuntimeError: If units are shared by different ranks, and no group says who owns others.
-    """
-    overall: dict[tuple[int, ...], str] = {}  # by ranks: two meshes may have a group each
-    parts: list[tuple[list[Tensor], str]] = []
-    taken: set[int] = set()
-    for given in groups:
-        if not isinstance(given, tuple):
-            if _size_of(given) > 1:
-                _add(overall, _group_of(given))
-            continue
-        wanted, owners = given
-        ids = _ids_of(wanted) - taken
-        taken |= ids
-        if _size_of(owners) > 1:
-            name = _group_of(owners).group_name
-            parts.append(([param for param in params if id(param) in ids], name))
-    named = {id(param) for part, _ in parts for param in part}
-    shared = [param for param in params if id(param) not in named] if parts else params
-    handles = handles_of(params)
-    for handle in handles:
-        pipeline = handle.shard_group.pipeline_group
-        if pipeline is not None:
-            _add(overall, pipeline)
-    if len({handle.shard_group.joint_groups for handle in handles}) > 1:
-        _check_sharing(params, handles, taken)
-    if (parts or overall) and order <= 0:
-        raise ValueError(
-            f"expected a positive norm_type where ranks own other parameters, got {order}"
-        )
-    device = params[0].device if params else torch.device("cpu")
-    return OwnedParams(shared, parts, tuple(overall.values()), device, handles)
-
-
-def combine(norm: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:
-    """Return the norm of the norms of all ranks of these groups, in float64.
-
-    One all-reduce of one element for each of them.
-    """
-    if math.isinf(order):
-        return max_over(norm.double(), groups)
-    total = sum_over(norm.double() ** order, groups)
-    return total ** (1.0 / order)
-
-
-def _add(overall: dict[tuple[int, ...], str], group: dist.ProcessGroup) -> None:
-    """Add a group, once for its ranks: of several the one whose name all of them sort first."""
-    name = str(group.group_name)
-    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-    overall[ranks] = min(overall.get(ranks, name), name)
-
-
-def _group_of(owners: Owners) -> dist.ProcessGroup:
-    if isinstance(owners, DeviceMesh):
-        if owners.ndim != 1:
-            raise ValueError(
-                f"expected a process group or a mesh of one axis in groups, got one of "
-                f"{owners.ndim} axes {owners.mesh_dim_names}. Pass each axis by itself."
-            )
-        owners = owners.get_group()
-    return owners
-
-
-def _size_of(owners: object) -> int:
-    if isinstance(owners, dist.ProcessGroup | DeviceMesh):
-        return int(owners.size())
-    raise ValueError(
-        "expected groups to hold process groups, meshes of one axis, and pairs (modules or "
-        f"parameters, group or mesh), got {owners!r}"
-    )
-
-
-def _ids_of(wanted: nn.Module | Iterable[nn.Module | Tensor]) -> set[int]:
-    items = [wanted] if isinstance(wanted, nn.Module | Tensor) else list(wanted)
-    params: list[Tensor] = []
-    for item in items:
-        params += item.parameters() if isinstance(item, nn.Module) else [item]
-    return set(map(id, params))
-
-
-def handles_of(params: Iterable[Tensor]) -> list[FlatParamHandle]:
-    """Return the handles of sharded parameters."""
-    found = [handle_of(param) for param in params if isinstance(param, FlatShard)]
-    return [handle for handle in dict.fromkeys(found) if handle is not None]
-
-
-def _check_sharing(
-    params: list[Tensor], handles: Iterable[FlatParamHandle], taken: set[int]
-) -> None:
-    """Check that all units have the same ranks, or that their parameters say who owns others.
-
-    Raises:
-        RuntimeError: Naming the first that does not.
-    """
-    ranks = {dist.get_rank()}
-    for handle in handles:
-        for group in handle.shard_group.joint_groups:
-            ranks.update(dist.get_process_group_ranks(group))
-    for param in params:
-        if not isinstance(param, FlatShard) or id(param) in taken:
-            continue
-        owner, spec = handle_of(param), param._shard_spec
-        if owner is None:
-            continue
-        num_ranks = owner.shard_group.num_ranks
-        num_parts = 1 if spec.tensor_parallel is None else spec.tensor_parallel[0].size()
-        if num_ranks * num_parts < len(ranks):
-            raise RuntimeError(
-                f"parameter '{spec.label}' is shared by {num_ranks} ranks, and other units of the "
-                f"model by {len(ranks)}: the ranks beside own other parameters in its place, such "
-                "as experts, and each rank would clip by another norm. Pass clip_grad_norm_ "
-                "groups=[(module, group)], with the module that holds the parameter and the "
-                "process group, or axis of a mesh, over whose ranks others own others. If they "
-                "hold copies, shard all units over the same ranks."
-            )
-
 
 T = TypeVar("T", bound=Tensor)
 
@@ -472,65 +298,3 @@ def _scale(slices: Slices, grads: list[Tensor], max_norm: float, norm: Tensor) -
         for device, scaled in by_device.items():
             if scaled:  # this rank may hold nothing of any of them
                 foreach_mul_(scaled, factor.to(device))
-
-
-class ShardedGradScaler(GradScaler):
-    """A `torch.amp.GradScaler` for sharded parameters of any granularity.
-
-    All ranks skip a step if any rank finds an inf or NaN, also ranks without gradients, and those
-    of other pipeline stages (the axis "pp" of the mesh): one all-reduce of one element for each
-    device and process group of the optimizer's sharded parameters. Torch's own scaler does so only
-    for parameters that all ranks share.
-    """
-
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        with torch.no_grad():
-            for local in _local_gradients(params, allow_fp16):
-                grads[local.device, local.dtype].append(local)
-            devices = {param.device for param in params if isinstance(param, FlatShard)}
-            devices |= {device for device, _ in grads}
-            found = {device: found_inf.to(device, copy=True) for device in devices}
-            for (device, _), locals_ in grads.items():
-                unscale_(locals_, found[device], inv_scale.to(device))
-            for device, found_there in found.items():
-                for name in _groups(params, device):
-                    all_reduce(found_there, resolve_group(name), dist.ReduceOp.MAX).wait()
-        return found
-
-
-def _local_gradients(params: list[Tensor], allow_fp16: bool) -> Iterator[Tensor]:
-    for param in params:
-        grad = param.grad
-        if grad is None:
-            continue
-        if grad.dtype is torch.float16 and not allow_fp16:
-            raise ValueError("Attempting to unscale FP16 gradients.")
-        if isinstance(grad, FlatShard):
-            note_write(grad)
-            bump_version((grad,))
-            yield grad._local
-        elif grad.is_sparse:
-            if grad.dtype is torch.float16:
-                param.grad = grad = grad.coalesce()  # sums of duplicates may overflow
-            yield grad._values()
-        else:
-            yield grad
-
-
-def _groups(params: list[Tensor], device: torch.device) -> list[str]:
-    """Return the groups of sharded parameters on a device, in the same order on all ranks.
-
-    Last those whose ranks own other parameters, [Note: Other parameters].
-    """
-    shards = [p for p in params if isinstance(p, FlatShard) and p.device == device]
-    names = dict.fromkeys(name for p in shards for name in reduction_groups(p._shard_spec))
-    stages = dict.fromkeys(
-        handle.shard_group.pipeline_group.group_name
-        for handle in handles_of(shards)
-        if handle.shard_group.pipeline_group is not None
-    )
-    return [*names, *stages]

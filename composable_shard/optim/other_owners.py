@@ -1,0 +1,183 @@
+"""Ranks that own other parameters, which norms over all parameters must count.
+
+[Note: Other parameters]
+A rank passes its own parameters to `clip_grad_norm_`. Their norms are added up over the ranks that
+share them. Other ranks may own other parameters: the next stages of a pipeline, other experts.
+Their norms count too, once, over groups of ranks of which each owns others:
+
+- the axis "pp" of the mesh that the mesh of a unit is part of;
+- axes over which tensor parallelism splits a parameter, which its spec tells;
+- groups that the caller gives, for all parameters or for some.
+
+Ranks that share one parameter must scale it alike, and without such a group they would not. So
+units of one model that are shared by different numbers of ranks are an error, unless a group says
+what the ranks beside have in the place of a unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_shard.flat_param import FlatParamHandle, handle_of
+from composable_shard.tensor import (
+    FlatShard,
+    max_over,
+    sum_over,
+)
+
+Owners = dist.ProcessGroup | DeviceMesh
+OtherOwners = Owners | tuple[nn.Module | Iterable[nn.Module | Tensor], Owners]
+
+
+@dataclass(frozen=True)
+class OwnedParams:
+    """The parameters of a call, by the groups over whose ranks others own others.
+
+    Attributes:
+        shared: Those that no group is given for.
+        parts: The others, with the group's name; the same groups on all ranks.
+        overall: Names of the groups whose ranks own other parameters altogether.
+        device: Where norms of ranks without gradients are.
+        handles: Those of all parameters.
+    """
+
+    shared: list[Tensor]
+    parts: list[tuple[list[Tensor], str]]
+    overall: tuple[str, ...]
+    device: torch.device
+    handles: list[FlatParamHandle]
+
+
+def split_by_owners(
+    params: list[Tensor], groups: Sequence[OtherOwners], order: float
+) -> OwnedParams:
+    """Return the parameters by the groups that are given for them; check that none is missing.
+
+    Args:
+        params: Those whose gradients are clipped.
+        groups: What users give.
+        order: Of the norm.
+
+    Raises:
+        ValueError: If a group is no group, or norms of this order can't be combined.
+        RuntimeError: If units are shared by different ranks, and no group says who owns others.
+    """
+    overall: dict[tuple[int, ...], str] = {}  # by ranks: two meshes may have a group each
+    parts: list[tuple[list[Tensor], str]] = []
+    taken: set[int] = set()
+    for given in groups:
+        if not isinstance(given, tuple):
+            if _size_of(given) > 1:
+                _add(overall, _group_of(given))
+            continue
+        wanted, owners = given
+        ids = _ids_of(wanted) - taken
+        taken |= ids
+        if _size_of(owners) > 1:
+            name = _group_of(owners).group_name
+            parts.append(([param for param in params if id(param) in ids], name))
+    named = {id(param) for part, _ in parts for param in part}
+    shared = [param for param in params if id(param) not in named] if parts else params
+    handles = handles_of(params)
+    for handle in handles:
+        pipeline = handle.shard_group.pipeline_group
+        if pipeline is not None:
+            _add(overall, pipeline)
+    if len({handle.shard_group.joint_groups for handle in handles}) > 1:
+        _check_sharing(params, handles, taken)
+    if (parts or overall) and order <= 0:
+        raise ValueError(
+            f"expected a positive norm_type where ranks own other parameters, got {order}"
+        )
+    device = params[0].device if params else torch.device("cpu")
+    return OwnedParams(shared, parts, tuple(overall.values()), device, handles)
+
+
+def combine(norm: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:
+    """Return the norm of the norms of all ranks of these groups, in float64.
+
+    One all-reduce of one element for each of them.
+    """
+    if math.isinf(order):
+        return max_over(norm.double(), groups)
+    total = sum_over(norm.double() ** order, groups)
+    return total ** (1.0 / order)
+
+
+def _add(overall: dict[tuple[int, ...], str], group: dist.ProcessGroup) -> None:
+    """Add a group, once for its ranks: of several the one whose name all of them sort first."""
+    name = str(group.group_name)
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    overall[ranks] = min(overall.get(ranks, name), name)
+
+
+def _group_of(owners: Owners) -> dist.ProcessGroup:
+    if isinstance(owners, DeviceMesh):
+        if owners.ndim != 1:
+            raise ValueError(
+                f"expected a process group or a mesh of one axis in groups, got one of "
+                f"{owners.ndim} axes {owners.mesh_dim_names}. Pass each axis by itself."
+            )
+        owners = owners.get_group()
+    return owners
+
+
+def _size_of(owners: object) -> int:
+    if isinstance(owners, dist.ProcessGroup | DeviceMesh):
+        return int(owners.size())
+    raise ValueError(
+        "expected groups to hold process groups, meshes of one axis, and pairs (modules or "
+        f"parameters, group or mesh), got {owners!r}"
+    )
+
+
+def _ids_of(wanted: nn.Module | Iterable[nn.Module | Tensor]) -> set[int]:
+    items = [wanted] if isinstance(wanted, nn.Module | Tensor) else list(wanted)
+    params: list[Tensor] = []
+    for item in items:
+        params += item.parameters() if isinstance(item, nn.Module) else [item]
+    return set(map(id, params))
+
+
+def handles_of(params: Iterable[Tensor]) -> list[FlatParamHandle]:
+    """Return the handles of sharded parameters."""
+    found = [handle_of(param) for param in params if isinstance(param, FlatShard)]
+    return [handle for handle in dict.fromkeys(found) if handle is not None]
+
+
+def _check_sharing(
+    params: list[Tensor], handles: Iterable[FlatParamHandle], taken: set[int]
+) -> None:
+    """Check that all units have the same ranks, or that their parameters say who owns others.
+
+    Raises:
+        RuntimeError: Naming the first that does not.
+    """
+    ranks = {dist.get_rank()}
+    for handle in handles:
+        for group in handle.shard_group.joint_groups:
+            ranks.update(dist.get_process_group_ranks(group))
+    for param in params:
+        if not isinstance(param, FlatShard) or id(param) in taken:
+            continue
+        owner, spec = handle_of(param), param._shard_spec
+        if owner is None:
+            continue
+        num_ranks = owner.shard_group.num_ranks
+        num_parts = 1 if spec.tensor_parallel is None else spec.tensor_parallel[0].size()
+        if num_ranks * num_parts < len(ranks):
+            raise RuntimeError(
+                f"parameter '{spec.label}' is shared by {num_ranks} ranks, and other units of the "
+                f"model by {len(ranks)}: the ranks beside own other parameters in its place, such "
+                "as experts, and each rank would clip by another norm. Pass clip_grad_norm_ "
+                "groups=[(module, group)], with the module that holds the parameter and the "
+                "process group, or axis of a mesh, over whose ranks others own others. If they "
+                "hold copies, shard all units over the same ranks."
+            )
