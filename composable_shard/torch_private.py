@@ -80,6 +80,8 @@ warn_of_newer(torch.__version__)
 
 # Autograd. `current_backward_id()` is -1 outside of a backward pass, on the thread that asks.
 current_backward_id: Callable[[], int] = torch._C._current_graph_task_id
+# The node whose backward runs on the thread that asks.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
 will_run_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
 next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 sequence_nr_of: Callable[[Any], int] = methodcaller("_sequence_nr")

@@ -28,6 +28,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from inspect import unwrap
 from itertools import starmap
 from types import CodeType, FunctionType
@@ -42,6 +43,7 @@ from composable_shard.flat_param import LOCKED, FlatParamHandle
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
     current_backward_id,
+    current_node,
     is_traceable_wrapper_subclass,
     never_compile,
     next_sequence_nr,
@@ -425,6 +427,8 @@ def _unpack(saved: tuple[Any, int, Any, Read | None, int, ReadHooks]) -> Tensor:
             call.is_early = True
     if read is not None:
         read.announce()
+        if isinstance(node := current_node(), BackwardCFunction):
+            node.register_hook(partial(_copy_values, hooks))
     elif current_backward_id() != -1:
         # Perhaps an input of a checkpoint, which then runs a part of the unit again.
         hooks.announcement.announce_read()
@@ -432,6 +436,26 @@ def _unpack(saved: tuple[Any, int, Any, Read | None, int, ReadHooks]) -> Tensor:
         return unpack(packed)  # type: ignore[no-any-return]
     _check_version(packed, version, "" if read is None else f" of unit '{read.name}'")
     return packed  # type: ignore[no-any-return]
+
+
+def _copy_values(hooks: ReadHooks, gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...] | None:
+    """Return copies of the gradients of a user's function that are views of full values.
+
+    They may be used when another gradient has taken the place of the values, or these are freed.
+    The calls of such a unit have hooks for good.
+    """
+    fulls = [(each[2].full.output.data_ptr(), each[2].full.nbytes) for each in hooks._extents]
+    are_values = [
+        each is not None
+        and any(0 <= at - start < size for at in _addresses(each) for start, size in fulls)
+        for each in gradients
+    ]
+    if not any(are_values):
+        return None
+    for call in hooks.calls:
+        call.is_early = True
+    pairs = zip(gradients, are_values, strict=True)
+    return tuple(each.clone() if is_value else each for each, is_value in pairs)
 
 
 never_compile(ReadHooks._pack)

@@ -8,6 +8,7 @@ expected comes from `autograd.grad`, which adds nothing up.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -25,8 +26,9 @@ from composable_shard import (
     no_sync,
     set_gradient_divide_factor,
 )
-from tests.claims import unsharded_gradients
+from tests.claims import assert_close, poisoned, unsharded_gradients
 from tests.helpers import assert_equal, distributed
+from tests.models import shard_children, shard_root
 
 STRATEGIES = list(ShardingStrategy)
 
@@ -176,3 +178,93 @@ def test_gradients_that_callers_keep_are_not_written(strategy: ShardingStrategy)
     assert_equal(given, torch.ones_like(given), "given")
     for index, gradient in enumerate(kept):
         assert_equal(gradient, torch.full_like(given, 3.0 if index % 2 else 1.0), f"kept {index}")
+
+
+class _GivesValues(torch.autograd.Function):
+    """A function whose backward gives what it has saved, or views of that."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor, gives: _Gives) -> Tensor:
+        ctx.save_for_backward(first, second)
+        ctx.gives = gives
+        return first * second
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *ctx.gives(*ctx.saved_tensors, grads[0]), None
+
+
+_Gives = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+_GIVEN: dict[str, _Gives] = {
+    "the other": lambda a, b, g: (b, a),
+    "a view of the other": lambda a, b, g: (b.t(), a.view_as(b)),
+    "a detached one": lambda a, b, g: (b.detach(), a.detach()),
+    "the first one's": lambda a, b, g: (b, g * a),
+    "the second one's": lambda a, b, g: (g * b, a),
+    "itself": lambda a, b, g: (a, b),
+    "a view of itself": lambda a, b, g: (a.t(), b.t()),
+    "one for both": lambda a, b, g: (b, b),
+}
+_USES: dict[str, Callable[[_Shares, Tensor], tuple[Tensor, Tensor]]] = {
+    "parameters": lambda m, x: (m.a, m.b),
+    "a view": lambda m, x: (m.a, m.c.view(3, 3)),
+    "a product": lambda m, x: (m.c.view(3, 3) * 2, m.b),
+    "an activation": lambda m, x: (x, m.b),
+}
+
+
+class _Inner(_Shares):
+    def __init__(self, uses: str, gives: str) -> None:
+        super().__init__("")
+        self.uses, self.gives = uses, gives
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = _GivesValues.apply(*_USES[self.uses](self, x), _GIVEN[self.gives])
+        return found + x.square()
+
+
+class _Outer(nn.Module):
+    """A unit of its own before the one with the function: gradients go on to it."""
+
+    def __init__(self, uses: str, gives: str) -> None:
+        super().__init__()
+        self.before = nn.Linear(3, 3, dtype=torch.float64)
+        self.inner = _Inner(uses, gives)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.before(x))
+
+
+@pytest.mark.parametrize("creates_graph", [False, True])
+@pytest.mark.parametrize("shard", [shard_root, shard_children])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("gives", _GIVEN)
+@distributed(1, 2)
+@poisoned()
+def test_gradients_that_are_parameters_have_their_values(
+    gives: str, strategy: ShardingStrategy, shard: Any, creates_graph: bool
+) -> None:
+    """A function may give a weight, or a view of it, as a gradient: of itself, or of another one.
+
+    Under `FULL_SHARD` gradients take the place of values, and values are freed before all who are
+    given them have read them.
+    """
+    for uses in _USES:
+        plain = _Outer(uses, gives)
+        model = copy.deepcopy(plain)
+        shard(model, strategy=strategy)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (plain, model)]
+        for step, x in enumerate([*_inputs(), *_inputs()]):
+            params = dict(plain.named_parameters())
+            loss = plain(x).sum()
+            found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+            for param, gradient in zip(params.values(), found, strict=True):
+                param.grad = None if gradient is None else gradient.detach().clone()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+                model(x).sum().backward(create_graph=creates_graph)
+            for name, gradient in unsharded_gradients(model).items():
+                assert_close(gradient, params[name].grad, f"{uses}, step {step}: {name}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
