@@ -5,6 +5,7 @@
     python -m benchmarks.plots layout      # the flat parameter of a unit over four ranks
     python -m benchmarks.plots memory      # bytes held in a step, beside FSDP2; needs gcc
     python -m benchmarks.plots timeline    # gathers and reductions of a step beside its compute
+    python -m benchmarks.plots overlap     # the same on an accelerator of threads, beside FSDP2's
     python -m benchmarks.plots peers       # step time and memory beside others, from results/
 
 Each writes docs/pictures/NAME.png, or `--output FILE` in the format of the file's name.
@@ -36,12 +37,13 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import malloc_counter, memory, peers
+from benchmarks import device_overlap, malloc_counter, memory, peers
 from benchmarks.formulas import Sizes
 from benchmarks.models import CONFIGS, Llama, make_batch, make_llama
 from benchmarks.ranks import run_ranks
 from composable_shard import FlatShard, ShardingStrategy, estimate, fully_shard
 from composable_shard.layout import FlatLayout, balance
+from tests import device
 
 ROOT = Path(__file__).resolve().parents[1]
 DARK, MIDDLE, LIGHT, PALE = "#16325c", "#3f7fbf", "#e8a33d", "#f3e3c3"  # by lightness
@@ -646,12 +648,90 @@ def peer_figures() -> str:
     return json.dumps([{name: each[name] for name in PEER_NAMES} for each in (times, peaks)])
 
 
+# --- the overlap on an accelerator ---
+
+OVERLAP = {
+    "fsdp2": "FSDP2",
+    "ours": "composable_shard",
+    "ours, own group for reductions": "composable_shard, separate_reduce_group=True",
+}
+OVERLAP_TIMES = device_overlap.Durations(compute=100, gather=110, reduce=110)
+OVERLAP_LAYERS = 6
+Spans = list[tuple[str, float, float]]  # what it is, from when to when in microseconds
+
+
+def model_steps(rank: int) -> dict[str, Spans]:
+    """Return what takes time in a step of each case, in modelled time."""
+    found: dict[str, Spans] = {}
+    for name in OVERLAP:
+        for _ in device_overlap.run_case(name, (OVERLAP_TIMES,), OVERLAP_LAYERS):
+            spans = [each for each in device.timeline() if each.end_us > each.start_us]
+            found[name] = [(each.name, each.start_us, each.end_us) for each in spans]
+    return found
+
+
+def name_layers(spans: Spans, num_layers: int) -> list[Bar]:
+    """Return the spans of a step as bars, each with the number of its layer.
+
+    A layer's forward is one matrix product, its backward two.
+    """
+    lanes = {"aten::mm": "compute", "all_gather": "gather", "reduce_scatter": "reduce"}
+    forward = list(range(num_layers))
+    backward = forward[::-1]
+    order = {
+        "compute": forward + [layer for layer in backward for _ in range(2)],
+        "gather": forward + backward,
+        "reduce": backward,
+    }
+    bars = []
+    for op, lane in lanes.items():
+        times = sorted((start, end) for name, start, end in spans if name == op)
+        for layer, (start, end) in zip(order[lane], times, strict=True):
+            bars.append(Bar(lane, str(layer), start, end))
+    return bars
+
+
+def draw_overlap(plot: Any) -> Any:
+    """Model a step of each case, and draw it."""
+    found = run_ranks(2, model_steps, on_device=True)
+    figure, axes = plot.subplots(
+        len(OVERLAP), 1, figsize=(10, 5), sharex=True, layout="constrained"
+    )
+    lanes = {"compute": (MIDDLE, ""), "gather": (PALE, ""), "reduce": (LIGHT, "//")}
+    for axis, (name, title) in zip(axes, OVERLAP.items(), strict=True):
+        bars = name_layers(found[name], OVERLAP_LAYERS)
+        for place, (lane, (colour, hatch)) in enumerate(lanes.items()):
+            for bar in (each for each in bars if each.lane == lane):
+                width = bar.end - bar.start
+                style = {"color": colour, "hatch": hatch, "edgecolor": "black", "lw": 0.6}
+                axis.barh(-place, width, 0.85, bar.start, **style)
+                box = {"facecolor": colour, "pad": 0.5, "lw": 0} if hatch else None
+                middle, tone = bar.start + width / 2, "white" if lane == "compute" else "black"
+                axis.text(
+                    *(middle, -place, bar.name), ha="center", va="center", color=tone, bbox=box
+                )
+        end = max(bar.end for bar in bars)
+        axis.set_title(f"{title}: {end / 1000:.2f} ms", loc="left", fontsize=10)
+        axis.set_yticks([0, -1, -2], ["compute", "all-gather", "reduce-scatter"])
+        axis.tick_params(axis="y", length=0)
+        axis.spines[["right", "top", "left"]].set_visible(False)
+    axes[-1].set_xlabel("microseconds of modelled time, forward and backward")
+    times = f"forward {OVERLAP_TIMES.compute} us, backward {2 * OVERLAP_TIMES.compute} us"
+    figure.suptitle(
+        f"{OVERLAP_LAYERS} layers of {times}; gather {OVERLAP_TIMES.gather} us, reduction "
+        f"{OVERLAP_TIMES.reduce} us",
+        fontweight="bold",
+    )
+    return figure
+
+
 DRAWINGS = {
     "idea": draw_idea,
     "strategies": draw_strategies,
     "layout": draw_layout,
     "memory": draw_memory,
     "timeline": draw_timeline,
+    "overlap": draw_overlap,
     "peers": draw_peers,
 }
 
@@ -662,6 +742,12 @@ def load_plot() -> Any:
     plot = importlib.import_module("matplotlib.pyplot")
     plot.rcParams.update({"font.size": 9, "hatch.linewidth": 0.5})
     return plot
+
+
+def shrink(path: Path) -> None:
+    """Write a picture of few colours anew, with a palette of 64."""
+    image = importlib.import_module("PIL.Image").open(path)
+    image.convert("RGB").quantize(64).save(path, optimize=True)
 
 
 def main() -> None:
@@ -677,6 +763,8 @@ def main() -> None:
     figure = DRAWINGS[args.picture](load_plot())
     note = {"Description": peer_figures()} if args.picture == "peers" else {}
     figure.savefig(path, bbox_inches="tight", facecolor="white", metadata=note, dpi=100)
+    if args.picture == "overlap" and path.suffix == ".png":
+        shrink(path)
     print(f"written: {path}")
 
 

@@ -85,6 +85,15 @@ def test_timeline_of_a_trace() -> None:
     }
 
 
+def test_spans_of_a_device_are_named_by_layer() -> None:
+    """Forwards and gathers up and down again, reductions down; two products in a backward."""
+    times = {"aten::mm": 6, "all_gather": 4, "reduce_scatter": 2}
+    spans = [(op, float(at), at + 1.0) for op, number in times.items() for at in range(number)]
+    found = [(bar.lane, bar.name) for bar in plots.name_layers(spans, 2)]
+    expected = {"compute": "011100", "gather": "0110", "reduce": "10"}
+    assert found == [(lane, name) for lane, names in expected.items() for name in names]
+
+
 def test_bars_that_overlap_get_rows_of_their_own() -> None:
     """The first row that is free again."""
     bars = [Bar("gather", "", start, end) for start, end in [(0, 4), (2, 6), (4, 5), (5, 9)]]
