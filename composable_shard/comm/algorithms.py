@@ -17,6 +17,7 @@ to each rank then. Padded to the largest, shards take 2 to 40 times as long. (be
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -108,7 +109,10 @@ class GatherAlgorithm:
 
     def start(self) -> Waitable:
         """Start gathering."""
-        return all_gather_base_of(self._group)(self._output, self._shard)
+        order = self._order
+        work = all_gather_base_of(self._group)(self._output, self._shard)
+        order.posted = weakref.ref(work)
+        return work
 
 
 class UnevenGather(GatherAlgorithm):
@@ -243,6 +247,7 @@ class SumAlgorithm:
         received = input.new_empty(output.shape) if is_cast else output
         pair = (as_real(received), as_real(input)) if input.is_complex() else (received, input)
         work = reduce_scatter_base_of(self._group)(*pair, options)
+        self._order.posted = weakref.ref(work)
         terms = received[None] if is_cast else None
         return PendingReduction(work, output, input, terms, scale, self._group)
 

@@ -31,6 +31,7 @@ from composable_shard.comm.lockstep import (
     order_of,
 )
 from composable_shard.comm.messages import MessageGroup, Works, exchange
+from composable_shard.comm.messages import settle as settle
 
 
 def _note(

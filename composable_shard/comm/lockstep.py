@@ -54,13 +54,13 @@ from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_shard.comm.devices import HOST, backend_name, is_capturing, is_exchange
+from composable_shard.comm.devices import HOST, Waitable, backend_name, is_capturing, is_exchange
 from composable_shard.torch_private import frames_of_threads, side_store
 
 LOWEST_TAG = 1 << 20  # out of the way of tags that users choose
@@ -112,6 +112,8 @@ class GroupOrder:
         self.failure: str | None = None  # why no further collective can succeed
         self.timeout: timedelta | None = None  # of its messages; None for the group's
         self.room = MAX_ISSUED  # how long `issued` may get before `make_room` is called
+        # What was started last, for `settle`; an interrupt's traceback keeps it
+        self.posted: ReferenceType[Waitable] | None = None
         self._before_next: list[Callable[[], object]] = []
         self.last_step: list[int] = []  # of the last step, what all data-parallel ranks issue
         # Identities go, and may go, ahead of a backend's collectives, [Note: First steps].

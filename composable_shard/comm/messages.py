@@ -13,16 +13,18 @@ starts it, so it runs beside what comes next.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain, repeat
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_shard.comm.devices import as_real
-from composable_shard.comm.lockstep import LOWEST_TAG, NUM_TAGS, GroupOrder, fail
+from composable_shard.comm.devices import abandon, as_real
+from composable_shard.comm.lockstep import LOWEST_TAG, NUM_TAGS, GroupOrder, fail, order_of
 
 _ABANDONED_TIMEOUT = timedelta(seconds=10)
 
@@ -33,10 +35,15 @@ class _InFlight(list[dist.Work]):
     A message in flight without its buffer: gloo closes the connection.
     """
 
-    def __del__(self) -> None:
+    def end(self) -> None:
+        """Wait for those that nobody has waited for, not for long; errors are ignored."""
         for work in self:
-            with suppress(RuntimeError):
-                work.wait(_ABANDONED_TIMEOUT)
+            if not work.is_completed():  # a message can't be waited for twice
+                with suppress(RuntimeError):
+                    work.wait(_ABANDONED_TIMEOUT)
+        self.clear()
+
+    __del__ = end
 
 
 class Works:
@@ -44,27 +51,33 @@ class Works:
 
     def __init__(
         self,
-        works: list[dist.Work],
+        works: Iterable[dist.Work],
         group: dist.ProcessGroup,
         tag: int = 0,
         timeout: timedelta | None = None,
     ) -> None:
-        self._works: _InFlight | None = _InFlight(works)
+        self.posted = _InFlight(works)
         self._group, self.tag, self._timeout = group, tag, timeout
 
     def wait(self) -> None:
         """Wait for each of them, once; an error says what each rank of the group does."""
-        works, self._works = self._works, None
-        if works is None:
-            return
+        works = self.posted
         try:
             for work in works:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
-        except RuntimeError as error:
-            fail(error, self._group)
-        finally:
             works.clear()
-            del works  # ends here, and not in the frame of whoever waits
+        except RuntimeError as error:
+            try:
+                fail(error, self._group)
+            finally:
+                works.clear()
+        except BaseException:  # an interrupt: the memory may be given back next
+            works.end()
+            raise
+
+    def abandon(self) -> None:
+        """Wait until the buffers are free for other use, not for long; errors are ignored."""
+        self.posted.end()
 
 
 def exchange(
@@ -83,16 +96,42 @@ def exchange(
         order: The group's; the messages belong to the collective that was entered last.
         tag: That of an earlier exchange, to which they belong instead.
     """
-    works: list[dist.Work] = []
     if tag is None:
         issued = order.issued
         tag = LOWEST_TAG + hash((order.num_folded, len(issued), issued[-1])) % NUM_TAGS
+    sent = [item for item in sends if item[1].numel()]
+    received = [item for item in receives if item[1].numel()]
+    works = Works((), group, tag, order.timeout)
+    order.posted = weakref.ref(works)
+    tags, own = repeat(tag), [rank for rank, _ in sent]
+    others = [rank for rank, _ in received]
+    messages = chain(
+        map(group.send, [[tensor] for _, tensor in sent], own, tags),
+        map(group.recv, [[tensor] for _, tensor in received], others, tags),
+    )
     try:
-        works += [group.send([tensor], rank, tag) for rank, tensor in sends if tensor.numel()]
-        works += [group.recv([tensor], rank, tag) for rank, tensor in receives if tensor.numel()]
-    except RuntimeError as error:
-        fail(error, group)
-    return Works(works, group, tag, order.timeout)
+        # By one call, as signals come between lines of Python: an interrupt would lose the first
+        # message, which goes on to write, or leave sends that no rank receives.
+        works.posted.extend(messages)
+    except BaseException as error:
+        works.posted.clear()  # not all were started: who waited for the others would wait in vain
+        if isinstance(error, RuntimeError):
+            fail(error, group)
+        raise
+    return works
+
+
+def settle(group: dist.ProcessGroup) -> None:
+    """Wait for a collective that was interrupted before whoever started it had it.
+
+    Before memory that it may write is given back.
+    """
+    ref = order_of(group).posted
+    posted = None if ref is None else ref()  # one that is gone has been waited for
+    if isinstance(posted, Works):
+        posted.abandon()
+    elif posted is not None:
+        abandon(posted)
 
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -142,10 +181,10 @@ class ExchangedAllReduce:
 
     def advance(self) -> None:
         """Wait for the other ranks' terms and sum up; give the scratch memory back."""
-        terms, self._terms = self._terms, None
-        if terms is None:
+        if self._terms is None:
             return
         self._works.wait()
+        terms, self._terms = self._terms, None
         self._combine(terms)
         if self._parts is not None:
             others = {rank: part for rank, part in self._parts.items() if rank != self._rank}

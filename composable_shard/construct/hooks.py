@@ -16,6 +16,7 @@ from composable_shard.runtime import (
     attach_unit,
     cast_arguments,
     cast_output,
+    get_handles,
     post_forward,
     pre_forward,
     read_state,
@@ -79,6 +80,7 @@ def register_hooks(module: nn.Module, state: ShardState) -> None:
     # always_call: the hook runs when the forward, or another hook, has raised.
     module.register_forward_hook(partial(post_forward, state), always_call=True)
     module.__dict__["extra_repr"] = _UnitPrinter(module, vars(module).get("extra_repr"))
+    module.__dict__.setdefault("zero_grad", _ZeroGrad(module))
 
 
 class _UnitPrinter:
@@ -96,6 +98,34 @@ class _UnitPrinter:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._module(), self._own)
+
+
+class _ZeroGrad:
+    """Stands in for a module's `zero_grad`, which asks the parameters that modules show.
+
+    Gradients are those of the parameters at rest, also between `unshard` and `reshard`, and after
+    an interrupt that has left a module in its forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # it holds this object
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        module = self._module()
+        if module is None:
+            return  # of a shallow copy
+        type(module).zero_grad(module, set_to_none)
+        for handle in get_handles(module):
+            if not handle.shown.is_unsharded or handle.shown.is_in_scope:
+                continue
+            for each in handle.shown.at_rest:
+                if set_to_none:
+                    each.sharded.grad = None
+                elif each.sharded.grad is not None:
+                    each.sharded.grad.zero_()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._module(),)
 
 
 def _unit_line(state: Any) -> str:

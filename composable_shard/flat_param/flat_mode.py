@@ -23,6 +23,7 @@ from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
     flat_spec,
+    forget_pending_of,
     hide_pending,
     reduced_gradient,
     show_pending,
@@ -79,6 +80,13 @@ def settle_pending(handle: FlatParamHandle) -> None:
                 continue
             for index in indices:
                 _drop_one(handle, index, keeps_zeros=is_kept)
+
+
+def forget_pending(handle: FlatParamHandle) -> None:
+    """Let `.grad` at rest stand for nothing, whatever of `mark_pending` was done."""
+    for each in handle.shown.at_rest:
+        forget_pending_of(each.sharded)
+    handle.grads.marks.clear()
 
 
 def _drop_one(handle: FlatParamHandle, index: int, *, keeps_zeros: bool) -> None:

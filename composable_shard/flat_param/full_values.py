@@ -397,7 +397,7 @@ class FullValues:
         is_whole: The local shard is the buffer, so that nothing needs to be filled.
         version_writes: guard.num_writes of the values that have `params.versions`.
         small_group: The ranks that hold all values once between forward and backward, if any.
-        num_claims: Units in forward, and `unshard` calls, that need the full values.
+        claims: Who needs the full values: units in forward, and `unshard` calls.
         params: The parameters that are views of the buffer.
         storage: Number of the buffer's storage, see `count_uses`.
         is_locked: Their versions are not those of the values, see [Note: Locked versions].
@@ -429,7 +429,7 @@ class FullValues:
         self.is_whole = not (self.is_sharded or self.has_separate_shard)
         self.state = CURRENT if self.is_whole else FREED
         self.writes = -1
-        self.num_claims = 0
+        self.claims: set[object] = set()
         self.small_group: SmallGroup | None = None
         self.params = UnshardedParams(buffer, shard.layout)
         self.is_locked = True
@@ -456,7 +456,7 @@ class FullValues:
 
     def take_over(self, other: FullValues) -> None:
         """Take over what is known of the full values that these replace."""
-        self.name, self.num_claims = other.name, other.num_claims
+        self.name, self.claims = other.name, other.claims
         self.small_group = other.small_group
 
     @property
@@ -469,13 +469,13 @@ class FullValues:
         """Whether the buffer holds full values, or is being filled with them."""
         return self.state in HAVE_VALUES
 
-    def claim(self) -> None:
-        """Keep the values from being freed until `release_claim`."""
-        self.num_claims += 1
+    def claim(self, owner: object) -> None:
+        """Keep the values from being freed until the owner's `release_claim`."""
+        self.claims.add(owner)
 
-    def release_claim(self) -> None:
-        """Take a claim back; frees nothing."""
-        self.num_claims -= 1
+    def release_claim(self, owner: object) -> None:
+        """Take a claim back, if there is one; frees nothing."""
+        self.claims.discard(owner)
 
     def set_small_group(self, group: SmallGroup | None) -> None:
         """Choose what `free(keeps_part=True)` keeps a part for, see [Note: Small group]."""
@@ -514,8 +514,8 @@ class FullValues:
             self.lock()
         if trace.logs:
             trace.record("issue_gather", self.name)
-        self.move(GATHERING)
         try:
+            self.move(GATHERING)
             is_plain = streams is None and self.is_sharded
             gather = self._start(when) if is_plain else self._issue(streams, when)
             if Poison.is_on and gather is not None:
@@ -523,8 +523,7 @@ class FullValues:
                 gather = _PoisonedGather(gather, self.output, self.own_part, group)
             self._gather = gather
         except BaseException:
-            self._part = None
-            self._forget()
+            self._give_up(None, streams)
             raise
         self.writes = self.shard.guard.num_writes
         if self.params.aliases.are_repointed:
@@ -573,24 +572,22 @@ class FullValues:
 
         From then on autograd may read the values, [Note: Locked versions].
         """
-        gather, self._gather = self._gather, None
-        if gather is not None:
+        if self.state is GATHERING:
+            gather = self._gather or DONE
             try:
                 gather.wait()
             except BaseException as error:
-                self._forget()
+                self._give_up(DONE if isinstance(error, Exception) else gather)
                 if isinstance(error, RuntimeError) and isinstance(gather, dist.Work):
                     fail(error, self.shard.shard_group.group)
                 raise
-            finally:
-                self._part = None
             self.move(CURRENT)
+            self._gather = self._part = None
             if trace.logs:
                 trace.record("wait_gather", self.name)
         writes = self.shard.guard.num_writes if self.is_whole else self.writes
         if not self.is_locked or self.state is not CURRENT or writes == -1:
             return  # -1: what was in flight has expired, and nobody reads it
-        self.is_locked = False
         params = self.params
         params.aliases.overwritten = None
         if self.version_writes != writes:
@@ -598,10 +595,22 @@ class FullValues:
                 params.versions = [version + 1 for version in params.versions]
             self.version_writes = writes
         set_versions(params.watched, tuple(params.versions))
+        self.is_locked = False
         if self._num_aliases == -1:
             self._num_aliases = storage_uses_of(self.buffer)
         if self.is_kept and not self.has_separate_shard:
             _watch_writes(self)
+
+    def _give_up(self, gather: Waitable | None, streams: Streams | None = None) -> None:
+        """Free the values after an error or interrupt, once nothing writes into the buffer."""
+        if gather is not None:
+            collectives.abandon(gather)
+        elif self.is_sharded:
+            collectives.settle(self.shard.shard_group.group)  # one that nobody knows, perhaps
+        if streams is not None:
+            torch.accelerator.current_stream().wait_stream(streams.unshard_stream)
+        self._gather = self._part = None
+        self._forget()
 
     def lock(self) -> None:
         """Make autograd raise where it would read the values, until `wait`."""
@@ -627,7 +636,7 @@ class FullValues:
             self.move(FREED)
         if not self.is_sharded or self.state is FREED or self.state is HOLDS_GRADIENTS:
             return
-        if self._gather is not None or self.serves_graphs:
+        if self.state is GATHERING or self.serves_graphs:
             # The backend still writes into the storage. An error is not ours to raise here: nobody
             # wants the values, and an earlier error may be why.
             with suppress(RuntimeError):
@@ -644,13 +653,13 @@ class FullValues:
 
     def _forget(self, state: FullState = FREED) -> None:
         """Free the memory, unless the buffer is a kept one."""
-        if self.state is not state:
-            self.move(state)
-        self.writes = -1
+        self.writes = -1  # first, and the state last: half of it counts as stale values
         self.is_locked = True  # as `lock` does, without a call in each step
         set_versions(self.params.watched, self.params.locked)
         if not self.is_kept:
             free_storage(self.buffer)
+        if self.state is not state:
+            self.move(state)
 
     def expire(self) -> None:
         """Note that shards may have been written where this rank can't see it."""
@@ -721,6 +730,6 @@ def _note_write(full_ref: weakref.ref[FullValues]) -> None:
     if full is None:
         return
     full.end_graphs()
-    if full.num_claims == 0:
+    if not full.claims:
         full.free()
         full.lock()  # a kept buffer

@@ -320,8 +320,11 @@ class FlatReduction:
             self._begin_second_stage(output)
 
     def _end_first_stage(self) -> Tensor | None:
-        scatter, self._scatter = self._scatter, None
-        return None if scatter is None else scatter.finish()
+        if self._scatter is None:
+            return None
+        output = self._scatter.finish()
+        self._scatter = None  # last: an interrupted one is abandoned before memory is given back
+        return output
 
     def _begin_second_stage(self, output: Tensor) -> None:
         if self._is_deferred or not self._shard_group.replicate_groups:
@@ -332,9 +335,9 @@ class FlatReduction:
         self._issue_all_reduce(output)
 
     def _end(self, output: Tensor) -> None:
-        work, self._all_reduce = self._all_reduce, None
-        if work is not None:
-            work.wait()
+        if self._all_reduce is not None:
+            self._all_reduce.wait()
+            self._all_reduce = None
         if self._scale != 1.0:
             output.mul_(self._scale)
 
@@ -362,12 +365,14 @@ class FlatReduction:
 
     def drop(self) -> None:
         """Forget what is in flight or was put off, once the backend uses the buffers no more."""
-        scatter, self._scatter = self._scatter, None
-        if scatter is not None:
-            scatter.abandon()
-        work, self._all_reduce = self._all_reduce, None
-        if work is not None:
-            collectives.abandon(work)
+        if self._scatter is not None:
+            self._scatter.abandon()
+        if self._all_reduce is not None:
+            collectives.abandon(self._all_reduce)
+        self._scatter = self._all_reduce = None
+        group = self._shard_group
+        for each in (*(group.group,) * (group.size > 1), *group.replicate_groups):
+            collectives.settle(each)  # what an interrupt may have lost
         if self._reduce_stream is not None:
             # It may read buffers that are about to be used anew.
             torch.accelerator.current_stream().wait_stream(self._reduce_stream)
@@ -567,7 +572,7 @@ class FlatGradients:
                 and self.can_share
                 and not full.is_kept
                 and (full.state is CURRENT or full.state is STALE)
-                and full.num_claims == 0
+                and not full.claims
                 and not full.params.has_late_reads
                 and not full.params.aliases.are_hidden
             )
@@ -598,7 +603,7 @@ class FlatGradients:
 
     def pack_rest(self, *, may_overwrite: bool) -> None:
         """Pack what is not packed yet, of earlier microbatches; raise if hooks edited values."""
-        is_held = self._full is not None and self._full.num_claims > 0  # users set gradients then
+        is_held = self._full is not None and bool(self._full.claims)  # users set gradients then
         if is_held or not all(self.arrived):
             with torch.no_grad():  # those of create_graph have a graph, the buffer has none
                 for index in range(len(self.arrived)):

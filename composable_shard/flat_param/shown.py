@@ -52,9 +52,10 @@ class Shown(Enum):
     UNSHARDED_FLAT = "the full values as one parameter"
     SCOPE = "the originals that `unshard_params` made, or left sharded"
     SCOPE_FLAT = "one parameter instead of these"
+    CHANGING = "some of each, which an interrupt may leave; `show_sharded` puts it right"
 
 
-SHARDED, UNSHARDED, UNSHARDED_FLAT, SCOPE, SCOPE_FLAT = Shown
+SHARDED, UNSHARDED, UNSHARDED_FLAT, SCOPE, SCOPE_FLAT, CHANGING = Shown
 
 
 @dataclass
@@ -146,7 +147,7 @@ class ShownParams:
     def is_unsharded(self) -> bool:
         """Whether the unsharded parameters are registered, perhaps beneath a scope."""
         state = self.state if self.scope is None else self.scope.before
-        return state in (UNSHARDED, UNSHARDED_FLAT)
+        return state in (UNSHARDED, UNSHARDED_FLAT, CHANGING)
 
     @property
     def is_in_scope(self) -> bool:
@@ -161,6 +162,7 @@ class ShownParams:
             return
         if self.state is UNSHARDED_FLAT:
             self.show_unsharded_as(None)
+        self.state = CHANGING
         for container, key, _, unsharded in self._slots:
             container[key] = unsharded
         for module_ref, name, _ in self._hidden:
@@ -174,6 +176,7 @@ class ShownParams:
             return
         if self.state is UNSHARDED_FLAT:
             self.show_unsharded_as(None)
+        self.state = CHANGING
         for container, key, at_rest, _ in self._slots:
             container[key] = at_rest
         for module_ref, name, hidden in self._hidden:

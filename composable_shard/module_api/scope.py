@@ -226,7 +226,7 @@ class Scope:
 
     def _refresh_held(self) -> None:
         """Gather anew what `unshard` holds: modules show it again."""
-        held = [handle for handle in self.handles if handle.full.num_claims > 0]
+        held = [handle for handle in self.handles if handle.full.claims]
         try:
             for handle in held:
                 if not handle.full.is_locked:

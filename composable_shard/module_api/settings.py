@@ -50,14 +50,22 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     states = select_states(module, recurse=True)
     before = [state.requires_gradient_sync for state in states]
     note_setting(states, "no_sync()", any(before))
-    for state in states:
-        state.change("requires_gradient_sync", False)
     try:
-        yield
+        try:
+            for state in states:
+                state.change("requires_gradient_sync", False)
+            yield
+        finally:
+            _set_syncs(states, before)
     finally:
+        # Again, for an interrupt may have cut it off: backwards would never reduce.
+        _set_syncs(states, before)
         note_setting(states, "the end of no_sync()", any(before))
-        for state, flag in zip(states, before, strict=True):
-            state.change("requires_gradient_sync", flag)
+
+
+def _set_syncs(states: list[ShardState], flags: list[bool]) -> None:
+    for state, flag in zip(states, flags, strict=True):
+        state.change("requires_gradient_sync", flag)
 
 
 def set_requires_all_reduce(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:

@@ -114,9 +114,9 @@ def _reshard(state: ShardState) -> None:
     state.let_go()
     if state.training_state is TrainingState.IDLE:
         for handle in state.handles:
-            if not handle.full.num_claims:
+            if not handle.full.claims:
                 keep_left_gradients(handle)
         for handle in state.needed:
-            if handle.full.num_claims == 0:
+            if not handle.full.claims:
                 handle.full.end_graphs()
             release_handle(state.context, handle)

@@ -40,6 +40,7 @@ from composable_shard.comm import (
 from composable_shard.comm import note_setting as enter_setting
 from composable_shard.flat_param import (
     FlatParamHandle,
+    forget_pending,
     mark_pending,
     needs_reduction,
     settle_pending,
@@ -93,8 +94,11 @@ def drop_aborted(context: TreeContext) -> None:
     """
     if not context.has_aborted:
         return
-    context.has_aborted = False
-    _catch_up(context)
+    try:
+        context.has_aborted = False  # what it issues may come back here
+        _catch_up(context)
+    finally:
+        context.has_aborted = True  # until all is dropped
     context.forget_graphs()
     for state in context.live_states():
         for handle in state.handles:
@@ -102,8 +106,10 @@ def drop_aborted(context: TreeContext) -> None:
                 handle.full.params.point_back()
             else:
                 handle.full.warn_of_edits(handle.shown.flat, "in a backward hook")
+            forget_pending(handle)
             handle.grads.drop()
     return_to_idle(context)
+    context.has_aborted = False
     learnt = {s.name: s.learnt for s in context.live_states() if s.needed}
     warn_of_reads(learnt)  # unless the abort has
     learn_anew(learnt)
@@ -276,12 +282,9 @@ class BackwardPass:
     def begin(self) -> None:
         """Ask the engine to call back, and open the units that wait for a backward."""
         context = self.context
-        # An object of its own, which no traceback keeps alive after an error.
-        callback: _EngineCallback = partial(self.finish)
-        self._engine_callback = weakref.ref(callback, partial(note_abort, weakref.ref(context)))
-        context.backward, context.last_backward_id = self, self.graph_task_id
+        self._ask_engine()
         may_part[0] = True
-        queue_callback(callback)
+        context.backward, context.last_backward_id = self, self.graph_task_id
         if context.prefetched:
             drop_prefetched(context.prefetched)
         armed = [state for ref in reversed(context.armed) if (state := ref()) is not None]
@@ -312,6 +315,13 @@ class BackwardPass:
         self._agree_to_reduce([handle for handle in buckets if handle not in self.turns])
         for state in armed:
             self.open_unit(state, context.first_calls.get(state.ref, -1))
+
+    def _ask_engine(self) -> None:
+        # An object of its own, which no traceback keeps alive after an error in `begin`.
+        callback: _EngineCallback = partial(self.finish)
+        note = partial(note_abort, weakref.ref(self.context))
+        self._engine_callback = weakref.ref(callback, note)
+        queue_callback(callback)
 
     def _agree_to_reduce(self, buckets: list[FlatParamHandle]) -> None:
         """Let all ranks know whether any of them accumulates gradients, see [Note: Buckets].
@@ -417,7 +427,7 @@ class BackwardPass:
 
     def end_handle(self, state: ShardState, handle: FlatParamHandle) -> None:
         """Reduce a handle that is over, or note that it waits for it; free its full parameters."""
-        if handle.full.num_claims == 0 and not handle.full.is_locked:
+        if not handle.full.claims and not handle.full.is_locked:
             handle.take_back("in a backward hook")
         if state.buckets is not None and state.buckets.end(handle):
             pass  # reduced already
@@ -448,7 +458,7 @@ class BackwardPass:
             may_change = (
                 state.ref in self.context.may_recompute
                 or handle.full.serves_graphs
-                or handle.full.num_claims > 0
+                or bool(handle.full.claims)
                 or current_backward_id() != self.graph_task_id
             )
             early.start(handle, accumulates=self.accumulates, may_change=may_change)
@@ -489,7 +499,7 @@ class BackwardPass:
 
     def _keeps_values(self, handle: FlatParamHandle) -> bool:
         """Return whether the full values are still wanted when the handle's unit is over."""
-        keeps = handle.full.serves_graphs or handle.full.num_claims > 0
+        keeps = handle.full.serves_graphs or bool(handle.full.claims)
         return keeps or not handle.reshards_after_backward
 
     def _advance_in_flight(self) -> None:
@@ -538,7 +548,6 @@ class BackwardPass:
         if self.early is not None:
             self._deliver(self.early)
         published = self._publish(handles, flags)
-        self.context.backward, self.context.spans_calls = None, self._reaches_earlier_call
         self.context.open_calls = 0
         for handle in self.counted:
             handle.grads.awaited.reset()
@@ -546,6 +555,8 @@ class BackwardPass:
         for reads in self.reads:
             reads.learnt.learn(reads)
         return_to_idle(self.context)
+        # Until here an interrupt counts as an abort of the backward.
+        self.context.backward, self.context.spans_calls = None, self._reaches_earlier_call
         # Last of all: a user's hook may raise, or step an optimizer.
         self._run_last_hooks(published)
 

@@ -95,10 +95,10 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
     if call is None or call.leader() is None or (is_again and not _is_running(state)):
         call = _begin_call(context, state, module, args)
         context = state.context or context  # the first call may make one for more units
+    context.entered[state.ref] = None  # first: whatever comes, the next call looks here
     state.depth += 1
     if state.depth > 1:
         return
-    context.entered[state.ref] = None
     try:
         _unshard(context, state, call)
         if state.buffers is not None and state not in call.broadcast:
@@ -196,7 +196,7 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
         # Before anything is gathered: after an error `_leave_pass` frees it.
         state.is_in_pass = True
         for handle in needed:
-            handle.full.claim()
+            handle.full.claim(state.ref)
     for handle in needed:
         handle.unshard(context.streams, "forward")
     if ahead:
@@ -422,23 +422,22 @@ def _leave_pass(
 ) -> None:
     """Give up the unit's claim on its full parameters: the end of its forward, or an error."""
     state.modules_to_run = state.num_modules
-    if state.depth == 0:
+    if state.is_in_pass:
+        for handle in state.needed:
+            handle.full.release_claim(state.ref)
+        try:
+            for handle in state.needed:
+                if not handle.full.claims:
+                    handle.take_back("in forward")
+        finally:
+            for handle in state.needed:
+                if keeps and not handle.full.claims:
+                    handle.shown.show_sharded()
+                else:
+                    release_handle(context, handle, is_backward_next=is_armed)
+        state.is_in_pass = False
+    if state.depth == 0:  # last: until then `_recover_interrupted_call` repeats all of it
         context.entered.pop(state.ref, None)
-    if not state.is_in_pass:
-        return
-    state.is_in_pass = False
-    for handle in state.needed:
-        handle.full.release_claim()
-    try:
-        for handle in state.needed:
-            if handle.full.num_claims == 0:
-                handle.take_back("in forward")
-    finally:
-        for handle in state.needed:
-            if keeps and handle.full.num_claims == 0:
-                handle.shown.show_sharded()
-            else:
-                release_handle(context, handle, is_backward_next=is_armed)
 
 
 # Calls of a tree
@@ -454,11 +453,11 @@ def _leave_failed_call(context: TreeContext, state: ShardState, call: ForwardCal
 
 def _end_call(context: TreeContext, call: ForwardCall) -> None:
     """Free what was gathered ahead; forget the call."""
-    context.call = None
     if not context.is_joined:
         if call.prefetched:
             drop_prefetched(call.prefetched)
         call.order.end()
+    context.call = None
     for state in context.entered_states() if context.entered else ():
         # A unit of several modules of which this call ran only some.
         if state.depth == 0:
@@ -474,9 +473,9 @@ def _recover_interrupted_call(context: TreeContext) -> None:
     for other in reversed(context.entered_states() if context.entered else ()):
         if other.hooks is not None:
             end_hooks(other, other.hooks)
-        if other.depth > 0:
-            # A call that was interrupted past the hooks (KeyboardInterrupt) never ended.
-            other.depth = 0
+        # A call that was interrupted past the hooks (KeyboardInterrupt) never ended.
+        other.depth = 0
+        if other.training_state is TrainingState.FORWARD:
             other.transition(TrainingState.IDLE)
         _leave_pass(context, other)
     if context.call is not None:

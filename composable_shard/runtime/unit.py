@@ -233,18 +233,18 @@ class ShardState:
     def hold(self) -> None:
         """Claim the full parameters until `let_go`, for `unshard`."""
         for handle in self.needed:
-            handle.full.claim()
+            handle.full.claim(("held", self.ref))
         self.is_held = True
 
     def let_go(self) -> None:
         """Give up the claim of `hold`, if there is one; frees nothing."""
         if not self.is_held:
             return
+        for handle in self.needed:
+            handle.full.release_claim(("held", self.ref))
         self.is_held = False
         for handle in self.needed:
-            handle.full.release_claim()
-        for handle in self.needed:
-            if handle.full.num_claims == 0:
+            if not handle.full.claims:
                 handle.take_back("between unshard and reshard")
 
     def enter_scope(self, full_params: dict[FlatParamHandle, ScopeParams]) -> None:
@@ -663,12 +663,10 @@ def drop_prefetched(
     for unused, is_chosen in list(prefetched.items()):
         if unused in keeps or (is_chosen and keeps_chosen):
             continue
-        del prefetched[unused]
-        if unused.training_state is not TrainingState.IDLE:
-            continue
-        for handle in unused.needed:
+        is_idle = unused.training_state is TrainingState.IDLE
+        for handle in unused.needed if is_idle else ():
             # Another unit may compute with it, of which this one borrows.
-            is_used = handle.full.num_claims > 0 or handle.shown.is_unsharded
+            is_used = bool(handle.full.claims) or handle.shown.is_unsharded
             if is_used:
                 continue
             if unused.reshard_after_forward is not False:
@@ -678,6 +676,7 @@ def drop_prefetched(
                 # error of it.
                 with suppress(RuntimeError):
                     handle.full.wait()
+        del prefetched[unused]
 
 
 def release_handle(
@@ -690,7 +689,7 @@ def release_handle(
         handle: What to release.
         is_backward_next: Keep what the policy keeps for a backward.
     """
-    if handle.full.num_claims > 0:
+    if handle.full.claims:
         return
     handle.shown.show_sharded()
     if is_backward_next and handle.full.small_group is not None:
@@ -710,7 +709,7 @@ def release_after_backward(context: TreeContext, handle: FlatParamHandle) -> Non
     """Show the sharded parameters, and free the full ones unless the policy keeps them."""
     if handle.reshards_after_backward:
         release_handle(context, handle)
-    elif handle.full.num_claims == 0:
+    elif not handle.full.claims:
         handle.shown.show_sharded()
         # One that was issued ahead, for a unit that this backward did not run, may never be used.
         # An error is not ours to raise here, as in `reshard`.

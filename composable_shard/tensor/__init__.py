@@ -38,6 +38,7 @@ from composable_shard.tensor.operands import (
 )
 from composable_shard.tensor.pending import (
     PendingState,
+    forget_pending_of,
     hide_pending,
     reduced_gradient,
     refuse_graphs,

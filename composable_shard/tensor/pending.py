@@ -155,6 +155,13 @@ def hide_pending(param: FlatShard, state: PendingState) -> bool:
     return grad._state is state
 
 
+def forget_pending_of(param: FlatShard) -> None:
+    """Let `.grad` be the reduced part again, whoever has shown what waits, and how much of it."""
+    grad = param.grad
+    if isinstance(grad, PendingGradient):
+        hide_pending(param, grad._state)
+
+
 class _WithoutGraph(torch.autograd.Function):
     """Identity for a gradient that was computed with create_graph, and lost its graph."""
 

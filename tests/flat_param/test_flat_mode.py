@@ -164,7 +164,7 @@ def assert_flat_at_rest(model: nn.Module) -> None:
     for handle in get_handles(model):
         handle.shown.check_registered()
         assert not handle.shown.is_unsharded, handle.name
-        assert handle.full.num_claims == 0, handle.name
+        assert not handle.full.claims, handle.name
         if not handle.is_kept:
             assert handle.unsharded.untyped_storage().size() == 0, handle.name
 

@@ -149,13 +149,14 @@ def test_a_free_waits_for_the_gather_in_flight() -> None:
     assert full.state is FullState.FREED
 
 
-def test_claims_are_counted() -> None:
-    """A claim for each unit in forward and each `unshard`."""
+def test_claims_are_counted_by_owner() -> None:
+    """A claim for each unit in forward and each `unshard`; one given up twice is gone once."""
     full = _full()
-    full.claim()
-    full.claim()
-    full.release_claim()
-    assert full.num_claims == 1
+    full.claim("one")
+    full.claim("other")
+    full.release_claim("one")
+    full.release_claim("one")
+    assert full.claims == {"other"}
 
 
 def test_allocating_a_unit_takes_the_buffer_and_the_shard_one_after_another() -> None:

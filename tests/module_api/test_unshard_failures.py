@@ -95,7 +95,7 @@ def _assert_shown(model: nn.Module) -> None:
     for handle in get_handles(model):
         assert not handle.shown.is_in_scope
         assert not handle.guard.is_in_scope
-        assert handle.full.num_claims == 0
+        assert not handle.full.claims
 
 
 # --- refused inside, by their texts ---

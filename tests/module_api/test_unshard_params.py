@@ -163,7 +163,7 @@ def _snapshot_of_scope(model: nn.Module) -> list[Any]:
             handle.shown.shows_flat,
             handle.shown.is_in_scope,
             handle.guard.is_in_scope,
-            handle.full.num_claims,
+            len(handle.full.claims),
         )
         for handle in get_handles(model)
     ]

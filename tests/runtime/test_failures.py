@@ -790,6 +790,8 @@ class _Group:
         self.tags.append(tag)
         return Works([], cast(Any, self))
 
+    recv = send
+
 
 def test_a_new_group_of_the_same_name_is_in_step() -> None:
     """Its ranks need not have communicated equally often in groups that were destroyed."""
