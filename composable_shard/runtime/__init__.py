@@ -46,7 +46,6 @@ from composable_shard.runtime.tree import (
 )
 from composable_shard.runtime.unit import (
     ShardState,
-    StateRef,
     TrainingState,
     apply_policy,
     find_small_group,
