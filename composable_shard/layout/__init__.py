@@ -1,22 +1,23 @@
 """Integers only: where parameters lie in a flat parameter, and which rank holds what.
 
-Read `flat_layout`: where ranks cut, who owns what, and the arithmetic of ranges and boxes.
+Read `flat_layout` first: where ranks cut. `balance` says who owns what, `regions` is arithmetic.
 """
 
+from composable_shard.layout.balance import balance, fullest
 from composable_shard.layout.flat_layout import (
-    Bounds,
-    Box,
     FlatLayout,
-    Region,
-    balance,
     block_numel,
     cut_buckets,
-    fullest,
-    intersect,
     is_owned,
+    round_up,
+)
+from composable_shard.layout.regions import (
+    Bounds,
+    Box,
+    Region,
+    intersect,
     memory_order,
     overlap,
-    round_up,
     whole,
     whole_box,
 )

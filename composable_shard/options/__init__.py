@@ -1,6 +1,6 @@
 """The options of a unit and the policies in them, frozen and validated.
 
-Read `unit_options` first: at its end `ShardingStrategy`, what each keeps, frees and sends.
+Read `unit_options` first, then `strategies`: what each keeps, frees and sends.
 """
 
 from composable_shard.options.advice import (
@@ -14,23 +14,27 @@ from composable_shard.options.advice import (
     check_no_others,
     check_path_order,
 )
-from composable_shard.options.unit_options import (
-    DEFAULT_STRATEGY,
-    PRECISIONS,
+from composable_shard.options.granularity import (
     Block,
-    CheckOrder,
     Granularity,
     GranularityOption,
+    granularity_of,
+)
+from composable_shard.options.strategies import (
+    DEFAULT_STRATEGY,
+    ShardingStrategy,
+    StrategyFacts,
+    StrategyName,
+    strategy_of,
+)
+from composable_shard.options.unit_options import (
+    PRECISIONS,
+    CheckOrder,
     MixedPrecisionPolicy,
     OffloadPolicy,
     OptionsDict,
     ReshardAfterForward,
-    ShardingStrategy,
     StateDictOptions,
-    StrategyFacts,
-    StrategyName,
     UnitOptions,
     check_reshard_after_forward,
-    granularity_of,
-    strategy_of,
 )

@@ -1,16 +1,14 @@
 """What users choose for a unit.
 
-- `UnitOptions`: all options of one `fully_shard` call, checked once;
-- policies: granularity, dtypes, offload; and for state dicts;
-- `ShardingStrategy`, and the facts that follow from it: the only code that knows the members.
+`UnitOptions`, all options of one `fully_shard` call, checked once; and the policies of dtypes, of
+offload and of state dicts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -20,60 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self, TypedDict
 
 from composable_shard.options.advice import expected, unexpected
-
-
-@dataclass(frozen=True)
-class Block:
-    """A granularity: each `numel` consecutive elements of a parameter stay on one rank.
-
-    Blocks begin at the parameter's first element, in memory order; the last one may be shorter. Use
-    it for optimizers with block-wise quantised state, for example `Block(256)`.
-
-    Attributes:
-        numel: Elements in a block, at least 1.
-    """
-
-    numel: int
-
-    def __post_init__(self) -> None:
-        """Check the size."""
-        if not isinstance(self.numel, int) or isinstance(self.numel, bool) or self.numel < 1:
-            raise ValueError(f"expected Block(n) with n >= 1 elements, got {self.numel!r}")
-
-
-_Name = Literal["element", "row", "param"]
-# Cut anywhere, between rows, not at all, or between blocks.
-Granularity: TypeAlias = _Name | Block
-# One for all parameters of a unit, or a function of a parameter, the same on all ranks.
-GranularityOption: TypeAlias = Granularity | Callable[[nn.Parameter], Granularity]
-
-_EXPECTED = ", ".join(f'"{name}"' for name in get_args(_Name)) + " or Block(n)"
-
-
-def check_granularity(value: object) -> None:
-    """Check what a user passed for all parameters of a unit."""
-    if not (_is_granularity(value) or callable(value)) or isinstance(value, type):
-        raise ValueError(
-            f"expected granularity to be {_EXPECTED}, or a function of a parameter that returns "
-            f"one of these, got {value!r}"
-        )
-
-
-def granularity_of(param: nn.Parameter, fqn: str, option: GranularityOption) -> Granularity:
-    """Return the granularity of one parameter."""
-    if isinstance(option, (str, Block)):
-        return option
-    value = option(param)
-    if not _is_granularity(value):
-        raise ValueError(
-            f"expected the granularity function to return {_EXPECTED}, got {value!r} for '{fqn}'"
-        )
-    return value
-
-
-def _is_granularity(value: object) -> bool:
-    return isinstance(value, Block) or (isinstance(value, str) and value in get_args(_Name))
-
+from composable_shard.options.granularity import GranularityOption, check_granularity
+from composable_shard.options.strategies import (
+    DEFAULT_STRATEGY,
+    ShardingStrategy,
+    StrategyName,
+    strategy_of,
+)
 
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIRE_PRECISIONS = (*PRECISIONS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -288,83 +239,6 @@ class StateDictOptions(_Options):
         if not isinstance(given, cls | None):
             raise ValueError(expected("options", cls, given))
         return given or cls()
-
-
-@dataclass(frozen=True)
-class StrategyFacts:
-    """The facts of one strategy. Other code asks these, never which strategy it is.
-
-    Attributes:
-        frees_params: A rank keeps its shard alone, at rest and between forward and backward, and
-            each pass gathers. False: the full parameters stay in one buffer, and the first forward
-            after a write gathers into it.
-        accumulates_unsharded: Gradients accumulate in one persistent buffer of full size, and are
-            reduced once. False: each backward leaves shards, unless `no_sync` forbids it to reduce.
-        is_replicated: Each rank steps all parameters: nothing is gathered, gradients are
-            all-reduced. False: each rank steps its shard, gradients are reduce-scattered.
-    """
-
-    frees_params: bool = False
-    accumulates_unsharded: bool = False
-    is_replicated: bool = False
-
-    def keeps_params(self, shard_size: int) -> bool:
-        """Return whether full parameters stay, where `shard_size` ranks share the unit."""
-        return shard_size == 1 or not self.frees_params
-
-    def keeps_gradients(self, shard_size: int, num_ranks: int) -> bool:
-        """Return whether full gradients stay in one buffer; `num_ranks` include those of copies."""
-        return num_ranks > 1 and (shard_size == 1 or self.accumulates_unsharded)
-
-
-class ShardingStrategy(Enum):
-    """The parts of a unit that each rank keeps. Every strategy trains the same way."""
-
-    facts: StrategyFacts
-
-    def __new__(cls, value: str, facts: StrategyFacts) -> ShardingStrategy:
-        """Make a member whose value is its name in lower case."""
-        member = object.__new__(cls)
-        member._value_ = value
-        member.facts = facts
-        return member
-
-    # Parameters, gradients and optimizer state are sharded at rest; a unit is gathered for its
-    # forward and again for its backward.
-    FULL_SHARD = "full_shard", StrategyFacts(frees_params=True)
-    # Parameters stay unsharded, and are gathered again, in place, by the first forward after they
-    # were written; gradients and optimizer state are sharded.
-    SHARD_GRAD_OP = "shard_grad_op", StrategyFacts()
-    # Only optimizer state is sharded: gradients have a buffer that is as large as the parameters,
-    # accumulate in it, and are reduced once.
-    SHARD_OPTIM = "shard_optim", StrategyFacts(accumulates_unsharded=True)
-    # Every rank holds everything; gradients are all-reduced.
-    NO_SHARD = "no_shard", StrategyFacts(accumulates_unsharded=True, is_replicated=True)
-
-
-# The values of the members, as an editor completes them.
-StrategyName: TypeAlias = Literal["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
-
-
-def strategy_of(value: object) -> ShardingStrategy:
-    """Return the strategy that a user passed, as a member or as its name in either case."""
-    if isinstance(value, ShardingStrategy):
-        return value
-    if isinstance(value, str):
-        members = {member.value: member for member in ShardingStrategy}
-        if value.lower() in members:
-            return members[value.lower()]
-        advice = _HYBRID if value.lower().removeprefix("_").startswith("hybrid") else ""
-        names = ", ".join(map(repr, members))
-        raise ValueError(
-            f"expected strategy to be a ShardingStrategy or one of {names}, got {value!r}.{advice}"
-        )
-    raise ValueError(expected("strategy", ShardingStrategy, value))
-
-
-_HYBRID = ' It is "full_shard" over a 2-D mesh (replicate, shard).'
-
-DEFAULT_STRATEGY = ShardingStrategy.FULL_SHARD
 
 
 ReshardAfterForward: TypeAlias = bool | int | None

@@ -1,14 +1,13 @@
 """`FlatShard` and the rules by which ops run on it.
 
 Read `shard_spec` (which range), `flat_shard` (the tensor) and `pointwise_rules` (most rules) first.
-`op_rules` fills the table.
+`op_rules` fills the table, `rule_table`.
 """
 
 from composable_shard.tensor.flat_shard import (
     DTensorSlots,
     FlatShard,
     FlatShardOfDTensor,
-    WriteGuard,
     is_owned_by_other_rank,
     is_trainable,
     kind_of,
@@ -52,3 +51,4 @@ from composable_shard.tensor.shard_spec import (
     flat_spec,
     user_attributes,
 )
+from composable_shard.tensor.write_guard import WriteGuard

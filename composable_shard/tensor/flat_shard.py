@@ -1,8 +1,5 @@
 """`FlatShard`, the tensor subclass that `model.parameters()` yields at rest.
 
-The table of rules by which ops run on it, which `op_rules` fills, and `WriteGuard`, which counts
-the writes to a flat parameter's shard and refuses some.
-
 [Note: Direct ops]
 An op on a tensor subclass costs the host five times what it costs on a plain tensor, and an
 optimizer that steps one parameter after the other calls eight per parameter. With autograd off and
@@ -13,9 +10,8 @@ unchanged to the rules, which also raise the errors.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,188 +19,20 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
-from composable_shard.options import FULL_SIZE, SAVE, WHOLE_NEEDED
+from composable_shard.options import SAVE
+from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
 from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, cloned, user_attributes
+from composable_shard.tensor.write_guard import WriteGuard
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     OpOverload,
     bump_version,
-    current_backward_id,
     disabled_torch_function,
     make_wrapper,
     num_dispatch_modes,
     num_function_modes,
     running,
 )
-
-_MAX_READS = 4  # that are waited for one by one; older ones have long been done
-
-
-class WriteGuard:
-    """Counts the writes to a handle's sharded parameters.
-
-    Version counters can't serve: fused and foreach optimizer steps bump none.
-
-    Attributes:
-        counts_steps: `num_writes` are steps of optimizers.
-    """
-
-    counts_steps: ClassVar = False
-    __slots__ = (
-        "_at_write",
-        "_reads",
-        "has_new_attributes",
-        "is_in_backward",
-        "is_in_scope",
-        "may_have_hooks",
-        "num_writes",
-        "owner",
-    )
-
-    def __init__(self, owner: weakref.ref[object] | None = None) -> None:
-        self.num_writes = 0
-        self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
-        self._at_write: Callable[[], None] | None = None
-        self.is_in_backward = False
-        self.is_in_scope = False
-        self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
-        self.may_have_hooks = True  # that see final gradients, for all that the owner knows
-        self.owner = owner  # the handle; a unit that shares a parameter finds it here
-
-    def __deepcopy__(self, memo: object) -> None:
-        """Return None: what is copied belongs to no handle."""
-
-    def note_write(self, fqn: str) -> None:
-        """Count a write, before it happens.
-
-        Raises:
-            RuntimeError: If a backward pass that still needs the parameter is running, or inside
-                `unshard_params`, which would overwrite it or not show it.
-        """
-        if self.is_in_scope:
-            raise RuntimeError(
-                f"parameter '{fqn}' was written in its sharded form inside unshard_params, which "
-                "shows its full values. Call optimizer.step() and edit shards outside the scope, "
-                "or edit the module's own parameters in it."
-            )
-        if self.is_in_backward and self.is_backward_running:
-            raise RuntimeError(
-                f"parameter '{fqn}' was written while a backward pass that still needs it is "
-                "running. Call optimizer.step() and edit parameters after backward() has returned."
-            )
-        self.num_writes += 1
-        if self._reads:
-            self.wait_for_reads()
-        if self._at_write is not None:
-            self._run_at_write()
-
-    @property
-    def whole(self) -> WriteGuard:
-        """The guard of all of the shard."""
-        return self
-
-    @property
-    def is_backward_running(self) -> bool:
-        """Whether a backward that still needs the parameters is running, on the thread that asks.
-
-        The flag stays set when a backward is aborted; what comes after it is outside of any.
-        """
-        return self.is_in_backward and current_backward_id() != -1
-
-    def count_write(self) -> None:
-        """Count a write that the owner of the shard makes."""
-        self.num_writes += 1
-        if self._at_write is not None:
-            self._run_at_write()
-
-    def at_next_write(self, run: Callable[[], None]) -> None:
-        """Choose what runs with the next write, once."""
-        self._at_write = run
-
-    def _run_at_write(self) -> None:
-        run, self._at_write = self._at_write, None
-        if run is not None:
-            run()
-
-    def set_in_backward(self, flag: bool) -> None:
-        """Choose whether a backward still needs the parameters."""
-        self.is_in_backward = flag
-
-    def set_in_scope(self, flag: bool) -> None:
-        """Choose whether `unshard_params` shows the full values."""
-        self.is_in_scope = flag
-
-    def note_attributes(self, are_new: bool) -> None:
-        """Note whether there is requires_grad or a hook that the owner has not adopted."""
-        self.has_new_attributes = are_new
-        self.may_have_hooks |= are_new
-
-    def note_no_hooks(self) -> None:
-        """Note that no parameter has hooks that see final gradients, until attributes are noted."""
-        self.may_have_hooks = False
-
-    def note_read(self, wait: Callable[[], None]) -> None:
-        """Note that a copy of the shard is under way: `wait` returns when it is done."""
-        if len(self._reads) >= _MAX_READS:
-            self._reads.pop(0)()
-        self._reads.append(wait)
-
-    def wait_for_reads(self) -> None:
-        """Wait until no copy reads the shard, which is about to be written."""
-        while self._reads:
-            self._reads.pop()()
-
-
-Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-WholeRule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Callable[[], Any] | None]
-
-
-class NeedsWhole(RuntimeError):
-    """Raised by a rule, before it changes anything, if it needs more than this rank's range.
-
-    Where this rank holds every operand whole, the op runs on whole tensors instead. Users see
-    `refusal()` of it.
-    """
-
-    def __init__(self, text: str, *, has_remedy: bool = True, is_full_size: bool = False) -> None:
-        super().__init__(text)
-        self._has_remedy = has_remedy and not is_full_size
-        self._is_full_size = is_full_size
-
-    def refusal(self) -> RuntimeError:
-        """Return the error for users, with a remedy."""
-        if self._has_remedy:
-            return RuntimeError(str(self))
-        return RuntimeError(f"{self} {FULL_SIZE if self._is_full_size else WHOLE_NEEDED}")
-
-
-class RuleTable(dict[OpOverload, Rule]):
-    """How each op runs on FlatShards: rules by op, and families that make rules for whole kinds.
-
-    Filled once by `register_op_rules`; what a family makes is kept.
-
-    Attributes:
-        families: Asked in order for a rule of an op that has none.
-        on_lists: Runs a function of torch if it is one of lists of shards.
-        on_whole: Asked after `NeedsWhole` for what runs the op on whole tensors; it returns None
-            where this rank does not hold them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.families: list[Callable[[OpOverload], Rule | None]] = []
-        self.on_lists: Callable[..., Any] = lambda *_: NotImplemented
-        self.on_whole: WholeRule = lambda *_: None  # until the table is filled
-
-    def __missing__(self, func: OpOverload) -> Rule:
-        """Ask the families in order; the last one makes a rule that raises, for any op."""
-        made = (family(func) for family in self.families)
-        self[func] = rule = next(rule for rule in made if rule is not None)
-        return rule
-
-
-OP_RULES = RuleTable()
-
 
 _grad_enabled = torch.is_grad_enabled
 _ABSENT: Any = object()  # no operand, which `None` is not

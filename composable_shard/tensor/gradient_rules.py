@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 
 from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor.flat_shard import FlatShard, Rule
+from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.operands import OwnedGuard, describe_operands, note_write
 from composable_shard.tensor.reduction_rules import (
     HALF,
@@ -43,6 +43,7 @@ from composable_shard.tensor.reduction_rules import (
     sum_over,
     wide,
 )
+from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ParamLabel
 from composable_shard.torch_private import OpOverload, foreach_norm
 

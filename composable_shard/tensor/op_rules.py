@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from composable_shard.tensor import gradient_rules, pointwise_rules, reduction_rules, view_rules
-from composable_shard.tensor.flat_shard import (
-    OP_RULES,
-    FlatShard,
-    FlatShardOfDTensor,
-    allow_loading,
+from composable_shard.tensor import (
+    gradient_rules,
+    list_rules,
+    pointwise_rules,
+    reduction_rules,
+    view_rules,
 )
+from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor, allow_loading
 from composable_shard.tensor.operands import unsupported
+from composable_shard.tensor.rule_table import OP_RULES
 from composable_shard.tensor.whole_rules import on_gathered, on_whole
 from composable_shard.torch_private import FOREACH_TYPES, OpOverload
 
@@ -24,15 +26,15 @@ def register_op_rules() -> None:
     """
     if OP_RULES.families:
         return
-    for module in (pointwise_rules, view_rules, reduction_rules, gradient_rules):
+    for module in (pointwise_rules, list_rules, view_rules, reduction_rules, gradient_rules):
         OP_RULES.update(module.RULES)
     OP_RULES.families += [
         pointwise_rules.pointwise_family,
-        pointwise_rules.list_family,
+        list_rules.list_family,
         lambda _: _refuse,
     ]
     OP_RULES.on_whole = _on_whole
-    OP_RULES.on_lists = pointwise_rules.run_function
+    OP_RULES.on_lists = list_rules.run_function
     for types in FOREACH_TYPES:
         types += [FlatShard, FlatShardOfDTensor]
     allow_loading()

@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.layout import Region, whole
 from composable_shard.options import INTO_PLAIN
-from composable_shard.tensor.flat_shard import FlatShard, NeedsWhole, WriteGuard
+from composable_shard.tensor.flat_shard import FlatShard
+from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec, local_box
+from composable_shard.tensor.write_guard import WriteGuard
 from composable_shard.torch_private import (
     AsyncCollectiveTensor,
     OpOverload,

@@ -17,11 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from composable_shard.tensor.flat_shard import (
-    FlatShard,
-    set_gradient,
-    wrap,
-)
+from composable_shard.tensor.flat_shard import FlatShard, set_gradient, wrap
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import (
     OpOverload,

@@ -28,12 +28,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import all_reduce, resolve_group
-from composable_shard.tensor.flat_shard import FlatShard, Rule, wrap
+from composable_shard.tensor.flat_shard import FlatShard, wrap
 from composable_shard.tensor.operands import (
     describe_operands,
     note_write,
     unsupported,
 )
+from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import OpOverload, is_in_step, schema_of
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from composable_shard.tensor.flat_shard import FlatShard, Rule, wrap
+from composable_shard.tensor.flat_shard import FlatShard, wrap
 from composable_shard.tensor.operands import unsupported
+from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import OpOverload
 

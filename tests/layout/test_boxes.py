@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from composable_shard.layout.flat_layout import Box, Region, memory_order, whole_box
+from composable_shard.layout.regions import Box, Region, memory_order, whole_box
 
 
 def boxes_of_range(shape: Sequence[int], stride: Sequence[int], start: int, end: int) -> list[Box]:

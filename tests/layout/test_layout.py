@@ -11,7 +11,8 @@ from expecttest import assert_expected_inline
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from composable_shard.layout.flat_layout import FlatLayout, intersect, round_up
+from composable_shard.layout.flat_layout import FlatLayout, round_up
+from composable_shard.layout.regions import intersect
 from composable_shard.tensor.shard_spec import ShardSpec
 from tests.properties import examples
 

@@ -1,0 +1,86 @@
+"""`ShardingStrategy`, and what follows from it: the only code that knows the members."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, TypeAlias
+
+from composable_shard.options.advice import expected
+
+
+@dataclass(frozen=True)
+class StrategyFacts:
+    """The facts of one strategy. Other code asks these, never which strategy it is.
+
+    Attributes:
+        frees_params: A rank keeps its shard alone, at rest and between forward and backward, and
+            each pass gathers. False: the full parameters stay in one buffer, and the first forward
+            after a write gathers into it.
+        accumulates_unsharded: Gradients accumulate in one persistent buffer of full size, and are
+            reduced once. False: each backward leaves shards, unless `no_sync` forbids it to reduce.
+        is_replicated: Each rank steps all parameters: nothing is gathered, gradients are
+            all-reduced. False: each rank steps its shard, gradients are reduce-scattered.
+    """
+
+    frees_params: bool = False
+    accumulates_unsharded: bool = False
+    is_replicated: bool = False
+
+    def keeps_params(self, shard_size: int) -> bool:
+        """Return whether full parameters stay, where `shard_size` ranks share the unit."""
+        return shard_size == 1 or not self.frees_params
+
+    def keeps_gradients(self, shard_size: int, num_ranks: int) -> bool:
+        """Return whether full gradients stay in one buffer; `num_ranks` include those of copies."""
+        return num_ranks > 1 and (shard_size == 1 or self.accumulates_unsharded)
+
+
+class ShardingStrategy(Enum):
+    """The parts of a unit that each rank keeps. Every strategy trains the same way."""
+
+    facts: StrategyFacts
+
+    def __new__(cls, value: str, facts: StrategyFacts) -> ShardingStrategy:
+        """Make a member whose value is its name in lower case."""
+        member = object.__new__(cls)
+        member._value_ = value
+        member.facts = facts
+        return member
+
+    # Parameters, gradients and optimizer state are sharded at rest; a unit is gathered for its
+    # forward and again for its backward.
+    FULL_SHARD = "full_shard", StrategyFacts(frees_params=True)
+    # Parameters stay unsharded, and are gathered again, in place, by the first forward after they
+    # were written; gradients and optimizer state are sharded.
+    SHARD_GRAD_OP = "shard_grad_op", StrategyFacts()
+    # Only optimizer state is sharded: gradients have a buffer that is as large as the parameters,
+    # accumulate in it, and are reduced once.
+    SHARD_OPTIM = "shard_optim", StrategyFacts(accumulates_unsharded=True)
+    # Every rank holds everything; gradients are all-reduced.
+    NO_SHARD = "no_shard", StrategyFacts(accumulates_unsharded=True, is_replicated=True)
+
+
+# The values of the members, as an editor completes them.
+StrategyName: TypeAlias = Literal["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
+
+
+def strategy_of(value: object) -> ShardingStrategy:
+    """Return the strategy that a user passed, as a member or as its name in either case."""
+    if isinstance(value, ShardingStrategy):
+        return value
+    if isinstance(value, str):
+        members = {member.value: member for member in ShardingStrategy}
+        if value.lower() in members:
+            return members[value.lower()]
+        advice = _HYBRID if value.lower().removeprefix("_").startswith("hybrid") else ""
+        names = ", ".join(map(repr, members))
+        raise ValueError(
+            f"expected strategy to be a ShardingStrategy or one of {names}, got {value!r}.{advice}"
+        )
+    raise ValueError(expected("strategy", ShardingStrategy, value))
+
+
+_HYBRID = ' It is "full_shard" over a 2-D mesh (replicate, shard).'
+
+DEFAULT_STRATEGY = ShardingStrategy.FULL_SHARD

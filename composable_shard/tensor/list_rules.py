@@ -1,0 +1,257 @@
+"""Rules that run on the local slices of lists of shards: `_foreach_*` ops and fused steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable_shard.tensor.flat_shard import (
+    FlatShard,
+    explain_devices,
+    is_trainable,
+    lead,
+    whole_of,
+    wrap,
+)
+from composable_shard.tensor.operands import (
+    binding,
+    check_same_spec,
+    plain_scalar,
+    schema_arguments,
+    unsupported,
+    write_to_plain,
+)
+from composable_shard.tensor.pointwise_rules import copy
+from composable_shard.tensor.rule_table import NeedsWhole, Rule
+from composable_shard.tensor.shard_spec import ShardSpec
+from composable_shard.torch_private import (
+    OpOverload,
+    VariableFunctions,
+    num_dispatch_modes,
+    schema_of,
+)
+
+aten = torch.ops.aten
+
+# Lists of these names hold one plain value per parameter; tensors are single values for the op.
+_PLAIN_LISTS = frozenset({"state_steps", "scalars"})
+_FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
+_NOT_ELEMENTWISE = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
+
+
+def list_family(func: OpOverload) -> Rule | None:
+    """Return a rule if the op is an elementwise `_foreach_*` op or a fused optimizer step."""
+    name = schema_of(func).name.removeprefix("aten::")
+    if name in _FUSED or (name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE):
+        return _ListRule(func)
+    return None
+
+
+class _ListRule:
+    """Runs one op on lists of shards; all lists agree, item by item, in the range they hold.
+
+    [Note: Direct lists]
+    To take lists of a subclass through the dispatcher costs more than a step on their slices. Torch
+    asks each item of a list for `__torch_function__` before that. So the first item, if it is no
+    parameter, gets a class that has one. It runs the rule at once, where autograd is off and no
+    mode is active.
+    """
+
+    __slots__ = ("_call", "_has_results", "_lists", "_plain", "_written")
+
+    def __init__(self, func: OpOverload) -> None:
+        self._call = binding(func)
+        self._has_results = bool(schema_of(func).returns)  # the binding returns its input otherwise
+        arguments = schema_arguments(func)
+        names = [argument.name for argument in arguments]
+        self._plain = names.index("state_steps") if "state_steps" in names else -1
+        self._lists = [
+            position
+            for position, argument in enumerate(arguments)
+            if isinstance(argument.type, torch.ListType)
+            and isinstance(argument.type.getElementType(), torch.TensorType)
+            and argument.name not in _PLAIN_LISTS
+        ]
+        self._written = [place for place in self._lists if arguments[place].is_write]
+
+    def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        specs: Sequence[ShardSpec | None]
+        try:
+            operands, specs = self._all_shards(func, args, self._lists)
+        except AttributeError:  # a plain tensor in a list; rare, so found by trying
+            operands, specs = self._some_shards(func, args)
+        self._check_others(func, args)
+        self._note_writes(args)
+        self._choose_lead(args)
+        results = self._call(*operands, **kwargs)
+        if not self._has_results:
+            return None
+        return [
+            item if spec is None else wrap(item, spec)
+            for item, spec in zip(results, specs, strict=True)
+        ]
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run torch's function, [Note: Direct lists]; NotImplemented where the op must decide."""
+        if any(isinstance(value, FlatShard | list | tuple) for value in kwargs.values()):
+            return NotImplemented
+        try:
+            lists = [place for place, arg in enumerate(args) if self._has_shards(place, arg)]
+            operands, specs = self._all_shards(function, args, lists)
+        except (AttributeError, RuntimeError):
+            return NotImplemented
+        self._note_writes(args)
+        try:
+            results = function(*operands, **kwargs)
+        except RuntimeError as error:
+            explain_devices(function, args, error)
+            raise
+        if not self._has_results:
+            return None if results is None else args[0]
+        shards = tuple(map(wrap, results, specs))
+        lead(shards[0])
+        return shards
+
+    def _has_shards(self, place: int, arg: Any) -> bool:
+        if isinstance(arg, FlatShard):
+            raise AttributeError(place)
+        is_list = isinstance(arg, list | tuple) and bool(arg) and place != self._plain
+        return is_list and type(arg[0]) is not float and type(arg[0]) is not int
+
+    def _choose_lead(self, args: tuple[Any, ...]) -> None:
+        """Let the next function of these tensors run by its rule, [Note: Direct lists]."""
+        for place in (*reversed(self._written), *self._lists):
+            first = args[place][0] if place < len(args) and args[place] else None
+            if isinstance(first, FlatShard) and first._guard is None and not is_trainable(first):
+                lead(first)
+                return
+
+    def _all_shards(
+        self, func: Any, args: tuple[Any, ...], places: Sequence[int]
+    ) -> tuple[list[Any], list[ShardSpec]]:
+        operands = list(args)
+        specs: list[ShardSpec] = []
+        for place in places:
+            shards = args[place] if place < len(args) else None
+            if shards:
+                operands[place] = [shard._local for shard in shards]
+                own_specs = [shard._shard_spec for shard in shards]
+                if not specs:
+                    specs = own_specs
+                elif own_specs != specs:  # lists compare items by identity first
+                    self._raise_mismatch(func, specs, own_specs)
+        return operands, specs
+
+    def _raise_mismatch(
+        self, func: OpOverload, specs: list[ShardSpec], others: list[ShardSpec]
+    ) -> None:
+        if len(specs) != len(others):
+            raise RuntimeError(
+                f"{func.overloadpacket} got lists of {len(specs)} and {len(others)} tensors"
+            )
+        for spec, other in zip(specs, others, strict=True):
+            check_same_spec(func, spec, other)
+
+    def _some_shards(
+        self, func: OpOverload, args: tuple[Any, ...]
+    ) -> tuple[list[Any], Sequence[ShardSpec | None]]:
+        """Take the lists apart item by item, where some items are plain on all lists."""
+        places = [place for place in self._lists if place < len(args) and args[place]]
+        operands = [list(arg) if place in places else arg for place, arg in enumerate(args)]
+        specs: list[ShardSpec | None] = []
+        for index in range(len(args[places[0]])):
+            items = [args[place][index] for place in places]
+            shards = [item for item in items if isinstance(item, FlatShard)]
+            spec = shards[0]._shard_spec if shards else None
+            if shards:
+                items, spec = self._local_items(func, places, items, shards[0])
+            for place, item in zip(places, items, strict=True):
+                operands[place][index] = item
+            specs.append(spec)
+        return operands, specs
+
+    def _local_items(
+        self, func: OpOverload, places: list[int], items: list[Tensor], shard: FlatShard
+    ) -> tuple[list[Tensor], ShardSpec | None]:
+        """Return slices and the spec of results; or whole tensors, and None for plain results."""
+        try:
+            pairs = zip(places, items, strict=True)
+            locals_ = [self._local_item(func, place, item, shard) for place, item in pairs]
+        except NeedsWhole:
+            shards = [item for item in items if isinstance(item, FlatShard)]
+            if not all(each._shard_spec.is_whole for each in shards):
+                raise
+        else:
+            return locals_, shard._shard_spec
+        return [whole_of(item) if isinstance(item, FlatShard) else item for item in items], None
+
+    def _local_item(self, func: OpOverload, place: int, item: Tensor, shard: FlatShard) -> Tensor:
+        if isinstance(item, FlatShard):
+            check_same_spec(func, shard._shard_spec, item._shard_spec)
+            return item._local
+        if place in self._written:
+            raise write_to_plain(func, item, (shard,))
+        return plain_scalar(func, item, shard._shard_spec, shard._local.numel())
+
+    def _check_others(self, func: OpOverload, args: tuple[Any, ...]) -> None:
+        for place, arg in enumerate(args):
+            if place not in self._lists and isinstance(arg, FlatShard):
+                raise unsupported(func, args)
+
+    def _note_writes(self, args: tuple[Any, ...]) -> None:
+        for place in self._written:
+            items = args[place] if place < len(args) else ()
+            try:
+                written = {item._guard: item for item in items}
+            except AttributeError:
+                written = {item._guard: item for item in items if isinstance(item, FlatShard)}
+            # Once for each handle: this is most of a fused step's cost.
+            for guard, item in written.items():
+                if guard is not None:
+                    guard.note_write(item._shard_spec.label.fqn)
+
+
+class _FunctionRules(dict[Any, _ListRule]):
+    """The list rules by torch's functions."""
+
+    def __missing__(self, function: Any) -> Any:
+        """Return the rule of a function of lists, by any overload; None for another function."""
+        name = getattr(function, "__name__", "")
+        if not name.startswith("_f") or getattr(VariableFunctions, name, None) is not function:
+            return None
+        packet = getattr(aten, name)
+        rule: Any = list_family(getattr(packet, packet.overloads()[0]))
+        self[function] = rule
+        return rule
+
+
+_FUNCTION_RULES = _FunctionRules()
+
+
+def run_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch on lists, [Note: Direct lists], and return its result.
+
+    NotImplemented where it has no rule, or the op must decide.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or num_dispatch_modes():
+        return NotImplemented
+    rule = _FUNCTION_RULES[function]
+    return NotImplemented if rule is None else rule.run(function, args, kwargs)
+
+
+def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Copy item by item where a source is plain and full-size, else in one call."""
+    targets, sources, *others = args
+    if all(isinstance(source, FlatShard) for source in sources):
+        _copy_lists(func, args, kwargs)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        copy(aten.copy_.default, (target, source, *others), kwargs)
+
+
+_copy_lists = _ListRule(aten._foreach_copy_.default)
+
+RULES: dict[OpOverload, Rule] = {aten._foreach_copy_.default: _foreach_copy}

@@ -1,0 +1,61 @@
+"""The table of rules by which ops run on shards, which `op_rules` fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from composable_shard.options import FULL_SIZE, WHOLE_NEEDED
+from composable_shard.torch_private import (
+    OpOverload,
+)
+
+Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+WholeRule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Callable[[], Any] | None]
+
+
+class NeedsWhole(RuntimeError):
+    """Raised by a rule, before it changes anything, if it needs more than this rank's range.
+
+    Where this rank holds every operand whole, the op runs on whole tensors instead. Users see
+    `refusal()` of it.
+    """
+
+    def __init__(self, text: str, *, has_remedy: bool = True, is_full_size: bool = False) -> None:
+        super().__init__(text)
+        self._has_remedy = has_remedy and not is_full_size
+        self._is_full_size = is_full_size
+
+    def refusal(self) -> RuntimeError:
+        """Return the error for users, with a remedy."""
+        if self._has_remedy:
+            return RuntimeError(str(self))
+        return RuntimeError(f"{self} {FULL_SIZE if self._is_full_size else WHOLE_NEEDED}")
+
+
+class RuleTable(dict[OpOverload, Rule]):
+    """How each op runs on FlatShards: rules by op, and families that make rules for whole kinds.
+
+    Filled once by `register_op_rules`; what a family makes is kept.
+
+    Attributes:
+        families: Asked in order for a rule of an op that has none.
+        on_lists: Runs a function of torch if it is one of lists of shards.
+        on_whole: Asked after `NeedsWhole` for what runs the op on whole tensors; it returns None
+            where this rank does not hold them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.families: list[Callable[[OpOverload], Rule | None]] = []
+        self.on_lists: Callable[..., Any] = lambda *_: NotImplemented
+        self.on_whole: WholeRule = lambda *_: None  # until the table is filled
+
+    def __missing__(self, func: OpOverload) -> Rule:
+        """Ask the families in order; the last one makes a rule that raises, for any op."""
+        made = (family(func) for family in self.families)
+        self[func] = rule = next(rule for rule in made if rule is not None)
+        return rule
+
+
+OP_RULES = RuleTable()
