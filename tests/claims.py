@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, no_sync, unshard_params
-from composable_shard.flat_param.full_values import Poison
+from composable_shard.flat_param.storage import Poison
 from tests.helpers import assert_within
 from tests.models import average_gradients, shard_children
 

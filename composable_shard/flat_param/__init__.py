@@ -37,10 +37,11 @@ from composable_shard.flat_param.flat_mode import (
     write_unsharded_gradients,
 )
 from composable_shard.flat_param.full_values import HAVE_VALUES, FullState
-from composable_shard.flat_param.gradients import ScratchPool
+from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import Extension, Precision, plan_layout
 from composable_shard.flat_param.observers import guard_kept_views, kept_tensors
 from composable_shard.flat_param.owners import settle_owners
-from composable_shard.flat_param.shown import ScopeParams, Shown, is_shown_by_scope
+from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
+from composable_shard.flat_param.shown import Shown
 from composable_shard.flat_param.unsharded import LOCKED, UnshardedParameter

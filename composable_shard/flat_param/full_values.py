@@ -1,16 +1,5 @@
 """`FullValues`: the unsharded buffer of a flat parameter, and which values it holds.
 
-`LocalShard`: this rank's part of them, on the device or on the host. Copies to and from the host,
-and who waits for them: [Note: Copies and waits].
-
-[Note: Storage and autograd]
-The unsharded buffer and the reduce buffer are allocated once and keep their identity; only their
-storages are resized, to nothing and back. Views of them therefore stay valid: the unsharded
-parameters that modules compute with, what autograd saved of them in forward, and the views that
-gradients are packed into. Each unsharded parameter is built on its own `.data` alias, and
-collectives write through another: an alias has its own version counter, so refilling the buffer
-for backward does not look like an in-place change of what forward saved.
-
 [Note: Locked versions]
 What autograd saved of the unsharded parameters must not be read while the values are not there, or
 not there yet. So they have the version `LOCKED` from when values are freed or overwritten until
@@ -46,10 +35,7 @@ with what the others receive. No value ever goes the other way.
 
 from __future__ import annotations
 
-import math
-import os
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -60,295 +46,21 @@ from torch import Tensor
 
 from composable_shard.comm import (
     DONE,
-    HOST,
     AllGather,
-    HostCopies,
-    ShardGroup,
     SmallGroup,
     StreamPoint,
     Streams,
     Waitable,
-    as_received,
     collectives,
-    explained,
     fail,
     gather_in,
     trace,
 )
 from composable_shard.flat_param.entries import FlatEntry, zero_padding
+from composable_shard.flat_param.local_shard import LocalShard
+from composable_shard.flat_param.storage import Poison, PoisonedGather, alloc_storage, free_storage
 from composable_shard.flat_param.unsharded import UnshardedParams
-from composable_shard.layout import FlatLayout
-from composable_shard.tensor import ParamLabel, WriteGuard
 from composable_shard.torch_private import set_versions, storage_of, storage_uses_of
-
-
-class LocalShard:
-    """The shard that optimizers step and gathers send; made anew for another dtype or device.
-
-    Args:
-        values: Shape `(layout.shard_numel,)`, on the host where the shard is offloaded.
-        layout: The flat parameter's.
-        shard_group: The ranks that share it.
-        guard: Counts the writes to the shard.
-        device: Where full values are.
-        copies: Between host and device; None where the shard is on the device.
-    """
-
-    def __init__(
-        self,
-        values: Tensor,
-        layout: FlatLayout,
-        shard_group: ShardGroup,
-        guard: WriteGuard,
-        *,
-        device: torch.device,
-        copies: HostCopies | None,
-    ) -> None:
-        self.values = values
-        self.layout = layout
-        self.shard_group = shard_group
-        self.guard = guard
-        self.device = device
-        self.copies = copies
-        self.is_offloaded = copies is not None
-        self.device_copy: Tensor | None = None  # (layout.shard_numel,), a copy that stays
-        self._device_writes = -1  # guard.num_writes when `device_copy` was filled, -1: it is not
-
-    def keep_on_device(self, dtype: torch.dtype) -> None:
-        """Keep a copy of the shard on the device, refreshed after writes."""
-        self.device_copy = torch.empty_like(self.values, dtype=dtype, device=self.device)
-
-    # To the device
-
-    def fill(self, target: Tensor) -> Tensor:
-        """Copy the shard to `target` on the device, cast, and return that."""
-        if self.is_offloaded and self.device_copy is None:
-            return self.to_device(self.values, target)
-        return target.copy_(self.on_device())
-
-    def on_device(self) -> Tensor:
-        """Return the shard's values on the device."""
-        if self.device_copy is None:
-            return self.to_device(self.values)
-        if self._device_writes != self.guard.num_writes:
-            self.to_device(self.values, self.device_copy)
-            self._device_writes = self.guard.num_writes
-        return self.device_copy
-
-    def to_device(self, shard: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy a shard from the host, in the order of the current stream; else return it.
-
-        Into a target of any dtype, or memory of its own.
-        """
-        copies = self.copies
-        if copies is None:
-            return shard
-        is_same = target is not None and target.dtype == shard.dtype
-        staged = target if is_same else torch.empty_like(shard, device=self.device)
-        assert staged is not None
-        event = copies.copy_to_device(staged, shard)
-        self.guard.note_read(partial(copies.wait_on_host, event))
-        copies.wait_on_device(event)
-        return staged if is_same or target is None else target.copy_(staged)
-
-    # To and from full values that are not the handle's
-
-    def new_full(self) -> Tensor:
-        """Return memory for the full values in the main dtype, shape `(layout.padded_numel,)`."""
-        return torch.empty(self.layout.padded_numel, dtype=self.values.dtype, device=self.device)
-
-    def gather_into(self, output: Tensor | None, shard: Tensor, *, to_first: bool) -> Waitable:
-        """Start gathering shards, these or others of their shape, into another buffer.
-
-        One all-gather, or with `to_first` one gather, of `layout.padded_numel` elements.
-
-        Args:
-            output: Shape `(layout.padded_numel,)`; None on a rank that does not receive.
-            shard: Shape `(layout.shard_numel,)`, this rank's.
-            to_first: Only the first of all data-parallel ranks receives; where there are copies of
-                the shards, the first of them are sent.
-        """
-        group, numels = self.shard_group.group, self.layout.uneven_numels
-        if to_first and not self.shard_group.is_first_replica:
-            return DONE
-        if self.shard_group.size == 1:
-            if output is not None:
-                output.copy_(shard)
-            return DONE
-        shard = self.to_device(shard)
-        if to_first:
-            return collectives.gather(output, shard, group, numels)
-        assert output is not None
-        return collectives.all_gather(output, shard, group, numels)
-
-    def write_slice(self, shard: Tensor, full: Tensor | None, *, from_first: bool) -> None:
-        """Write this rank's slice of full values, or gradients, into a shard.
-
-        Args:
-            shard: Shape `(layout.shard_numel,)`.
-            full: Shape `(layout.padded_numel,)`; its padding is set to zero. None on a rank that
-                has none.
-            from_first: The first of all data-parallel ranks gives every rank its slice: one
-                scatter in its shard group, and one broadcast to each group of copies.
-        """
-        if full is not None:
-            zero_padding(full, self.layout)
-        self.guard.wait_for_reads()
-        if from_first:
-            self._send_slices(shard, full)
-        elif full is not None:
-            start, end = self.layout.shard_range(self.shard_group.rank)
-            shard.copy_(full[start:end])
-
-    def _send_slices(self, shard: Tensor, full: Tensor | None) -> None:
-        group = self.shard_group
-        target = torch.empty_like(shard, device=self.device) if self.is_offloaded else shard
-        if group.size > 1 and group.is_first_replica:
-            collectives.scatter(target, full, group.group, self.layout.uneven_numels).wait()
-        elif full is not None:
-            target.copy_(full)
-        for copies in group.replicate_groups:
-            collectives.broadcast(target, 0, copies).wait()
-        if target is not shard:
-            shard.copy_(target)
-
-    def copy_to_replicas(self) -> None:
-        """Give all ranks that hold copies of the shard the first one's: a broadcast for each."""
-        if not self.shard_group.replicate_groups:
-            return
-        sent = self.to_device(self.values)
-        for group in self.shard_group.replicate_groups:
-            collectives.broadcast(sent, 0, group).wait()
-        if sent is not self.values:
-            self.guard.wait_for_reads()
-            self.values.copy_(sent)
-
-    def write_edited(self, own_part: Tensor, wire_dtype: torch.dtype | None) -> None:
-        """Write this rank's part of full values that were edited into the shard.
-
-        Args:
-            own_part: Shape `(layout.shard_numel,)`, on the device.
-            wire_dtype: What the shard was rounded to when it was gathered, None for nothing.
-                Elements that are still that were not edited, and keep their full precision.
-        """
-        values = self._to_host(own_part)
-        self.guard.wait_for_reads()
-        if wire_dtype is not None:
-            received = as_received(wire_dtype, self.values, values.dtype)
-            is_same = (values == received) | (values.isnan() & received.isnan())
-            values = torch.where(is_same, self.values, values.to(self.values.dtype))
-        self.values.copy_(values)
-
-    def _to_host(self, values: Tensor) -> Tensor:
-        """Return values in the memory of the shard's kind, complete."""
-        if self.copies is None:
-            return values
-        host = torch.empty_like(values, device=HOST)
-        self.copies.wait_on_host(self.copies.copy_to_host(host, values))
-        return host
-
-
-class InitialValues:
-    """Checksums of full values, so that the ranks can be compared without the values.
-
-    Args:
-        guard: Counts the writes to the shard, after which nothing is left to compare.
-    """
-
-    def __init__(self, guard: WriteGuard) -> None:
-        self._guard = guard
-        self._num_writes = -1
-        self._labels: Sequence[ParamLabel] = ()
-        self._sums: Tensor | None = None  # (len(self._labels),)
-
-    @property
-    def are_known(self) -> bool:
-        """Whether there are checksums that have not been compared."""
-        return self._sums is not None
-
-    def note(self, params: Sequence[Tensor], labels: Sequence[ParamLabel]) -> None:
-        """Take checksums of dense tensors; their parameters' names may still change."""
-        self._sums = torch.stack([_checksum(param.detach()) for param in params])
-        self._labels, self._num_writes = labels, self._guard.num_writes
-
-    def forget(self) -> None:
-        """Drop the checksums: the parameters have other values."""
-        self._sums, self._labels = None, ()
-
-    def take(self) -> list[tuple[str, int | None]]:
-        """Return and drop names and checksums, None of what may have been written since."""
-        is_valid = self._sums is not None and self._guard.num_writes == self._num_writes
-        sums = self._sums.tolist() if is_valid else [None] * len(self._labels)  # type: ignore[union-attr] # not None
-        found = [(label.fqn, each) for label, each in zip(self._labels, sums, strict=True)]
-        self.forget()
-        return found
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as whole numbers of 64 bits, 0-d on its device."""
-    # The only integers that torch sums at the speed of memory; a copy where they don't fit.
-    data = tensor.contiguous().view(-1)
-    if data.storage_offset() * data.itemsize % 8:
-        data = data.clone()
-    data = data.view(torch.uint8)
-    num_whole = data.numel() // 8 * 8
-    return data[:num_whole].view(torch.int64).sum() + data[num_whole:].sum()
-
-
-class Poison:
-    """Fills memory that nobody may read with NaN: freed, just allocated, or in flight.
-
-    Tests switch it on, with COMPOSABLE_SHARD_POISON=1 or `is_on`. A read without a claim then gives
-    the same wrong numbers each time, and not by chance the right ones. Gathers block.
-    """
-
-    is_on = os.environ.get("COMPOSABLE_SHARD_POISON", "0") == "1"
-
-    @staticmethod
-    def fill(tensor: Tensor) -> None:
-        """Fill a tensor of floating point or complex numbers with NaN, seen by no version."""
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            with torch.no_grad():
-                tensor.data.fill_(math.nan)
-
-
-class _PoisonedGather:
-    """A gather whose values nobody sees before they are waited for, but for this rank's part."""
-
-    def __init__(
-        self, gather: Waitable, output: Tensor, own_part: Tensor, group: dist.ProcessGroup
-    ) -> None:
-        with explained(group):
-            gather.wait()
-        self._output, self._values = output, output.clone()
-        own = own_part.clone()  # perhaps the shard itself
-        Poison.fill(output)
-        own_part.data.copy_(own)
-
-    def wait(self) -> None:
-        """Write the values where they belong."""
-        self._output.copy_(self._values)
-
-
-def alloc_storage(tensor: Tensor) -> None:
-    """Give `tensor`, which spans its whole storage, memory again; no-op if it has some."""
-    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
-    if storage.nbytes() != nbytes:
-        storage.resize_(nbytes)
-        if Poison.is_on:
-            Poison.fill(tensor)
-
-
-def free_storage(tensor: Tensor) -> None:
-    """Give back the memory of `tensor`'s storage; the tensor and its views stay, unreadable.
-
-    No-op where torch has lent the memory for good, as to an array of numpy.
-    """
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != 0 and storage.resizable():
-        if Poison.is_on:
-            Poison.fill(tensor)
-        storage.resize_(0)
 
 
 class FullState(Enum):
@@ -520,7 +232,7 @@ class FullValues:
             gather = self._start(when) if is_plain else self._issue(streams, when)
             if Poison.is_on and gather is not None:
                 group = self.shard.shard_group.group
-                gather = _PoisonedGather(gather, self.output, self.own_part, group)
+                gather = PoisonedGather(gather, self.output, self.own_part, group)
             self._gather = gather
         except BaseException:
             self._give_up(None, streams)

@@ -1,39 +1,16 @@
-"""`FlatGradients`: from a unit's unsharded gradients, one by one, to the published `.grad`s.
-
-`FlatReduction`: from a buffer of unsharded gradients to this rank's shard of their mean.
-
-[Note: Two stages]
-Gradients are averaged over all data-parallel ranks, whatever the strategy and the mesh. Where the
-flat parameter is sharded, a reduce-scatter leaves each rank the sum over its shard group; where
-shards have copies, an all-reduce of the shard adds the other copies' sums. The second stage needs
-only the shard, so the buffer is free for other use as soon as the first is done. It may be put off:
-reduce-scattered shards then add up in `partial` until a reduction that has both stages.
-"""
+"""`FlatGradients`: from a unit's unsharded gradients, one by one, to the published `.grad`s."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from operator import add, or_
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, is_grad_enabled, mul
 
 from composable_shard.comm import (
-    CommHook,
-    ExchangedAllReduce,
-    PendingReduction,
-    ReduceScatter,
-    ReductionStage,
     ShardGroup,
-    StageKey,
-    StreamPoint,
     Streams,
-    Waitable,
-    call_hook,
-    collectives,
-    scratch_parts,
     trace,
 )
 from composable_shard.flat_param.entries import zero_gaps
@@ -43,14 +20,10 @@ from composable_shard.flat_param.full_values import (
     HOLDS_GRADIENTS,
     STALE,
     FullValues,
-    alloc_storage,
-    free_storage,
 )
 from composable_shard.flat_param.grad_pieces import (
     AwaitedGradients,
     GradPieces,
-    HostGradient,
-    LocalGradients,
     OwnBuffer,
     check_has_place,
     copy_arrived,
@@ -61,324 +34,14 @@ from composable_shard.flat_param.grad_pieces import (
     packing_scale,
     set_gradients,
     wrap_all,
-    write_gradient,
 )
+from composable_shard.flat_param.gradient_reduction import FlatReduction, ScratchPool
+from composable_shard.flat_param.local_gradients import HostGradient, LocalGradients, write_gradient
 from composable_shard.flat_param.shown import ShownParams
+from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, PendingState, refuse_graphs, set_gradient
-from composable_shard.torch_private import foreach_norm, storage_of, version_of
-
-_Kind = tuple[torch.dtype, torch.device]
-
-
-class ScratchPool:
-    """Memory that the reductions of a tree share: only one at a time is in its first stage.
-
-    It is as large as the first reduction or several units need. More than that, for one unit alone,
-    is made anew in each step: mostly for the root, when a step's activations are gone.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[_Kind, Tensor] = {}
-        self._largest: dict[_Kind, int] = {}  # storage of the one unit's buffer that needs more
-
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """Return memory of shape `(numel,)`; what was taken before may be the same.
-
-        Args:
-            numel: Its elements.
-            like: The buffer that is reduced.
-        """
-        key = like.dtype, like.device
-        buffer = self._buffers.get(key)
-        if buffer is None:
-            buffer = self._buffers[key] = like.new_empty(numel)
-        elif buffer.numel() < numel:
-            if self._largest.setdefault(key, owner := storage_of(like)) == owner:
-                return like.new_empty(numel)
-            del self._largest[key]
-            buffer = self._buffers[key] = like.new_empty(numel)
-        return buffer[:numel]
-
-
-class FlatReduction:
-    """The reduction of one flat gradient, see [Note: Two stages].
-
-    Attributes:
-        name: The unit's, for messages.
-        divide_factor: What the sum over all data-parallel ranks is divided by; None: their number.
-        main_dtype: Of `partial`, and of results that need no further reduction.
-        output_dtype: In which what ranks sent is added up.
-        own_numel: Elements of this rank's shard.
-        output: Shape `(shard_numel,)`: that of the reduction in flight, None where there is none.
-        partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage was put off.
-        checks_finite: Note the largest value of each parameter's gradient before it is sent.
-        largest: These, by parameter, of the last reduction; None where none was noted.
-    """
-
-    def __init__(self, shard_group: ShardGroup, layout: FlatLayout) -> None:
-        self.main_dtype = self.output_dtype = torch.get_default_dtype()
-        self._shard_group = shard_group
-        self._layout = layout
-        self._num_ranks = shard_group.num_ranks
-        self.own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
-        self.name = "?"
-        self.divide_factor: float | None = None
-        self._hook: tuple[CommHook, object] | None = None
-        self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
-        self.partial: Tensor | None = None
-        self.checks_finite = False
-        self.largest: Tensor | None = None
-        self._reduce_scatter: ReduceScatter | None = None  # where there is a first stage
-        self._scatter: PendingReduction | None = None  # that, in flight
-        self._all_reduce: Waitable | None = None  # the second
-        self.output: Tensor | None = None
-        self._num_terms = 0  # shards' memory for the second, where it is the only one
-        self._scale = 1.0  # of the output, where there is no first stage
-        self._is_deferred = False
-        # On a side stream: where the buffer is free again, where the result is there, and what the
-        # stream reads until then.
-        self._reduce_stream: torch.Stream | None = None
-        self._buffer_read: StreamPoint | None = None
-        self._done: StreamPoint | None = None
-        self._read: tuple[Tensor | None, ...] = ()
-
-    def bind(
-        self, reduce_dtype: torch.dtype, main_dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Get ready for buffers of this dtype and device, which need not be the mesh's.
-
-        The second stage travels in the dtype of the first. A main dtype that is narrower than that
-        of the gradients on the way is for the result, which is rounded to it once.
-        """
-        group, self.main_dtype = self._shard_group, main_dtype
-        is_wider = not group.replicate_groups and reduce_dtype != main_dtype
-        self.output_dtype = (
-            torch.promote_types(reduce_dtype, main_dtype) if is_wider else reduce_dtype
-        )
-        if group.size > 1:
-            self._reduce_scatter = ReduceScatter(
-                group.reduce_group or group.group, reduce_dtype, device, self._layout.uneven_numels
-            )
-        elif group.replicate_groups:
-            self._num_terms = scratch_parts(group.replicate_groups[0], device)
-
-    def scratch_parts(self, *, in_place: bool) -> int:
-        """Return how many shards' memory the collectives need beside a buffer, as `ReduceScatter`.
-
-        Args:
-            in_place: Whether the output is this rank's part of the buffer.
-        """
-        if self._reduce_scatter is None:
-            return self._num_terms
-        is_cast = self.output_dtype != self._reduce_scatter.dtype
-        return self._reduce_scatter.scratch_parts(in_place=in_place or is_cast)
-
-    @property
-    def hook_name(self) -> str | None:
-        """The name of the comm hook, None where there is none."""
-        if self._hook is None:
-            return None
-        hook, _ = self._hook
-        return str(getattr(hook, "__qualname__", type(hook).__qualname__))
-
-    def take_options(self, other: FlatReduction) -> None:
-        """Take over what users set on another reduction."""
-        self.divide_factor, self._hook = other.divide_factor, other._hook
-        self.checks_finite = other.checks_finite
-
-    def check_finite(self, flag: bool) -> None:
-        """Choose whether to look for values that are not finite."""
-        self.checks_finite = flag
-
-    def note_largest(self, gradients: Sequence[Tensor]) -> None:
-        """Note the largest absolute values, of each parameter; the host does not wait."""
-        tensors = [each if each.numel() else each.new_zeros(1) for each in gradients]
-        self.largest = torch.stack(foreach_norm(tensors, math.inf))
-
-    def take_largest(self) -> Tensor | None:
-        """Return what was noted, and forget it."""
-        largest, self.largest = self.largest, None
-        return largest
-
-    def set_divide_factor(self, factor: float | None) -> None:
-        """Choose what the sum over all data-parallel ranks is divided by; None: their number."""
-        self.divide_factor = factor
-
-    def set_hook(self, hook: CommHook | None, state: object) -> None:
-        """Let a hook do what the collectives do from now on, or no more; [Note: Comm hooks]."""
-        self._hook = None if hook is None else (hook, state)
-
-    def start(
-        self,
-        buffer: Tensor,
-        scratch: Tensor | None,
-        streams: Streams | None,
-        *,
-        output: Tensor | None,
-        prescale: float,
-        is_deferred: bool,
-    ) -> None:
-        """Start reducing `buffer`, on the reduce stream where there are streams.
-
-        Args:
-            buffer: Shape `(padded_numel,)`, packed on the current stream.
-            scratch: What `scratch_parts` asks for, None where a comm hook reduces.
-            streams: The side streams of an accelerator.
-            output: Shape `(shard_numel,)`, where the result goes: this rank's part of `buffer`, or
-                memory of the main dtype. None for new memory.
-            prescale: What the gradients were multiplied with already.
-            is_deferred: Whether to put the second stage off.
-        """
-        if self.checks_finite:
-            numels = zip(self._layout.offsets, self._layout.numels, strict=True)
-            self.note_largest([buffer[start : start + numel] for start, numel in numels])
-        scale = 1.0 / (self.divide_factor or self._num_ranks) / prescale
-        self._is_deferred = is_deferred
-        if streams is None:
-            self.output = self._issue(buffer, scratch, scale, output)
-            return
-        stream = self._reduce_stream = streams.reduce_stream
-        # [Note: Streams and memory]; the gradients were packed on the current stream.
-        stream.wait_stream(torch.accelerator.current_stream())
-        self._read = scratch, self.partial
-        with stream:
-            output = self._issue(buffer, scratch, scale, output)
-            scattered = self._end_first_stage()
-            if self._shard_group.replicate_groups:
-                self._buffer_read = StreamPoint(stream)
-            if scattered is not None:
-                self._begin_second_stage(scattered)
-            self._end(output)
-            self._done = StreamPoint(stream)
-        self.output = output
-
-    def _issue(
-        self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None
-    ) -> Tensor:
-        group = self._shard_group
-        if self._hook is not None:
-            # Nothing was packed there, and a hook may take blocks of elements together.
-            for start, end in self._layout.padding_ranges():
-                buffer[start:end].zero_()
-        if output is None:
-            output = buffer.new_empty(self.own_numel, dtype=self.output_dtype)
-        if group.size > 1:
-            self._scale = 1.0
-            self._scatter = self._issue_scatter(output, buffer, scratch, scale)
-        else:
-            self._scale = scale
-            self._issue_all_reduce(output, scratch)
-        return output
-
-    def _issue_scatter(
-        self, output: Tensor, buffer: Tensor, scratch: Tensor | None, scale: float
-    ) -> PendingReduction:
-        if self._hook is None:
-            assert self._reduce_scatter is not None
-            return self._reduce_scatter.start(output, buffer, scratch, scale, name=self.name)
-        group, key = self._shard_group.reduce_group or self._shard_group.group, self._keys[0]
-        numels = self._layout.uneven_numels
-        stage = ReductionStage(
-            "reduce_scatter", buffer, output, group, scale, key, numels, self.name
-        )
-        work = call_hook(*self._hook, stage)
-        return PendingReduction(work, stage.output, stage.gradient, None, stage.scale)
-
-    def _issue_all_reduce(self, output: Tensor, scratch: Tensor | None = None) -> None:
-        groups = list(zip(self._shard_group.replicate_groups, self._keys[1:], strict=True))
-        *earlier, last = groups
-        for each in earlier:
-            self._start_all_reduce(output, *each, scratch).wait()
-        self._all_reduce = self._start_all_reduce(output, *last, scratch)
-
-    def _start_all_reduce(
-        self, output: Tensor, group: dist.ProcessGroup, key: StageKey, scratch: Tensor | None
-    ) -> Waitable:
-        if self._hook is None:
-            what = f"the reduction of unit '{self.name}'"
-            return collectives.all_reduce(output, group, what=what, scratch=scratch)
-        stage = ReductionStage(
-            "all_reduce", output, output, group, self._scale, key, unit=self.name
-        )
-        return call_hook(*self._hook, stage)
-
-    def advance(self) -> None:
-        """Wait until the buffer is not needed any more; start the second stage, if any.
-
-        Without a first stage the buffer is needed until `finish`, but scratch memory is not. On a
-        side stream the second stage has been started.
-        """
-        if self._buffer_read is not None:
-            self._buffer_read.wait()
-            self._buffer_read = None
-            return
-        if isinstance(self._all_reduce, ExchangedAllReduce):
-            self._all_reduce.advance()
-        output = self._end_first_stage()
-        if output is not None and self._shard_group.replicate_groups:
-            self._begin_second_stage(output)
-
-    def _end_first_stage(self) -> Tensor | None:
-        if self._scatter is None:
-            return None
-        output = self._scatter.finish()
-        self._scatter = None  # last: an interrupted one is abandoned before memory is given back
-        return output
-
-    def _begin_second_stage(self, output: Tensor) -> None:
-        if self._is_deferred or not self._shard_group.replicate_groups:
-            return
-        if self.partial is not None:
-            output.add_(self.partial)
-            self.partial = None
-        self._issue_all_reduce(output)
-
-    def _end(self, output: Tensor) -> None:
-        if self._all_reduce is not None:
-            self._all_reduce.wait()
-            self._all_reduce = None
-        if self._scale != 1.0:
-            output.mul_(self._scale)
-
-    def finish(self) -> Tensor | None:
-        """Wait for all stages; return the result, or None where the second was put off."""
-        output, self.output = self.output, None
-        if output is None:
-            return None
-        if self._done is None and self._scatter and not self._shard_group.replicate_groups:
-            self._end_first_stage()  # the only one
-        elif self._done is None:
-            self.advance()
-            self._end(output)
-        else:
-            # The buffers may be used anew by the current stream once this has passed.
-            self._done.wait()
-            self._done = self._buffer_read = None
-            self._read = ()
-        if not self._is_deferred:
-            return output
-        # Accumulated in the main dtype, whatever the way's.
-        output = output.to(self.main_dtype)
-        self.partial = output if self.partial is None else self.partial.add_(output)
-        return None
-
-    def drop(self) -> None:
-        """Forget what is in flight or was put off, once the backend uses the buffers no more."""
-        if self._scatter is not None:
-            self._scatter.abandon()
-        if self._all_reduce is not None:
-            collectives.abandon(self._all_reduce)
-        self._scatter = self._all_reduce = None
-        group = self._shard_group
-        for each in (*(group.group,) * (group.size > 1), *group.replicate_groups):
-            collectives.settle(each)  # what an interrupt may have lost
-        if self._reduce_stream is not None:
-            # It may read buffers that are about to be used anew.
-            torch.accelerator.current_stream().wait_stream(self._reduce_stream)
-        self._done = self._buffer_read = None
-        self._read = ()
-        self.output = self.partial = None
+from composable_shard.torch_private import version_of
 
 
 class FlatGradients:

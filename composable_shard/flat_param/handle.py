@@ -19,14 +19,9 @@ from composable_shard.flat_param.entries import (
     set_requires_grad,
     zero_gaps,
 )
-from composable_shard.flat_param.full_values import (
-    HOLDS_GRADIENTS,
-    STALE,
-    InitialValues,
-    alloc_storage,
-    free_storage,
-)
+from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
+from composable_shard.flat_param.local_shard import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan, Precision
 from composable_shard.flat_param.shown import (
     SHARDED,
@@ -35,6 +30,7 @@ from composable_shard.flat_param.shown import (
     take_flags,
     trainable_flags,
 )
+from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.layout import FlatLayout
 from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy
 from composable_shard.tensor import (

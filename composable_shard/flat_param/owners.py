@@ -25,9 +25,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from composable_shard.comm import ShardGroup, compare_lines
-from composable_shard.flat_param.full_values import FullValues, LocalShard
+from composable_shard.flat_param.full_values import FullValues
 from composable_shard.flat_param.gradients import in_layout
 from composable_shard.flat_param.handle import FlatParamHandle
+from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.layout import FlatLayout, balance, fullest
 from composable_shard.tensor import flat_spec
 

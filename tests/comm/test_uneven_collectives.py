@@ -17,7 +17,7 @@ from composable_shard import FlatLayout
 from composable_shard.comm import algorithms, collectives, devices
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.comm.trace import count_collectives
-from composable_shard.flat_param.gradients import FlatReduction
+from composable_shard.flat_param.gradient_reduction import FlatReduction
 from tests.helpers import assert_equal, distributed
 from tests.pairs import pairwise
 

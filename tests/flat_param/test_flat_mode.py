@@ -37,7 +37,7 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param import gradients
-from composable_shard.flat_param.full_values import alloc_storage
+from composable_shard.flat_param.storage import alloc_storage
 from composable_shard.tensor import reduced_gradient
 from tests.construct.test_composition import (
     CHECKPOINTED,

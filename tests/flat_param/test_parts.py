@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.flat_param import FullState, Precision, Shown
 from composable_shard.flat_param.entries import FlatSlot, ModuleItems, ParamEntry, find_slots
-from composable_shard.flat_param.full_values import MOVES, FullValues, LocalShard
-from composable_shard.flat_param.gradients import FlatGradients, ScratchPool
+from composable_shard.flat_param.full_values import MOVES, FullValues
+from composable_shard.flat_param.gradient_reduction import ScratchPool
+from composable_shard.flat_param.gradients import FlatGradients
+from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout

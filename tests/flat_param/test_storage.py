@@ -17,7 +17,7 @@ from composable_shard.flat_param.entries import (
     find_slots,
     swap_parameter,
 )
-from composable_shard.flat_param.full_values import alloc_storage, free_storage
+from composable_shard.flat_param.storage import alloc_storage, free_storage
 from tests.helpers import peak_bytes
 
 pytestmark = pytest.mark.fast

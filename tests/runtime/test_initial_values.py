@@ -16,7 +16,7 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm.trace import count_collectives
-from composable_shard.flat_param.full_values import _checksum
+from composable_shard.flat_param.local_shard import _checksum
 from tests.helpers import assert_equal, distributed
 from tests.models import FROM_RANK0, Net, shard_blocks
 

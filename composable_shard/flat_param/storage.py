@@ -1,0 +1,80 @@
+"""Storages of buffers: allocated, freed, and filled with NaN where tests ask for it.
+
+[Note: Storage and autograd]
+The unsharded buffer and the reduce buffer are allocated once and keep their identity; only their
+storages are resized, to nothing and back. Views of them therefore stay valid: the unsharded
+parameters that modules compute with, what autograd saved of them in forward, and the views that
+gradients are packed into. Each unsharded parameter is built on its own `.data` alias, and
+collectives write through another: an alias has its own version counter, so refilling the buffer
+for backward does not look like an in-place change of what forward saved.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_shard.comm import (
+    Waitable,
+    explained,
+)
+
+
+class Poison:
+    """Fills memory that nobody may read with NaN: freed, just allocated, or in flight.
+
+    Tests switch it on, with COMPOSABLE_SHARD_POISON=1 or `is_on`. A read without a claim then gives
+    the same wrong numbers each time, and not by chance the right ones. Gathers block.
+    """
+
+    is_on = os.environ.get("COMPOSABLE_SHARD_POISON", "0") == "1"
+
+    @staticmethod
+    def fill(tensor: Tensor) -> None:
+        """Fill a tensor of floating point or complex numbers with NaN, seen by no version."""
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            with torch.no_grad():
+                tensor.data.fill_(math.nan)
+
+
+class PoisonedGather:
+    """A gather whose values nobody sees before they are waited for, but for this rank's part."""
+
+    def __init__(
+        self, gather: Waitable, output: Tensor, own_part: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        with explained(group):
+            gather.wait()
+        self._output, self._values = output, output.clone()
+        own = own_part.clone()  # perhaps the shard itself
+        Poison.fill(output)
+        own_part.data.copy_(own)
+
+    def wait(self) -> None:
+        """Write the values where they belong."""
+        self._output.copy_(self._values)
+
+
+def alloc_storage(tensor: Tensor) -> None:
+    """Give `tensor`, which spans its whole storage, memory again; no-op if it has some."""
+    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)
+        if Poison.is_on:
+            Poison.fill(tensor)
+
+
+def free_storage(tensor: Tensor) -> None:
+    """Give back the memory of `tensor`'s storage; the tensor and its views stay, unreadable.
+
+    No-op where torch has lent the memory for good, as to an array of numpy.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != 0 and storage.resizable():
+        if Poison.is_on:
+            Poison.fill(tensor)
+        storage.resize_(0)
