@@ -22,8 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
-from composable_shard.layout.balance import balance, fullest
 from composable_shard.layout.flat_layout import FlatLayout, round_up
+from composable_shard.layout.ownership import balance, fullest
 
 Shapes = Sequence[tuple[int, ...]]
 ALIGNMENT = 8  # elements: 16 bytes of bfloat16

@@ -1,9 +1,8 @@
 """Integers only: where parameters lie in a flat parameter, and which rank holds what.
 
-Read `flat_layout` first: where ranks cut. `balance` says who owns what, `regions` is arithmetic.
+Read `flat_layout` first: where ranks cut. `ownership` says who owns what, `regions` is arithmetic.
 """
 
-from composable_shard.layout.balance import balance, fullest
 from composable_shard.layout.flat_layout import (
     FlatLayout,
     block_numel,
@@ -11,6 +10,7 @@ from composable_shard.layout.flat_layout import (
     is_owned,
     round_up,
 )
+from composable_shard.layout.ownership import balance, fullest
 from composable_shard.layout.regions import (
     Bounds,
     Box,

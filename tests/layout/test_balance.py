@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_shard.layout.balance import balance, fullest
+from composable_shard.layout.ownership import balance, fullest
 from tests.properties import examples
 
 pytestmark = pytest.mark.fast
