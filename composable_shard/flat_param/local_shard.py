@@ -91,7 +91,6 @@ class LocalShard:
         assert staged is not None
         event = copies.copy_to_device(staged, shard)
         self.guard.note_read(partial(copies.wait_on_host, event))
-        copies.wait_on_device(event)
         return staged if is_same or target is None else target.copy_(staged)
 
     # To and from full values that are not the handle's
@@ -163,7 +162,6 @@ class LocalShard:
         for group in self.shard_group.replicate_groups:
             collectives.broadcast(sent, 0, group).wait()
         if sent is not self.values:
-            self.guard.wait_for_reads()
             self.values.copy_(sent)
 
     def write_edited(self, own_part: Tensor, wire_dtype: torch.dtype | None) -> None:
@@ -174,21 +172,12 @@ class LocalShard:
             wire_dtype: What the shard was rounded to when it was gathered, None for nothing.
                 Elements that are still that were not edited, and keep their full precision.
         """
-        values = self._to_host(own_part)
-        self.guard.wait_for_reads()
+        values = own_part.to(HOST) if self.is_offloaded else own_part
         if wire_dtype is not None:
             received = as_received(wire_dtype, self.values, values.dtype)
             is_same = (values == received) | (values.isnan() & received.isnan())
             values = torch.where(is_same, self.values, values.to(self.values.dtype))
         self.values.copy_(values)
-
-    def _to_host(self, values: Tensor) -> Tensor:
-        """Return values in the memory of the shard's kind, complete."""
-        if self.copies is None:
-            return values
-        host = torch.empty_like(values, device=HOST)
-        self.copies.wait_on_host(self.copies.copy_to_host(host, values))
-        return host
 
 
 class InitialValues:
