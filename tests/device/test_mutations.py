@@ -1,0 +1,157 @@
+"""Each wait of the library is left out in turn: the device finds a race in some program."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import device
+from tests.device.mutations import REFERENCES, Site, find_sites, left_out
+from tests.device.programs import PROGRAMS
+from tests.device.running import on_device
+
+MODULES = (
+    "comm.devices",
+    "flat_param.full_values",
+    "flat_param.gradients",
+    "flat_param.grad_pieces",
+    "flat_param.memory",
+    "optim.clipping",
+    "optim.grad_scaler",
+    "tensor.flat_shard",
+)
+
+_NO_STREAMS = "a device without side streams alone: those wait where they start"
+
+# What finds each wait's removal: by the beginning of `Site.of`, the longest one that fits.
+FOUND_BY = {
+    "StreamPoint": "step",
+    "StreamCopies.copy_to_device": "writes_on_host",
+    "StreamCopies.copy_to_host": "step_on_host",
+    "StreamCopies.wait_on_device": "rounds_on_host",
+    "StreamCopies.wait_on_host": "step_on_host",
+    "StreamCopies.is_done": "rounds_on_host",
+    "Then.wait": "step_with_int8_gathers",
+    "LocalShard.to_device": "writes_on_host",
+    "LocalShard._send_slices: collectives.scatter": "edits",
+    "LocalShard._send_slices: collectives.broadcast": "edits_with_replicas",
+    "LocalShard.copy_to_replicas": "step_with_replicas",
+    "FullValues._issue": "step",
+    "FullValues.wait": "step",
+    "FlatReduction.start: self._read": "step_with_16_bit_sums",
+    "FlatReduction.start: stream.wait_stream": "step",
+    "FlatReduction.start: StreamPoint(stream)": "step_with_replicas",
+    "FlatReduction.start: StreamPoint(stream) (2)": "step",
+    "FlatReduction.advance": "step_with_replicas",
+    "FlatReduction._end": "step_without_shards",
+    "FlatReduction.finish": "step",
+    "FlatReduction.drop: torch.accelerator": "failed_backward",
+    "FlatGradients._begin_round": "rounds_on_host",
+    "HostGradient.copy: self._copies": "rounds_on_host",
+    "HostGradient.copy: self._in_flight": "step_on_host",
+    "HostGradient.reuse_sources": "rounds_on_host",
+    "HostGradient.wait": "step_on_host",
+    "HostGradient.collect": "step_on_host",
+    "ShardedGradScaler._unscale_grads_": "scaled_step",
+    "WriteGuard.note_write": "writes_on_host",
+    "FlatShard.full_tensor": "whole_parameters",
+}
+
+# Waits that no program here needs, and why they are there.
+UNFOUND = {
+    "abandon": _NO_STREAMS,
+    "FlatReduction.drop: scatter": _NO_STREAMS,
+    "FlatReduction.drop: collectives": _NO_STREAMS,
+    "FullValues.free: self.wait() (2)": _NO_STREAMS,
+    "_PoisonedGather": "tests' own switch, under which gathers block",
+    "LocalShard.write_slice": "a scope has waited, by copies that block (test_offload.py)",
+    "FullValues.gather: self.wait()": "without it the state refuses: GATHERING to GATHERING",
+    "FullValues.gather: self.wait() (2)": "graphs of gradients keep values; no stream is concerned",
+    "FullValues.free: self.wait()": "a forward has waited; no program is known that has not",
+    "FullValues.write_back": "`unshard` has waited; no program is known that has not",
+    "FlatReduction._issue_all_reduce": "a mesh whose ranks have no common group: eight ranks",
+    "FlatGradients.issue": "a gather in flight for a unit that is reduced; no program is known",
+    "HostGradient.drop": "the next backward waits for what is left; this one gives memory back",
+    "ExtendedValues._issue": "one rank: nothing is in flight, the wait writes the values",
+}
+
+
+def _sites(module: str) -> list[Site]:
+    return [site for site in REFERENCES if site.module == module] + find_sites(module)
+
+
+def _look_up(site: Site, table: dict[str, str]) -> str | None:
+    """Return what the table says of a wait, by the longest beginning that it has."""
+    found = max((key for key in table if site.of.startswith(key)), key=len, default=None)
+    return None if found is None else table[found]
+
+
+def _program_of(site: Site) -> str | None:
+    """Return the program that finds the wait's removal, None for one of the others."""
+    keys = [key for key in (*FOUND_BY, *UNFOUND) if site.of.startswith(key)]
+    assert keys, f"no program for {site}: add one that needs it, or take it out"
+    return FOUND_BY.get(max(keys, key=len))
+
+
+@on_device(num_ranks=4)
+def test_programs_have_no_races() -> None:
+    """As they are."""
+    for name, run in PROGRAMS.items():
+        run()
+        device.synchronize()
+        assert device.take_races() == [], name
+
+
+@on_device(num_ranks=4)
+def _all_are_found(module: str) -> None:
+    for site in _sites(module):
+        if (program := _program_of(site)) is None:
+            continue
+        # Errors are of wrong values; what counts is below.
+        with left_out(site), suppress(RuntimeError):
+            PROGRAMS[program]()
+            device.synchronize()
+        num_races = torch.tensor([len(device.take_races())])
+        dist.all_reduce(num_races)
+        assert num_races.item() > 0, f"{program} does without {site}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_wait_is_found(module: str) -> None:
+    """By a program with a race when it is left out."""
+    _all_are_found(module=module)
+
+
+def test_the_table_is_up_to_date() -> None:
+    """WAITS.md tells all waits; write it anew with `python -m tests.device.test_mutations`."""
+    assert _TABLE.read_text() == _table()
+    sites = [site for module in MODULES for site in _sites(module)]
+    for key in (*FOUND_BY, *UNFOUND):
+        assert any(site.of.startswith(key) for site in sites), f"no wait {key}"
+
+
+_TABLE = Path(__file__).with_name("WAITS.md")
+
+
+def _table() -> str:
+    lines = [
+        "# The library's waits, and what finds them missing\n",
+        "Each is left out in turn (`test_mutations.py`), and the race detector finds a race in the",
+        "program of `programs.py` that is named here. What no program needs has a reason.\n",
+        "| wait | found by |",
+        "|---|---|",
+    ]
+    for module in MODULES:
+        for site in _sites(module):
+            program = _program_of(site)
+            found = f"`{program}`" if program else f"none: {_look_up(site, UNFOUND)}"
+            lines.append(f"| `{module}`: `{site.of}` | {found} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    _TABLE.write_text(_table())
