@@ -580,7 +580,7 @@ def _undoing(arguments: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _late_streams(mode: str) -> Iterator[None]:
-    """Make the device's streams late; raise at the end what they have met."""
+    """Make the device's streams late; raise at the end what they have met, and races."""
     if not mode:
         yield
         return
@@ -588,6 +588,7 @@ def _late_streams(mode: str) -> Iterator[None]:
     try:
         yield
         accelerator.synchronize()
+        accelerator.check_races()
     finally:
         accelerator.configure("none")
 
@@ -680,6 +681,7 @@ def _join_group(pids: list[int], path: str, has_device: bool) -> None:
     _share_gloo_device()
     if has_device:
         accelerator.load()
+        accelerator.detect_races()
     dist.init_process_group(
         accelerator.BACKENDS if has_device else "gloo",
         store=store,
