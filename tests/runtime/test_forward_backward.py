@@ -74,7 +74,7 @@ def _train_by(
 # --- how often a module runs ---
 
 
-@distributed(2, 3)
+@distributed(2, 3, on_device=True)
 def test_training_equals_the_unsharded_model() -> None:
     """Losses, gradients and parameters agree over steps."""
     twins = Twins(Net, shard_blocks)
@@ -98,7 +98,7 @@ class _RepeatedBlock(nn.Module):
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_module_called_twice(reshard_after_forward: bool | None) -> None:
     """The gradients of both calls are added and reduced once."""
     twins = Twins(_RepeatedBlock, reshard_after_forward=reshard_after_forward)
@@ -269,7 +269,7 @@ def test_parameter_unused_on_all_ranks_gets_no_gradient(make: Callable[[], nn.Mo
         world_size=(2, 3),
     )
 )
-@distributed()
+@distributed(on_device=True)
 def test_parameter_used_on_one_rank_only(
     make: Callable[[], nn.Module], reshard_after_forward: bool | None
 ) -> None:
@@ -341,7 +341,7 @@ def test_weight_that_is_needed_after_its_gradient(kind: str) -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_several_forwards_before_one_backward(reshard_after_forward: bool | None) -> None:
     """The gradients of all forwards arrive together."""
     twins = Twins(Net, shard_blocks, reshard_after_forward=reshard_after_forward)
@@ -400,7 +400,7 @@ def test_backwards_in_turn_with_a_parameter_used_on_one_rank_only() -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("make", [_Blocks, _Sandwich, _RepeatedBlock])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_backward_twice_over_one_graph(make: Callable[[], nn.Module]) -> None:
     """With retain_graph=True the second backward gathers again and adds the same gradients."""
     twins = Twins(make, _shard_units)
@@ -556,7 +556,7 @@ def test_only_no_grad_forwards() -> None:
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_inference_mode(is_first: bool, reshard_after_forward: bool | None) -> None:
     """Between training steps, and as the very first call."""
     twins = Twins(Net, shard_blocks, reshard_after_forward=reshard_after_forward)
@@ -571,7 +571,7 @@ def test_inference_mode(is_first: bool, reshard_after_forward: bool | None) -> N
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_evaluation_between_steps_uses_new_weights(reshard_after_forward: bool | None) -> None:
     """A kept buffer is filled anew after a fused optimizer step, which bumps no version."""
     twins = Twins(Net, shard_blocks, reshard_after_forward=reshard_after_forward)
@@ -643,7 +643,7 @@ def test_collectives_of_evaluation(
     assert not any(handle.shown.is_unsharded for handle in get_handles(model))
 
 
-@distributed(2)
+@distributed(2, on_device=True)
 def test_unshard_by_hand_spares_the_gathers() -> None:
     """A step between unshard and reshard gathers nothing and gives the same gradients."""
     twins = Twins(Net, shard_blocks)
@@ -886,7 +886,7 @@ class _Unwrapping(nn.Module):
 
 
 @pytest.mark.parametrize("form", _FORMS)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_forms_of_outputs(form: str) -> None:
     """Whatever holds the output tensors comes through unchanged, and backward finds them."""
     twins = Twins(lambda: _Unwrapping(form), shard_layers)
@@ -1031,7 +1031,7 @@ class _Positioned(nn.Module):
 
 @pytest.mark.parametrize("shard", [shard_root, shard_children])
 @pytest.mark.parametrize("kind", ["whole", "view", "dict"])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_output_that_aliases_a_parameter(kind: str, shard: Callable[..., None]) -> None:
     """It may be read after the call and after the backward, and its gradient counts."""
     twins = Twins(lambda: _Positioned(kind), shard)
@@ -1215,7 +1215,7 @@ class _Complex(nn.Module):
 
 
 @pytest.mark.parametrize("shard", [shard_root, shard_children])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_complex_parameters(shard: Callable[..., None]) -> None:
     """They are gathered and reduced like real ones."""
     twins = Twins(_Complex, shard)
@@ -1225,7 +1225,7 @@ def test_complex_parameters(shard: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_dtypes(dtype: torch.dtype) -> None:
     """A unit gathers and reduces in its parameters' dtype."""
     twins = Twins(lambda: Net().to(dtype), shard_blocks)
@@ -1254,7 +1254,7 @@ class _ThreeDtypes(nn.Module):
 
 
 @pytest.mark.parametrize("shard", [shard_root, shard_children])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_mixed_dtypes_in_one_unit(shard: Callable[..., None]) -> None:
     """One handle for each dtype and each kind of training."""
     twins = Twins(lambda: nn.Sequential(_ThreeDtypes(), _ThreeDtypes(), nn.Linear(15, 3)), shard)
@@ -1316,7 +1316,7 @@ def _make_partly_frozen() -> nn.Module:
 
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("shard", [shard_root, shard_children])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_partly_frozen_units(shard: Callable[..., None], needs_grad: bool) -> None:
     """Frozen weights stay until the gradients of the inputs are there."""
     twins = Twins(_make_partly_frozen, shard)
@@ -1447,7 +1447,7 @@ def _rank_tokens(step: int) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_tied_parameters(units: tuple[str, ...], reshard_after_forward: bool | None) -> None:
     """Inside a unit, between a unit and the root, between siblings, owner first or last."""
     twins = Twins(
@@ -1581,7 +1581,7 @@ def _shard_pairs_of_blocks(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_modules_of_a_unit_may_be_checkpointed_one_by_one(use_reentrant: bool) -> None:
     """Each is recomputed on its own, in the unit that is gathered once for all of them."""
     twins = Twins(lambda: _Checkpointed(4), _shard_pairs_of_blocks)
@@ -1700,7 +1700,7 @@ def test_post_accumulate_hook_on_a_parameter(is_before: bool) -> None:
 
 
 @pytest.mark.fast
-@distributed(2)
+@distributed(2, on_device=True)
 def test_optimizer_in_the_backward() -> None:
     """A post-accumulate hook may step its parameter's optimizer and drop the gradient."""
     twins = Twins(Net, shard_blocks)
@@ -1788,7 +1788,7 @@ class _InnerGradient(nn.Module):
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize("create_graph", [True, False])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_backward_inside_a_forward(create_graph: bool, reshard_after_forward: bool | None) -> None:
     """As for forces from an energy; without create_graph the energy needs its own graph."""
     twins = Twins(lambda: _InnerGradient(create_graph), reshard_after_forward=reshard_after_forward)
@@ -1817,7 +1817,7 @@ def _make_chain() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [_make_chain, _RepeatedBlock])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_gradient_penalty(make: Callable[[], nn.Module]) -> None:
     """create_graph=True, then a backward through the gradient, for several steps."""
     twins = Twins(make)
@@ -1837,7 +1837,7 @@ def test_gradient_penalty(make: Callable[[], nn.Module]) -> None:
     assert_at_rest(twins.sharded)
 
 
-@distributed(2)
+@distributed(2, on_device=True)
 def test_backward_with_create_graph() -> None:
     """The gradients of the parameters are right; their graph is not kept."""
     twins = Twins(lambda: nn.Sequential(Layer(), Layer()))

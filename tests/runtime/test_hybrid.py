@@ -57,7 +57,7 @@ def _shard_on_meshes(model: nn.Module) -> None:
     [(strategy, (2, 2)) for strategy in STRATEGIES]
     + list(zip(STRATEGIES, [(1, 4), (4, 1)] * 2, strict=True)),
 )
-@distributed(4)
+@distributed(4, on_device=True)
 def test_training_equals_the_unsharded_model(
     strategy: ShardingStrategy, shape: tuple[int, int]
 ) -> None:
@@ -65,7 +65,7 @@ def test_training_equals_the_unsharded_model(
     _train_clipping_twins(partial(shard_blocks, strategy=strategy, mesh=replica_mesh(*shape)))
 
 
-@distributed(4)
+@distributed(4, on_device=True)
 def test_meshes_and_strategies_mix_in_one_tree() -> None:
     """Hybrid units beside ones that are sharded over all ranks."""
     _train_clipping_twins(_shard_on_meshes)
@@ -158,7 +158,7 @@ DEFERRALS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("deferral", DEFERRALS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(4)
+@distributed(4, on_device=True)
 def test_what_is_put_off_comes_with_the_last_microbatch(
     strategy: ShardingStrategy, deferral: str
 ) -> None:
@@ -220,7 +220,7 @@ def test_unit_that_the_last_microbatch_leaves_out_is_reduced_with_it() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(4)
+@distributed(4, on_device=True)
 def test_replicas_start_and_stay_equal(strategy: ShardingStrategy) -> None:
     """S2.4: ranks that initialise differently, on purpose, train one model."""
     torch.manual_seed(dist.get_rank())
@@ -361,7 +361,7 @@ class _Twice(nn.Module):
         return self.last(self.outer(x) if runs_all else x, used)
 
 
-@distributed(4, timeout=20)
+@distributed(4, on_device=True, timeout=20)
 def test_late_gradients_on_some_ranks_do_not_change_the_order() -> None:
     """The all-reduce of a unit's first round comes before its second round on all ranks."""
     mesh = replica_mesh(2, 2)
