@@ -29,6 +29,8 @@ NUM_DEVICE_CASES = 2
 # Files of which a test takes seconds, the longest first. The others are about as long as they have
 # tests.
 SLOW_FILES = (
+    "test_ecosystem",
+    "test_lightning",
     "test_lockstep",
     "test_tutorials",
     "test_checkpoint_kills",
