@@ -79,7 +79,7 @@ PROGRAMS = {
 }
 
 
-class _Block(nn.Module):
+class _ProgramBlock(nn.Module):
     def __init__(self, *, checkpoints: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(DIM, DIM + 1), nn.Linear(DIM + 1, DIM)
@@ -98,7 +98,7 @@ class _Model(nn.Module):
     def __init__(self, *, checkpoints: bool) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(DIM))
-        self.blocks = nn.ModuleList(_Block(checkpoints=checkpoints) for _ in range(2))
+        self.blocks = nn.ModuleList(_ProgramBlock(checkpoints=checkpoints) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -135,7 +135,7 @@ class Interrupter:
             sys.settrace(None)
 
 
-class _Run:
+class _InterruptedRun:
     """A sharded model and a plain one, of which the sharded one's steps are interrupted."""
 
     def __init__(self, program: Program) -> None:
@@ -275,7 +275,7 @@ _numbers = itertools.count()
 
 def count_lines(name: str) -> int:
     """Return how many lines of the package a step of a program runs."""
-    run = _Run(PROGRAMS[name])
+    run = _InterruptedRun(PROGRAMS[name])
     interrupter = Interrupter(0)
     with interrupter.watching():
         run.step(5)
@@ -307,7 +307,7 @@ def run_moments(
     with poison, warnings.catch_warnings(), _without_lost_interrupts():
         warnings.filterwarnings("ignore", "a backward has run since the last forward")
         warnings.filterwarnings("ignore", "a backward failed, and the last forwards")
-        run = _Run(PROGRAMS[name])
+        run = _InterruptedRun(PROGRAMS[name])
         for moment in moments:
             sys.stdout.write(f"moment {moment}\n")
             sys.stdout.flush()
@@ -357,7 +357,7 @@ def _jobs(args: argparse.Namespace, counts: dict[str, int]) -> Iterator[tuple[st
         yield name, sorted(random.sample(range(1, counts[name] + 1), 40))
 
 
-def main() -> int:
+def run_interrupts() -> int:
     """Interrupt programs as the arguments say; print what was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--program", choices=PROGRAMS, action="append")
@@ -385,4 +385,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_interrupts())

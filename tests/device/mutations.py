@@ -65,13 +65,13 @@ def find_sites(module: str) -> list[Site]:
 
 REFERENCES = [
     Site(
-        "flat_param.gradients",
+        "flat_param.gradient_reduction",
         "FlatReduction.start",
         "self._read = (scratch, self.partial)",
         without="self._read = ()",
     ),
     Site(
-        "flat_param.grad_pieces",
+        "flat_param.local_gradients",
         "HostGradient.copy",
         "self._in_flight.append((self._copies.copy_to_host(target, source), source))",
         without="self._in_flight.append((self._copies.copy_to_host(target, source), None))",

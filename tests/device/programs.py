@@ -53,7 +53,7 @@ def _mesh() -> DeviceMesh:
     return init_device_mesh(NAME, (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(**options: Any) -> nn.Module:
+def shard_net(**options: Any) -> nn.Module:
     """Return a model whose blocks are units, or the root alone where it makes buckets."""
     torch.manual_seed(0)
     model = Net(2)
@@ -68,7 +68,7 @@ def backward(model: nn.Module) -> None:
     model(torch.randn(3, 5, device=NAME)).float().square().mean().backward()
 
 
-def train(model: nn.Module, *, num_steps: int = 2, microbatches: bool = False) -> None:
+def train_net(model: nn.Module, *, num_steps: int = 2, microbatches: bool = False) -> None:
     """Take clipped steps; with microbatches, those before the last put reductions off."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     for _ in range(num_steps):
@@ -87,88 +87,88 @@ def train(model: nn.Module, *, num_steps: int = 2, microbatches: bool = False) -
 @_program
 def step() -> None:
     """Train as by default."""
-    train(sharded())
+    train_net(shard_net())
 
 
 @_program
 def step_in_bf16() -> None:
     """Compute in bfloat16."""
-    train(sharded(mp_policy=MIXED))
+    train_net(shard_net(mp_policy=MIXED))
 
 
 @_program
 def step_with_16_bit_sums() -> None:
     """Sum terms that travel in bfloat16."""
-    train(sharded(mp_policy=LOW))
+    train_net(shard_net(mp_policy=LOW))
 
 
 @_program
 def step_with_int8_gathers() -> None:
     """Gather quantised shards."""
-    train(sharded(mp_policy=MixedPrecisionPolicy(gather_dtype=torch.int8)))
+    train_net(shard_net(mp_policy=MixedPrecisionPolicy(gather_dtype=torch.int8)))
 
 
 @_program
 def step_with_replicas() -> None:
     """Reduce in two stages, of which the second is put off."""
-    train(sharded(mesh=_mesh(), mp_policy=LOW), microbatches=True)
+    train_net(shard_net(mesh=_mesh(), mp_policy=LOW), microbatches=True)
 
 
 @_program
 def step_with_kept_values() -> None:
     """Keep full values."""
-    train(sharded(strategy=ShardingStrategy.SHARD_GRAD_OP, mp_policy=LOW))
+    train_net(shard_net(strategy=ShardingStrategy.SHARD_GRAD_OP, mp_policy=LOW))
 
 
 @_program
 def step_with_kept_gradients() -> None:
     """Keep the reduce buffer."""
-    train(sharded(strategy=ShardingStrategy.SHARD_OPTIM, mp_policy=LOW), microbatches=True)
+    train_net(shard_net(strategy=ShardingStrategy.SHARD_OPTIM, mp_policy=LOW), microbatches=True)
 
 
 @_program
 def step_without_shards() -> None:
     """All-reduce alone."""
-    train(sharded(strategy=ShardingStrategy.NO_SHARD, mp_policy=LOW), microbatches=True)
-    train(sharded(strategy=ShardingStrategy.NO_SHARD, mesh=_mesh()))
+    train_net(shard_net(strategy=ShardingStrategy.NO_SHARD, mp_policy=LOW), microbatches=True)
+    train_net(shard_net(strategy=ShardingStrategy.NO_SHARD, mesh=_mesh()))
 
 
 @_program
 def step_in_buckets() -> None:
     """Reduce in buckets."""
-    train(sharded(bucket_cap_mb=0.0005, mp_policy=LOW))
+    train_net(shard_net(bucket_cap_mb=0.0005, mp_policy=LOW))
 
 
 @_program
 def step_with_kept_parts() -> None:
     """Keep a part between forward and backward."""
-    train(sharded(reshard_after_forward=2))
+    train_net(shard_net(reshard_after_forward=2))
 
 
 @_program
 def step_on_host() -> None:
     """Keep parameters on the host, and accumulate."""
-    train(sharded(offload_policy=ON_HOST, mp_policy=LOW), microbatches=True)
+    train_net(shard_net(offload_policy=ON_HOST, mp_policy=LOW), microbatches=True)
 
 
 @_program
 def step_on_host_with_kept_gradients() -> None:
     """Under SHARD_OPTIM."""
     strategy = ShardingStrategy.SHARD_OPTIM
-    train(sharded(offload_policy=ON_HOST, strategy=strategy), microbatches=True)
+    train_net(shard_net(offload_policy=ON_HOST, strategy=strategy), microbatches=True)
 
 
 @_program
 def step_with_state_on_host() -> None:
     """Keep a copy of the shards on the device."""
-    train(sharded(offload_policy=OffloadPolicy(optim_state=True)), microbatches=True)
+    train_net(shard_net(offload_policy=OffloadPolicy(optim_state=True)), microbatches=True)
 
 
 @_program
 def failed_backward() -> None:
     """Go on after backwards that fail."""
     for options in ({}, {"mesh": _mesh()}, {"offload_policy": ON_HOST}):
-        model = sharded(**options)
+        model = shard_net(**options)
 
         def fail(*_: object) -> None:
             raise ZeroDivisionError
@@ -178,13 +178,13 @@ def failed_backward() -> None:
             with suppress(ZeroDivisionError):
                 backward(model)
             hook.remove()
-        train(model, num_steps=1)
+        train_net(model, num_steps=1)
 
 
 @_program
 def scaled_step() -> None:
     """Let the ranks agree on what is not finite."""
-    model = sharded()
+    model = shard_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = ShardedGradScaler(NAME, init_scale=8.0)
     for _ in range(2):
@@ -206,28 +206,28 @@ def _edit(model: nn.Module, **options: bool) -> None:
 @_program
 def edits() -> None:
     """Edit full parameters and gradients."""
-    model = sharded()
+    model = shard_net()
     backward(model)
     _edit(model)
     _edit(model, with_grads=True)
     _edit(model, with_grads=True, rank0_only=True)
-    train(model, num_steps=1)
+    train_net(model, num_steps=1)
 
 
 @_program
 def edits_with_replicas() -> None:
     """Edit on the first rank alone."""
-    model = sharded(mesh=_mesh())
+    model = shard_net(mesh=_mesh())
     _edit(model, rank0_only=True)
-    train(model, num_steps=1)
+    train_net(model, num_steps=1)
 
 
 @_program
 def edits_on_host() -> None:
     """Edit what is offloaded."""
     for options in ({}, {"mp_policy": MIXED}):
-        model = sharded(offload_policy=ON_HOST, **options)
-        train(model, num_steps=1)
+        model = shard_net(offload_policy=ON_HOST, **options)
+        train_net(model, num_steps=1)
         _edit(model, rank0_only=True)
         unshard(model, recurse=True)
         _edit(model)
@@ -237,7 +237,7 @@ def edits_on_host() -> None:
 @_program
 def writes_on_host() -> None:
     """Between a forward that needs no backward and the next one."""
-    model = sharded(offload_policy=ON_HOST)
+    model = shard_net(offload_policy=ON_HOST)
     with torch.no_grad():
         for _ in range(8):  # in the first ones the host waits, to compare the ranks
             model(torch.randn(3, 5, device=NAME))
@@ -249,7 +249,7 @@ def writes_on_host() -> None:
 def rounds_on_host() -> None:
     """A gradient comes after its unit was reduced: the unit packs and reduces again."""
     for strategy in (ShardingStrategy.SHARD_OPTIM, ShardingStrategy.FULL_SHARD):
-        model = sharded(offload_policy=ON_HOST, strategy=strategy)
+        model = shard_net(offload_policy=ON_HOST, strategy=strategy)
         lazy_init(model)
         (handle,) = get_handles(model.blocks[0])
         context = fully_shard.state(model.blocks[0]).context  # type: ignore[attr-defined]
@@ -268,14 +268,14 @@ def rounds_on_host() -> None:
 def values_from_first_rank() -> None:
     """Begin with the first rank's values."""
     for options in ({}, {"mesh": _mesh()}, {"mesh": _mesh(), "offload_policy": ON_HOST}):
-        train(sharded(sync_module_states=True, **options), num_steps=1)
+        train_net(shard_net(sync_module_states=True, **options), num_steps=1)
 
 
 @_program
 def state_dicts() -> None:
     """Gather and scatter whole values."""
-    model = sharded()
-    train(model, num_steps=1)
+    model = shard_net()
+    train_net(model, num_steps=1)
     values = get_model_state_dict(model, options=EVERYWHERE)
     set_model_state_dict(model, values if dist.get_rank() == 0 else {}, options=FROM_RANK0)
     for param in model.parameters():
@@ -287,29 +287,29 @@ def state_dicts() -> None:
 @_program
 def unshard_ahead() -> None:
     """Gather early, for nothing too."""
-    model = sharded()
+    model = shard_net()
     for is_used in (True, False):
         work = unshard(model, recurse=True, async_op=True)
         assert work is not None
         if is_used:
             work.wait()
         reshard(model, recurse=True)
-    train(model, num_steps=1)
+    train_net(model, num_steps=1)
 
 
 @_program
 def comm_hooks() -> None:
     """Let hooks communicate."""
     for options in ({}, {"mesh": _mesh()}):
-        model = sharded(**options)
+        model = shard_net(**options)
         register_comm_hook(model, bf16_compress_hook)
-        train(model)
+        train_net(model)
         register_comm_hook(model, None)
         register_comm_hook(model, error_feedback_hook, ErrorFeedback(torch.int8))
-        train(model)
+        train_net(model)
 
 
-class _Counting(nn.Module):
+class _CountingState(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(5, 5)
@@ -323,14 +323,14 @@ class _Counting(nn.Module):
 @_program
 def buffers() -> None:
     """Broadcast buffers."""
-    model = fully_shard(_Counting().to(NAME), broadcast_buffers=True)
-    train(model)
+    model = fully_shard(_CountingState().to(NAME), broadcast_buffers=True)
+    train_net(model)
 
 
 @_program
 def pending_gradients() -> None:
     """Look at gradients that wait."""
-    model = sharded(mesh=_mesh())
+    model = shard_net(mesh=_mesh())
     set_requires_all_reduce(model, False)
     backward(model)
     for _, gradient in get_pending_gradients(model).items():
@@ -342,8 +342,8 @@ def pending_gradients() -> None:
 def whole_parameters() -> None:
     """Give each parameter to one rank."""
     granularity: Granularity = "param"
-    model = sharded(granularity=granularity)
-    train(model)
+    model = shard_net(granularity=granularity)
+    train_net(model)
     for param in model.parameters():
         param.full_tensor().sum()
 
@@ -351,7 +351,7 @@ def whole_parameters() -> None:
 @_program
 def norms() -> None:
     """Reduce over shards."""
-    model = sharded()
+    model = shard_net()
     backward(model)
     for param in model.parameters():
         param.norm()

@@ -16,13 +16,18 @@ from tests.device.running import on_device
 
 MODULES = (
     "comm.devices",
+    "flat_param.local_shard",
+    "flat_param.storage",
     "flat_param.full_values",
+    "flat_param.gradient_reduction",
     "flat_param.gradients",
+    "flat_param.local_gradients",
     "flat_param.grad_pieces",
     "flat_param.memory",
     "optim.clipping",
     "optim.grad_scaler",
     "tensor.flat_shard",
+    "tensor.write_guard",
 )
 
 _NO_STREAMS = "a device without side streams alone: those wait where they start"
@@ -64,10 +69,11 @@ FOUND_BY = {
 # Waits that no program here needs, and why they are there.
 UNFOUND = {
     "abandon": _NO_STREAMS,
-    "FlatReduction.drop: scatter": _NO_STREAMS,
+    "FlatReduction.drop: self._scatter": _NO_STREAMS,
     "FlatReduction.drop: collectives": _NO_STREAMS,
+    "FullValues._give_up": "an error or interrupt while a gather is issued, at a chosen line alone",
     "FullValues.free: self.wait() (2)": _NO_STREAMS,
-    "_PoisonedGather": "tests' own switch, under which gathers block",
+    "PoisonedGather": "tests' own switch, under which gathers block",
     "LocalShard.write_slice": "a scope has waited, by copies that block (test_offload.py)",
     "FullValues.gather: self.wait()": "without it the state refuses: GATHERING to GATHERING",
     "FullValues.gather: self.wait() (2)": "graphs of gradients keep values; no stream is concerned",

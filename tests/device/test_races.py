@@ -11,7 +11,7 @@ from tests import device
 from tests.device.running import on_device
 
 
-def _ones(numel: int = 8) -> Tensor:
+def _device_ones(numel: int = 8) -> Tensor:
     return torch.ones(numel, device="lag")
 
 
@@ -32,7 +32,7 @@ def _kind(use: device.Use) -> str:
 def test_kernels_on_two_streams() -> None:
     """A write and a read, a read and a write, two writes."""
     side = torch.Stream("lag")
-    x, y = _ones(), _ones()
+    x, y = _device_ones(), _device_ones()
     side.synchronize()
     torch.accelerator.synchronize()
     x.mul_(2)
@@ -57,7 +57,7 @@ def test_kernels_on_two_streams() -> None:
 def test_only_bytes_that_both_use_count() -> None:
     """And views are of the same memory."""
     side = torch.Stream("lag")
-    x = _ones()
+    x = _device_ones()
     torch.accelerator.synchronize()
     with side:
         x[2:4].mul_(2)
@@ -78,7 +78,7 @@ def test_only_bytes_that_both_use_count() -> None:
 def test_an_event_orders_what_came_before_it() -> None:
     """Not what came after it, and not other streams that nobody has waited for."""
     side, third = torch.Stream("lag"), torch.Stream("lag")
-    x = _ones()
+    x = _device_ones()
     torch.accelerator.synchronize()
     x.mul_(2)
     event = torch.accelerator.current_stream().record_event()
@@ -102,7 +102,7 @@ def test_an_event_orders_what_came_before_it() -> None:
 def test_the_host_orders_what_it_waits_for() -> None:
     """By a stream, an event, a value, or everything; and by an event that it sees reached."""
     side = torch.Stream("lag")
-    x = _ones()
+    x = _device_ones()
     for wait in (
         torch.accelerator.current_stream().synchronize,
         torch.accelerator.synchronize,
@@ -128,7 +128,7 @@ def test_the_host_orders_what_it_waits_for() -> None:
 def test_freed_memory_is_owed_to_who_still_uses_it() -> None:
     """By any memory that its stream hands out next, of any size, until that stream has waited."""
     main, side = torch.accelerator.current_stream(), torch.Stream("lag")
-    x = _ones()
+    x = _device_ones()
     side.wait_stream(main)
     with side:
         y = x + 1
@@ -139,7 +139,7 @@ def test_freed_memory_is_owed_to_who_still_uses_it() -> None:
     assert race.was_freed
     assert (race.earlier.name, race.later.name) == ("aten::add", "aten::zero_")
 
-    x = _ones()
+    x = _device_ones()
     side.wait_stream(main)
     with side:
         y = x + 1
@@ -152,10 +152,10 @@ def test_freed_memory_is_owed_to_who_still_uses_it() -> None:
     main.wait_stream(side)
     y + 1
     del y
-    _ones()
+    _device_ones()
     side.wait_stream(main)
     with side:
-        _ones()
+        _device_ones()
     assert _found() == []
 
 
@@ -163,22 +163,22 @@ def test_freed_memory_is_owed_to_who_still_uses_it() -> None:
 def test_record_stream_pays_for_the_streams_that_it_names() -> None:
     """Not for others."""
     main, side, third = torch.accelerator.current_stream(), torch.Stream("lag"), torch.Stream("lag")
-    x = _ones()
+    x = _device_ones()
     side.wait_stream(main)
     with side:
         x + 1
     x.record_stream(side)
     del x
-    _ones()
+    _device_ones()
     assert _found() == []
-    x = _ones()
+    x = _device_ones()
     for stream in (side, third):
         stream.wait_stream(main)
         with stream:
             x + 1
     x.record_stream(side)
     del x
-    _ones()
+    _device_ones()
     assert _found() == [("aten::add", "reads", "aten::fill_", "writes")]
 
 
@@ -187,7 +187,7 @@ def test_new_memory_comes_after_what_its_stream_did_before() -> None:
     """Another stream that uses it must have waited, though nothing was written there."""
     side = torch.Stream("lag")
     torch.accelerator.synchronize()
-    _ones()
+    _device_ones()
     x = torch.empty(8, device="lag")
     with side:
         x.fill_(1)
@@ -202,7 +202,7 @@ def test_new_memory_comes_after_what_its_stream_did_before() -> None:
 @on_device(num_ranks=2)
 def test_collectives() -> None:
     """They read their input and write their output until their work is waited for."""
-    x, output = _ones(), _ones(16)
+    x, output = _device_ones(), _device_ones(16)
     work = dist.all_gather_single(output, x, async_op=True)
     assert work is not None
     output.sum()
@@ -221,11 +221,11 @@ def test_collectives() -> None:
     x.mul_(2)
     work = dist.all_reduce(x, async_op=True)
     del x  # the work keeps it
-    _ones()
+    _device_ones()
     assert work is not None
     work.wait()
     del work
-    _ones()
+    _device_ones()
     assert _found() == []
 
 
@@ -233,7 +233,7 @@ def test_collectives() -> None:
 def test_waiting_on_another_stream_is_not_enough() -> None:
     """A work makes the stream wait that is current."""
     side = torch.Stream("lag")
-    x = _ones()
+    x = _device_ones()
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
     with side:
@@ -245,7 +245,7 @@ def test_waiting_on_another_stream_is_not_enough() -> None:
 @on_device
 def test_copies_that_do_not_block() -> None:
     """The host reads or writes pinned memory that a copy uses."""
-    x, host = _ones(), torch.zeros(8).pin_memory()
+    x, host = _device_ones(), torch.zeros(8).pin_memory()
     host.copy_(x, non_blocking=True)
     host.sum()
     assert _found() == [("copy_to_host", "writes", "aten::sum", "reads")]
@@ -268,7 +268,7 @@ def test_copies_that_do_not_block() -> None:
 def test_races_are_raised_with_both_lines() -> None:
     """Once for each pair of lines."""
     side = torch.Stream("lag")
-    x = _ones()
+    x = _device_ones()
     torch.accelerator.synchronize()
     for _ in range(3):
         with side:

@@ -17,7 +17,7 @@ from tests.device.running import on_device
 _COSTS = {"all_gather": device.Cost(100), "reduce_scatter": device.Cost(100)}
 
 
-def _make(**options: object) -> nn.Sequential:
+def _make_modelled_layers(**options: object) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).to(device.NAME)
     for module in (*model, model):
@@ -25,7 +25,7 @@ def _make(**options: object) -> nn.Sequential:
     return model
 
 
-def _train(model: nn.Module, num_steps: int) -> list[Tensor]:
+def _train_modelled_layers(model: nn.Module, num_steps: int) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     torch.manual_seed(dist.get_rank())
     losses = []
@@ -51,11 +51,11 @@ def test_reductions_of_a_separate_group_run_beside_gathers() -> None:
     """And those of one group one after another, as on NCCL; the backward takes that much longer."""
     times = {}
     for flag in (False, True):
-        model = _make(separate_reduce_group=flag)
-        _train(model, 12)  # no identities are exchanged any more
+        model = _make_modelled_layers(separate_reduce_group=flag)
+        _train_modelled_layers(model, 12)  # no identities are exchanged any more
         device.synchronize()
         device.model_durations(_COSTS)
-        _train(model, 1)
+        _train_modelled_layers(model, 1)
         assert _run_at_once() is flag
         times[flag] = device.device_time_us()
         device.model_durations({})
@@ -68,10 +68,10 @@ def test_reductions_of_a_separate_group_run_beside_gathers() -> None:
 def test_a_separate_group_changes_no_value(mode: device.Mode) -> None:
     """Bitwise, in both precisions; all units share the group, and so do copies of the model."""
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
-        expected = _train(_make(mp_policy=policy), 4)
+        expected = _train_modelled_layers(_make_modelled_layers(mp_policy=policy), 4)
         device.configure(mode)
-        model = _make(mp_policy=policy, separate_reduce_group=True)
-        assert _train(model, 4) == expected
+        model = _make_modelled_layers(mp_policy=policy, separate_reduce_group=True)
+        assert _train_modelled_layers(model, 4) == expected
         groups = {handle.shard_group.reduce_group for handle in get_handles(model)}
         assert len(groups) == 1
         assert groups.isdisjoint({None, dist.group.WORLD})

@@ -38,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def sharded(policy: str, **options: Any) -> nn.Module:
+def shard_waiting(policy: str, **options: Any) -> nn.Module:
     """Return a model on the device, each block a unit of its own unless units are buckets."""
     torch.manual_seed(0)
     given = POLICIES[policy] | options
@@ -50,23 +50,23 @@ def sharded(policy: str, **options: Any) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, *, num_steps: int, microbatches: bool = False) -> None:
+def train_waiting(model: nn.Module, *, num_steps: int, microbatches: bool = False) -> None:
     """Take clipped steps; with microbatches, those before the last put reductions off."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     for _ in range(num_steps):
         if microbatches:
             set_requires_all_reduce(model, False)
-            _backward(model)
+            _backward_waits(model)
             set_requires_all_reduce(model, True)
             with no_sync(model):
-                _backward(model)
-        _backward(model)
+                _backward_waits(model)
+        _backward_waits(model)
         clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _backward(model: nn.Module) -> None:
+def _backward_waits(model: nn.Module) -> None:
     x = torch.randn(3, 5, device=device.NAME)
     model(x).float().square().mean().backward()
 
@@ -74,7 +74,7 @@ def _backward(model: nn.Module) -> None:
 @on_device(num_ranks=2)
 def _silent(strategy: ShardingStrategy) -> None:
     for policy in POLICIES:
-        train(sharded(policy, strategy=strategy), num_steps=3)
+        train_waiting(shard_waiting(policy, strategy=strategy), num_steps=3)
         device.check_races()
 
 
@@ -92,8 +92,8 @@ def test_steps_with_replicas_have_no_races() -> None:
         for policy in POLICIES:
             if strategy is ShardingStrategy.NO_SHARD and policy != "same":
                 continue  # one group of ranks again
-            model = sharded(policy, strategy=strategy, mesh=mesh)
-            train(model, num_steps=2, microbatches=True)
+            model = shard_waiting(policy, strategy=strategy, mesh=mesh)
+            train_waiting(model, num_steps=2, microbatches=True)
             device.check_races()
-    train(sharded("low", reshard_after_forward=2), num_steps=2)
+    train_waiting(shard_waiting("low", reshard_after_forward=2), num_steps=2)
     dist.barrier()

@@ -29,7 +29,7 @@ from composable_shard.options import OptionsDict, StrategyName, UnitOptions
 from composable_shard.planning import by_class, by_size, transformer_blocks
 
 PACKAGE = Path(composable_shard.__file__).parent
-STRATEGIES = PACKAGE / "options" / "unit_options.py"
+STRATEGIES = PACKAGE / "options" / "strategies.py"
 FIELDS = dataclasses.fields(UnitOptions)
 
 

@@ -71,16 +71,16 @@ class _Shares(nn.Module):
         return _PROGRAMS[self.program](self, x)
 
 
-def _inputs() -> list[Tensor]:
+def _sharing_inputs() -> list[Tensor]:
     """Return three microbatches, the same on all ranks."""
     torch.manual_seed(1)
     return [torch.randn(3, 3, dtype=torch.float64) for _ in range(3)]
 
 
-def _expected(plain: nn.Module) -> dict[str, Tensor]:
+def _expected_gradients(plain: nn.Module) -> dict[str, Tensor]:
     """Return the sums of the gradients of all microbatches, each in memory of its own."""
     total = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
-    for x in _inputs():
+    for x in _sharing_inputs():
         loss = plain(x).square().sum()
         found = torch.autograd.grad(loss, list(plain.parameters()), allow_unused=True)
         for name, gradient in zip(total, found, strict=True):
@@ -89,13 +89,9 @@ def _expected(plain: nn.Module) -> dict[str, Tensor]:
     return total
 
 
-def _assert_gradients(model: nn.Module, expected: dict[str, Tensor]) -> None:
-    for name, gradient in unsharded_gradients(model).items():
-        found = torch.zeros_like(expected[name]) if gradient is None else gradient
-        torch.testing.assert_close(found, expected[name], rtol=1e-9, atol=1e-9, msg=name)
-
-
-def _assert_gradients(model: nn.Module, expected: dict[str, Tensor], factor: float = 1.0) -> None:
+def _assert_shared_gradients(
+    model: nn.Module, expected: dict[str, Tensor], factor: float = 1.0
+) -> None:
     for name, gradient in unsharded_gradients(model).items():
         found = torch.zeros_like(expected[name]) if gradient is None else gradient
         torch.testing.assert_close(found, expected[name] * factor, rtol=1e-9, atol=1e-9, msg=name)
@@ -107,8 +103,8 @@ def _on_one_rank(world_size: int) -> dict[str, Any]:
     return {"mesh": mesh["inner"]}
 
 
-def _train(model: nn.Module, *, puts_off: bool, scale: float = 1.0) -> None:
-    *first, last = _inputs()
+def _train_sharing(model: nn.Module, *, puts_off: bool, scale: float = 1.0) -> None:
+    *first, last = _sharing_inputs()
     for x in first:
         with no_sync(model) if puts_off else nullcontext():
             (scale * model(x).square().sum()).backward()
@@ -128,15 +124,15 @@ def test_gradients_that_share_memory_add_up_apart(
     On one rank as on two; and where the mesh of a unit has one of two ranks.
     """
     plain = _Shares(program)
-    expected = _expected(plain)
+    expected = _expected_gradients(plain)
     norm = torch.stack([each.norm() for each in expected.values()]).norm()
     for mesh in [{}, _on_one_rank(world_size)]:
         model = copy.deepcopy(plain)
         fully_shard(model, strategy=strategy, use_orig_params=use_orig_params, **mesh)
-        _train(model, puts_off=puts_off)
-        _assert_gradients(model, expected)
+        _train_sharing(model, puts_off=puts_off)
+        _assert_shared_gradients(model, expected)
         torch.testing.assert_close(clip_grad_norm_(model, 0.5), norm)
-        _assert_gradients(model, expected, 0.5 / (float(norm) + 1e-6))
+        _assert_shared_gradients(model, expected, 0.5 / (float(norm) + 1e-6))
 
 
 @pytest.mark.parametrize("program", _PROGRAMS)
@@ -146,16 +142,16 @@ def test_gradients_that_share_memory_are_divided_and_unscaled_once(
 ) -> None:
     """A divide factor of 8 times the ranks gives an eighth; GradScaler takes its scale out once."""
     plain = _Shares(program)
-    expected = _expected(plain)
+    expected = _expected_gradients(plain)
     for mesh in [{}, _on_one_rank(world_size)]:
         model = copy.deepcopy(plain)
         fully_shard(model, **mesh)
         set_gradient_divide_factor(model, 8.0 * (1 if mesh else world_size))
         scaler = GradScaler("cpu", init_scale=4.0)
         scaler.scale(torch.ones(()))
-        _train(model, puts_off=False, scale=4.0)
+        _train_sharing(model, puts_off=False, scale=4.0)
         scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
-        _assert_gradients(model, expected, 1 / 8)
+        _assert_shared_gradients(model, expected, 1 / 8)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -167,7 +163,7 @@ def test_gradients_that_callers_keep_are_not_written(strategy: ShardingStrategy)
     set_gradient_divide_factor(model, 2.0)
     kept: list[Tensor] = []
     given = torch.ones(1, 3, 3, dtype=torch.float64)
-    for x in _inputs():
+    for x in _sharing_inputs():
         output = model(x)
         output.register_hook(kept.append)
         output.backward(given)
@@ -213,7 +209,7 @@ _USES: dict[str, Callable[[_Shares, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-class _Inner(_Shares):
+class _SharingInner(_Shares):
     def __init__(self, uses: str, gives: str) -> None:
         super().__init__("")
         self.uses, self.gives = uses, gives
@@ -229,7 +225,7 @@ class _Outer(nn.Module):
     def __init__(self, uses: str, gives: str) -> None:
         super().__init__()
         self.before = nn.Linear(3, 3, dtype=torch.float64)
-        self.inner = _Inner(uses, gives)
+        self.inner = _SharingInner(uses, gives)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x + self.before(x))
@@ -254,7 +250,7 @@ def test_gradients_that_are_parameters_have_their_values(
         model = copy.deepcopy(plain)
         shard(model, strategy=strategy)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (plain, model)]
-        for step, x in enumerate([*_inputs(), *_inputs()]):
+        for step, x in enumerate([*_sharing_inputs(), *_sharing_inputs()]):
             params = dict(plain.named_parameters())
             loss = plain(x).sum()
             found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)

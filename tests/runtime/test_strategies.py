@@ -332,7 +332,7 @@ def _adamw_step(model: nn.Module, **options: bool) -> None:
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2, on_device=True)
+@distributed(2)
 def test_any_write_is_seen_by_the_next_forward(strategy: ShardingStrategy, write: str) -> None:
     """Version counters would not tell of all of them."""
     torch.manual_seed(0)

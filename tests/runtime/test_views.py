@@ -99,7 +99,6 @@ KEEPING: dict[str, Callable[[Keeps, Tensor], Any]] = {
     "view": lambda _, weight: weight.t(),
     "list": lambda _, weight: [weight[1:]],
     "buffer": _in_buffer,
-    "parameter": lambda _, weight: nn.Parameter(weight.detach()),
 }
 
 

@@ -40,7 +40,7 @@ def _without_root() -> Net:
     return net
 
 
-def _train(net: nn.Module) -> None:
+def _train_changed(net: nn.Module) -> None:
     net(torch.full((2, 5), float(1 + dist.get_rank()))).square().mean().backward()
 
 
@@ -59,7 +59,7 @@ WHOLE: dict[str, Callable[[nn.Module, Path], object]] = {
     "get_model_state_dict": lambda net, folder: get_model_state_dict(net),
     "get_optimizer_state_dict": _optimizer_state,
     "lazy_init": lambda net, folder: lazy_init(net),
-    "forward": lambda net, folder: _train(net),
+    "forward": lambda net, folder: _train_changed(net),
 }
 
 
@@ -100,9 +100,9 @@ def test_l_whole_scope_opens_what_is_sharded() -> None:
             param.data.fill_(2.0)
     assert all(param.full_tensor().eq(2).all() for param in net.blocks.parameters())
     with pytest.raises(RuntimeError, match=f"no unit manages the trainable parameters {OUTSIDE}"):
-        _train(net)
+        _train_changed(net)
     fully_shard(net)
-    _train(net)
+    _train_changed(net)
 
 
 @distributed(2)
@@ -111,7 +111,7 @@ def test_l_whole_layers_alone_are_a_model_where_they_hold_everything() -> None:
     net = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))
     fully_shard(net[0])
     fully_shard(net[2])
-    _train(net)
+    _train_changed(net)
     clip_grad_norm_(net, 1.0)
 
 
@@ -124,7 +124,7 @@ def test_l_whole_unit_called_by_itself_sees_no_model() -> None:
         clip_grad_norm_(net, 1.0)
 
 
-class _Around(nn.Module):
+class _AroundLayers(nn.Module):
     """A module around a sharded model that is no unit, with a frozen layer of its own."""
 
     def __init__(self, net: nn.Module) -> None:
@@ -136,20 +136,20 @@ class _Around(nn.Module):
         return self.head(self.net(x))
 
 
-def _replace_head(model: _Around) -> None:
+def _replace_head(model: _AroundLayers) -> None:
     del model.net.out  # whose memory, and `id`, the new one may get
     model.net.out = nn.Linear(15, 3)
 
 
-def _add_inside(model: _Around) -> None:
+def _add_inside(model: _AroundLayers) -> None:
     model.net.blocks[1].down = nn.Sequential(model.net.blocks[1].down, nn.Linear(15, 15))
 
 
-def _add_to_leaf(model: _Around) -> None:
+def _add_to_leaf(model: _AroundLayers) -> None:
     model.net.inp.lora = nn.Linear(5, 7)
 
 
-SURGERY: dict[str, tuple[Callable[[_Around], object], str]] = {
+SURGERY: dict[str, tuple[Callable[[_AroundLayers], object], str]] = {
     "child": (lambda m: setattr(m.net, "extra", nn.Linear(3, 3)), "net.extra.weight"),
     "child around": (lambda m: setattr(m, "extra", nn.Linear(3, 3)), "extra.weight"),
     "replaced": (_replace_head, "net.out.weight"),
@@ -176,19 +176,19 @@ def test_l_whole_surgery_is_named_in_the_next_forward(
     net.act.register_parameter("bias", None)
     for unit in [*net.blocks, *([net.inp, net.out] if layers_alone else [net])]:
         fully_shard(unit)
-    model = _Around(net)
+    model = _AroundLayers(net)
     for _ in range(2):
-        _train(model)
+        _train_changed(model)
     if when == "before a backward":
         model(torch.ones(2, 5)).sum()
     change(model)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=rf"trainable parameters \['[^]]*{name}'"):
-            _train(model)
+            _train_changed(model)
     for param in model.parameters():
         if not isinstance(param, FlatShard):
             param.requires_grad_(False)
-    _train(model)
+    _train_changed(model)
 
 
 @distributed(2)
@@ -199,7 +199,7 @@ def test_l_whole_new_layers_are_sharded_by_a_call_of_their_own() -> None:
     net = copy.deepcopy(plain)
     shard_blocks(net)
     for model in (plain, net):
-        _train(model)
+        _train_changed(model)
         model.zero_grad()
         torch.manual_seed(1)
         for block in model.blocks:
@@ -208,7 +208,7 @@ def test_l_whole_new_layers_are_sharded_by_a_call_of_their_own() -> None:
     for block in net.blocks:
         fully_shard(block.down.extra)
     for model in (plain, net):
-        _train(model)
+        _train_changed(model)
     average_gradients(plain.parameters())
     found = unsharded_gradients(net)
     for name, param in plain.named_parameters():
@@ -227,9 +227,9 @@ def test_l_whole_parts_of_other_libraries_need_no_unit() -> None:
     model.register_parameter("scale", scale)
     model[-1] = nn.Linear(15, 3)
     with pytest.raises(RuntimeError, match=r"parameters \['4.weight', '4.bias'\]"):
-        _train(model)
+        _train_changed(model)
     fully_shard(model[-1])
-    _train(model)
+    _train_changed(model)
     clip_grad_norm_(model, 1.0)
 
 
@@ -241,7 +241,7 @@ def test_l_whole_only_one_rank_has_an_unmanaged_parameter() -> None:
     if dist.get_rank():
         net.extra = nn.Linear(3, 3)
     with pytest.raises(RuntimeError, match=r"ranks \[1\]: 'extra.weight' is managed by no unit"):
-        _train(net)
+        _train_changed(net)
 
 
 @distributed(2)
