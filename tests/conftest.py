@@ -25,7 +25,7 @@ CLAIM = re.compile(r"test_c\d+_")  # docs/architecture.md lists them
 TOOLS = ("accelerate", "lightning", "transformers", "trl")
 ALLOWED_SKIPS = frozenset({NEEDS_GPU, *(f"needs {tool}" for tool in TOOLS)})
 DEADLINE_S = 120.0
-NUM_DEVICE_CASES = 2
+NUM_DEVICE_CASES = 1
 # Files of which a test takes seconds, the longest first. The others are about as long as they have
 # tests.
 SLOW_FILES = (
