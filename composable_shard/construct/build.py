@@ -46,14 +46,10 @@ _MIB = 1 << 20
 _MAX_IMBALANCE = 1.25  # the largest shard of a unit and the mean
 
 
-def group_params(plan: Plan, *, shard_size: int, is_alone: bool) -> list[Group]:
-    """Return the original parameters of each handle that the unit will have, and its dtypes.
-
-    Args:
-        is_alone: No other rank has gradients: nothing is reduced, so there are no buckets.
-    """
+def group_params(plan: Plan, shard_size: int) -> list[Group]:
+    """Return the original parameters of each handle that the unit will have, and its dtypes."""
     groups, cap_mb = _by_kind(plan), plan.options.bucket_cap_mb
-    if cap_mb is None or is_alone:
+    if cap_mb is None:
         return _sort_by_owner(groups)
     cap_nbytes = int(cap_mb * _MIB)
     buckets = [
@@ -178,8 +174,7 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
     All memory is allocated before the first parameter is changed.
     """
     options = plan.options
-    is_alone = shard_group.num_ranks == 1
-    groups = group_params(plan, shard_size=shard_group.size, is_alone=is_alone)
+    groups = group_params(plan, shard_group.size)
     built = [
         (members, _build_handle(members, shard_group, precision, options))
         for precision, members in groups
@@ -207,7 +202,7 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
         watch_meta_buffers(module)
         place_buffers(module, shard_group.device)
         _keep_rnn_parameters(module, shard_group.device)
-    has_buckets = options.bucket_cap_mb is not None and not is_alone
+    has_buckets = options.bucket_cap_mb is not None
     buffers = None
     if options.broadcast_buffers:
         buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)

@@ -97,7 +97,6 @@ def _drop_one(handle: FlatParamHandle, index: int, *, keeps_zeros: bool) -> None
     if partial is not None:
         start, end = grads.layout.local_range(index, handle.shard_group.rank)
         partial[start:end].zero_()
-    grads.local.drop_one(index, keeps_zeros=keeps_zeros)
     if not keeps_zeros:
         grads.arrived[index] = grads.was_used[index] = False
     if grads.views is not None and True not in grads.arrived:
@@ -134,10 +133,10 @@ def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
     grads, group = handle.grads, handle.shard_group
     found: list[Tensor | None] = []
     for index, has_arrived in enumerate(grads.arrived):
-        value = grads.local.get(index)
+        value = None
         if grads.views is not None and has_arrived:
-            value = grads.views[index] / grads.prescale
-        found.append(None if value is None else value.to(handle.local_shard.dtype, copy=True))
+            value = (grads.views[index] / grads.prescale).to(handle.local_shard.dtype)
+        found.append(value)
     partial = grads.reduction.partial
     if partial is None:
         return found

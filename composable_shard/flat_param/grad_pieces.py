@@ -17,8 +17,6 @@ that begins while they are still set moves them out first.
 
 Somebody may hold gradients of an earlier step, to compare them for example. Then other tensors than
 ours share the buffer's storage; it is left to them, and another one is made.
-
-Where one rank trains alone, nothing is packed: copies of autograd's gradients are published, cast.
 """
 
 from __future__ import annotations
@@ -297,12 +295,14 @@ def note_used(flat: FlatEntry, used: list[bool]) -> list[bool]:
     return [any(used)]
 
 
-def join(entries: Sequence[ParamEntry], pieces: Sequence[Tensor | None], shard: Tensor) -> Tensor:
-    """Write gradients of whole parameters into one shard of zeros, and return that."""
-    for entry, piece in zip(entries, pieces, strict=True):
-        if piece is not None:
-            entry.slice_of(shard).copy_(piece)
-    return shard
+def write_gradient(view: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
+    """Copy a gradient, times a tensor of 0 dimensions, into a view: one kernel, one pass."""
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    if factor is None:
+        view.copy_(gradient)
+    else:
+        torch.mul(gradient, factor, out=view)
 
 
 def move_out_gradients(params: Sequence[FlatShard], memory: Tensor) -> None:

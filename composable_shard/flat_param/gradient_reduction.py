@@ -233,9 +233,12 @@ class FlatReduction:
         if group.size > 1:
             self._scale = 1.0
             self._scatter = self._issue_scatter(output, buffer, scratch, scale)
-        else:
+        elif group.replicate_groups:
             self._scale = scale
             self._issue_all_reduce(output, scratch)
+        else:
+            self._scale = scale
+            output.copy_(buffer)  # no other rank has gradients
         return output
 
     def _issue_scatter(

@@ -27,16 +27,16 @@ from composable_shard.flat_param.grad_pieces import (
     OwnBuffer,
     check_has_place,
     copy_arrived,
-    join,
     local_gradient,
     move_shard,
     note_used,
     packing_scale,
     set_gradients,
     wrap_all,
+    write_gradient,
 )
 from composable_shard.flat_param.gradient_reduction import FlatReduction, ScratchPool
-from composable_shard.flat_param.local_gradients import HostGradient, LocalGradients, write_gradient
+from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.layout import FlatLayout
@@ -63,7 +63,6 @@ class FlatGradients:
         reduced: Shape `(layout.shard_numel,)`, or None before the first `finish`.
         reduction: Reduces the buffer.
         is_persistent: See [Note: Persistent gradients].
-        is_alone: No other rank has gradients.
         can_share: Gradients may be packed in place.
         is_direct: Gradients go into the open round as they arrive, see `take_directly`.
         is_unsynced: Gradients were left to a later reduction, and perhaps dropped on some ranks.
@@ -73,7 +72,7 @@ class FlatGradients:
         awaited: Counts the parameters whose gradient this backward has accumulated.
         layout: That of the parameters, in which those that are frozen may have no elements.
         pieces: Cuts the reduced shard into the parameters' gradients.
-        local, host: Gradients of a rank that trains alone; where gradients are offloaded.
+        host: Where gradients are offloaded.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class FlatGradients:
         self.name, self._shown = "?", shown
         self._full: FullValues | None = None  # whose buffer is used, once there are own ones
         self.reduction = FlatReduction(shard_group, layout)
-        self.is_alone = shard_group.num_ranks == 1
         self.is_persistent = is_persistent
         self.layout = layout
         self._shard_group = shard_group
@@ -96,7 +94,7 @@ class FlatGradients:
         self.reduced: Tensor | None = None
         self.is_unsynced = self.is_direct = self.has_graph = self.is_bound = self._is_plain = False
         self.marks: list[tuple[FlatShard, PendingState, list[int]]] = []
-        self.awaited, self.local = AwaitedGradients(len(layout.numels)), LocalGradients()
+        self.awaited = AwaitedGradients(len(layout.numels))
         self.host: HostGradient | None = None
         self._own = OwnBuffer()
         self.can_share = self._can_be_scratch = True
@@ -150,7 +148,6 @@ class FlatGradients:
         is_parallel = any(each.spec.tensor_parallel for each in self._shown.entries)
         self._is_plain = is_whole and not is_parallel
         self.is_bound, self.was_used = True, was_used
-        self.local.convert(values.device, reduce_dtype)
         self.reduction.partial, self.reduced = (
             each if each is None else move_shard(each, *layouts, group.rank).to(self._own.result)
             for each in shards
@@ -212,10 +209,6 @@ class FlatGradients:
             return
         assert full is not None
         self.has_graph = self.has_graph or gradient.requires_grad
-        if self.is_alone:
-            self.local.hold(index, entry, gradient, self._own.buffer.dtype)
-            self.arrived[index] = True
-            return
         if self.views is None:
             self._begin_round()
         # Dropped at once: a unit never holds its gradients twice.
@@ -332,9 +325,6 @@ class FlatGradients:
         assert full is not None
         self.pack_rest(may_overwrite=not keep_unsharded)
         self.is_unsynced = False
-        if self.is_alone:
-            self.close()
-            return
         if self.views is None:
             self._begin_round()
             self._open(in_place=False)
@@ -449,7 +439,7 @@ class FlatGradients:
         if full.params.has_late_reads:
             full.params.note_graphs_end()
         is_partial = self.reduction.partial is not None
-        pieces = self._ready_pieces(full, is_partial=is_partial)
+        pieces = self._ready_pieces(is_partial=is_partial)
         if shown.shows_flat and shown.flat is not None:
             used = note_used(shown.flat, used)
         if is_partial:
@@ -466,23 +456,14 @@ class FlatGradients:
             self.has_graph = False
             refuse_graphs([each.sharded for each in at_rest], used)
 
-    def _ready_pieces(
-        self, full: FullValues, *, is_partial: bool
-    ) -> Sequence[Tensor | None] | None:
+    def _ready_pieces(self, *, is_partial: bool) -> Sequence[Tensor | None] | None:
         """Return the gradients of what is shown at rest, None where `reduced` is to be cut."""
-        shown = self._shown
-        own: list[Tensor | None] | None = None
-        if self.is_alone:
-            dtype, factor = full.shard.values.dtype, self.reduction.divide_factor
-            own = [self.local.take(*item, dtype, factor) for item in enumerate(shown.entries)]
+        shown, whole = self._shown, self.reduced
         if self.host is not None and not is_partial:
             cut = None if shown.shows_flat else self.pieces.split
-            return self.host.pieces_of(shown.at_rest, shown.entries, own, cut)
+            return self.host.pieces_of(shown.at_rest, shown.entries, cut)
         if not shown.shows_flat or shown.flat is None:
-            return own
-        whole = self.reduced
-        if own is not None:
-            whole = join(shown.entries, own, torch.zeros_like(full.shard.values))
+            return None
         if whole is None:
             return [None]
         zero_gaps(whole, self.layout, self._shard_group.rank)  # nothing was packed there
@@ -493,7 +474,6 @@ class FlatGradients:
         self._forget()
         if self.host is not None:
             self.host.drop()
-        self.local.drop()
         self.is_unsynced = self.has_graph = False
         for entry in self._shown.entries:
             if entry.unsharded is not None:

@@ -468,8 +468,7 @@ def _gradient_layout(handle: FlatParamHandle) -> FlatLayout:
     flags, grads = trainable_flags(handle.shown), handle.grads
     if handle.guard.is_backward_running or not grads.is_idle:
         flags = list(map(or_, flags, map(bool, grads.layout.numels)))
-    is_fixed = handle.shown.flat is not None or handle.shard_group.num_ranks == 1
-    return handle.layout if is_fixed else handle.layout.keep(flags)
+    return handle.layout if handle.shown.flat is not None else handle.layout.keep(flags)
 
 
 def handle_of(param: FlatShard) -> FlatParamHandle | None:

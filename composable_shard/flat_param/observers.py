@@ -156,7 +156,7 @@ def _reduction(grads: FlatGradients) -> str:
 
 
 def _reduce(grads: FlatGradients) -> str | None:
-    return None if grads.is_alone else f"{_reduction(grads)} {grads.name}"
+    return None if grads._shard_group.num_ranks == 1 else f"{_reduction(grads)} {grads.name}"
 
 
 def _wait_reduce(grads: FlatGradients) -> str | None:

@@ -161,8 +161,6 @@ class FlatParamCost:
         is_offloaded = self.options.offload_policy.is_active
         if not self.requires_grad:
             return 0
-        if not (self.ranks.joint or self._shows_flat or is_offloaded):
-            return self._grads.unpadded_numel * self.main_dtype.itemsize
         if not self._keeps_gradients:
             return shard
         full = self._grads.padded_numel * self._reduce_dtype.itemsize
@@ -241,7 +239,7 @@ class FlatParamCost:
     @property
     def packed_nbytes(self) -> int:
         """The full gradients before their reduction, where they don't stay."""
-        if not (self.requires_grad and self.ranks.joint) or self._keeps_gradients:
+        if not self.requires_grad or self._keeps_gradients:
             return 0
         return self._grads.padded_numel * self._reduce_dtype.itemsize
 
@@ -306,7 +304,7 @@ class FlatParamCost:
 
 def unit_cost(plan: Plan, ranks: RankCounts, *, reshard_after_forward: bool | int) -> Cost:
     """Return the cost of a unit that `fully_shard` is going to form."""
-    groups = group_params(plan, shard_size=ranks.shard, is_alone=not ranks.joint)
+    groups = group_params(plan, ranks.shard)
     costs = [
         FlatParamCost(
             lay_out(members, ranks.shard, precision),

@@ -791,12 +791,7 @@ def check_finite(handles: Sequence[FlatParamHandle]) -> None:
 
 def _find_nonfinite(handle: FlatParamHandle) -> int | None:
     """Return the last parameter with a gradient that is not finite on this rank, if any."""
-    grads = handle.grads
-    if grads.is_alone:
-        none = handle.local_shard.new_zeros(1)
-        held = [grads.local.get(index) for index in range(len(handle.entries))]
-        grads.reduction.note_largest([none if each is None else each for each in held])
-    largest = grads.reduction.take_largest()
+    largest = handle.grads.reduction.take_largest()
     if largest is None or bool(largest.isfinite().all()):
         return None
     return int(largest.isfinite().logical_not().nonzero()[-1])

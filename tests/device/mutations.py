@@ -71,7 +71,7 @@ REFERENCES = [
         without="self._read = ()",
     ),
     Site(
-        "flat_param.local_gradients",
+        "flat_param.host_gradient",
         "HostGradient.copy",
         "self._in_flight.append((self._copies.copy_to_host(target, source), source))",
         without="self._in_flight.append((self._copies.copy_to_host(target, source), None))",

@@ -21,7 +21,7 @@ MODULES = (
     "flat_param.full_values",
     "flat_param.gradient_reduction",
     "flat_param.gradients",
-    "flat_param.local_gradients",
+    "flat_param.host_gradient",
     "flat_param.grad_pieces",
     "flat_param.memory",
     "optim.clipping",

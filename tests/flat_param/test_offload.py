@@ -44,7 +44,7 @@ from composable_shard.comm.devices import HostCopies
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param import memory
-from composable_shard.flat_param.local_gradients import HostGradient
+from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.tensor import WriteGuard
 from tests.helpers import Planned, assert_equal, distributed, peak_bytes
 from tests.models import (

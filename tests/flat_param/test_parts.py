@@ -260,8 +260,8 @@ def test_modules_show_one_form_after_another() -> None:
 # --- gradients ---
 
 
-def test_a_rank_alone_publishes_the_gradients_of_autograd() -> None:
-    """Nothing is packed or sent."""
+def test_a_rank_alone_publishes_what_it_packed() -> None:
+    """Nothing is sent."""
     module = nn.Linear(3, 2)
     full, shown = _alone(module)
     full.params.build(shown.entries)
@@ -275,6 +275,7 @@ def test_a_rank_alone_publishes_the_gradients_of_autograd() -> None:
         grads.pack(index, may_overwrite=True)
     assert grads.used == [True, True]
     grads.issue(None, ScratchPool(), keep_unsharded=False, is_deferred=False)
+    grads.finish()
     grads.publish([True, True])
     for entry, gradient in zip(shown.entries, expected, strict=True):
         assert isinstance(entry.sharded.grad, FlatShard)

@@ -1,4 +1,4 @@
-"""Gradients that a rank keeps as autograd made them, or on the host."""
+"""`HostGradient`: the gradients of a flat parameter where they are offloaded."""
 
 from __future__ import annotations
 
@@ -13,79 +13,12 @@ from composable_shard.comm import (
     alloc_host,
 )
 from composable_shard.flat_param.entries import ParamEntry, zero_gaps
-from composable_shard.flat_param.grad_pieces import local_gradient
 from composable_shard.tensor import (
     FlatShard,
 )
 from composable_shard.torch_private import (
     storage_uses_of,
 )
-
-
-class LocalGradients:
-    """Gradients that no other rank adds to, copied out of autograd's hands.
-
-    Autograd would add up microbatches in the parameter's dtype, [Note: Reduce dtype], and in memory
-    that gradients of several parameters may share.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[int, Tensor] = {}  # by parameter, each in its dense shape
-
-    def hold(self, index: int, entry: ParamEntry, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Take the gradient of parameter `index`, cast, or add it to the one that is held."""
-        held = self._held.get(index)
-        entry.unsharded.grad = None  # type: ignore[union-attr]
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
-        dense = local_gradient(gradient, entry.spec)
-        # Autograd's own tensor may be that of another parameter too, of a hook or of the caller.
-        self._held[index] = dense.to(dtype, copy=True) if held is None else held.add_(dense)
-
-    def take(
-        self, index: int, entry: ParamEntry, dtype: torch.dtype, factor: float | None
-    ) -> Tensor | None:
-        """Return the gradient of parameter `index`, and forget it.
-
-        Args:
-            index: Position of the parameter.
-            entry: The parameter.
-            dtype: Of the result, shape `(spec.numel,)`.
-            factor: What it is divided by.
-        """
-        dense = self._held.pop(index, None)
-        if dense is None:
-            return None
-        flat = entry.spec.flatten(dense).to(dtype)
-        return flat if factor is None else flat.div_(factor)
-
-    def get(self, index: int) -> Tensor | None:
-        """Return the gradient of parameter `index`, in its dense shape, if there is one."""
-        return self._held.get(index)
-
-    def convert(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Bring all to a device and a dtype."""
-        self._held = {index: held.to(device, dtype) for index, held in self._held.items()}
-
-    def drop_one(self, index: int, *, keeps_zeros: bool) -> None:
-        """Forget the gradient of parameter `index`, or make it zeros."""
-        if not keeps_zeros:
-            self._held.pop(index, None)
-        elif index in self._held:
-            self._held[index].zero_()
-
-    def drop(self) -> None:
-        """Forget all."""
-        self._held.clear()
-
-
-def write_gradient(view: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
-    """Copy a gradient, times a tensor of 0 dimensions, into a view: one kernel, one pass."""
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
-    if factor is None:
-        view.copy_(gradient)
-    else:
-        torch.mul(gradient, factor, out=view)
 
 
 class HostGradient:
@@ -178,39 +111,28 @@ class HostGradient:
         self,
         at_rest: Sequence[ParamEntry],
         entries: Sequence[ParamEntry],
-        own: Sequence[Tensor | None] | None,
         cut: Callable[[Tensor], Sequence[Tensor]] | None,
-    ) -> list[Tensor | None] | None:
+    ) -> list[Tensor] | None:
         """Return the gradients of what is shown at rest, complete; None if none came.
 
         Args:
             at_rest: The entries, or the flat parameter.
             entries: The original parameters.
-            own: Their gradients, where none came from a reduction.
             cut: How the originals' gradients are cut from the memory; None for a flat parameter.
         """
-        is_flat = at_rest is not entries
-        if own is not None:
-            target = self.begin([each.sharded for each in at_rest])
-            if is_flat:
-                target.zero_()
-            for entry, gradient in zip(entries, own, strict=True):
-                if gradient is not None:
-                    self.copy(entry.slice_of(target), gradient)
         whole = self.collect()
         if whole is None:
             return None
-        if is_flat:
+        if at_rest is not entries:
             spec = entries[0].spec
             zero_gaps(whole, spec.layout, spec.rank)
-        pieces: list[Tensor | None] = []
+        pieces: list[Tensor] = []
         cut = cut or (lambda memory: [at_rest[0].slice_of(memory)])
         found, places = cut(whole), cut(self.memory)
-        for index, (each, piece, place) in enumerate(zip(at_rest, found, places, strict=True)):
+        for each, piece, place in zip(at_rest, found, places, strict=True):
             if whole is not self.memory and each.sharded.grad is None:
                 piece = place.copy_(piece)
-            is_there = own is None or is_flat or own[index] is not None
-            pieces.append(piece if is_there else None)
+            pieces.append(piece)
         return pieces
 
     def drop(self) -> None:
