@@ -238,8 +238,6 @@ class FullValues:
             self._give_up(None, streams)
             raise
         self.writes = self.shard.guard.num_writes
-        if self.params.aliases.are_repointed:
-            self.params.undo_edits()
         if self._gather is None:
             self.move(CURRENT)
         elif self.serves_graphs:

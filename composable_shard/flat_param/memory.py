@@ -239,7 +239,7 @@ class ExtendedParams(UnshardedParams):
             names = [str(self._entries[0].label)]
         return names
 
-    def check_not_repointed(self) -> None:
+    def check_can_write_back(self) -> None:
         """Check that nothing is to be written back, for the class knows no way."""
         if names := self.edited(None):
             raise NotImplementedError(
@@ -277,7 +277,7 @@ class ExtendedValues(FullValues):
             self._codec.free()
 
     def write_back(self) -> None:
-        """Write nothing: see `check_not_repointed` of the parameters."""
+        """Write nothing: see `check_can_write_back` of the parameters."""
 
 
 @dataclass(frozen=True)

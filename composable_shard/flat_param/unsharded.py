@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from operator import gt
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
@@ -35,23 +35,13 @@ LOCKED = 1_000_000_000
 class Aliases:
     """What the parameters of one flat parameter have noted together."""
 
-    __slots__ = (
-        "are_hidden",
-        "are_repointed",
-        "has_new_flags",
-        "overwritten",
-    )
+    __slots__ = ("are_hidden", "has_new_flags", "overwritten")
 
     def __init__(self) -> None:
         self.are_hidden = False  # someone took an alias of one that autograd can't see
-        self.are_repointed = False  # one may have other memory
         self.has_new_flags = False  # someone has set `requires_grad` of one
         # By position, whose gradients have taken the place of their values; None: none can have.
         self.overwritten: Sequence[bool] | None = None
-
-    def note_repointed(self, param: UnshardedParameter) -> None:
-        """Note that a parameter is about to be no view of the buffer."""
-        self.are_repointed = param.is_repointed = True
 
     def note_hidden(self, param: UnshardedParameter) -> None:
         """Note that someone takes an alias of a parameter, in a hook of a tensor perhaps."""
@@ -81,7 +71,6 @@ class UnshardedParameter(nn.Parameter):
     aliases: Aliases
     position: int
     shard_label: object
-    is_repointed: bool = False  # `param.data = x`: it is no view of the buffer any more
     data_alias: Tensor | None = None  # whose version counts the edits through `.data`
 
     def __new__(
@@ -138,21 +127,25 @@ class UnshardedParameter(nn.Parameter):
             return super().data  # the compiler checks its class, around the first run of a graph
         self.aliases.note_hidden(self)
         alias = self.data_alias
-        if alias is None or self.is_repointed:
+        if alias is None:
             alias = self.data_alias = super().data
         return alias.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self.aliases.note_repointed(self)
-        increment_version(self)  # an edit like any other
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        _refuse_other_data(self.shard_label)
 
-    def set_(self, *args: Any, **kwargs: Any) -> UnshardedParameter:
-        """Give the parameter other memory, as for any tensor."""
-        self.aliases.note_repointed(self)
-        super().set_(*args, **kwargs)
-        return self
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: the parameter would be no view of the buffer any more."""
+        _refuse_other_data(self.shard_label)
+
+
+def _refuse_other_data(label: object) -> NoReturn:
+    raise RuntimeError(
+        f"parameter '{label}' can't be given other data (`param.data = ...`, `set_()`) while its "
+        "full values are shown. Write into it instead, for example `param.copy_(value)` under "
+        "torch.no_grad(), in unshard_params(module)."
+    )
 
 
 def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Parameter:
@@ -160,11 +153,6 @@ def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Par
     flag = dense.is_floating_point() or dense.is_complex()
     is_other = isinstance(dense, DTensor)
     return nn.Parameter(dense, flag) if is_other else UnshardedParameter(dense, flag, noted)
-
-
-def _is_repointed(param: nn.Parameter | None) -> bool:
-    """Return whether `param.data` was set to another tensor."""
-    return isinstance(param, UnshardedParameter) and param.is_repointed
 
 
 def _is_edited_by_data(param: nn.Parameter) -> bool:
@@ -316,7 +304,7 @@ class UnshardedParams:
         names = [
             str(entry.label)
             for entry, param, version in zip(self._entries, self.built, self.versions, strict=False)
-            if version_of(param) != version or _is_repointed(param) or _is_edited_by_data(param)
+            if version_of(param) != version or _is_edited_by_data(param)
         ]
         if flat is not None and flat.unsharded is not None:
             known = vars(flat.unsharded).get("_known_version", 0)
@@ -337,7 +325,6 @@ class UnshardedParams:
         ]
         if names:
             self.note_hidden_alias()
-            self.point_back()
             raise RuntimeError(
                 f"parameters {names} were edited in a backward in which gradients take the place "
                 f"of values. {_LATER}"
@@ -348,7 +335,6 @@ class UnshardedParams:
         names = self.edited(flat)
         if not names:
             return
-        are_lost = self.point_back() or are_lost
         self.forget_edits(flat)
         outcome = (
             "are lost: the full values are freed without being written back"
@@ -361,29 +347,6 @@ class UnshardedParams:
             stacklevel=3,
         )
 
-    def undo_edits(self) -> None:
-        """Make views of the buffer again of what got other memory while no module showed it."""
-        names = [str(each.label) for each in self._entries if _is_repointed(each.unsharded)]
-        if self.point_back():
-            warnings.warn(
-                f"the edits of {names} are lost: they were given other data while their full "
-                "values were freed. Edit parameters inside unshard_params(module).",
-                stacklevel=3,
-            )
-
-    def point_back(self) -> bool:
-        """Make views of the buffer again, which has memory; return whether some were none."""
-        is_any = False
-        for index, entry in enumerate(self._entries):
-            param = entry.unsharded
-            if param is not None and _is_repointed(param):
-                is_any = True
-                if self._buffer.untyped_storage().size():
-                    param.data = self._view(index, entry)
-                    param.is_repointed = False  # type: ignore[attr-defined]
-        self.aliases.are_repointed = is_any and any(map(_is_repointed, self.built))
-        return is_any
-
     def forget_edits(self, flat: FlatEntry | None) -> None:
         """Take the values as they are now for those that were gathered."""
         self.versions = [version_of(each) for each in self.watched]
@@ -393,17 +356,14 @@ class UnshardedParams:
         if flat is not None and flat.unsharded is not None:
             vars(flat.unsharded)["_known_version"] = version_of(flat.unsharded)
 
-    def check_not_repointed(self) -> None:
-        """Check that the parameters still are views of the buffer."""
+    def check_can_write_back(self) -> None:
+        """Check that DTensors still are views of the buffer; others refuse other data at once."""
         if self._buffer.is_meta or self._buffer.untyped_storage().size() == 0:
             return
         start = self._buffer.data_ptr()
         for entry, offset in zip(self._entries, self._layout.offsets, strict=False):
             address = start + offset * self._buffer.element_size()
             param = entry.unsharded
-            if param is not None and param.numel() and _alias_of(param).data_ptr() != address:
-                raise RuntimeError(
-                    f"parameter '{entry.label}' was given other data (`param.data = ...`) while "
-                    "its full values are shown. Write into it instead, for example "
-                    "`param.copy_(value)` under torch.no_grad()."
-                )
+            is_view = not isinstance(param, DTensor) or _alias_of(param).data_ptr() == address
+            if param is not None and param.numel() and not is_view:
+                _refuse_other_data(entry.label)

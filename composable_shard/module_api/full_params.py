@@ -141,7 +141,7 @@ def _check_can_write_back(state: ShardState, with_grads: bool) -> None:
     check_is_idle(state.context, "writeback can't run")
     for handle in state.needed:
         handle.shown.check_registered()
-        handle.full.params.check_not_repointed()
+        handle.full.params.check_can_write_back()
         if not handle.full.can_write_back:
             raise RuntimeError(
                 f"parameters of unit '{state.name}' were written in their sharded form, as by "

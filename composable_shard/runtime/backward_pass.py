@@ -102,9 +102,7 @@ def drop_aborted(context: TreeContext) -> None:
     context.forget_graphs()
     for state in context.live_states():
         for handle in state.handles:
-            if handle.full.is_locked:
-                handle.full.params.point_back()
-            else:
+            if not handle.full.is_locked:
                 handle.full.warn_of_edits(handle.shown.flat, "in a backward hook")
             forget_pending(handle)
             handle.grads.drop()

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-from composable_shard import ShardingStrategy, fully_shard, get_handles, reshard, unshard
+from composable_shard import (
+    ShardingStrategy,
+    fully_shard,
+    get_handles,
+    reshard,
+    unshard,
+    writeback,
+)
 from tests.claims import assert_right, strategies, unsharded_gradients
 from tests.helpers import distributed
 from tests.models import (
@@ -53,8 +60,7 @@ def sets_memory(module: nn.Module, *_: object) -> None:
         module.up.weight.set_(module.up.weight.clamp(-0.1, 0.1))  # type: ignore[call-overload]
 
 
-_BY_MEMORY: list[Callable[..., None]] = [sets_data, sets_memory]
-EDITS: list[Callable[..., None]] = [clamps_data, clamps_a_view_of_data, clamps, *_BY_MEMORY]
+EDITS: list[Callable[..., None]] = [clamps_data, clamps_a_view_of_data, clamps]
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -71,39 +77,34 @@ def test_c16_edit_in_forward_is_warned_of(
         loss_of(model)
 
 
-def _sets_memory_after_forward(model: nn.Module, number: int) -> None:
-    """Of a bias, which no node has saved; a plain model's own is left alone."""
-    shown: list[nn.Parameter] = []
-    up = model.blocks[0].up
-    hook = up.register_forward_hook(lambda module, *_: shown.append(module.bias))
-    loss = square_mean(model(rank_input(3, 5, step=number, dtype=torch.float64)))
-    hook.remove()
-    bias, other = shown[0], torch.zeros(shown[0].shape, dtype=torch.float64)
-    if bias is up.bias:
-        loss.backward()
-        return
-    if number % 2:
-        bias.data = other
-    else:
-        with torch.no_grad():
-            bias.set_(other)  # type: ignore[call-overload]
-    with pytest.warns(UserWarning, match=r"the edits of \['blocks.0.up.bias'\]"):
-        loss.backward()
-
-
-@strategies
+@pytest.mark.parametrize("edit", [sets_data, sets_memory])
+@pytest.mark.parametrize("when", ["forward", "backward", "unshard"])
 @distributed(2)
-def test_memory_set_after_forward_gets_no_gradient(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    """The gradient goes where the value was, and the next forward computes with the value."""
-    assert_right(
-        Net,
-        _sets_memory_after_forward,
-        shard=shard_blocks,
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
+def test_c16_other_data_is_refused(edit: Callable[..., None], when: str) -> None:
+    """Case 16: by name, wherever full values are shown; nothing has changed."""
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    shard_blocks(model)
+    block = model.blocks[0]
+    if when == "unshard":
+        unshard(block)
+        with pytest.raises(RuntimeError, match=r"'blocks.0.up.weight' can't be given other data"):
+            edit(block)
+        writeback(block)
+        reshard(block)
+    else:
+        register = "register_full_backward_hook" if when == "backward" else "register_forward_hook"
+        hook = getattr(block.up, register)(lambda *_: edit(block))
+        with pytest.raises(RuntimeError, match=r"'blocks.0.up.weight' can't be given other data"):
+            loss_of(model).backward()
+        hook.remove()
+    for each in (model, plain):
+        each.zero_grad()
+        loss_of(each).backward()
+    average_gradients(plain.parameters())
+    for name, gradient in unsharded_gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
 
 
 def _sets_a_gradient(model: nn.Module, number: int) -> None:
@@ -281,7 +282,7 @@ def test_c10_edit_in_a_backward_hook_is_warned_of(
     shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
     hook = getattr(model.blocks[0].up, kind)(lambda *_: edit(model.blocks[0]))
     loss = loss_of(model)
-    if kind == "register_full_backward_pre_hook" and edit in (clamps, *_BY_MEMORY):
+    if kind == "register_full_backward_pre_hook" and edit is clamps:
         # The node that reads the weight comes next, and finds it written, as with a plain model.
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
