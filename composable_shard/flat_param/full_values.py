@@ -15,10 +15,8 @@ and the next forward that finds `guard.num_writes` changed gathers the other ran
 
 [Note: Graphs of gradients]
 The graph that a backward makes with create_graph reads full values too, and nothing tells when: its
-nodes are nobody's output. So the values stay until each node that saved a parameter has been used
-up or is gone, which the references to the parameters tell; they are counted whenever the values
-would be freed. Another rank may count otherwise: what stays only for a graph counts as freed, and
-the next use gathers it again. A write to the shards and `reshard` end this: reads raise from then.
+nodes are nobody's output. So the values stay until the shards are written, or until `reshard`: then
+reads raise. What stays only for a graph counts as freed, and the next use gathers it again.
 
 [Note: Small group]
 Between forward and backward a rank may keep more than its shard and less than everything: the ranks
@@ -60,7 +58,7 @@ from composable_shard.flat_param.entries import FlatEntry, zero_padding
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.storage import Poison, PoisonedGather, alloc_storage, free_storage
 from composable_shard.flat_param.unsharded import UnshardedParams
-from composable_shard.torch_private import set_versions, storage_of, storage_uses_of
+from composable_shard.torch_private import set_versions, storage_of
 
 
 class FullState(Enum):
@@ -148,8 +146,6 @@ class FullValues:
         self._memory = buffer.untyped_storage()  # kept: Python makes no object for each question
         self.storage = storage_of(buffer)
         self.serves_graphs = False
-        self._has_unseen_reads = False  # by a graph that `params.are_saved` can't see
-        self._num_aliases = -1  # of the buffer, where no graph has saved any
         self.version_writes = -1
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
@@ -196,19 +192,15 @@ class FullValues:
     # Graphs of gradients
 
     def serve_graphs(self) -> None:
-        """Keep the values as long as a graph may read them, see [Note: Graphs of gradients]."""
+        """Keep the values until shards are written, see [Note: Graphs of gradients]."""
         if not self.serves_graphs:
             self.serves_graphs = True
             _watch_writes(self)
 
-    def note_unseen_read(self) -> None:
-        """Note that a graph that is being made reads an alias of the values."""
-        self._has_unseen_reads = self.serves_graphs
-
     def end_graphs(self) -> None:
         """Keep the values for no graph any more: what graphs have saved of them is refused."""
         if self.serves_graphs:
-            self.serves_graphs = self._has_unseen_reads = False
+            self.serves_graphs = False
             self.params.expire()
 
     # Gather, wait, free
@@ -306,8 +298,6 @@ class FullValues:
             self.version_writes = writes
         set_versions(params.watched, tuple(params.versions))
         self.is_locked = False
-        if self._num_aliases == -1:
-            self._num_aliases = storage_uses_of(self.buffer)
         if self.is_kept and not self.has_separate_shard:
             _watch_writes(self)
 
@@ -334,9 +324,6 @@ class FullValues:
         Gradients in the place of values stay, until `end_gradients`, and what a graph may read.
         With `keeps_part` so does this rank's part in the small group, if there is one.
         """
-        if self.serves_graphs:
-            is_aliased = self._has_unseen_reads and storage_uses_of(self.buffer) > self._num_aliases
-            self.serves_graphs = is_aliased or self.params.are_saved()
         part = None
         if keeps_part and self.small_group is not None and self.is_current:
             self.wait()

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
@@ -23,7 +22,6 @@ from composable_shard.tensor import (
 from composable_shard.torch_private import (
     running,
     set_versions,
-    use_count_of,
     version_of,
 )
 
@@ -167,17 +165,6 @@ def _alias_of(param: nn.Parameter) -> Tensor:
     return alias.to_local() if isinstance(alias, DTensor) else alias
 
 
-def _is_saved(param: nn.Parameter) -> bool:
-    """Return whether a node of a graph has saved a parameter, or a view of it.
-
-    A graph also holds the nodes that accumulate gradients, and these their parameters, after it
-    has been used up. So that node is kept, or made, while the references are counted.
-    """
-    with torch.inference_mode(False):  # an evaluation may be what ends the graphs
-        node = get_gradient_edge(param).node if param.requires_grad else None
-    return use_count_of(param) > (1 if node is None else 2)
-
-
 def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
     """Tell a handle of a gradient that autograd has accumulated."""
     handle = handle_ref()
@@ -285,10 +272,6 @@ class UnshardedParams:
     def note_hidden_alias(self) -> None:
         """Note that a graph has saved an alias which it does not connect with its parameter."""
         self.aliases.are_hidden = True
-
-    def are_saved(self) -> bool:
-        """Return whether a graph may still read the values, see [Note: Graphs of gradients]."""
-        return self.aliases.are_hidden or any([_is_saved(param) for param in self.built])
 
     def expire(self) -> None:
         """Make autograd refuse to read the values for the graphs that exist."""

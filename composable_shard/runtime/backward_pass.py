@@ -359,10 +359,10 @@ class BackwardPass:
         """
         if not self.makes_graph:
             self.makes_graph = True
-            self.context.serve_graphs(self.context.live_handles())
+            for handle in self.context.live_handles():
+                handle.full.serve_graphs()
         for handle in state.needed:
-            handle.full.serve_graphs()  # a later call of the unit has ended, and with it this
-            handle.full.note_unseen_read()
+            handle.full.serve_graphs()  # a write since may have ended this
 
     # Units begin and end
 

