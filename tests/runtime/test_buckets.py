@@ -141,12 +141,6 @@ def test_the_cap_is_about_the_dtype_that_is_reduced() -> None:
         assert [len(handle.entries) for handle in get_handles(model)] == [2, 2, 2]
 
 
-@distributed(1)
-def test_one_rank_has_no_buckets() -> None:
-    """It reduces nothing."""
-    assert len(get_handles(_bucketed(Net()))) == 1
-
-
 @distributed(2)
 def test_flat_parameters_of_buckets() -> None:
     """The first of them has the last parameters."""
