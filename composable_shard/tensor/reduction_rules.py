@@ -27,13 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard.comm import all_reduce, resolve_group
+from composable_shard.comm import all_gather_uneven, all_reduce, resolve_group
 from composable_shard.tensor.flat_shard import FlatShard, wrap
-from composable_shard.tensor.operands import (
-    describe_operands,
-    note_write,
-    unsupported,
-)
+from composable_shard.tensor.operands import note_write, unsupported
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import OpOverload, is_in_step, schema_of
@@ -166,83 +162,36 @@ def is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Run max, min, amax or amin."""
+def _repeated(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Run max, min, any or all on the slices, and once more on the results of the ranks."""
     shard = shard_of(func, args, option(func, args, kwargs, "dim"))
-    if shard.numel() == 0 or shard.is_complex():
-        raise RuntimeError(
-            f"{func.overloadpacket} needs at least one element and real numbers, got "
-            f"{describe_operands(args)} of {shard.dtype}"
-        )
-    is_max = func in (aten.max.default, aten.amax.default)
-    value = _extreme_of(shard._local, is_max)
-    value = max_over(value, reduction_groups(shard._shard_spec))
-    result = _undo_order(value, shard.dtype, is_max)
-    return shaped(shard, result, option(func, args, kwargs, "keepdim"))
-
-
-def _extreme_of(local: Tensor, is_max: bool) -> Tensor:
-    """Return a slice's maximum in a dtype that collectives carry; minima as negated maxima.
-
-    An empty slice gives what no element is below.
-    """
-    values = local.to(wide(local.dtype) if local.dtype.is_floating_point else torch.int64)
-    # For integers the complement, as the most negative one has no negative.
-    ordered = values if is_max else (-values if values.is_floating_point() else ~values)
-    if ordered.numel():
-        return ordered.max()
-    lowest = -math.inf if ordered.is_floating_point() else torch.iinfo(ordered.dtype).min
-    return ordered.new_full((), lowest)
-
-
-def _undo_order(value: Tensor, dtype: torch.dtype, is_max: bool) -> Tensor:
-    result = value if is_max else (-value if value.is_floating_point() else ~value)
-    return result.to(dtype)
-
-
-def _foreach_max(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    return [
-        _extreme(aten.max.default, (item,), {}) if isinstance(item, FlatShard) else item.max()
-        for item in args[0]
-    ]
-
-
-def _truth(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Run any or all."""
-    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
-    is_any = schema_of(func).name == "aten::any"
-    local = shard._local.any() if is_any else shard._local.logical_not().any()
-    found = max_over(local.to(torch.int32), reduction_groups(shard._shard_spec)) > 0
-    result = found if is_any else ~found
-    return shaped(shard, result, option(func, args, kwargs, "keepdim"))
+    spec, local = shard._shard_spec, shard._local
+    if spec.tensor_parallel is not None or (shard.is_complex() and func not in _TRUTHS):
+        raise unsupported(func, args)  # gathered, so that torch itself raises on all ranks
+    reduce = getattr(torch, schema_of(func).name.removeprefix("aten::"))
+    own = reduce(local).view(1) if local.numel() else reduce(local.new_zeros(1)).view(1)[:0]
+    numels = [min(numel, 1) for numel in spec.numels]
+    found = all_gather_uneven(own, numels, resolve_group(spec.group_name))
+    return shaped(shard, reduce(found), option(func, args, kwargs, "keepdim"))
 
 
 def _item(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shard = shard_of(func, args)
-    if shard.numel() != 1:
-        raise RuntimeError(
-            f"item() needs one element, got '{shard._shard_spec.label.fqn}' {tuple(shard.shape)}"
-        )
-    return shard.full_tensor().item()
+    return shard_of(func, args).full_tensor().item()
 
+
+_TRUTHS = (
+    *(aten.any.default, aten.any.dim, aten.any.dims),
+    *(aten.all.default, aten.all.dim, aten.all.dims),
+)
+_EXTREMES = (aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
 
 RULES: dict[OpOverload, Rule] = {
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
-    aten.max.default: _extreme,
-    aten.min.default: _extreme,
-    aten.amax.default: _extreme,
-    aten.amin.default: _extreme,
-    aten.any.default: _truth,
-    aten.any.dim: _truth,
-    aten.any.dims: _truth,
-    aten.all.default: _truth,
-    aten.all.dim: _truth,
-    aten.all.dims: _truth,
+    **dict.fromkeys((*_TRUTHS, *_EXTREMES), _repeated),
     aten._local_scalar_dense.default: _item,
-    aten._foreach_max.default: _foreach_max,
 }
 
 

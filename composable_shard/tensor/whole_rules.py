@@ -27,9 +27,9 @@ from composable_shard.torch_private import OpOverload, is_in_step, schema_of, tr
 
 # By name, of all overloads.
 _READ = """
-    sum mean nansum prod var std var_mean std_mean amax amin aminmax max min any all count_nonzero
-    logsumexp linalg_vector_norm norm argmax argmin topk sort kthvalue median nanmedian mode histc
-    _unique2 equal allclose
+    sum mean nansum prod var std var_mean std_mean amax amin aminmax max min _foreach_max any all
+    count_nonzero logsumexp linalg_vector_norm norm argmax argmin topk sort kthvalue median
+    nanmedian mode histc _unique2 equal allclose
 """
 _WRITTEN = "index_put_ index_fill_ masked_fill_ tril_ triu_ eye"
 _READS, _WRITES = frozenset(_READ.split()), frozenset(_WRITTEN.split())

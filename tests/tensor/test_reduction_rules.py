@@ -165,7 +165,7 @@ def test_reductions_that_are_not_defined_raise_on_every_rank() -> None:
     for reduce in (Tensor.norm, Tensor.mean, lambda x: torch._foreach_norm([x], 2)):
         with pytest.raises(RuntimeError, match=r"floating-point"):
             reduce(integers)
-    with pytest.raises(RuntimeError, match=r"amax needs at least one element and real numbers"):
+    with pytest.raises(RuntimeError, match="ComplexFloat"):
         shard(torch.zeros(1, dtype=torch.complex64)).amax()
 
 
