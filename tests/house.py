@@ -101,16 +101,16 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 22_479,
-    "lines of all": 32_376,
+    "lines of the core": 22_256,
+    "lines of all": 32_153,
     "lines of the longest module": 855,
-    "quick start: statements": 4_468,
+    "quick start: statements": 4_416,
     "warm step: functions": 221,
     "stack reads": 4,
     "reference counts": 2,
     "attributes of a class, most": 38,
     "methods of a class, most": 26,
-    "upward calls": 10,
+    "upward calls": 6,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name

@@ -6,7 +6,6 @@ makes ranks agree or raise together, `hooks` replaces reductions, `trace` observ
 
 from composable_shard.comm import collectives, trace
 from composable_shard.comm.agreement import (
-    MAX_COUNT,
     UNITS,
     FlagReduction,
     HostGroup,

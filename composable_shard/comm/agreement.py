@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
-from operator import add
 from typing import Any, Protocol
 
 import torch
@@ -427,33 +426,18 @@ class Proposal:
     accept: Callable[[], None]  # called on all ranks, if they have sent the same
 
 
-class _Named(Protocol):
-    """A parameter."""
-
-    @property
-    def label(self) -> object: ...
-    @property
-    def is_owned(self) -> bool: ...
-
-
-MAX_COUNT = 250  # at which a number of `StepFacts.writes` begins anew; even
-
-
 @dataclass(frozen=True)
 class StepFacts:
     """What a program has done since the last backward.
 
     Attributes:
-        line: The same on all ranks.
-        writes: For each flat parameter the ranks that share it or have copies; for each parameter
-            of which several ranks hold parts 1, 2 for each time that this rank has written it, and
-            1 if it has a gradient, or just 0 for anything; for each that one rank owns 1, and 2 for
-            each step of an optimizer that has it, and behind these 1 if this rank has cleared the
-            gradients that it stepped with, 2 if not; these parameters; and `handle.number`.
+        line: In words, the same on all ranks.
+        numbers: For each flat parameter the ranks that share it or have copies, and
+            `handle.number`.
     """
 
     line: str
-    writes: Sequence[tuple[_HasGroups, list[int], Sequence[_Named], int]]
+    numbers: Sequence[tuple[_HasGroups, int]]
 
 
 class _StepRecord:
@@ -464,12 +448,10 @@ class _StepRecord:
     maximum over the ranks is the same as each rank's own only if all ranks have the same: no rank
     publishes gradients otherwise. The digest is that of the collectives that all data-parallel
     ranks issue in a step, and of facts that only a program can make different: whether parameters
-    were written since the last backward, and which model this is: two of one class have units of
-    the same names. How often a parameter was written, and whether it has a gradient, is compared
-    where several ranks hold parts of it: those that don't send 0 for the number and 0 for its
-    complement. So are the steps of optimizers that have a parameter of one owner. A proposal has a
-    digest of its own, in which ranks may differ. A byte says whether a rank has issued something
-    new, so that all of them exchange identities again. [Note: First steps]
+    were written since the last backward, whether there are gradients of earlier ones, and which
+    model this is: two of one class have units of the same names. A proposal has a digest of its
+    own, in which ranks may differ. A byte says whether a rank has issued something new, so that all
+    of them exchange identities again. [Note: First steps]
 
     An accelerator's host looks two backwards later, at the same one on all ranks, when the device
     is mostly past it. The gradients of two steps have been published by then; the third's are not.
@@ -493,12 +475,9 @@ class _StepRecord:
             has_news = has_news or order.has_news
         self._orders, self._facts, self.proposal = orders, facts, proposal
         self._issued = [order.last_step for order in orders]  # on an accelerator others follow
-        self._writes = [each for each in facts.writes if each[0].joint_groups == key]
-        self._counts = [*chain.from_iterable([counts for _, counts, _, _ in self._writes])]
-        self._numbers = sorted({number for _, _, _, number in self._writes})
+        self._numbers = sorted({each for group, each in facts.numbers if group.joint_groups == key})
         digest = zlib.crc32(str(self._numbers).encode(), digest)
-        complements = [255 - count if count else 0 for count in self._counts]
-        self.sent = [*_with_complement(digest), int(has_news), *self._counts, *complements]
+        self.sent = [*_with_complement(digest), int(has_news)]
         if proposal is not None:
             self.sent += _with_complement(proposal.digest)
 
@@ -508,41 +487,6 @@ class _StepRecord:
         model = ", ".join(map(str, self._numbers))
         model = f"a backward of the model whose first call was at collective {model}"
         return [self._facts.line, *issued, model]
-
-    def other_writes(self, received: Sequence[int]) -> list[str]:
-        """Return what this rank has done with the first parameter that ranks wrote unequally often.
-
-        Of the maximum of what the ranks have sent.
-        """
-        start, num = self.NBYTES + 1, len(self._counts)
-        highest = received[start : start + num]
-        lowest = received[start + num : start + 2 * num]
-        sums = [*map(add, highest, lowest)]
-        if max(sums, default=0) <= 255:
-            return []
-        index = next(index for index, total in enumerate(sums) if total > 255)
-        params = [
-            param
-            for _, counts, params, _ in self._writes
-            for param in (*params, *[None] * (len(counts) - len(params)))
-        ]
-        param, number = params[index], self._counts[index]
-        times, has_grad = divmod(number - 1, 2)
-        if param is None:
-            found = (
-                "without gradients",
-                "with gradients that it has cleared",
-                "whose gradients stay",
-            )
-            return [f"a backward after a step {found[number]}"]
-        if times < 0:
-            return [f"a backward, and holds nothing of '{param.label}'"]
-        if param.is_owned:
-            return [f"a backward after {times} steps of the optimizer of '{param.label}'"]
-        return [
-            f"a backward after {times} writes to '{param.label}' (by optimizer.step() or edits), "
-            f"which had {'an earlier' if has_grad else 'no'} gradient"
-        ]
 
     def exchange_again(self) -> None:
         """Exchange identities on all groups."""
@@ -710,10 +654,9 @@ class _MeshReduction:
             return
         step, received = before
         numbers, size = received.tolist(), _StepRecord.NBYTES
-        lines = step.lines() if not _is_same(numbers[:size]) else step.other_writes(numbers)
-        if lines:
+        if not _is_same(numbers[:size]):
             ranks = Ranks(self._groups, self._device)
-            found = ranks.all_messages([ranks.rank, lines])
+            found = ranks.all_messages([ranks.rank, step.lines()])
             text = _describe_difference(
                 [own for _, own in found],
                 [rank for rank, _ in found],

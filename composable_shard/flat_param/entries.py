@@ -15,10 +15,8 @@ from composable_shard.options import HIDDEN
 from composable_shard.tensor import (
     FlatShard,
     FlatShardOfDTensor,
-    OwnedGuard,
     ParamLabel,
     ShardSpec,
-    SharedGuard,
     WriteGuard,
     rebind,
 )
@@ -254,7 +252,6 @@ class ParamEntry:
     unsharded: nn.Parameter | None = field(default=None, repr=False)
     shard_view: Tensor | None = None  # (spec's local numel,) view of the local shard
     runs_hooks: bool = False  # `unsharded` runs the hooks that users registered on `sharded`
-    shared_guard: SharedGuard | None = None  # where other ranks hold parts of it too
 
     @property
     def label(self) -> ParamLabel:
@@ -301,7 +298,7 @@ class ParamEntry:
     def view_in(self, shard: Tensor, guard: WriteGuard) -> None:
         """Make the sharded parameter a view of its part of a new shard."""
         self.shard_view = self.slice_of(shard).data
-        param, view, guard = self.sharded, self.shard_view, self.shared_guard or guard
+        param, view = self.sharded, self.shard_view
         if (
             param.dtype != view.dtype
             or param.device != view.device
@@ -309,19 +306,6 @@ class ParamEntry:
         ):
             self.remake(guard)
         rebind(param, view, self.spec, guard)
-
-    @property
-    def is_owned(self) -> bool:
-        """Whether one of several ranks holds all of the parameter."""
-        return self.spec.owner is not None and self.spec.world_size > 1
-
-    def watch_writes(self, guard: WriteGuard) -> None:
-        """Count the writes to the parameter, if other ranks hold parts of it too; or its steps."""
-        start, end = self.spec.range_of(self.spec.rank)
-        is_shared = self.is_owned or 0 < end - start < self.spec.numel
-        if is_shared and self.shared_guard is None and self.shard_view is not None:
-            self.shared_guard = OwnedGuard(guard) if self.is_owned else SharedGuard(guard)
-            rebind(self.sharded, self.shard_view, self.spec, self.shared_guard)
 
     def remake(self, guard: WriteGuard) -> None:
         """Make the sharded parameter what the entry says: of another dtype, or another shape."""

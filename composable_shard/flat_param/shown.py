@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,7 +72,8 @@ class ShownParams:
         scope: The open `unshard_params` scope, if any.
         flat_slot: Where the unit's module shows the flat parameter.
         agreed_flags: `requires_grad` of the entries on all ranks; None before they compared it.
-        shared: The originals of which several ranks own parts; empty before then.
+        first_held: The first one at rest of which this rank has elements; None where it has none,
+            or before the ranks compared.
     """
 
     flat_slot: FlatSlot
@@ -94,7 +94,7 @@ class ShownParams:
         self.at_rest: Sequence[ParamEntry] = entries
         self.scope: Scope | None = None
         self.agreed_flags: list[bool] | None = None
-        self.shared: Sequence[ParamEntry] = ()
+        self.first_held: ParamEntry | None = None
         # container, key, at rest, unsharded
         self._slots: list[tuple[Any, Any, Tensor | None, Tensor | None]] = []
         # Module, name, what stands for the original; none where originals are at rest
@@ -104,15 +104,12 @@ class ShownParams:
     def note_agreement(self) -> None:
         """Note that all ranks have the parameters and `requires_grad` flags of now."""
         self.agreed_flags = trainable_flags(self)
-        for entry in self.at_rest:
-            entry.watch_writes(self.guard)
-        if not self.shared:
-            specs = [each.spec for each in self.entries]
-            cut = [spec.layout.is_cut(place) for place, spec in enumerate(specs)]
-            self.shared = list(compress(self.entries, cut))
+        held = (each for each in self.at_rest if each.sharded._local.numel())
+        self.first_held = next(held, None)
 
     def set_flat(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
         """Choose what is at rest; shows nothing."""
+        self.first_held = None
         self.flat, self.shows_flat = flat, shows_flat
         self.at_rest = [flat] if shows_flat and flat is not None else self.entries
 

@@ -274,11 +274,6 @@ class FlatLayout:
     def _start_of(self, index: int) -> int:
         return self.offsets[index] if index < len(self.offsets) else self.span
 
-    def is_cut(self, index: int) -> bool:
-        """Return whether several ranks own elements of parameter `index`, or may: uneven shards."""
-        start, size = self.offsets[index], max(1, self.span // self.world_size)
-        return not self.is_even or start // size < (start + self.numels[index] - 1) // size
-
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the flat range that `rank` owns."""
         return self.cut(rank), self.cut(rank + 1)

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 from composable_shard.comm import (
-    MAX_COUNT,
     FlagReduction,
     Proposal,
     ShardGroup,
@@ -59,7 +58,6 @@ from composable_shard.runtime.unit import (
     return_to_idle,
     trees,
 )
-from composable_shard.tensor import OwnedGuard, WriteGuard
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     current_backward_id,
@@ -795,54 +793,27 @@ def _find_nonfinite(handle: FlatParamHandle) -> int | None:
     return int(largest.isfinite().logical_not().nonzero()[-1])
 
 
-def _stepped_gradients(handle: FlatParamHandle, before: dict[WriteGuard, int]) -> int:
-    """Return whether owned gradients were cleared since a step: 1 if all, 2 if not, 0 if none."""
-    found = [
-        entry.sharded.grad is not None
-        for entry in handle.entries
-        if isinstance(guard := entry.shared_guard, OwnedGuard)
-        and guard.had_gradient
-        and before.get(guard, guard.num_writes) != guard.num_writes
-    ]
-    return 1 + any(found) if found else 0
-
-
 def step_facts(context: TreeContext) -> StepFacts:
     """Return what the program has done since the last backward, for all ranks to compare.
 
-    Writes to a parameter are counted, those by hooks in the backward too, and its gradient is
-    looked for, where this rank and others hold parts of it: an optimizer may leave out shards that
-    are empty. Where each rank holds all, writes to the handle are, as one number. Of parameters
-    that one rank owns whole steps are counted, on all ranks whose optimizers have them: only the
-    owner's write to them, and it may do so by hand. The owners tell whether they have cleared the
-    gradients since.
+    Whether it has written parameters, those that each rank holds whole how often, and whether it
+    has left gradients there. Of parameters that one rank owns, steps of optimizers count: only the
+    owner writes, and has gradients.
     """
     handles = [handle for state in context.live_states() for handle in state.handles]
-    shared = [each for each in handles if not each.layout.owners or each.shard_group.size == 1]
-    before, now, counts = context.writes, {h.guard: h.guard.num_writes for h in shared}, []
-    has_writes = any([before.get(guard, number) != number for guard, number in now.items()])
+    owned = [bool(handle.layout.owners) and handle.shard_group.size > 1 for handle in handles]
+    pairs = list(zip(handles, owned, strict=True))
+    now = {h.guard: h.guard.num_steps if is_owned else h.guard.num_writes for h, is_owned in pairs}
+    before, context.writes = context.writes, now
+    new = [now[handle.guard] - before.get(handle.guard, now[handle.guard]) for handle in handles]
+    num_whole = sum(num for num, h in zip(new, handles, strict=True) if h.shard_group.size == 1)
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
-        for handle in handles:
-            shown, whole = handle.shown, handle.guard if handle.shard_group.size == 1 else None
-            named = shown.shared or handle.entries[:1]
-            if shown.shows_flat:
-                named = [*shown.at_rest, *named[1:]]
-            numbers = [0] * len(named)
-            is_one = shown.shows_flat or whole is not None
-            for index, entry in enumerate(shown.at_rest[:1] if is_one else shown.shared):
-                guard = entry.shared_guard if whole is None else whole
-                if guard is not None:
-                    now[guard] = guard.num_writes
-                    if guard in before and (guard.num_writes or not guard.counts_steps):
-                        num_writes = now[guard] - before[guard]
-                        has_grad = not guard.counts_steps and entry.sharded.grad is not None
-                        numbers[index] = 1 + (2 * num_writes + has_grad) % MAX_COUNT
-            if handle.layout.owners:
-                numbers.append(_stepped_gradients(handle, before))
-            counts.append((handle.shard_group, numbers, named, handle.number))
-    context.writes = now
+        # One of each handle, as a program drops all of them or none.
+        shown = [handle.shown for handle, is_owned in pairs if not is_owned]
+        first = [(each.first_held or each.at_rest[0]).sharded.grad for each in shown]
     line = (
-        f"a backward with{'' if has_writes else 'out'} writes to parameters since the last one (by "
-        "optimizer.step() or edits)"
+        f"a backward with{'' if any(new) else 'out'} writes to parameters since the last one (by "
+        f"optimizer.step() or edits){f', {num_whole} of them,' if num_whole else ','} and with "
+        f"{'no ' if first.count(None) == len(first) else ''}gradients of earlier ones"
     )
-    return StepFacts(line, counts)
+    return StepFacts(line, [(handle.shard_group, handle.number) for handle in handles])

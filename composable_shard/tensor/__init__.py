@@ -25,8 +25,6 @@ from composable_shard.tensor.gradient_rules import (
 )
 from composable_shard.tensor.op_rules import register_op_rules
 from composable_shard.tensor.operands import (
-    OwnedGuard,
-    SharedGuard,
     find_places,
     has_fitting_shape,
     local_part,

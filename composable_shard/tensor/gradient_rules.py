@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
 from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor.flat_shard import FlatShard
-from composable_shard.tensor.operands import OwnedGuard, describe_operands, note_write
+from composable_shard.tensor.operands import describe_operands, note_write
 from composable_shard.tensor.reduction_rules import (
     HALF,
     is_inexact,
@@ -83,7 +83,7 @@ class _StepHooks:
         """Keep the hooks for as long as the handle lives."""
         if not self._hooks:
             self._hooks.append(register_optimizer_step_pre_hook(_note_writes))
-            self._hooks.append(register_optimizer_step_post_hook(_note_step))
+            self._hooks.append(register_optimizer_step_post_hook(_note_writes))
         self._num_handles += 1
         weakref.finalize(handle, self._release).atexit = False
 
@@ -139,19 +139,11 @@ def _note_writes(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         for param in group["params"]:
             if not isinstance(param, FlatShard) or param._guard is None:
                 continue
-            spec, guard = param._shard_spec, param._guard.whole
+            spec, guard = param._shard_spec, param._guard
             if guard is not noted and spec.owner is not None and spec.world_size > 1:
                 note_write(param)
+                guard.note_step()
                 noted = guard
-
-
-def _note_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count a step that is over: as a write, and for the ranks to compare."""
-    _note_writes(optimizer, args, kwargs)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, FlatShard) and isinstance(param._guard, OwnedGuard):
-                param._guard.note_step(had_gradient=param.grad is not None)
 
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ Which elements of such a value a rank holds is a region, [Note: Regions].
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from composable_shard.options import INTO_PLAIN
 from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec, local_box
-from composable_shard.tensor.write_guard import WriteGuard
 from composable_shard.torch_private import (
     AsyncCollectiveTensor,
     OpOverload,
@@ -51,53 +50,6 @@ def binding(func: OpOverload) -> Callable[..., Any]:
     is_method = name.endswith("_") and not name.startswith("_")
     found: Callable[..., Any] = getattr(TensorBase if is_method else VariableFunctions, name, func)
     return found
-
-
-class SharedGuard(WriteGuard):
-    """The guard of a parameter of which several ranks hold parts: all of them write it alike."""
-
-    __slots__ = ("_whole",)
-
-    def __init__(self, whole: WriteGuard) -> None:
-        super().__init__(whole.owner)
-        self._whole = whole
-
-    @property
-    def whole(self) -> WriteGuard:
-        """The guard of all of the shard."""
-        return self._whole
-
-    def note_write(self, fqn: str) -> None:
-        """Count a write to the parameter, and to the shard."""
-        self._whole.note_write(fqn)
-        self.num_writes += 1
-
-    def note_attributes(self, are_new: bool) -> None:
-        """Note for all of the shard whether there are attributes to adopt."""
-        self._whole.note_attributes(are_new)
-
-
-class OwnedGuard(SharedGuard):
-    """The guard of a parameter that one rank owns whole: it counts optimizers' steps, on all ranks.
-
-    Not writes: those inside of a step are the owner's alone, and so may those by hand be.
-    """
-
-    __slots__ = ("had_gradient",)
-    counts_steps: ClassVar = True
-
-    def __init__(self, whole: WriteGuard) -> None:
-        super().__init__(whole)
-        self.had_gradient = False  # in the last step
-
-    def note_write(self, fqn: str) -> None:
-        """Count a write to the shard."""
-        self._whole.note_write(fqn)
-
-    def note_step(self, *, had_gradient: bool) -> None:
-        """Count a step of an optimizer that has the parameter."""
-        self.num_writes += 1
-        self.had_gradient = had_gradient
 
 
 def note_write(shard: FlatShard) -> None:

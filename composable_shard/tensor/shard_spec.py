@@ -323,7 +323,7 @@ class Checkpointable(Tensor):
         spec = self._shard_spec
         if self._guard is not None:
             # DCP writes into the slice without any op that we see.
-            self._guard.whole.note_write(spec.label.fqn)
+            self._guard.note_write(spec.label.fqn)
         return [chunk for chunk, _ in _chunks(spec)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -345,7 +345,7 @@ class Checkpointable(Tensor):
         A compiled graph may write to it without any dispatch, so reading counts as a write.
         """
         if self._guard is not None:
-            self._guard.whole.note_write(self._shard_spec.label.fqn)
+            self._guard.note_write(self._shard_spec.label.fqn)
         return self._local
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:

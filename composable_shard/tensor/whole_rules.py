@@ -184,7 +184,7 @@ def _view_of(shard: FlatShard, view: Tensor) -> Tensor:
     if geometry.is_one_run:
         return run_of(shard, geometry)
     if shard._guard is not None:
-        shard._guard.whole.count_write()  # later writes into a plain view are not seen
+        shard._guard.count_write()  # later writes into a plain view are not seen
     return view
 
 

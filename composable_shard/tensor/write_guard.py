@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import ClassVar
 
 from composable_shard.torch_private import (
     current_backward_id,
@@ -19,10 +18,9 @@ class WriteGuard:
     Version counters can't serve: fused and foreach optimizer steps bump none.
 
     Attributes:
-        counts_steps: `num_writes` are steps of optimizers.
+        num_steps: Of optimizers that have parameters which one rank owns whole.
     """
 
-    counts_steps: ClassVar = False
     __slots__ = (
         "_at_write",
         "_reads",
@@ -30,12 +28,13 @@ class WriteGuard:
         "is_in_backward",
         "is_in_scope",
         "may_have_hooks",
+        "num_steps",
         "num_writes",
         "owner",
     )
 
     def __init__(self, owner: weakref.ref[object] | None = None) -> None:
-        self.num_writes = 0
+        self.num_writes = self.num_steps = 0
         self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
         self._at_write: Callable[[], None] | None = None
         self.is_in_backward = False
@@ -72,11 +71,6 @@ class WriteGuard:
             self._run_at_write()
 
     @property
-    def whole(self) -> WriteGuard:
-        """The guard of all of the shard."""
-        return self
-
-    @property
     def is_backward_running(self) -> bool:
         """Whether a backward that still needs the parameters is running, on the thread that asks.
 
@@ -89,6 +83,10 @@ class WriteGuard:
         self.num_writes += 1
         if self._at_write is not None:
             self._run_at_write()
+
+    def note_step(self) -> None:
+        """Count a step of an optimizer."""
+        self.num_steps += 1
 
     def at_next_write(self, run: Callable[[], None]) -> None:
         """Choose what runs with the next write, once."""

@@ -60,16 +60,6 @@ few = examples(60)
 
 
 @few
-@given(layouts(64))
-def test_a_parameter_is_cut_where_several_ranks_own_elements(layout: FlatLayout) -> None:
-    """As each rank's range of it says, which is not asked: there may be thousands of ranks."""
-    for index in range(len(layout.numels)):
-        ranges = [layout.world_range(index, rank) for rank in range(layout.world_size)]
-        num_owners = sum(start < end for start, end in ranges)
-        assert layout.is_cut(index) == (num_owners > 1)
-
-
-@few
 @given(layouts())
 def test_parameters_lie_in_order_without_overlap(layout: FlatLayout) -> None:
     """Each parameter ends before the next starts, and the last one inside the buffer."""

@@ -1,4 +1,4 @@
-"""Parameters that ranks share are written equally often, or the next backward says so."""
+"""All ranks have written parameters, or none has, or the next backward says so."""
 
 from __future__ import annotations
 
@@ -14,35 +14,17 @@ from tests.models import rank_input
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        ("step_twice", "FULL_SHARD/collective"),  # with hooks on gradients
-        ("step_twice", "NO_SHARD"),
-        ("write_a_parameter", "FULL_SHARD"),
-        ("write_a_parameter", "NO_SHARD"),
-    ],
-)
-def test_l_alone_writes_of_one_rank_are_named(name: str, strategy: str) -> None:
-    """Alone: an optimizer step, or an edit, on one rank; both trained on with other weights."""
-    cell = differences.measure(name, strategy, timeout_s=20)
-    assert cell.kind == "error", cell
-    assert "rank 0 is in a backward after " in cell.texts[0]
-    assert "rank 1 is in a backward after " in cell.texts[0]
-
-
-@pytest.mark.parametrize(
     ("name", "strategy", "text"),
     [
-        ("step_twice", "FULL_SHARD/whole", "rank 1 is in a backward after 2 steps of the optim"),
-        ("no_step", "SHARD_GRAD_OP/whole", "rank 1 is in a backward after 0 steps of the optim"),
-        ("no_zero_grad", "SHARD_OPTIM/whole", "rank 1 is in a backward after a step whose gradi"),
-        ("no_zero_grad", "FULL_SHARD/whole/flat", "had an earlier gradient"),
-        ("write_a_parameter", "NO_SHARD/whole", "rank 1 is in a backward after 3 writes to"),
+        ("step_twice", "NO_SHARD", r"backward with writes .*, 2[0-9] of them"),
+        ("write_a_parameter", "NO_SHARD/whole", r"backward with writes .*, 13 of them"),
+        ("no_step", "SHARD_GRAD_OP/whole", "rank 1 is in a backward without writes"),
+        ("no_zero_grad", "SHARD_OPTIM", "and with gradients of earlier ones"),
     ],
 )
 @distributed(2)
-def test_l_alone_steps_of_owners_are_compared(name: str, strategy: str, text: str) -> None:
-    """Alone: whole parameters, each of which only its owner writes."""
+def test_l_alone_writes_of_one_rank_are_named(name: str, strategy: str, text: str) -> None:
+    """Alone: a step or an edit on one rank, or gradients that one has left."""
     with pytest.raises(RuntimeError, match=text) as caught:
         differences.train(name, strategy)
     assert "rank 0 is in a backward" in str(caught.value)
