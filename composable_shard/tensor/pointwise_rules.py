@@ -275,6 +275,12 @@ def _is_same_size(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     return bool(args[0].shape == args[1].shape)
 
 
+def _can_take_data_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell `Module.to` whether `.data` can be replaced; it can, whatever the device and dtype."""
+    shard, other = args
+    return isinstance(shard, FlatShard) and isinstance(other, FlatShard)
+
+
 def _on_local(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(args[0]._local, *args[1:], **kwargs)
 
@@ -300,6 +306,8 @@ RULES: dict[OpOverload, Rule] = {
     aten.new_empty.default: _new_empty,
     aten.new_empty_strided.default: _new_empty_strided,
     aten.is_same_size.default: _is_same_size,
+    # Composite on CPU and CUDA, where it comes here under modes alone; other backends have kernels.
+    aten._has_compatible_shallow_copy_type.default: _can_take_data_of,
     aten.is_pinned.default: _on_local,
     aten.record_stream.default: _on_local,
 }

@@ -43,7 +43,13 @@ inline at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
 inline at::Tensor& set_storage_part(at::Tensor& self, at::Storage source, int64_t offset,
                                     c10::IntArrayRef size, c10::IntArrayRef stride) {
   self.unsafeGetTensorImpl()->set_storage_keep_dtype(source);
-  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  auto* tensor = self.unsafeGetTensorImpl();
+  tensor->set_storage_offset(offset);
+  if (stride.size() == size.size()) {
+    tensor->set_sizes_and_strides(size, stride);
+  } else {  // none were given, as for the bytes of a storage
+    tensor->set_sizes_contiguous(size);
+  }
   return self;
 }
 
