@@ -309,6 +309,7 @@ def _module_of_torch(extension: Any) -> types.ModuleType:
     vars(module).update(
         Event=torch.Event,
         Stream=torch.Stream,
+        _initialized=True,  # or `torch.utils.checkpoint` keeps no states of the generator
         _is_in_bad_fork=lambda: False,
         current_device=lambda: 0,
         current_stream=lambda device=None: torch.accelerator.current_stream(),

@@ -35,6 +35,14 @@ inline bool has_unknown_shapes(const std::string& name) {
   return names.count(name) > 0;
 }
 
+// Operators that take tensors of the host too, as on CUDA: indices, lengths, numbers of lists.
+inline bool may_take_host_tensors(const std::string& name) {
+  for (const char* start : {"aten::index", "aten::_index", "aten::_foreach_", "aten::_pack"}) {
+    if (name.rfind(start, 0) == 0) return true;
+  }
+  return false;
+}
+
 // An argument or a result: a value, or tensors.
 struct Argument {
   enum Kind { kValue, kTensor, kTensors, kOptionalTensors, kGenerator } kind = kValue;
@@ -114,9 +122,8 @@ class Call {
 
   void run() {
     TORCH_CHECK_NOT_IMPLEMENTED(!returns_view(), "lag: no kernel for the view ", schema_.name());
+    check_devices();
     if (needs_values()) return run_at_once();
-    std::vector<c10::IValue> returned;
-    std::vector<Argument> written;
     if (has_new_results() || has_empty_out()) {
       issue(outcome());
     } else {
@@ -129,6 +136,17 @@ class Call {
 
   static bool is_written(const c10::Argument& argument) {
     return argument.alias_info() && argument.alias_info()->isWrite();
+  }
+
+  void check_devices() const {
+    if (may_take_host_tensors(schema_.name())) return;
+    for (const auto& argument : arguments_) {
+      for (const auto& operand : argument.operands) {
+        TORCH_CHECK(!operand.is_defined || operand.is_on_device || operand.sizes.empty(),
+                    "Expected all tensors to be on the same device, but ", schema_.name(),
+                    " got one of the CPU of shape ", c10::IntArrayRef(operand.sizes));
+      }
+    }
   }
 
   bool returns_view() const {
