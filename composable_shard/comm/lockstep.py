@@ -123,7 +123,8 @@ class GroupOrder:
         self._next: dict[int, tuple[int, ...]] = {}
         self._is_always_exchanged = False
         self._agreed: set[int] = set()  # on all ranks, by an exchange
-        self._num_again = 0  # how many since the last one that was new
+        self._agreed_again: set[int] = set()  # since exchanges began the last time
+        self._num_again = 0  # how many since the last one that was new to these
         self._num_known = 0
         self.has_news = False  # whether the step before the last `fold` has issued something new
         self._late: deque[tuple[Any, Tensor, torch.Event]] = deque()
@@ -166,12 +167,14 @@ class GroupOrder:
         if identity not in self._agreed:
             self._agreed.add(identity)
             self._next.clear()
+        if identity not in self._agreed_again:
+            self._agreed_again.add(identity)
             self._num_again = 0
         known = self._next.get(self._before, ())
         if identity not in known:
             self._next[self._before] = *known, identity
         self._num_again += 1
-        is_over = self._num_again > 2 * len(self._agreed)
+        is_over = self._num_again > 2 * len(self._agreed_again)
         self.is_exchanged = self._is_always_exchanged or not is_over
         self.is_checked = self.is_exchanged or self._checks_next
 
@@ -194,6 +197,7 @@ class GroupOrder:
     def exchange_again(self, *, always: bool = False) -> None:
         """Exchange identities from now on; call on all ranks at one point of the order."""
         self.is_exchanged = self.is_checked = True
+        self._agreed_again.clear()
         self._num_again = 0
         self._is_always_exchanged = self._is_always_exchanged or always
 
@@ -672,12 +676,12 @@ def exchange_identity(
     [Note: First steps]
     Before a backend's collective the ranks exchange the identity of what they are about to issue,
     and its position: 16 bytes, always, so it can't fail as collectives of other sizes do. If they
-    differ, all ranks raise, and nothing was written. The host waits for it. So it ends when the
-    group has issued twice as many collectives as it knows without a new one among them, which all
-    ranks see at the same position. It begins again when a step of any rank has had a new one, as
-    after a change of structure: the flags of its backward tell all ranks. `check_order="always"`
-    keeps it on. It always comes before what is rare: not a step asks for it, but a function that
-    the program has called.
+    differ, all ranks raise, and nothing was written. The host waits for it. So it ends when twice
+    as many as have come since it began have come again without another one, which all ranks see at
+    the same position. It begins again when a step of any rank has had a new one, as after a change
+    of structure: the flags of its backward tell all ranks. `check_order="always"` keeps it on. It
+    always comes before what is rare: not a step asks for it, but a function that the program has
+    called.
 
     Gloo aborts the process where tensors of different sizes meet. So there identities go ahead
     later too, where the next collective is not one that has always followed, or may be of another

@@ -1,28 +1,27 @@
-"""The host does not wait for the device to learn whether the ranks are in step."""
+"""What the host learns late of ranks that differ; that it does not wait: `test_host_waits.py`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from composable_shard import ShardingStrategy, clip_grad_norm_, set_gradient_divide_factor
+from composable_shard import clip_grad_norm_, set_gradient_divide_factor
 from tests import device
 from tests.device.running import on_device
 from tests.models import Net, shard_blocks
 
 
 class _Program:
-    """A small model in training, which reads each loss two steps late."""
+    """A small model in training."""
 
-    def __init__(self, strategy: ShardingStrategy) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = Net(2).to(device.NAME)
-        shard_blocks(self.model, strategy=strategy)
+        shard_blocks(self.model)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
         self._x = torch.randn(4, 5, device=device.NAME)
-        self._losses: list[Tensor] = []
 
     def warm_up(self) -> None:
         """Take steps until no identities are exchanged any more before collectives."""
@@ -35,28 +34,12 @@ class _Program:
         clip_grad_norm_(self.model, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._losses.append(loss.detach())
-
-    def read_loss(self) -> None:
-        self._losses[-2].item()
-
-
-@pytest.mark.parametrize("strategy", list(ShardingStrategy))
-@on_device(num_ranks=2)
-def test_the_host_waits_for_nothing_in_a_warm_step(strategy: ShardingStrategy) -> None:
-    """Clipping included, as long as the device is no further behind than two steps."""
-    program = _Program(strategy)
-    program.warm_up()
-    for _ in range(4):
-        program.read_loss()
-        with device.forbid_host_waits():
-            program.step()
 
 
 @on_device(num_ranks=2)
 def test_the_host_waits_where_the_device_is_more_than_two_steps_behind() -> None:
     """Once in a step, for what the ranks have compared, so that all of them act in one step."""
-    program = _Program(ShardingStrategy.FULL_SHARD)
+    program = _Program()
     program.warm_up()
     device.configure("slow_compute", delay_us=2000)
     for _ in range(6):
@@ -69,7 +52,7 @@ def test_the_host_waits_where_the_device_is_more_than_two_steps_behind() -> None
 @on_device(num_ranks=2)
 def test_a_difference_is_named_two_steps_later() -> None:
     """On all ranks in the same step, with the collective of the step that it was in."""
-    program = _Program(ShardingStrategy.FULL_SHARD)
+    program = _Program()
     program.warm_up()
     if dist.get_rank() == 1:
         set_gradient_divide_factor(program.model, 3.0)

@@ -335,7 +335,7 @@ def _flag_rows(**others: Any) -> Any:
 
 
 @pytest.mark.parametrize(*_flag_rows(strategy=STRATEGIES, world_size=(1, 2, 3)))
-@distributed()
+@distributed(on_device=True)
 def test_every_combination_of_flags(
     first: tuple[bool, ...],
     last: tuple[bool, ...],
@@ -526,6 +526,21 @@ def test_other_ranks_hold_nothing_of_full_size() -> None:
         assert peak <= unit // dist.get_world_size() + 4096
 
 
+@pytest.mark.fast
+@pytest.mark.usefixtures("four_ranks")
+def test_a_write_beside_a_gather_is_gathered_again() -> None:
+    """A step between `unshard(async_op=True)` and its `wait()`."""
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model)
+    work = unshard(model, async_op=True)
+    assert work is not None
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    work.wait()
+    assert_equal(model.weight.detach(), torch.full((4, 4), 2.0))
+    reshard(model)
+
+
 # --- ordinary code inside ---
 
 
@@ -612,7 +627,7 @@ _EDITS = [
 @pytest.mark.parametrize(
     *pairwise(use_orig_params=[True, False], edit=_EDITS, world_size=(1, 2, 3))
 )
-@distributed()
+@distributed(on_device=True)
 def test_ordinary_code_does_what_it_does_to_a_plain_model(edit: Any, use_orig_params: bool) -> None:
     """Loading, initialising, surgery, assignment: the shards hold the result, bitwise."""
     plain = _plain_net()
@@ -836,7 +851,7 @@ def test_a_shared_handle_is_shown_whole_through_the_unit_that_borrows() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES + KEEPING, ids=str)
-@distributed(1, 2, 3)
+@distributed(1, 2, 3, on_device=True)
 def test_a_scope_between_forward_and_backward_changes_no_gradient(
     strategy: dict[str, Any],
 ) -> None:
