@@ -325,8 +325,7 @@ class FullValues:
         With `keeps_part` so does this rank's part in the small group, if there is one.
         """
         part = None
-        if keeps_part and self.small_group is not None and self.is_current:
-            self.wait()
+        if keeps_part and self.small_group and self.state is CURRENT and self.is_current:
             part = self.output.chunk(self.small_group.size)[self.small_group.rank].clone()
         self._part = None
         if self.state is PARTIAL:

@@ -31,6 +31,7 @@ from composable_shard import (
     set_requires_all_reduce,
     unshard,
     unshard_params,
+    writeback,
 )
 from composable_shard.comm.hooks import ErrorFeedback, bf16_compress_hook, error_feedback_hook
 from composable_shard.options import Granularity
@@ -295,6 +296,15 @@ def unshard_ahead() -> None:
             work.wait()
         reshard(model, recurse=True)
     train_net(model, num_steps=1)
+
+
+@_program
+def writeback_at_once() -> None:
+    """Write back while the gather may still run."""
+    model = shard_net()
+    unshard(model, recurse=True, async_op=True)
+    writeback(model, recurse=True)
+    reshard(model, recurse=True)
 
 
 @_program
