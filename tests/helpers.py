@@ -586,7 +586,8 @@ def _late_streams(mode: str) -> Iterator[None]:
         return
     accelerator.configure(mode, delay_us=DELAY_US)  # type: ignore[arg-type]  # a Mode
     try:
-        yield
+        with device():  # for what the body makes without naming a device
+            yield
         accelerator.synchronize()
         accelerator.check_races()
     finally:

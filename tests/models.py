@@ -257,7 +257,7 @@ def net_without_first_rank() -> Net:
 def rank_input(*shape: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return random numbers that differ between ranks and steps."""
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
-    return torch.randn(shape, generator=generator, dtype=dtype).to(device())
+    return torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(device())
 
 
 def loss_of(model: nn.Module, step: int = 0) -> Tensor:
@@ -429,7 +429,7 @@ def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
 def average_gradients(params: Iterable[nn.Parameter]) -> None:
     """Average each `.grad` over the ranks; leave None where all ranks have None."""
     trained = list(params)  # also frozen ones, which may have gradients from before
-    num_used = torch.tensor([int(param.grad is not None) for param in trained])
+    num_used = torch.tensor([int(param.grad is not None) for param in trained], device="cpu")
     dist.all_reduce(num_used)
     used = [param for param, num in zip(trained, num_used.tolist(), strict=True) if num]
     for param in used:

@@ -32,7 +32,7 @@ from composable_shard import (
 )
 from composable_shard.checkpoint import CheckpointSave, LoadedCheckpoint, files
 from composable_shard.comm.trace import count_collectives
-from tests.helpers import assert_equal, distributed, peak_bytes, run_processes, run_ranks
+from tests.helpers import assert_equal, device, distributed, peak_bytes, run_processes, run_ranks
 from tests.models import Net, every_granularity, rank_input, shard_blocks, shard_root
 
 
@@ -45,14 +45,14 @@ class _Run:
         shard_blocks(self.model[0], **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.3)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        self.scaler = torch.amp.GradScaler(device().type, init_scale=64.0, growth_interval=3)
         self.step = 0
 
     def train(self, num_steps: int) -> list[float]:
         """Return the mean losses over all ranks."""
         losses = []
         for _ in range(num_steps):
-            generator = torch.Generator().manual_seed(self.step)
+            generator = torch.Generator(device()).manual_seed(self.step)
             batch = torch.randn(12, 5, generator=generator)
             share = batch.chunk(dist.get_world_size())[dist.get_rank()]
             loss = self.model(share).square().mean()
@@ -107,12 +107,12 @@ def _resume_run(path: Path, dropout: float = 0.0, **options: Any) -> list[float]
     assert loaded.is_rng_restored == (loaded.world_size == dist.get_world_size())
     assert loaded.extra["position"] == (3, "epoch")
     assert loaded.extra["seen"] == Counter({7: 2})
-    assert_equal(loaded.extra["order"], torch.arange(5))
+    assert_equal(loaded.extra["order"], torch.arange(5, device="cpu"))
     return [*run.train(4), torch.rand(()).item() + random.random()]
 
 
 @pytest.mark.fast
-@distributed(2)
+@distributed(2, on_device=True)
 def test_resuming_at_the_same_world_size_is_bitwise(tmp_path: Path) -> None:
     """Losses with dropout, learning rates, loss scales, and the numbers drawn afterwards."""
     expected = _train_through(tmp_path, dropout=0.2)

@@ -105,7 +105,7 @@ def _assert_came_back(
 @pytest.mark.parametrize(
     ("kind", "is_used"), [(kind, index % 2 == 0) for index, kind in enumerate(_OPTIMIZERS)]
 )
-@distributed(2)
+@distributed(2, on_device=True)
 def test_optimizers_come_back_with_all_options(kind: str, is_used: bool, tmp_path: Path) -> None:
     """Options that are tensors too; the next step is bitwise that of the run that was saved."""
     model = make_net()

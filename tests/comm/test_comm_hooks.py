@@ -44,6 +44,7 @@ from tests.models import (
     make_net,
     pickled,
     rank_input,
+    wait_for_engine,
 )
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
@@ -288,7 +289,7 @@ class _FailingHook(_PlainHook):
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_error_in_a_hook_leaves_the_next_step_right(
     strategy: ShardingStrategy, is_late: bool
 ) -> None:
@@ -299,6 +300,7 @@ def test_error_in_a_hook_leaves_the_next_step_right(
         register_comm_hook(model, _FailingHook(k, is_late))
         with pytest.raises(Planned):
             loss_of(model, 7).backward()
+        wait_for_engine(model)
         assert all(param.grad is None for param in model.parameters())
         _assert_same_values(_train_and_collect(model), expected)
 
@@ -341,7 +343,7 @@ def _sum_of(term: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 @pytest.mark.parametrize("hook", [bf16_compress_hook, fp16_compress_hook])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(4)
+@distributed(4, on_device=True)
 def test_compressed_gradients_equal_the_simulation(
     strategy: ShardingStrategy, hook: Any, world_size: int
 ) -> None:

@@ -251,7 +251,7 @@ class QuantisedReference:
         (SHARD_OPTIM, "e4m3"),
     ],
 )
-@distributed(2)
+@distributed(2, on_device=True)
 def test_training_equals_a_replicated_model_with_quantised_parameters(
     strategy: ShardingStrategy, policy: str
 ) -> None:

@@ -154,7 +154,7 @@ CHECKPOINTED: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize(
     *pairwise(reshard_after_forward=[None, False], is_early=[True, False], where=CHECKPOINTED)
 )
-@distributed(2)
+@distributed(2, on_device=True)
 def test_checkpointing_changes_nothing(
     where: str, is_early: bool, reshard_after_forward: bool | None
 ) -> None:
@@ -398,7 +398,7 @@ def test_compiled_optimizer_step() -> None:
 
 
 @pytest.mark.fast
-@distributed(2)
+@distributed(2, on_device=True)
 def test_autocast_trains_alike() -> None:
     """Casts happen in compute; parameters and gradients keep their dtype."""
     twins = Twins(Net, shard_blocks)

@@ -42,7 +42,7 @@ from composable_shard import (
 from composable_shard.comm import algorithms, devices
 from composable_shard.comm.trace import count_collectives
 from composable_shard.planning import by_class
-from tests.helpers import assert_equal, assert_within, distributed, peak_bytes
+from tests.helpers import assert_equal, assert_within, device, distributed, peak_bytes
 from tests.models import (
     CheckpointsBlocks,
     EqualBlocks,
@@ -213,7 +213,7 @@ def _train_beside_reference(
 
 
 @pytest.mark.parametrize(*pairwise(policy=POLICIES, strategy=STRATEGIES, world_size=(2, 3)))
-@distributed()
+@distributed(on_device=True)
 def test_training_equals_the_replicated_reference(strategy: ShardingStrategy, policy: str) -> None:
     """S2.6, S2.13, S3.7: losses, gradients and main parameters."""
     _train_beside_reference(strategy, POLICIES[policy])
@@ -269,10 +269,10 @@ def test_copies_of_shards_train_alike(
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-@distributed(4)
+@distributed(4, on_device=True)
 def test_deferred_all_reduce_adds_up_in_the_main_dtype(strategy: ShardingStrategy) -> None:
     """What microbatches leave of the first stage waits for the second one unrounded."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device().type, (2, 2))
     policy = MixedPrecisionPolicy(param_dtype=BF16, main_dtype=F32)
     grads = []
     for is_deferred in (False, True):
@@ -336,7 +336,7 @@ def test_tied_frozen_and_mixed_parameters(strategy: ShardingStrategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_flat_parameter_trains_alike(strategy: ShardingStrategy) -> None:
     """use_orig_params=False: the one parameter that is shown is the main one."""
     losses = []
@@ -691,7 +691,7 @@ def test_no_policy_changes_nothing(strategy: ShardingStrategy) -> None:
 
 @pytest.mark.parametrize("policy", ["bf16", "fp32, gathered in fp16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_scope_shows_and_computes_with_main_values(strategy: ShardingStrategy, policy: str) -> None:
     """Also where the unsharded buffer is current; edits are kept in full precision."""
     torch.manual_seed(0)

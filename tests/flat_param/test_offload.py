@@ -40,13 +40,13 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
-from composable_shard.comm.devices import HostCopies
+from composable_shard.comm.devices import HOST, HostCopies
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param import memory
 from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.tensor import WriteGuard
-from tests.helpers import Planned, assert_equal, distributed, peak_bytes
+from tests.helpers import Planned, assert_equal, device, distributed, peak_bytes
 from tests.models import (
     Net,
     assert_at_rest,
@@ -56,6 +56,7 @@ from tests.models import (
     rank_input,
     replica_mesh,
     shard_blocks,
+    wait_for_engine,
 )
 from tests.pairs import pairwise
 
@@ -99,7 +100,8 @@ class LateCopies(HostCopies):
 def _late_copies(**patches: Any) -> Iterator[None]:
     """Delay copies; patch `HostGradient` too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "copies_for", LateCopies)
+        if device().type == HOST.type:  # a device's are late by themselves
+            patch.setattr(memory, "copies_for", LateCopies)
         for name, value in patches.items():
             patch.setattr(HostGradient, name, value)
         yield
@@ -207,7 +209,7 @@ def _assert_same_lists(actual: list[Tensor], expected: list[Tensor]) -> None:
     __tracebackhide__ = True
     assert len(actual) == len(expected)
     for number, pair in enumerate(zip(actual, expected, strict=True)):
-        assert_equal(*pair, f"tensor {number}")
+        assert_equal(*(each.cpu() for each in pair), f"tensor {number}")
 
 
 def _device_addresses(handle: FlatParamHandle) -> set[int]:
@@ -219,18 +221,18 @@ def _device_addresses(handle: FlatParamHandle) -> set[int]:
 
 def _assert_on_host(model: nn.Module) -> None:
     """Assert that shards and gradients are not in the memory that stands for the device's."""
-    device = set().union(*map(_device_addresses, get_handles(model)))
+    there = set().union(*map(_device_addresses, get_handles(model)))
     for param in model.parameters():
-        assert param.to_local().untyped_storage().data_ptr() not in device
+        assert param.to_local().untyped_storage().data_ptr() not in there
         if param.grad is not None:
-            assert param.grad.to_local().untyped_storage().data_ptr() not in device
+            assert param.grad.to_local().untyped_storage().data_ptr() not in there
 
 
 # --- numbers ---
 
 
 @pytest.mark.parametrize(*pairwise(step=STEPS, strategy=STRATEGIES, policy=POLICIES))
-@distributed(2)
+@distributed(2, on_device=True)
 def test_every_kind_of_step_equals_the_one_without_offload(
     step: str, strategy: ShardingStrategy, policy: str
 ) -> None:
@@ -347,7 +349,7 @@ def test_without_the_wait_that_guards_the_optimizer_the_numbers_are_wrong() -> N
         assert any(not torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
-@distributed(2)
+@distributed(2, on_device=True)
 def test_gradients_are_complete_for_an_optimizer_in_the_backward() -> None:
     """A post-accumulate hook steps on what `.grad` holds, unit by unit."""
 
@@ -559,7 +561,7 @@ def test_a_device_copy_of_the_shard_is_renewed_once_for_each_step() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_copies_pickles_and_conversions_stay_offloaded(policy: str) -> None:
     """deepcopy, pickles, `.to(dtype)` and back, with equal training afterwards."""
     changes: list[Callable[[nn.Module], nn.Module]] = [
@@ -630,7 +632,7 @@ def _fail_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_after_an_aborted_backward_training_goes_on(strategy: ShardingStrategy) -> None:
     """Copies that were under way are dropped as a whole, published gradients stay."""
 
@@ -643,6 +645,7 @@ def test_after_an_aborted_backward_training_goes_on(strategy: ShardingStrategy) 
             with pytest.raises(Planned):
                 loss_of(model, 7).backward()
             hook.remove()
+            wait_for_engine(model)
             loss_of(model, 10 + number).backward()
             seen += [param.grad.full_tensor() for param in model.parameters()]
             optimizer.step()

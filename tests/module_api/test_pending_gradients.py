@@ -151,7 +151,7 @@ DROPS: dict[str, Callable[[nn.Module, Optimizer], object]] = {
         keeps=[no_sync, _without_gradient_sync, _not_last],
     )
 )
-@distributed(2)
+@distributed(2, on_device=True)
 def test_c7_dropped_by_every_way_to_zero_gradients(
     drop: str, strategy: ShardingStrategy, use_orig_params: bool, keeps: Keeps
 ) -> None:

@@ -141,7 +141,7 @@ def _step_of_twins(twins: Twins) -> None:
 
 
 @pytest.mark.fast
-@distributed(2)
+@distributed(2, on_device=True)
 def test_reshard_after_backward_keeps_what_the_next_forward_needs() -> None:
     """No gather in it, nor a stale value after a write; True frees everything again."""
     twins = Twins(Net, shard_blocks)

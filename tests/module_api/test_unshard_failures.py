@@ -887,7 +887,7 @@ def _interrupt(*_: Any) -> None:
         in_backward=[False, True], place=["", "blocks.0", "blocks.1.up", "out"], world_size=(1, 2)
     )
 )
-@distributed()
+@distributed(on_device=True)
 def test_a_scope_after_an_interrupted_step(place: str, in_backward: bool) -> None:
     """It ends what was left half done, shows the right values, and the next step is right."""
     with _recovering() as model:

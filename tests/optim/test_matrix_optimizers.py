@@ -29,7 +29,7 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives
 from composable_shard.options import Granularity
-from tests.helpers import assert_equal, distributed, run_ranks
+from tests.helpers import assert_equal, device, distributed, run_ranks
 from tests.models import (
     Net,
     Nothing,
@@ -143,7 +143,7 @@ def train_with_optimizers(
     ("name", "strategy"),
     [*((name, STRATEGIES[0]) for name in OPTIMIZERS), *(("muon", each) for each in STRATEGIES[1:])],
 )
-@distributed(2, 3)
+@distributed(2, 3, on_device=True)
 def test_matrix_optimizer_equals_the_unsharded_one(name: str, strategy: ShardingStrategy) -> None:
     """S2.4: three steps, without a collective in any; state only where matrices are."""
     shard = partial(shard_blocks, strategy=strategy, granularity=matrices_whole)
@@ -434,7 +434,7 @@ GRADIENTS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         is_inference=[False, True],
     )
 )
-@distributed()
+@distributed(on_device=True)
 def test_clipping_equals_torchs_on_the_full_model(
     kind: str, norm_type: float, is_inference: bool
 ) -> None:
@@ -500,10 +500,10 @@ def test_norm_has_the_dtype_of_what_is_trained(is_trained: bool, dtype: torch.dt
     assert clip_grad_norm_(model.scale, 1.0).dtype is torch.float64
 
 
-@distributed(4)
+@distributed(4, on_device=True)
 def test_clipping_on_a_two_dimensional_mesh() -> None:
     """S2.10: replicas count once."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device().type, (2, 2))
     twins = Twins(Net, shard_blocks, mesh=mesh, granularity=every_granularity)
     for model in twins:
         twins.backward(model, loss_of(model))
@@ -628,7 +628,7 @@ def _scaled_step(optimizers: list[Optimizer], scaler: GradScaler, model: nn.Modu
 
 @pytest.mark.parametrize("make", [muon, adamw])
 @pytest.mark.parametrize("kind", GRADIENTS)
-@distributed(3)
+@distributed(3, on_device=True)
 def test_sharded_scaler_skips_a_step_on_all_ranks(
     kind: str, make: Callable[[nn.Module], list[Optimizer]]
 ) -> None:

@@ -280,7 +280,7 @@ def test_zero_grad_can_keep_the_gradients() -> None:
 # State made before sharding
 
 
-@distributed(2, 3)
+@distributed(2, 3, on_device=True)
 @pytest.mark.parametrize("name", ["adagrad", "adamw", "nadam", "sgd_momentum", "asgd", "rprop"])
 def test_warm_optimizer_continues_after_shard_optimizer_state(name: str) -> None:
     """Two unsharded steps, then three sharded ones, equal five unsharded ones."""
@@ -459,7 +459,7 @@ def test_total_norm_is_that_of_the_unsharded_gradients(
     torch.testing.assert_close(norms[1], norms[0])
 
 
-@distributed(2, 3)
+@distributed(2, 3, on_device=True)
 @pytest.mark.parametrize("is_foreach", [False, True, None])
 def test_clip_grad_norm_scales_like_the_unsharded_one(is_foreach: bool | None) -> None:
     """torch's own function clips sharded gradients."""
@@ -525,7 +525,7 @@ def _scaled_steps(model: nn.Module, scaler: GradScaler, **options: Any) -> Itera
         yield scaler.get_scale()
 
 
-@distributed(2)
+@distributed(2, on_device=True)
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
 def test_inf_on_one_rank_skips_the_step_on_all(options: dict[str, bool]) -> None:
     """GradScaler decides alike everywhere: same scale, same parameters as unsharded."""

@@ -258,7 +258,7 @@ def test_a_step_issues_one_collective_for_each_bucket_and_pass() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2, 3)
+@distributed(2, 3, on_device=True)
 def test_training_is_that_without_buckets(strategy: ShardingStrategy, world_size: int) -> None:
     """Bitwise, but where gloo's all-reduce of three terms rounds by their place in the buffer."""
     torch.manual_seed(0)
@@ -369,7 +369,7 @@ def test_gradients_of_inputs_alone_reduce_nothing() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_an_error_after_buckets_have_gone(strategy: ShardingStrategy) -> None:
     """Drops the gradients as a whole; the next step is right without any reset."""
     twins = Twins(_Chain, partial(_bucketed, cap=1024 / MIB, strategy=strategy))

@@ -144,7 +144,7 @@ TREES: dict[str, Callable[..., None]] = {
 
 @pytest.mark.parametrize("broadcasts", [True, False])
 @pytest.mark.parametrize("tree", TREES)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_batch_norm_trains_as_under_ddp(tree: str, broadcasts: bool) -> None:
     """S2.15, S2.17: parameters and buffers bitwise, with accumulation and evaluation in between."""
     torch.manual_seed(0)

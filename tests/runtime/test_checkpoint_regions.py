@@ -120,7 +120,7 @@ def _backward_in_order(order: str, losses: list[Tensor], *, can_repeat: bool) ->
         accumulates=[False, True],
     )
 )
-@distributed(2)
+@distributed(2, on_device=True)
 def test_c17_forwards_that_run_again_stay_right(
     kind: str, order: str, strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
 ) -> None:

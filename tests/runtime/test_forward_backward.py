@@ -571,7 +571,7 @@ def test_inference_mode(is_first: bool, reshard_after_forward: bool | None) -> N
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@distributed(2, on_device=True)
+@distributed(2)
 def test_evaluation_between_steps_uses_new_weights(reshard_after_forward: bool | None) -> None:
     """A kept buffer is filled anew after a fused optimizer step, which bumps no version."""
     twins = Twins(Net, shard_blocks, reshard_after_forward=reshard_after_forward)
@@ -886,7 +886,7 @@ class _Unwrapping(nn.Module):
 
 
 @pytest.mark.parametrize("form", _FORMS)
-@distributed(2, on_device=True)
+@distributed(2)
 def test_forms_of_outputs(form: str) -> None:
     """Whatever holds the output tensors comes through unchanged, and backward finds them."""
     twins = Twins(lambda: _Unwrapping(form), shard_layers)
@@ -1225,7 +1225,7 @@ def test_complex_parameters(shard: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@distributed(2, on_device=True)
+@distributed(2)
 def test_dtypes(dtype: torch.dtype) -> None:
     """A unit gathers and reduces in its parameters' dtype."""
     twins = Twins(lambda: Net().to(dtype), shard_blocks)
@@ -1254,7 +1254,7 @@ class _ThreeDtypes(nn.Module):
 
 
 @pytest.mark.parametrize("shard", [shard_root, shard_children])
-@distributed(2, on_device=True)
+@distributed(2)
 def test_mixed_dtypes_in_one_unit(shard: Callable[..., None]) -> None:
     """One handle for each dtype and each kind of training."""
     twins = Twins(lambda: nn.Sequential(_ThreeDtypes(), _ThreeDtypes(), nn.Linear(15, 3)), shard)
@@ -1316,7 +1316,7 @@ def _make_partly_frozen() -> nn.Module:
 
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("shard", [shard_root, shard_children])
-@distributed(2, on_device=True)
+@distributed(2)
 def test_partly_frozen_units(shard: Callable[..., None], needs_grad: bool) -> None:
     """Frozen weights stay until the gradients of the inputs are there."""
     twins = Twins(_make_partly_frozen, shard)
@@ -1581,7 +1581,7 @@ def _shard_pairs_of_blocks(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@distributed(2, on_device=True)
+@distributed(2)
 def test_modules_of_a_unit_may_be_checkpointed_one_by_one(use_reentrant: bool) -> None:
     """Each is recomputed on its own, in the unit that is gathered once for all of them."""
     twins = Twins(lambda: _Checkpointed(4), _shard_pairs_of_blocks)
@@ -1817,7 +1817,7 @@ def _make_chain() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [_make_chain, _RepeatedBlock])
-@distributed(2, on_device=True)
+@distributed(2)
 def test_gradient_penalty(make: Callable[[], nn.Module]) -> None:
     """create_graph=True, then a backward through the gradient, for several steps."""
     twins = Twins(make)

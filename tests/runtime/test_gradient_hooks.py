@@ -41,6 +41,7 @@ from tests.models import (
     shard_blocks,
     shard_children,
     shard_layers,
+    wait_for_engine,
 )
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
@@ -533,7 +534,7 @@ def test_an_error_in_a_hook_of_one_rank_comes_at_the_end(
             loss_of(each, turn).backward()
 
 
-@distributed(2)
+@distributed(2, on_device=True)
 def test_a_failed_backward_keeps_what_hooks_have_seen() -> None:
     """The units that were over keep theirs, the others get none; the next step is right."""
     model, other = make_net(4), make_net(4)
@@ -551,6 +552,7 @@ def test_a_failed_backward_keeps_what_hooks_have_seen() -> None:
     with pytest.raises(Planned):
         loss_of(model).backward()
     handle.remove()
+    wait_for_engine(model)
     has_grad = {n.split(".")[1] for n, p in model.named_parameters() if p.grad is not None}
     assert has_grad == {"3"}
     model.zero_grad()

@@ -79,7 +79,7 @@ def _discriminate(model: nn.Module, number: int) -> None:
 
 @pytest.mark.parametrize("program", [_collocation, _penalty_first, _two_batches, _discriminate])
 @claims.variants
-@distributed(2)
+@distributed(2, on_device=True)
 def test_c3_forwards_between_a_gradient_and_its_backward(
     strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool, program: claims.Program
 ) -> None:
@@ -102,7 +102,7 @@ def _leave_one_for_later(model: nn.Module, number: int) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["element", "param"])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_c3_a_retained_graph_reads_what_was_gathered_ahead(granularity: str) -> None:
     """Case 3: whole parameters count as written when a backward ends, though none was."""
     claims.assert_right(

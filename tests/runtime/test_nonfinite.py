@@ -104,7 +104,7 @@ def test_l_nonfinite_costs_nothing_where_it_is_off() -> None:
     assert sum(1 for e in seen.events() if e.name.startswith("aten::")) == numbers[False][1]
 
 
-@distributed(2)
+@distributed(2, on_device=True)
 def test_l_nonfinite_of_an_earlier_microbatch() -> None:
     """Found when it is reduced."""
     model = _sharded(math.nan, check_for_nan_in_grad=True)

@@ -110,7 +110,7 @@ def _train_on_one_side_loss(model: nn.Module, number: int) -> None:
 
 
 @claims.variants
-@distributed(2)
+@distributed(2, on_device=True)
 def test_c1_side_loss_kept_on_the_module(
     strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
 ) -> None:

@@ -165,7 +165,7 @@ def _fail_before_any_unit(_: Tensor) -> None:
 
 @pytest.mark.parametrize("ends_with_whole", [True, False])
 @claims.strategies
-@distributed(2)
+@distributed(2, on_device=True)
 def test_c5_backward_of_inputs_and_then_of_weights(
     strategy: ShardingStrategy, use_orig_params: bool, ends_with_whole: bool
 ) -> None:

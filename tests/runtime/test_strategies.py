@@ -104,7 +104,7 @@ def test_one_clip_takes_all_strategies(sharding: str, norm_type: float) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@distributed(3, on_device=True)
+@distributed(3)
 def test_norm_that_is_not_finite_raises_on_all_ranks(sharding: str, value: float) -> None:
     """S3.8: where one parameter has such an element, on one rank; the gradients stay."""
     model = Twins(Net, SHARDINGS[sharding]).sharded
@@ -332,11 +332,10 @@ def _adamw_step(model: nn.Module, **options: bool) -> None:
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2)
+@distributed(2, on_device=True)
 def test_any_write_is_seen_by_the_next_forward(strategy: ShardingStrategy, write: str) -> None:
     """Version counters would not tell of all of them."""
-    torch.manual_seed(0)
-    plain = Net()
+    plain = seeded(Net)
     model = copy.deepcopy(plain)
     shard_blocks(model, strategy=strategy)
     for _ in range(2):
@@ -602,7 +601,7 @@ def test_sub_group_as_mesh(strategy: ShardingStrategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2, on_device=True)
+@distributed(2)
 def test_trainability_may_change_between_steps(strategy: ShardingStrategy) -> None:
     """S2.9, S2.16: values and optimizer state stay; frozen units reduce and hold no gradients."""
     twins = Twins(Net, shard_blocks, strategy=strategy)
@@ -751,7 +750,7 @@ class _ScaledSGD(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@distributed(2, on_device=True)
+@distributed(2)
 def test_closures_and_further_arguments_of_a_step(sharding: str) -> None:
     """S2.5: the closure's forward gathers, its backward reduces, before the step."""
     twins = Twins(Net, SHARDINGS[sharding])

@@ -33,7 +33,7 @@ def _stepped(**options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("max_nbytes", [1 << 30, 1])
 @pytest.mark.parametrize("granularity", ["element", "param"])
-@distributed(2)
+@distributed(2, on_device=True)
 def test_values_after_a_step_are_those_of_the_whole_state_dict(
     granularity: str, max_nbytes: int
 ) -> None:

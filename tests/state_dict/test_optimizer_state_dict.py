@@ -134,7 +134,7 @@ def _zero1(model: nn.Module) -> None:
     ("kind", "shard"),
     [*((kind, shard_blocks) for kind in _KINDS), ("adagrad", _owned), ("adamw", _mixed)],
 )
-@distributed(2)
+@distributed(2, on_device=True)
 def test_s2_7_state_is_that_of_a_plain_optimizer(kind: str, shard: Callable[..., object]) -> None:
     """Frozen, tied, unused and 0-d parameters, groups; whole on the first rank, and on all."""
     twins, optimizers = _trained_twins(kind, shard)

@@ -50,7 +50,7 @@ from composable_shard import (
 )
 from composable_shard.comm import devices
 from composable_shard.state_dict import full_values
-from tests.helpers import assert_equal, distributed, peak_bytes
+from tests.helpers import assert_equal, device, distributed, peak_bytes
 from tests.models import (
     EVERYWHERE,
     FROM_RANK0,
@@ -345,7 +345,7 @@ _FORMS += [(given, layout) for given in _GIVEN for layout in ("blocks", "zero1")
 
 
 @pytest.mark.parametrize(("given", "layout"), list(dict.fromkeys(_FORMS)))
-@distributed(2)
+@distributed(2, on_device=True)
 def test_load_takes_values_of_any_form(layout: str, given: str) -> None:
     """Whole, of the same layout, of another, DTensors; the next forward computes with them."""
     if given == "fsdp2":
@@ -451,7 +451,7 @@ def test_assigned_values_are_gathered_anew() -> None:
 
 
 @pytest.mark.parametrize("layout", list(_LAYOUTS))
-@distributed(2)
+@distributed(2, on_device=True)
 def test_first_rank_alone_has_the_dict(layout: str) -> None:
     """Others pass none; one scatter for each flat parameter that is shared."""
     model = seeded(Buffered, seed=1)
@@ -464,10 +464,10 @@ def test_first_rank_alone_has_the_dict(layout: str) -> None:
     assert_holds(model.state_dict(), seeded(Buffered))
 
 
-@distributed(4)
+@distributed(4, on_device=True)
 def test_full_values_cross_a_mesh_with_copies() -> None:
     """(replicate, shard): out of the first copy, into both."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     source, target = seeded(Buffered), seeded(Buffered, seed=1)
     fully_shard(source, mesh=mesh)
     shard_blocks(target, mesh=mesh)
