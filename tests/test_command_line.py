@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -205,8 +203,7 @@ def test_ranks_load_what_was_converted(tmp_path: Path) -> None:
     with alone():
         content = {"model": states[0], "optim": states[1]}
         dcp.save(content, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    words = ["convert", str(tmp_path / "dcp"), str(tmp_path / "run"), "--to", "checkpoint"]
-    subprocess.run([sys.executable, "-m", "composable_shard", *words], check=True, timeout=100)
+    run_command("convert", tmp_path / "dcp", tmp_path / "run", "--to", "checkpoint")
     run_ranks(2, _load_converted, tmp_path / "run", states)
 
 

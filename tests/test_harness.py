@@ -281,25 +281,6 @@ def test_local_function_is_refused() -> None:
 # --- end of session ---
 
 
-def test_shut_down_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers and fork servers end when asked, or killed; the next call starts new ones."""
-    pools = helpers._Pools()  # other than the session's, which goes on
-    pools.pytest_args = helpers._pools.pytest_args
-    monkeypatch.setattr(helpers, "_pools", pools)
-    monkeypatch.setattr(helpers, "_PRELOADED", ())
-    killed, server = run_ranks(1, _rank_and_pid)[0][1], run_ranks(1, os.getppid)[0]
-    os.kill(server, signal.SIGKILL)
-    _wait_for_end([killed, server])
-    monkeypatch.setattr(helpers, "NUM_SERVERS", 1)  # each takes seconds to start
-    pids = [pid for size in (1, 2) for _, pid in run_ranks(size, _rank_and_pid)]
-    pids += [killed, server, *run_ranks(1, os.getppid)]
-    helpers.shut_down_workers()
-    assert len(set(pids)) == 6
-    assert not any(_is_running(pid) for pid in pids)
-    assert helpers.worker_pids(1) == helpers.worker_pids(2) == []
-    assert pools._servers == []  # as before the first call
-
-
 def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     """Workers that are busy die with a parent that had no time to say goodbye."""
     code = """
