@@ -13,7 +13,7 @@ ARGS ?=
 # the package and the test files again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-torch test-fast test-poison ecosystem check docs package house coverage clean
+.PHONY: train test test-torch test-fast test-poison ecosystem check docs package house bench-guard coverage clean
 
 train: $(STAMP)
 	@procs=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
@@ -63,6 +63,10 @@ package: $(STAMP)
 
 house: $(STAMP)
 	@$(BIN)/python -m tests.house $(ARGS)
+
+# Is this tree more than 5 % dearer than the last tag?  make bench-guard ARGS="--base COMMIT"
+bench-guard: $(STAMP)
+	@$(BIN)/python -m benchmarks.guard $(ARGS)
 
 coverage: $(STAMP)
 	@$(BIN)/coverage erase

@@ -1,0 +1,241 @@
+"""Is this working tree dearer than another commit? Ends with 1 where a figure is over 5 % worse.
+
+Both packages run beside each other, on two gloo ranks of one thread each, with the benchmarks of
+this tree: processes of the one compute while those of the other wait, in rotating order. Ratios
+are taken inside each round, so that the machine's load cancels out. Run it on a machine on which
+nothing else runs, before a change of the core is done; about five minutes.
+
+    make bench-guard                            # beside the last tag
+    make bench-guard ARGS="--base main~20"
+
+*step*: wall time of forward, backward, fused AdamW. *host*: CPU time of forward and backward of 48
+units with nine parameters of 16 x 16 each. *set-up*: wall time of sharding the large model. *peak*:
+bytes from malloc in a step beyond those before the model was built, exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import malloc_counter, peers, report
+from benchmarks.models import MatrixChain, make_batch, make_llama
+
+_ROOT = Path(__file__).resolve().parents[1]
+_LIMIT = 1.05
+_TIMEOUT = timedelta(seconds=120)
+_MODELS = {"12 x 512": "std", "48 x 128": "tiny"}
+_STRATEGIES = {"FULL_SHARD": "ours", "SHARD_GRAD_OP": "ours_gradop", "SHARD_OPTIM": "ours_optim"}
+
+
+class _Steps:
+    """Training steps of one model, which is built at the first."""
+
+    def __init__(self, model: str, peer: str) -> None:
+        self._model_name, self._peer = model, peer
+        self._step: Callable[[], None] | None = None
+
+    def seconds(self) -> float:
+        """Return the wall time of a step, the median of three."""
+        step = self._step = self._step or self._make()
+        times = []
+        for _ in range(3):
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def _make(self) -> Callable[[], None]:
+        model = peers.build(self._peer, make_llama(self._model_name))
+        optimizer = peers.make_optimizer(self._peer, model)
+        batch = make_batch(self._model_name, dist.get_rank())
+
+        def step() -> None:
+            model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            step()
+        return step
+
+    def peak_nbytes(self) -> float:
+        """Return the bytes that a step holds at most."""
+        gc.collect()
+        before = malloc_counter.held_nbytes()
+        step = self._make()
+        malloc_counter.restart_peak()
+        step()
+        return float(malloc_counter.peak_nbytes() - before)
+
+
+class _Host:
+    """Forwards and backwards in which little is computed."""
+
+    def __init__(self) -> None:
+        self._model: torch.nn.Module | None = None
+        self._x = torch.ones(1, 16, requires_grad=True)
+
+    def seconds(self) -> float:
+        """Return the CPU time of this thread, the median of five."""
+        if self._model is None:
+            self._model = peers.build("ours", MatrixChain(48, 9))
+            self._pass()
+        return statistics.median(self._pass() for _ in range(5))
+
+    def _pass(self) -> float:
+        assert self._model is not None
+        dist.barrier()
+        start = time.thread_time()
+        self._model(self._x).backward()
+        elapsed = time.thread_time() - start
+        self._model.zero_grad()
+        return elapsed
+
+
+def _set_up_seconds() -> float:
+    gc.collect()
+    model = make_llama("std")
+    dist.barrier()
+    start = time.perf_counter()
+    peers.build("ours", model)
+    return time.perf_counter() - start
+
+
+def figures() -> dict[str, Callable[[], float]]:
+    """Return what is measured, by name: functions that all ranks call, and return the cost."""
+    found: dict[str, Callable[[], float]] = {"peak": _Steps("std", "ours").peak_nbytes}
+    for size, model in _MODELS.items():
+        for strategy, peer in _STRATEGIES.items():
+            found[f"step {size}, {strategy}"] = _Steps(model, peer).seconds
+    return found | {"host": _Host().seconds, "set-up": _set_up_seconds}
+
+
+def serve(package: Path) -> None:
+    """Measure what standard input names, line by line, with the package in a folder."""
+    import composable_shard  # noqa: PLC0415 -- the one that the caller's path leads to
+
+    assert Path(composable_shard.__file__).is_relative_to(package), composable_shard.__file__
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    measured = figures()
+    for line in sys.stdin:
+        print(json.dumps(measured[line.strip()]()), flush=True)
+    os._exit(0)  # gloo's threads may abort the process while the interpreter shuts down
+
+
+@contextmanager
+def _ranks(package: Path) -> Iterator[Callable[[str], float]]:
+    """Start two ranks with the package in a folder; give a function that lets them measure."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": f"{package}:{_ROOT}"}
+    command = [sys.executable, "-m", "benchmarks.guard", "--serve", str(package)]
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=package,
+            env=os.environ | common | {"RANK": rank},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+
+    def measure(name: str) -> float:
+        for each in processes:
+            assert each.stdin is not None
+            each.stdin.write(f"{name}\n")
+            each.stdin.flush()
+        lines = [each.stdout.readline() for each in processes if each.stdout is not None]
+        if not all(lines):
+            raise RuntimeError(f"a rank with the package in {package} failed at '{name}'")
+        return max(float(json.loads(line)) for line in lines)
+
+    try:
+        yield measure
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
+
+
+def _export(base: str, folder: Path) -> None:
+    archive = subprocess.run(
+        ["git", "archive", base, "composable_shard"], cwd=_ROOT, capture_output=True, check=True
+    )
+    subprocess.run(["tar", "x", "-C", str(folder)], input=archive.stdout, check=True)
+
+
+def _last_tag() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--tags", "--abbrev=0"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if found.returncode:
+        raise SystemExit("there is no tag to compare with: pass --base COMMIT")
+    return found.stdout.strip()
+
+
+def compare(base: str, rounds: int) -> dict[str, list[float]]:
+    """Return by figure the ratios of this tree to the other commit, one for each round."""
+    ratios: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        _export(base, folder)
+        stack.enter_context(malloc_counter.preloaded())
+        theirs, ours = (stack.enter_context(_ranks(each)) for each in (folder, _ROOT))
+        names = list(figures())
+        for turn in range(rounds):
+            # What is exact is measured once, and a first turn builds the models.
+            for name in names if turn == 0 else names[1:]:
+                sides = [("theirs", theirs), ("ours", ours)]
+                found = {side: measure(name) for side, measure in sides[:: 1 - 2 * (turn % 2)]}
+                if turn or name == names[0]:
+                    ratios.setdefault(name, []).append(found["ours"] / found["theirs"])
+    return ratios
+
+
+def main() -> int:
+    """Parse the options, measure, report; return 1 where something got dearer."""
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--base", help="the commit to compare with (default: the last tag)")
+    parser.add_argument("--rounds", type=int, default=12, help="interleaved rounds, at least 2")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve is not None:
+        serve(args.serve)
+    base = args.base or _last_tag()
+    ratios = compare(base, args.rounds)
+    dearer = [name for name, each in ratios.items() if statistics.median(each) > _LIMIT]
+    rows = [[name, report.spread(each, 3), "*" * (name in dearer)] for name, each in ratios.items()]
+    markdown = report.header(
+        f"This tree beside {base}",
+        f"2 gloo ranks of one thread, {args.rounds} interleaved rounds, the first for warming up",
+        f"ratios to {base}, below 1 is cheaper: median (quartiles); * over {_LIMIT}",
+    )
+    report.emit(markdown + "\n" + report.table(["figure", "ratio", ""], rows), args.output)
+    return int(bool(dearer))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
