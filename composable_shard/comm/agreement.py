@@ -42,7 +42,7 @@ from composable_shard.comm.lockstep import (
     note_setting,
     order_of,
 )
-from composable_shard.comm.messages import exchange
+from composable_shard.comm.messages import MessageGroup
 from composable_shard.torch_private import backend_of, timeout_of
 
 # A NotImplementedError is a RuntimeError too, so it stands first.
@@ -324,28 +324,22 @@ class HostGroup(Ranks):
         self._broadcast(output)
         return output.flatten()
 
-    def _collect(self, tensor: Tensor, parts: Sequence[Tensor]) -> None:
+    def _collect(self, tensor: Tensor, parts: list[Tensor]) -> None:
         """Send a tensor to rank 0, where `parts` receive those of all ranks."""
-        if self.is_first:
-            parts[0].copy_(tensor)
-            self._exchange([], enumerate(parts[1:], 1))
-        else:
-            self._exchange([(0, tensor)], [])
+        outputs = [parts] if self.is_first else []
+        self._messages().gather(outputs, [tensor], dist.GatherOptions()).wait()
 
     def _broadcast(self, tensor: Tensor) -> None:
-        if self.is_first:
-            self._exchange([(rank, tensor) for rank in range(1, self.size)], [])
-        else:
-            self._exchange([], [(0, tensor)])
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._messages().broadcast([tensor], options).wait()
 
-    def _exchange(
-        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]
-    ) -> None:
-        """Send and receive, in messages that carry their identity as those of training do."""
+    def _messages(self) -> MessageGroup:
+        """Return what sends messages, which carry an identity as those of training do."""
         assert self._group is not None
         order = order_of(self._group)
         order.note(identify(function_called(with_arguments=False), "message", 0))
-        exchange(sends, receives, self._group, order).wait()
+        return MessageGroup(self._group, order)
 
 
 def get_host_group() -> HostGroup:
