@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from composable_shard.tensor import (
     FlatShard,
     Slices,
     group_slices,
-    norms_of,
     note_write,
     sum_over,
     total_norms,
@@ -35,8 +34,6 @@ from composable_shard.torch_private import (
     modules_of,
     parameters_of,
 )
-
-T = TypeVar("T", bound=Tensor)
 
 
 @torch.no_grad()
@@ -64,8 +61,8 @@ def clip_grad_norm_(
     Args:
         model_or_params: A module, a parameter, or parameters.
         max_norm: The largest norm allowed.
-        norm_type: Order of the norm; `float("inf")` for the largest absolute value. Gradients
-            without elements don't count.
+        norm_type: Order of the norm, positive; `float("inf")` for the largest absolute value.
+            Gradients without elements don't count.
         error_if_nonfinite: Raise instead of clipping if the norm is not finite.
         groups: Process groups, or meshes of one axis, of ranks that own other parameters. All
             parameters are others there (as of stages), or those in a pair `(modules or parameters,
@@ -80,35 +77,37 @@ def clip_grad_norm_(
             unit of the module manages one of its trainable parameters; if gradients of plain
             parameters differ between ranks; if ranks share units differently and `groups` doesn't
             say who owns others.
-        ValueError: If `groups` holds something else, or `norm_type` is not positive with groups.
+        ValueError: If `groups` holds something else, or `norm_type` is not positive.
         TypeError: For an argument that it does not have.
     """
     if others:
         check_no_others(clip_grad_norm_, others)
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"expected a positive norm_type, got {norm_type}")
     params = _params_of(model_or_params)
-    owned = split_by_owners(params, groups, float(norm_type))
-    plain = _plain_params(owned.shared)
+    owned = split_by_owners(params, groups)
+    shared, _ = owned.parts[0]
+    plain = _plain_params(shared)
     if plain and len(plain) < len(params):
         if isinstance(model_or_params, nn.Module):
             check_whole(model_or_params)
         _check_equal_gradients(plain, params)
-    order = float(norm_type)
     _note_call(owned.handles, max_norm, order)
-    grads, shards = _gradients(owned.shared)
-    slices = group_slices(shards)
-    norm = _total_norm(grads, shards, slices, order)
+    norms, grads, shards = list[Tensor](), list[Tensor](), list[FlatShard]()
+    slices: Slices = defaultdict(list)
     for part, group in owned.parts:
-        more_grads, more_shards = _gradients(part)
-        more_slices = group_slices(more_shards)
-        own = _total_norm(more_grads, more_shards, more_slices, order)
-        norm = _norm_of([norm, combine(own.to(owned.device), order, (group,))], [], order)
-        grads, shards = grads + more_grads, shards + more_shards
-        for key, locals_ in more_slices.items():
+        own_grads, own_shards = _gradients(part)
+        own_slices = group_slices(own_shards)
+        norm = _norm_of(total_norms(own_slices, order), own_grads, order)
+        norms.append(combine(norm.to(owned.device), order, group) if group else norm)
+        grads, shards = grads + own_grads, shards + own_shards
+        for key, locals_ in own_slices.items():
             slices[key] += locals_
-    common = _dtype_of(params, grads, shards)
+    norm = norms[0] if len(norms) == 1 else _norm_of(norms, [], order)
     if owned.overall:
         norm = combine(norm.to(owned.device), order, owned.overall)
-    norm = norm.to(common.to_real())
+    norm = norm.to(_dtype_of(params, grads, shards).to_real())
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is non-finite ({norm.item()}), "
@@ -141,11 +140,9 @@ def count_zero_gradients(
     Returns:
         A plain 0-d tensor of integers.
     """
-    owned = split_by_owners(_params_of(model_or_params), groups, 1.0)
-    count = _count_zeros(owned.shared, owned.device)
-    for part, group in owned.parts:
-        count += sum_over(_count_zeros(part, owned.device), (group,))
-    return sum_over(count, owned.overall).to(torch.int64)
+    owned = split_by_owners(_params_of(model_or_params), groups)
+    counts = [sum_over(_count_zeros(part, owned.device), group) for part, group in owned.parts]
+    return sum_over(torch.stack(counts).sum(), owned.overall).to(torch.int64)
 
 
 def _count_zeros(params: list[Tensor], device: torch.device) -> Tensor:
@@ -174,14 +171,6 @@ def _note_call(handles: Iterable[FlatParamHandle], max_norm: float, order: float
     limit = "" if isinstance(max_norm, Tensor) else f"max_norm={max_norm}, "
     for joint, count in groups.items():
         note_setting(f"clip_grad_norm_({limit}norm_type={order}) of {count} flat parameters", joint)
-
-
-def _total_norm(
-    grads: list[Tensor], shards: list[FlatShard], slices: Slices, order: float
-) -> Tensor:
-    """Return the norm of gradients, over all ranks that share them."""
-    norms = total_norms(slices, order) if order > 0 else norms_of(_filled(shards), order)
-    return _norm_of(norms, _filled(grads), order)
 
 
 def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -249,11 +238,6 @@ def _is_owned(tensor: Tensor) -> bool:
     return spec.owner is not None and spec.world_size > 1
 
 
-def _filled(tensors: list[T]) -> list[T]:
-    """Return tensors with elements: others have no norm of an order such as -1 or infinity."""
-    return [tensor for tensor in tensors if tensor.numel()]
-
-
 def _dtype_of(params: list[Tensor], grads: list[Tensor], shards: list[FlatShard]) -> torch.dtype:
     """Return the dtype of the norm, the same on all ranks: the gradients' promoted dtype.
 
@@ -273,8 +257,9 @@ def _dtype_of(params: list[Tensor], grads: list[Tensor], shards: list[FlatShard]
 def _norm_of(norms: list[Tensor], grads: list[Tensor], order: float) -> Tensor:
     """Return the norm of the norms and the plain gradients."""
     for grad in grads:
-        norm = torch.linalg.vector_norm(grad, order)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if grad.numel():  # else it has no norm of order infinity
+            norm = torch.linalg.vector_norm(grad, order)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.tensor(0.0)
     device = norms[0].device

@@ -41,36 +41,32 @@ class OwnedParams:
     """The parameters of a call, by the groups over whose ranks others own others.
 
     Attributes:
-        shared: Those that no group is given for.
-        parts: The others, with the group's name; the same groups on all ranks.
+        parts: First those that no group is given for, with (); the others with the name of theirs.
+            The same groups on all ranks.
         overall: Names of the groups whose ranks own other parameters altogether.
         device: Where norms of ranks without gradients are.
         handles: Those of all parameters.
     """
 
-    shared: list[Tensor]
-    parts: list[tuple[list[Tensor], str]]
+    parts: list[tuple[list[Tensor], tuple[str, ...]]]
     overall: tuple[str, ...]
     device: torch.device
     handles: list[FlatParamHandle]
 
 
-def split_by_owners(
-    params: list[Tensor], groups: Sequence[OtherOwners], order: float
-) -> OwnedParams:
+def split_by_owners(params: list[Tensor], groups: Sequence[OtherOwners]) -> OwnedParams:
     """Return the parameters by the groups that are given for them; check that none is missing.
 
     Args:
         params: Those whose gradients are clipped.
         groups: What users give.
-        order: Of the norm.
 
     Raises:
-        ValueError: If a group is no group, or norms of this order can't be combined.
+        ValueError: If a group is no group.
         RuntimeError: If units are shared by different ranks, and no group says who owns others.
     """
     overall: dict[tuple[int, ...], str] = {}  # by ranks: two meshes may have a group each
-    parts: list[tuple[list[Tensor], str]] = []
+    parts: list[tuple[list[Tensor], tuple[str, ...]]] = []
     taken: set[int] = set()
     for given in groups:
         if not isinstance(given, tuple):
@@ -81,8 +77,8 @@ def split_by_owners(
         ids = _ids_of(wanted) - taken
         taken |= ids
         if _size_of(owners) > 1:
-            name = _group_of(owners).group_name
-            parts.append(([param for param in params if id(param) in ids], name))
+            part = [param for param in params if id(param) in ids]
+            parts.append((part, (_group_of(owners).group_name,)))
     named = {id(param) for part, _ in parts for param in part}
     shared = [param for param in params if id(param) not in named] if parts else params
     handles = handles_of(params)
@@ -92,12 +88,8 @@ def split_by_owners(
             _add(overall, pipeline)
     if len({handle.shard_group.joint_groups for handle in handles}) > 1:
         _check_sharing(params, handles, taken)
-    if (parts or overall) and order <= 0:
-        raise ValueError(
-            f"expected a positive norm_type where ranks own other parameters, got {order}"
-        )
     device = params[0].device if params else torch.device("cpu")
-    return OwnedParams(shared, parts, tuple(overall.values()), device, handles)
+    return OwnedParams([(shared, ()), *parts], tuple(overall.values()), device, handles)
 
 
 def combine(norm: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:

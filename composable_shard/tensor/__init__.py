@@ -19,7 +19,6 @@ from composable_shard.tensor.gradient_rules import (
     Slices,
     group_slices,
     join_tree,
-    norms_of,
     note_steps,
     total_norms,
 )

@@ -472,12 +472,12 @@ class _PartlyUsed(Net):
         return super().forward(x) + self.nothing(x.new_ones(0, 0)).sum()
 
 
-ORDERS = [-math.inf, -2.0, -1.0, 0.0, 0.5, 1.0, 2.0, 3.0, math.inf]
+ORDERS = [0.5, 1.0, 2.0, 3.0, math.inf]
 
 
 @pytest.mark.parametrize("granularity", ["element", "param"])
 @distributed(3)
-def test_norm_of_any_order_leaves_out_what_has_no_gradient(granularity: Any) -> None:
+def test_norm_of_each_order_leaves_out_what_has_no_gradient(granularity: Any) -> None:
     """On any rank, or no elements: an owner may have such a gradient, which other ranks do not."""
     twins = Twins(_PartlyUsed, shard_root, granularity=granularity)
     twins.step(loss_of)

@@ -221,7 +221,7 @@ def test_groups_of_plain_parameters() -> None:
     with pytest.raises(ValueError, match="expected groups to hold process groups"):
         clip_grad_norm_(model, 1.0, groups=["ep"])
     with pytest.raises(ValueError, match="expected a positive norm_type"):
-        clip_grad_norm_(model, 1.0, 0.0, groups=[world])
+        clip_grad_norm_(model, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
