@@ -25,7 +25,7 @@ from benchmarks import report
 from benchmarks.ranks import run_ranks
 from benchmarks.rounds import Samples, interleave, ratios
 from composable_shard import fully_shard
-from composable_shard.comm import agreement, devices
+from composable_shard.comm import devices, step_digest
 from composable_shard.runtime import backward_pass
 
 WAYS: dict[str, tuple[bool, dict[str, Any] | None]] = {  # the backend's collectives, options
@@ -72,10 +72,10 @@ def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _time_guards() -> None:
     backward_pass.step_facts = _timed(backward_pass.step_facts)
-    agreement._MeshReduction.check_step = _timed(  # type: ignore[method-assign]
-        agreement._MeshReduction.check_step
+    step_digest._MeshReduction.check_step = _timed(  # type: ignore[method-assign]
+        step_digest._MeshReduction.check_step
     )
-    agreement._StepRecord.__init__ = _timed(agreement._StepRecord.__init__)  # type: ignore[method-assign]
+    step_digest._StepRecord.__init__ = _timed(step_digest._StepRecord.__init__)  # type: ignore[method-assign]
 
 
 def _trainer(

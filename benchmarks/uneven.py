@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.ranks import run_ranks
 from composable_shard.comm.algorithms import UnevenGather, UnevenSum
-from composable_shard.comm.lockstep import order_of
 from composable_shard.comm.messages import exchange
+from composable_shard.comm.order import order_of
 
 Way = Callable[["Case"], None]
 WAYS = ("exchange", "each owner", "padded", "all-to-all")

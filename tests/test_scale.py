@@ -35,8 +35,8 @@ from composable_shard import (
     shard_model,
     unshard_params,
 )
-from composable_shard.comm import lockstep
-from composable_shard.comm.lockstep import all_orders
+from composable_shard.comm import identity_exchange
+from composable_shard.comm.order import all_orders
 from composable_shard.options import Granularity
 from composable_shard.runtime import forward
 
@@ -148,7 +148,7 @@ def _find_superlinear(
 @pytest.fixture(autouse=True)
 def _no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the exchange of identities out: it ends in the middle of some step."""
-    monkeypatch.setattr(lockstep, "is_capturing", lambda device: True)
+    monkeypatch.setattr(identity_exchange, "is_capturing", lambda device: True)
 
 
 def test_nothing_grows_faster_than_the_number_of_units() -> None:

@@ -1,20 +1,16 @@
 """Tensors and process groups; knows no parameters.
 
 Read `groups` (which ranks), `collectives` (what is sent) and `algorithms` (how) first. `agreement`
-makes ranks agree or raise together, `hooks` replaces reductions, `trace` observes.
+makes ranks agree or raise together. `order`, `identity_exchange`, `watch` and `step_digest` keep
+them in lockstep. `hooks` replaces reductions, `trace` observes.
 """
 
 from composable_shard.comm import collectives, trace
 from composable_shard.comm.agreement import (
     UNITS,
-    FlagReduction,
-    HostGroup,
-    Proposal,
     Ranks,
-    StepFacts,
     all_bytes,
     compare_lines,
-    get_host_group,
     raise_difference,
 )
 from composable_shard.comm.algorithms import AllGather, PendingReduction, ReduceScatter
@@ -54,15 +50,12 @@ from composable_shard.comm.hooks import (
     then_call_hook,
     wire_nbytes,
 )
-from composable_shard.comm.lockstep import (
-    before_next_collective,
-    exchange_always,
-    explained,
-    fail,
-    note_setting,
-)
+from composable_shard.comm.host_group import HostGroup, get_host_group
 from composable_shard.comm.messages import ExchangedAllReduce
+from composable_shard.comm.order import before_next_collective, exchange_always, note_setting
+from composable_shard.comm.step_digest import FlagReduction, Proposal, StepFacts
 from composable_shard.comm.trace import count_collectives, log_events
+from composable_shard.comm.watch import explained, fail
 from composable_shard.torch_private import resolve_group
 
 __all__ = [

@@ -35,8 +35,10 @@ from composable_shard.comm.devices import (
     is_exchange,
     payload,
 )
-from composable_shard.comm.lockstep import fail, identify, make_exchange, order_of
+from composable_shard.comm.identity_exchange import make_exchange
 from composable_shard.comm.messages import LOW_PRECISION, Works, exchange
+from composable_shard.comm.order import identify, order_of
+from composable_shard.comm.watch import fail
 from composable_shard.torch_private import all_gather_base_of, reduce_scatter_base_of
 
 _CHUNK_NUMEL = 1 << 16

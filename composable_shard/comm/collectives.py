@@ -15,6 +15,7 @@ from torch import Tensor
 
 from composable_shard.comm import trace
 from composable_shard.comm.algorithms import AllGather
+from composable_shard.comm.calls import function_called
 from composable_shard.comm.devices import (
     Waitable,
     as_real,
@@ -23,15 +24,10 @@ from composable_shard.comm.devices import (
     payload,
 )
 from composable_shard.comm.devices import abandon as abandon
-from composable_shard.comm.lockstep import (
-    GroupOrder,
-    exchange_identity,
-    function_called,
-    identify,
-    order_of,
-)
+from composable_shard.comm.identity_exchange import exchange_identity
 from composable_shard.comm.messages import MessageGroup, Works, exchange
 from composable_shard.comm.messages import settle as settle
+from composable_shard.comm.order import GroupOrder, identify, order_of
 
 
 def _note(

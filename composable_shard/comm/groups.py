@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.devices import backend_name
-from composable_shard.comm.lockstep import begin_watch, order_of
+from composable_shard.comm.order import order_of
+from composable_shard.comm.watch import begin_watch
 from composable_shard.torch_private import (
     backend_of,
     inherit_timeout,

@@ -46,7 +46,7 @@ from torch import Tensor
 from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import ReduceScatter
 from composable_shard.comm.devices import Then, Waitable, cut_in_parts
-from composable_shard.comm.lockstep import explained
+from composable_shard.comm.watch import explained
 
 BLOCK_NUMEL = 128
 # The largest number of each dtype.

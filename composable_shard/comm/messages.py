@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm.devices import abandon, as_real
-from composable_shard.comm.lockstep import LOWEST_TAG, NUM_TAGS, GroupOrder, fail, order_of
+from composable_shard.comm.order import LOWEST_TAG, NUM_TAGS, GroupOrder, order_of
+from composable_shard.comm.watch import fail
 
 _ABANDONED_TIMEOUT = timedelta(seconds=10)
 

@@ -14,7 +14,7 @@ from torch import nn
 from composable_shard import fully_shard, load_checkpoint, save_checkpoint
 from composable_shard.checkpoint import writer
 from composable_shard.checkpoint.reader import read_history
-from composable_shard.comm import get_host_group, lockstep
+from composable_shard.comm import get_host_group, watch
 from tests.helpers import distributed, run_processes
 
 
@@ -88,7 +88,7 @@ def test_a_save_after_one_whose_group_failed_gets_another(tmp_path: Path) -> Non
     group = get_host_group()._group
     assert group is not None
     if dist.get_rank() == 1:
-        lockstep._close(group, "planned")
+        watch._close(group, "planned")
     dist.barrier()
     with pytest.raises(RuntimeError, match="a collective has failed"):
         save_checkpoint(tmp_path, model, step=2)

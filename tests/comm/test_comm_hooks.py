@@ -33,7 +33,7 @@ from composable_shard.comm import (
     fp16_compress_hook,
 )
 from composable_shard.comm.hooks import encoded_nbytes, round_trip
-from composable_shard.comm.lockstep import order_of
+from composable_shard.comm.order import order_of
 from composable_shard.comm.trace import count_collectives
 from tests.helpers import Planned, assert_equal, distributed
 from tests.models import (

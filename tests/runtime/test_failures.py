@@ -31,8 +31,8 @@ from composable_shard import (
 )
 from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import AllGather, ReduceScatter
-from composable_shard.comm.lockstep import order_of
 from composable_shard.comm.messages import Works, exchange
+from composable_shard.comm.order import order_of
 from composable_shard.flat_param import full_values, gradients
 from composable_shard.flat_param import handle as handle_module
 from composable_shard.runtime import backward_pass

@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import ShardingStrategy, fully_shard
-from composable_shard.comm import devices, get_host_group, lockstep
-from composable_shard.comm.lockstep import NUM_TAGS, GroupOrder, identify, order_of
+from composable_shard.comm import devices, get_host_group
+from composable_shard.comm import watch as watching
+from composable_shard.comm.order import NUM_TAGS, GroupOrder, identify, order_of
 from composable_shard.torch_private import side_store, timeout_of
 from tests import differences, fuzz_lockstep, helpers
 from tests.differences import Chain, Run
@@ -131,12 +132,12 @@ def test_l_dies_a_store_that_does_not_answer_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Dies: two hosts whose link is cut, on the side without the store."""
-    monkeypatch.setattr(lockstep, "_ANSWER_S", 0.05)
-    monkeypatch.setattr(lockstep, "_STORE_S", 0.05)
-    watch = object.__new__(lockstep._Watch)
+    monkeypatch.setattr(watching, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(watching, "_STORE_S", 0.05)
+    watch = object.__new__(watching._Watch)
     watch._store, watch._key = _SilentStore(), "key"
     group = dist.group.WORLD
-    lockstep.order_of(group).note(identify("the reduction of unit 'head'", "all_reduce", 8))
+    order_of(group).note(identify("the reduction of unit 'head'", "all_reduce", 8))
     text = watch.explain(group, "Timed out.")
     assert text.startswith("the reduction of unit 'head' (all_reduce of 8 bytes), called at ")
     assert "test_lockstep.py:" in text
@@ -151,7 +152,7 @@ def test_l_order_a_rank_that_has_failed_in_another_group_is_not_waited_for() -> 
 
     As `python -m tests.differences --strategy FULL_SHARD/mesh` shows with four processes.
     """
-    watch, order = object.__new__(lockstep._Watch), GroupOrder()
+    watch, order = object.__new__(watching._Watch), GroupOrder()
     watch._failures = {""}
     identity = identify("the reduction of unit 'head'", "all_reduce", 8)
     order.note(identity)
@@ -163,7 +164,7 @@ def test_l_order_a_rank_that_has_failed_in_another_group_is_not_waited_for() -> 
     assert find(behind, "the ranks are not in step") == "the ranks are not in step"
     assert find(behind, "") is None
     assert find(ahead, "the ranks are not in step") is None  # it has come before it failed
-    own = lockstep.order_of(dist.group.WORLD)
+    own = order_of(dist.group.WORLD)
     own.failure = "the ranks are not in step"
     assert find(behind, "the ranks are not in step") is None  # nothing new
     own.failure = None
@@ -175,8 +176,8 @@ def test_l_order_a_group_that_is_not_in_use_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Order: an error that was caught may have left the ranks at other places there."""
-    watch, group = object.__new__(lockstep._Watch), dist.group.WORLD
-    monkeypatch.setattr(lockstep, "all_orders", lambda: [(group, GroupOrder())])
+    watch, group = object.__new__(watching._Watch), dist.group.WORLD
+    monkeypatch.setattr(watching, "all_orders", lambda: [(group, GroupOrder())])
     statements = {
         rank: {"groups": {group.group_name: [(0, 1, text)]}, "where": "?", "failure": ""}
         for rank, text in enumerate("ab")
@@ -216,8 +217,8 @@ def test_l_order_an_error_that_another_rank_has_caught_long_ago_is_not_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Order: the other rank's statement may be older than what this rank has issued since."""
-    watch, group, order = object.__new__(lockstep._Watch), dist.group.WORLD, GroupOrder()
-    monkeypatch.setattr(lockstep, "all_orders", lambda: [(group, order)])
+    watch, group, order = object.__new__(watching._Watch), dist.group.WORLD, GroupOrder()
+    monkeypatch.setattr(watching, "all_orders", lambda: [(group, order)])
     for _ in range(2):
         order.note(identify("the reduction of unit 'head'", "all_reduce", 8))
     found: list[str] = []
@@ -245,13 +246,13 @@ def test_l_dies_an_error_is_told_until_something_is_issued_after_it(
     """Dies: also a second one, after the group of the first is gone."""
     told: list[str] = []
     order, group = GroupOrder(), SimpleNamespace(group_name="1")
-    monkeypatch.setattr(lockstep, "all_orders", lambda: [(group, order)])
+    monkeypatch.setattr(watching, "all_orders", lambda: [(group, order)])
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
     store = SimpleNamespace(
         add=lambda key, number: 0,
         set=lambda key, value: told.append(json.loads(value)["failure"]),
     )
-    watch = lockstep._Watch(SimpleNamespace(rank=lambda: 0), store)
+    watch = watching._Watch(SimpleNamespace(rank=lambda: 0), store)
     for text in ["first", "second"]:
         order.failure = text
         watch._tick()

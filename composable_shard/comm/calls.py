@@ -1,0 +1,57 @@
+"""Which function a program has called, read off the frames of the interpreter.
+
+Where no unit is what a collective is for, it is the function that the program has called: the
+frames of the interpreter tell. A function's name comes with those of its arguments that are
+numbers and flags, because all ranks must give them alike: `clip_grad_norm_(max_norm=1.0)` on one
+rank and `clip_grad_norm_(max_norm=2.0)` on another are two different collectives. Strings such as
+paths, and tensors, may differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import torch
+
+_PACKAGE = __name__.partition(".")[0]
+_TORCH = torch.__name__
+_TRANSPARENT = sys.stdlib_module_names - {"__main__"}
+_PLAIN = (bool, int, float)
+
+
+def find_call(frame: FrameType | None) -> tuple[str, bool, FrameType | None]:
+    """Return what a program has called: the function, whether it is ours, and the caller's frame.
+
+    An empty name where it has called neither this library nor torch.
+    """
+    name, ours = "", None
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package == _PACKAGE:
+            # A shard has it that leads lists, on some ranks perhaps: the op is the same.
+            ours = ours if frame.f_code.co_name == "__torch_function__" else frame
+        elif package == _TORCH:
+            name = name or f"{frame.f_code.co_name}()"
+        elif package not in _TRANSPARENT:
+            break
+        frame = frame.f_back
+    return name if ours is None else _name_of(ours), ours is not None, frame
+
+
+def _name_of(frame: FrameType) -> str:
+    code, values = frame.f_code, frame.f_locals
+    if code.co_name.startswith("__torch_"):
+        return f"{values.get('func', code.co_name)}()"
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = [f"{name}={values[name]}" for name in names if type(values.get(name)) in _PLAIN]
+    return f"{code.co_name}({', '.join(given)})"
+
+
+def function_called(*, with_arguments: bool = True) -> str:
+    """Return the library's function that the program has called.
+
+    With numbers and flags, but not where the ranks are about to compare these.
+    """
+    name = find_call(sys._getframe(1))[0]
+    return name if with_arguments else f"{name.partition('(')[0]}()"

@@ -1,0 +1,179 @@
+"""A group of all ranks for work in the background, such as writing checkpoints."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_shard.comm.agreement import Ranks, describe_problem, raise_found
+from composable_shard.comm.calls import function_called
+from composable_shard.comm.devices import HOST
+from composable_shard.comm.messages import MessageGroup
+from composable_shard.comm.order import identify, note_setting, order_of
+from composable_shard.comm.watch import begin_watch
+from composable_shard.torch_private import backend_of, timeout_of
+
+
+class HostGroup(Ranks):
+    """All ranks of the default process group, or this process alone, for work in the background.
+
+    A thread's messages must not change the order of training's collectives. So this group has a
+    process group of its own, and its messages are not counted as collectives of training. Call all
+    methods but `is_first` on all ranks in the same order, from one thread at a time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__([], torch.device("cpu"))
+        self._group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+        self._pending: Any = None
+        self.run = uuid.uuid4().hex[:12]  # a random name of the run; rank 0's counts
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of its messages has failed on this rank: then all later ones do."""
+        return self._group is not None and order_of(self._group).failure is not None
+
+    def continue_run(self, run: str) -> None:
+        """Take the name of an earlier run over; "" leaves the name as it is."""
+        self.run = run or self.run
+
+    def take_pending(self, save: Any) -> Any:
+        """Note the save that runs in the background, or None; return the one noted before."""
+        before, self._pending = self._pending, save
+        return before
+
+    def all_messages(self, message: Any) -> list[Any]:
+        """Return the messages of all ranks, or one None where all are None."""
+        has_message = torch.tensor([int(message is not None)], device=HOST)
+        if self._group is not None and not self._all_gather(has_message).any():
+            return [None]
+        return self.broadcast(self.gather(message))  # type: ignore[no-any-return]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value on rank 0, in rank order; an empty list elsewhere."""
+        if self._group is None:
+            return [value]
+        data = _to_tensor(value)
+        sizes = self._all_gather(torch.tensor([data.numel()], device=HOST)).tolist()
+        largest = max(sizes)
+        padded = torch.zeros(largest, dtype=torch.uint8, device=HOST)
+        padded[: data.numel()] = data
+        parts = [torch.empty_like(padded) for _ in sizes] if self.is_first else []
+        self._collect(padded, parts)
+        return [_from_tensor(part[:n]) for part, n in zip(parts, sizes, strict=False)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's JSON value on every rank."""
+        if self._group is None:
+            return value
+        data = _to_tensor(value if self.is_first else None)
+        size = torch.tensor([data.numel()], device=HOST)
+        self._broadcast(size)
+        if not self.is_first:
+            data = torch.empty(int(size), dtype=torch.uint8, device=HOST)
+        self._broadcast(data)
+        return _from_tensor(data)
+
+    def on_first(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on rank 0; return its JSON value, or raise its error, on every rank."""
+        value, found, error = None, None, None
+        if self.is_first:
+            try:
+                value = function()
+            except Exception as caught:
+                error, found = caught, describe_problem(caught, 0)
+        value, found = self.broadcast([value, found])
+        raise_found([found], error)
+        return value
+
+    def _all_gather(self, numbers: Tensor) -> Tensor:
+        output = numbers.new_empty(self.size, numbers.numel())
+        self._collect(numbers, list(output))
+        self._broadcast(output)
+        return output.flatten()
+
+    def _collect(self, tensor: Tensor, parts: list[Tensor]) -> None:
+        """Send a tensor to rank 0, where `parts` receive those of all ranks."""
+        outputs = [parts] if self.is_first else []
+        self._messages().gather(outputs, [tensor], dist.GatherOptions()).wait()
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._messages().broadcast([tensor], options).wait()
+
+    def _messages(self) -> MessageGroup:
+        """Return what sends messages, which carry an identity as those of training do."""
+        assert self._group is not None
+        order = order_of(self._group)
+        order.note(identify(function_called(with_arguments=False), "message", 0))
+        return MessageGroup(self._group, order)
+
+
+def get_host_group() -> HostGroup:
+    """Return the group of all ranks of the default process group.
+
+    The first call makes it, on all ranks, with the timeout of the default group. Without a default
+    process group it is this process alone. Each call counts as a collective of the default group,
+    so that ranks that differ find out; one all-gather tells whether any rank has seen the group
+    fail, which is then made anew.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    known = _groups.get(os.getpid())
+    is_usable = known is not None and known[0] is world
+    if world is not None:
+        begin_watch()
+        note_setting(function_called(with_arguments=False), [world])
+        if known is not None and is_usable:
+            ranks = Ranks([world], _device_of(world))
+            is_usable = not ranks.compare(None, known[1].has_failed)[1]
+    if known is None or not is_usable:
+        group = None
+        if world is not None:
+            # Named, if a rank does not come: to make a group says nothing.
+            Ranks([world], _device_of(world)).all_messages(None)
+            group = dist.new_group(backend="gloo", timeout=timeout_of(world))
+        before = None if known is None else known[1]
+        _groups[os.getpid()] = known = world, HostGroup(group)
+        if before is not None:
+            known[1].take_pending(before.take_pending(None))  # it continues on the earlier group
+            known[1].continue_run(before.run)
+    return known[1]
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return a device on which a group can communicate, the CPU if it can be that."""
+    try:
+        backend_of(group, HOST)
+    except RuntimeError:
+        return torch.accelerator.current_accelerator(check_available=True) or HOST
+    return HOST
+
+
+# By process, as one that was forked is a run of its own: the one in use with its default group,
+# which a program may destroy and make anew.
+_groups: dict[int, tuple[dist.ProcessGroup | None, HostGroup]] = {}
+
+
+def _to_tensor(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_tensor(data: Tensor) -> Any:
+    # Not `bytes(storage)`, which asks for one byte at a time.
+    return json.loads(ctypes.string_at(data.data_ptr(), data.numel()))

@@ -1,0 +1,297 @@
+"""What a backward's flags are, and the digest of the step that travels with them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_shard.comm import collectives
+from composable_shard.comm.agreement import Ranks
+from composable_shard.comm.devices import Waitable
+from composable_shard.comm.order import LATE_STEPS, describe, order_of
+from composable_shard.comm.watch import ADVICE, are
+
+_GroupTuple = tuple[dist.ProcessGroup, ...]
+
+
+class _HasGroups(Protocol):
+    """A ShardGroup: its module imports this one."""
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+    @property
+    def groups(self) -> _GroupTuple: ...
+    @property
+    def joint_groups(self) -> _GroupTuple: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a rank would do from the next step on, if all ranks would do the same."""
+
+    digest: int  # of it, 32 bits
+    accept: Callable[[], None]  # called on all ranks, if they have sent the same
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What a program has done since the last backward.
+
+    Attributes:
+        line: In words, the same on all ranks.
+        numbers: For each flat parameter the ranks that share it or have copies, and
+            `handle.number`.
+    """
+
+    line: str
+    numbers: Sequence[tuple[_HasGroups, int]]
+
+
+class _StepRecord:
+    """What the ranks of a mesh compare when a backward ends.
+
+    [Note: Digest of a step]
+    The flag reduction that every backward makes carries four bytes more and their complements. The
+    maximum over the ranks is the same as each rank's own only if all ranks have the same: no rank
+    publishes gradients otherwise. The digest is that of the collectives that all data-parallel
+    ranks issue in a step, and of facts that only a program can make different: whether parameters
+    were written since the last backward, whether there are gradients of earlier ones, and which
+    model this is: two of one class have units of the same names. A proposal has a digest of its
+    own, in which ranks may differ. A byte says whether a rank has issued something new, so that all
+    of them exchange identities again. [Note: First steps]
+
+    An accelerator's host looks two backwards later, at the same one on all ranks, when the device
+    is mostly past it. The gradients of two steps have been published by then; the third's are not.
+    """
+
+    NBYTES = 8
+
+    def __init__(
+        self,
+        groups: Iterable[dist.ProcessGroup],
+        key: _GroupTuple,
+        facts: StepFacts,
+        proposal: Proposal | None,
+    ) -> None:
+        """Begin a new step of the groups, and sum up the last one."""
+        orders = [order_of(group) for group in dict.fromkeys(groups)]
+        digest = zlib.crc32(facts.line.encode())
+        has_news = False
+        for order in orders:
+            digest = zlib.crc32(order.fold().to_bytes(4, "little"), digest)
+            has_news = has_news or order.has_news
+        self._orders, self._facts, self.proposal = orders, facts, proposal
+        self._issued = [order.last_step for order in orders]  # on an accelerator others follow
+        self._numbers = sorted({each for group, each in facts.numbers if group.joint_groups == key})
+        digest = zlib.crc32(str(self._numbers).encode(), digest)
+        self.sent = [*_with_complement(digest), int(has_news)]
+        if proposal is not None:
+            self.sent += _with_complement(proposal.digest)
+
+    def lines(self) -> list[str]:
+        """Return all of it as text, for the error."""
+        issued = [describe(each).rpartition(" (")[0] for each in chain(*self._issued)]
+        model = ", ".join(map(str, self._numbers))
+        model = f"a backward of the model whose first call was at collective {model}"
+        return [self._facts.line, *issued, model]
+
+    def exchange_again(self) -> None:
+        """Exchange identities on all groups."""
+        for order in self._orders:
+            order.exchange_again()
+
+
+def _with_complement(digest: int) -> list[int]:
+    own = digest.to_bytes(4, "little")
+    return [*own, *(255 - byte for byte in own)]
+
+
+def _is_same(received: Sequence[int]) -> bool:
+    """Return whether all ranks have sent the same, of the maximum of what they sent."""
+    half = _StepRecord.NBYTES // 2
+    return all(a + b == 255 for a, b in zip(received[:half], received[half:], strict=True))
+
+
+def _describe_difference(
+    lines: Sequence[Sequence[str]], ranks: Sequence[int], *, is_late: bool
+) -> str:
+    """Return a text about the first line in which ranks differ, of `_StepRecord.lines`."""
+    step, ending = "that ends with this backward", "No gradient was published"
+    if is_late:
+        step = f"that ended {LATE_STEPS} backwards ago"
+        ending = "The gradients of this backward are not published; those since that step were"
+    for index in range(max(map(len, lines))):
+        sides: dict[str, list[int]] = {}
+        for rank, own in zip(ranks, lines, strict=True):
+            sides.setdefault(own[index] if index < len(own) else "nothing more", []).append(rank)
+        if len(sides) > 1:
+            parts = [f"{are(those)} in {text}" for text, those in sides.items()]
+            return (
+                f"the ranks are not in step: in the step {step}, "
+                f"{'; '.join(parts)}. {ending}. {ADVICE}"
+            )
+    return "the ranks were not in step, and are again"
+
+
+class FlagReduction:
+    """The maximum over all ranks of small numbers, one byte each; in flight until `finish`.
+
+    One all-reduce for each process group. Where a mesh has several groups, the result of the first
+    one goes on to the next.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[tuple[_HasGroups, Sequence[int]]],
+        *,
+        highest: int,
+        facts: StepFacts | None = None,
+        proposal: Proposal | None = None,
+    ) -> None:
+        """Start the all-reduces.
+
+        Args:
+            values: For each flat parameter the ranks that share it or have copies, and numbers.
+            highest: The highest number that any rank may have.
+            facts: What the ranks compare at the end of a step, None where none ends.
+            proposal: Accepted by `check_step` if all ranks have the same. Ranks that share more
+                than one mesh might not all hear of it, so there it is not sent.
+        """
+        self._sizes = [len(numbers) for _, numbers in values]
+        self._meshes: dict[_GroupTuple, _MeshReduction] = {}
+        self._keys = [group.joint_groups for group, _ in values]
+        first = {id(group): group for group, _ in values}
+        if len({group.joint_groups for group in first.values()}) > 1:
+            proposal = None
+        for group in first.values():
+            if (key := group.joint_groups) not in self._meshes:
+                own = [numbers for g, numbers in values if g.joint_groups == key]
+                sent = [*chain.from_iterable(own)]
+                step = None
+                if facts is not None:
+                    step = _StepRecord(_groups_of(values, key), key, facts, proposal)
+                self._meshes[key] = _MeshReduction(key, sent, highest, group.device, step)
+
+    def finish(self) -> list[list[int]]:
+        """Wait, and return the largest numbers of all ranks, in the order of `values`."""
+        received = {key: mesh.finish() for key, mesh in self._meshes.items()}
+        ends = dict.fromkeys(received, 0)
+        largest = []
+        for key, size in zip(self._keys, self._sizes, strict=True):
+            start = ends[key]
+            ends[key] = end = start + size
+            largest.append(received[key][start:end])
+        return largest
+
+    def check_step(self) -> None:
+        """Check, after `finish`, that all ranks were in step. [Note: Digest of a step]"""
+        for mesh in self._meshes.values():
+            mesh.check_step()
+
+    def abandon(self) -> None:
+        """Wait until nothing is in flight; errors of the collectives are ignored."""
+        for mesh in self._meshes.values():
+            mesh.abandon()
+
+
+def _groups_of(
+    values: Sequence[tuple[_HasGroups, Sequence[int]]], key: _GroupTuple
+) -> list[dist.ProcessGroup]:
+    """Return all process groups of the flat parameters whose flags travel together."""
+    groups = {id(group): group for group, _ in values}  # few; to hash one takes long
+    found = [group for group in groups.values() if group.joint_groups == key]
+    return [each for one in found for each in (*one.groups, *key)]
+
+
+_FLAGS = "the flags of a backward"
+
+
+class _MeshReduction:
+    """The reduction over one mesh.
+
+    When this returns, the all-reduces of all groups have been issued, for they must come before
+    the reductions on every rank.
+    """
+
+    def __init__(
+        self,
+        groups: _GroupTuple,
+        numbers: list[int],
+        highest: int,
+        device: torch.device,
+        step: _StepRecord | None,
+    ) -> None:
+        self._groups, self._device, self._step = groups, device, step
+        self._num_flags = len(numbers)
+        self._numbers = numbers
+        self._works: list[Waitable] = []
+        # A rank that gives nothing but the highest knows the answer: it waits for nothing before
+        # the end, and reads nothing back from the device.
+        self._is_known = numbers.count(highest) == len(numbers)
+        self._sent = _send(numbers if step is None else [*numbers, *step.sent], device)
+        digest_nbytes = 0 if step is None else len(step.sent)
+        for index, group in enumerate(groups):
+            if index and self._is_known:
+                self._sent = self._sent.clone()
+            elif index:
+                self._wait()
+            self._works.append(
+                collectives.all_reduce(
+                    self._sent, group, dist.ReduceOp.MAX, what=_FLAGS, digest_nbytes=digest_nbytes
+                )
+            )
+
+    def _wait(self) -> None:
+        while self._works:
+            self._works.pop().wait()
+
+    def finish(self) -> list[int]:
+        self._wait()
+        if not self._is_known:
+            self._numbers, self._is_known = self._sent.tolist()[: self._num_flags], True
+        return self._numbers
+
+    def check_step(self) -> None:
+        step, self._step = self._step, None
+        if step is None or not self._groups:
+            return
+        received = self._sent[self._num_flags :]
+        before = order_of(self._groups[0]).take_late(step, received)
+        if before is None:
+            return
+        step, received = before
+        numbers, size = received.tolist(), _StepRecord.NBYTES
+        if not _is_same(numbers[:size]):
+            ranks = Ranks(self._groups, self._device)
+            found = ranks.all_messages([ranks.rank, step.lines()])
+            text = _describe_difference(
+                [own for _, own in found],
+                [rank for rank, _ in found],
+                is_late=self._device.type != "cpu",
+            )
+            raise RuntimeError(text)
+        if numbers[size]:
+            step.exchange_again()
+        if step.proposal is not None and _is_same(numbers[-size:]):
+            step.proposal.accept()
+
+    def abandon(self) -> None:
+        while self._works:
+            collectives.abandon(self._works.pop())
+
+
+def _send(numbers: list[int], device: torch.device) -> Tensor:
+    """Return small numbers on the device, shape `(len(numbers),)`; the host does not wait."""
+    if len(set(numbers)) == 1:  # as in most backward passes
+        return torch.full((len(numbers),), numbers[0], dtype=torch.uint8, device=device)
+    sent = torch.frombuffer(bytearray(numbers), dtype=torch.uint8)
+    return sent if device.type == "cpu" else sent.pin_memory().to(device, non_blocking=True)
