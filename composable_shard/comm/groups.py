@@ -135,10 +135,8 @@ class ShardGroup:
         """
         if self.size == 1:
             return self
-        group = _reduce_groups.get(self.group)
-        if group is None:
-            ranks = dist.get_process_group_ranks(self.group)
-            group = _reduce_groups[self.group] = _make_group(ranks, (self.group,), self.device)
+        ranks = dist.get_process_group_ranks(self.group)
+        group = _group_for("reductions", ranks, (self.group,), self.device)
         return replace(self, reduce_group=group)
 
     @property
@@ -226,14 +224,10 @@ class SmallGroup:
         near = shard_group.near_group
         if near is not None and near.size() == size:
             return cls(near, near.rank(), size)
-        known = _small_groups.setdefault(shard_group.group, {})
-        group = known.get(size)
-        if group is None:
-            ranks = dist.get_process_group_ranks(shard_group.group)
-            first = shard_group.group.rank() // size * size
-            asking = (shard_group.group,)
-            group = _make_group(ranks[first : first + size], asking, shard_group.device)
-            known[size] = group
+        ranks = dist.get_process_group_ranks(shard_group.group)
+        first = shard_group.group.rank() // size * size
+        own, asking = ranks[first : first + size], (shard_group.group,)
+        group = _group_for("a small group", own, asking, shard_group.device)
         return cls(group, group.rank(), size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SmallGroup:
@@ -241,17 +235,6 @@ class SmallGroup:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore_small, (self.group.group_name,)
-
-
-# By shard group and size: units that reshard alike share a group, which is costly to make, so it
-# outlives them and ends with the shard group.
-_small_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
-
-
-# Likewise, by shard group.
-_reduce_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def _restore_small(name: str) -> SmallGroup:
@@ -321,29 +304,33 @@ def _group_of_all(
         )
     if len(joint) < 2:
         return joint[0] if joint else any_group
-    inner, outer = joint
-    known = _whole_groups.setdefault(inner, WeakKeyDictionary())
-    group = known.get(outer)
-    if group is None:
-        group = known[outer] = _make_group(ranks, joint, _device_of(mesh.device_type))
-    return group
+    return _group_for("all ranks of a mesh", ranks, joint, _device_of(mesh.device_type))
 
 
-# By the groups along the mesh's second and first axis, with which they end.
-_whole_groups: WeakKeyDictionary[
-    dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
+# By the group that asked first, with which they end, purpose and ranks: units that are alike share
+# a group, which is costly to make.
+_made_groups: WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
 ] = WeakKeyDictionary()
 
 
-def _make_group(ranks: list[int], asking: _Groups, device: torch.device) -> dist.ProcessGroup:
-    """Make a process group that only these ranks know of; others may make theirs meanwhile.
+def _group_for(
+    purpose: str, ranks: list[int], asking: _Groups, device: torch.device
+) -> dist.ProcessGroup:
+    """Return a process group that only these ranks know of; the first call makes it.
 
-    Torch names it after its ranks and the number of groups that a rank knows: ranks that know
-    different numbers would wait for each other.
+    Others may make theirs meanwhile. Torch names it after its ranks and the number of groups that a
+    rank knows: ranks that know different numbers would wait for each other.
 
     Args:
+        purpose: Each has a group of its own.
+        ranks: Of the group.
         asking: All ranks that make a group now, over these groups one after another.
+        device: Where they communicate now.
     """
+    known_groups, key = _made_groups.setdefault(asking[0], {}), (purpose, tuple(ranks))
+    if key in known_groups:
+        return known_groups[key]
     num_known = num_known_groups()
     known = Ranks(asking, device).all_messages(num_known)
     if len(known) > 1:
@@ -353,10 +340,10 @@ def _make_group(ranks: list[int], asking: _Groups, device: torch.device) -> dist
             "many groups, as after init_device_mesh over all ranks of the job, or use neither a "
             "number for reshard_after_forward nor shard_over_replicas or separate_reduce_group."
         )
-    made: dist.ProcessGroup = dist.new_group(
+    known_groups[key] = made = dist.new_group(
         ranks, timeout=timeout_of(asking[0]), use_local_synchronization=True
     )
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 def _device_of(device_type: str) -> torch.device:

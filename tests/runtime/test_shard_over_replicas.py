@@ -109,7 +109,7 @@ def test_a_group_that_torch_would_hang_in_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("composable_shard.comm.groups._joint_groups", lambda *_: axes)
         # No earlier test's: of some ranks they may have been collected already.
-        for name in ("_groups_of_world", "_small_groups", "_whole_groups"):
+        for name in ("_groups_of_world", "_made_groups"):
             patch.setattr(groups, name, WeakKeyDictionary())
         calls = {"reshard_after_forward": 2}, {"mesh": mesh, "shard_over_replicas": True}
         for options in calls:
