@@ -45,7 +45,6 @@ from torch.distributed.distributed_c10d import (
     _resolve_process_group,
     _world,
 )
-from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
 )
@@ -189,7 +188,6 @@ root_mesh_of: Callable[[Any], Any] = methodcaller("_get_root_mesh")
 
 # Modules. Their dictionaries are written where `setattr` would check, or register twice.
 IncompatibleKeys = _IncompatibleKeys  # what `Module.load_state_dict` returns
-WrapPolicy = _Policy  # of FSDP1
 COMPILED_CALL = "_compiled_call_impl"  # the attribute that `module.compile()` sets
 load_from_state_dict_of = attrgetter("_load_from_state_dict")
 parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
@@ -343,13 +341,6 @@ DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 def num_known_groups() -> int:
     """Return how many process groups this rank has made or joined."""
     return len(_world.pg_names)
-
-
-def run_wrap_policy(
-    policy: _Policy, root: nn.Module, ignored: set[nn.Module], options: dict[str, Any]
-) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules that a policy of FSDP1 selects, each with its options."""
-    return policy._run_policy(root, ignored, options)
 
 
 # What the compiler's error says, which is raised by `torch.compile(model, fullgraph=True)` alone.

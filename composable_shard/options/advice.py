@@ -63,7 +63,7 @@ KEYWORDS: Mapping[str, Mapping[str, str]] = {
         "sharding_strategy": "Pass strategy=, a composable_shard.ShardingStrategy. HYBRID_SHARD is "
         "a 2-D mesh (replicate, shard).",
         "cpu_offload": "Pass offload_policy=OffloadPolicy(params=True).",
-        "auto_wrap_policy": "Call shard_model(model, rules), which takes such policies as rules.",
+        "auto_wrap_policy": "Call shard_model(model, by_class(Layer)), or with by_size(min_numel).",
         "mixed_precision": "Pass mp_policy=, a composable_shard.MixedPrecisionPolicy.",
         "ignored_modules": "Pass ignored_params=, the set of their parameters.",
         "ignored_states": "Pass ignored_params=.",
@@ -94,6 +94,7 @@ KEYWORDS: Mapping[str, Mapping[str, str]] = {
         "offload_params": "Pass params=True.",
     },
     "StateDictOptions": {
+        "keep_submodule_prefixes": "Call the function with the submodule, where names begin.",
         "dsd_fqn_modifiers": "Rename the keys of the dict that is returned.",
         "flatten_optimizer_state_dict": "Nested dicts fit torch.distributed.checkpoint too.",
     },

@@ -19,9 +19,9 @@ from composable_shard.options import OptionsDict, UnitOptions
 from composable_shard.planning.costs import RankCounts, unit_cost
 from composable_shard.planning.description import listed
 from composable_shard.planning.fake_run import StepMemory, find_peaks, moments_of
-from composable_shard.planning.rules import Rule, Rules, Scope, parse_rules
+from composable_shard.planning.rules import Rule, Rules, Selection, parse_rules
 from composable_shard.planning.sharding_plan import PlannedUnit, ShardingPlan
-from composable_shard.runtime import ModuleTree, has_forward, is_sharded
+from composable_shard.runtime import ModuleTree, is_sharded
 
 _MAX_NAMES = 10  # in a message
 
@@ -41,7 +41,7 @@ class _Taken:
     """A module that a rule selected; options None leave it in the unit around it."""
 
     rule: str
-    options: dict[str, Any] | None
+    options: Mapping[str, Any] | None
 
 
 def choose_units(
@@ -63,7 +63,6 @@ def choose_units(
         if entry.options is not None:
             given = {**defaults, **entry.options}
             units.append(Unit(module, entry.rule, given, _merge(entry.rule, given)))
-            _check_forward(tree, units[-1])
     return units
 
 
@@ -76,16 +75,12 @@ def _find(
     """Return the modules that `rule` selects of those that no rule has selected yet."""
     options = _merge(rule.label, {**defaults, **(rule.options or {})})
     is_unit = {module: entry.options is not None for module, entry in taken.items()}
-    scope = Scope(tree, frozenset(options.ignored_params or ()), is_unit)
+    among = Selection(tree, frozenset(options.ignored_params or ()), is_unit)
     found: dict[nn.Module, _Taken] = {}
-    for module, extra in rule.selector.find(scope):
+    for module in rule.selector.find(among):
         # The root has no unit around it that it could stay in.
-        if module in taken or (rule.options is None and module is tree.root):
-            continue
-        merged = None if rule.options is None else {**rule.options, **extra}
-        if extra:
-            _merge(f"{rule.label}, {tree.describe(module)}", {**defaults, **(merged or {})})
-        found[module] = _Taken(rule.label, merged)
+        if module not in taken and not (rule.options is None and module is tree.root):
+            found[module] = _Taken(rule.label, rule.options)
     return found
 
 
@@ -96,19 +91,15 @@ def _why_idle(
     taken: Mapping[nn.Module, _Taken],
 ) -> str:
     """Return the text for a rule that selects nothing, given what it would select alone."""
-    shadowing = dict.fromkeys(taken[module].rule for module in alone if module in taken)
-    if shadowing:
-        names = listed([tree.fqn(module) for module in alone], _MAX_NAMES)
-        return (
-            f"{rule.label} selects no module, as earlier rules select all of {names}: "
-            f"{' and '.join(shadowing)}. "
-            "Remove it, or move it to the front."
-        )
     if alone:
-        # by_size and the like count what is left.
+        shadowing = dict.fromkeys(taken[module].rule for module in alone if module in taken)
+        names = listed([tree.fqn(module) for module in alone], _MAX_NAMES)
+        cause = f"select all of {names}: {' and '.join(shadowing)}"
+        if not shadowing:  # by_size counts what is left
+            cause = "leave too few parameters for it"
         return (
-            f"{rule.label} selects no module, as earlier rules leave too few parameters for it. "
-            "Remove it, or move it to the front."
+            f"{rule.label} selects no module, as earlier rules {cause}. Remove it, or move it to "
+            "the front."
         )
     names = listed([name for name, _ in tree.root.named_children()], _MAX_NAMES)
     kinds = dict.fromkeys(type(module).__name__ for module in tree.root.modules())
@@ -124,23 +115,6 @@ def _merge(owner: str, given: Mapping[Any, Any]) -> UnitOptions:
         return UnitOptions().override(given)
     except ValueError as error:
         raise ValueError(f"{owner}: {error}") from error
-
-
-def _check_forward(tree: ModuleTree, unit: Unit) -> None:
-    if has_forward(unit.module):
-        return
-    kind = type(unit.module).__name__
-    if unit.module is tree.root:
-        raise ValueError(
-            f"the model is a {kind}, which has no forward, so its unit would never be gathered. "
-            "Call shard_model on each of the modules in it that has one."
-        )
-    fqn = tree.fqn(unit.module)
-    raise ValueError(
-        f"{unit.rule} selects '{fqn}', a {kind}, which has no forward, so its unit would never be "
-        f"gathered. Select the modules in it ('{fqn}.*'), or leave it out by an earlier rule "
-        f"(('{fqn}', None))."
-    )
 
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -184,10 +158,7 @@ def shard_model(
     - a module class or a tuple of classes, subclasses included;
     - an FQN glob: `*`, `?` and `[ab]` stay within one component, `**` goes across, so `"layers.*"`
       selects the layers, `"layers.**"` also everything in them, `"**.mlp"` every mlp;
-    - a predicate, called with an FQN and a module;
-    - an auto-wrap policy of FSDP1 (`functools.partial(transformer_auto_wrap_policy, ...)`,
-      `ModuleWrapPolicy`, `CustomPolicy`, ...), which forms the units that FSDP1 would, containers
-      without forward left out.
+    - a predicate, called with an FQN and a module.
 
     `by_class`, `by_size` and `transformer_blocks` make rules. The first rule that selects a module
     decides; units may lie in units. `model` is the root unit, of all that is left: with the
@@ -202,7 +173,7 @@ def shard_model(
 
     Args:
         model: The model; no module in it is sharded yet.
-        rules: A mapping or a sequence of pairs, or one policy of FSDP1.
+        rules: A mapping or a sequence of pairs.
         dry_run: Change nothing: write the table of units, with the bytes that a rank will hold and
             send, to stdout, on rank 0 where there are ranks, and return it. Needs no process group;
             the model may be on the meta device.

@@ -1,8 +1,7 @@
-"""`describe`, and the plan of `shard_model`: units and what they hold, as data, text and HTML."""
+"""`describe`, and the plan of `shard_model`: units and what they hold, as data and text."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -83,9 +82,9 @@ class DescribedUnit:
         return self.fqns[0] or "(root)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Description:
-    """What `describe` found. `str()` gives a table; notebooks show it as HTML.
+    """What `describe` found; prints as a table.
 
     Attributes:
         model_name: The name of the model's class.
@@ -114,22 +113,9 @@ class Description:
         """State of the optimizer on this rank."""
         return sum(unit.optimizer_nbytes for unit in self.units)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         table = format_table([_HEADINGS, *self._rows()], _NUMBERS)
         return "\n".join([self._title(), table, *(f"warning: {text}" for text in self.warnings)])
-
-    def _repr_html_(self) -> str:
-        """Return a table for notebooks."""
-        head, *rows = [
-            "".join(_html_cell(text, column, tag) for column, text in enumerate(row))
-            for row, tag in [(_HEADINGS, "th"), *((row, "td") for row in self._rows())]
-        ]
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        warnings = "".join(f"<p>warning: {html.escape(text)}</p>" for text in self.warnings)
-        return (
-            f"<p>{html.escape(self._title())}</p><table><thead><tr>{head}</tr></thead>"
-            f"<tbody>{body}</tbody></table>{warnings}"
-        )
 
     def _title(self) -> str:
         state = "the state that it holds" if self.has_optimizer else "AdamW's two moments"
@@ -381,8 +367,3 @@ def _row(unit: DescribedUnit) -> tuple[str, ...]:
         f"{unit.padding_numel:,}",
         "the next" if unit.ahead is None else ", ".join(unit.ahead) or "none",
     )
-
-
-def _html_cell(text: str, column: int, tag: str) -> str:
-    align = ' style="text-align:right"' if column in _NUMBERS else ""
-    return f"<{tag}{align}>{html.escape(text)}</{tag}>"

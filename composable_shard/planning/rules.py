@@ -10,26 +10,27 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, cast
 
 from torch import nn
-from torch.distributed.fsdp.wrap import always_wrap_policy
 from typing_extensions import Unpack
 
 from composable_shard.options import OptionsDict
 from composable_shard.runtime import ModuleTree, has_forward
-from composable_shard.torch_private import WrapPolicy, parameters_of, run_wrap_policy
+from composable_shard.torch_private import parameters_of
 
-# A user may pass pairs, or one policy. The keys are checked by parse_rules.
-Rules: TypeAlias = (
-    Mapping[Any, Mapping[str, Any] | None] | Sequence[Any] | Callable[..., bool] | WrapPolicy
-)
+# The keys are checked by parse_rules.
+Rules: TypeAlias = Mapping[Any, Mapping[str, Any] | None] | Sequence[Any]
 
 _EXPECTED_RULES = (
     "expected rules to be a mapping or a sequence of pairs (module class, tuple of classes, FQN "
-    "glob or predicate) -> options or None, or an auto-wrap policy of FSDP1"
+    "glob or predicate) -> options or None"
+)
+_NO_POLICY = (
+    "In the place of an auto-wrap policy of FSDP1 write by_class(Layer), by_size(min_numel) or "
+    "transformer_blocks(model)."
 )
 
 
 @dataclass(frozen=True)
-class Scope:
+class Selection:
     """The modules and parameters that a rule selects from."""
 
     tree: ModuleTree
@@ -42,13 +43,10 @@ class Scope:
         return sum(param.numel() for param in params if param not in self.ignored)
 
 
-Match = tuple[nn.Module, Mapping[str, Any]]  # a module, and options beyond those of the rule
-
-
 class Selector(Protocol):
     """The left side of a rule."""
 
-    def find(self, scope: Scope) -> Iterator[Match]:
+    def find(self, among: Selection) -> Iterator[nn.Module]:
         """Yield the modules it selects, whether earlier rules selected them or not."""
         ...
 
@@ -81,23 +79,19 @@ def parse_rules(rules: object) -> list[Rule]:
 def _pairs(rules: object) -> Iterator[tuple[object, object]]:
     if isinstance(rules, Mapping):
         yield from rules.items()
-    elif _is_policy(rules):
-        yield rules, {}
     elif isinstance(rules, Sequence) and not isinstance(rules, str):
         for number, item in enumerate(rules, 1):
-            if _is_policy(item):
-                yield item, {}
-            elif isinstance(item, (tuple, list)) and len(item) == 2:
+            if isinstance(item, (tuple, list)) and len(item) == 2:
                 yield item[0], item[1]
             else:
                 raise ValueError(
                     f"rule {number}: expected a pair (selector, options or None), "
                     f"got {type(item).__name__}. Unpack ready-made rules among others: "
-                    "[*by_class(Layer), ('head', None)]."
+                    f"[*by_class(Layer), ('head', None)]. {_NO_POLICY}"
                 )
     else:
         got = repr(rules) if isinstance(rules, str) else _name(rules)
-        raise ValueError(f"{_EXPECTED_RULES}; got {got}")
+        raise ValueError(f"{_EXPECTED_RULES}; got {got}. {_NO_POLICY}")
 
 
 def _selector(key: object, label: str) -> tuple[Selector, str]:
@@ -106,8 +100,6 @@ def _selector(key: object, label: str) -> tuple[Selector, str]:
         return key, f"by_size({key.min_numel})"
     if isinstance(key, str):
         return _matching_glob(key), repr(key)
-    if _is_policy(key):
-        return _policy_selector(key, label), _name(key)
     classes = key if isinstance(key, tuple) else (key,)
     if classes and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
         names = ", ".join(each.__name__ for each in classes)
@@ -116,13 +108,13 @@ def _selector(key: object, label: str) -> tuple[Selector, str]:
     if isinstance(key, (type, nn.Module)) or not callable(key):
         kind = f"the class {key.__name__}" if isinstance(key, type) else type(key).__name__
         raise ValueError(
-            f"{label}: expected a module class, a tuple of them, an FQN glob, a predicate or an "
-            f"auto-wrap policy of FSDP1, got {kind}"
+            f"{label}: expected a module class, a tuple of them, an FQN glob or a predicate, got "
+            f"{kind}. {_NO_POLICY}"
         )
-    if not _accepts(key, "fqn", nn.Identity()):
+    if not _is_predicate(key):
         raise ValueError(
             f"{label}: expected a predicate that is called with an FQN and a module, "
-            f"got {_name(key)}{inspect.signature(key)}"
+            f"got {_name(key)}{inspect.signature(key)}. {_NO_POLICY}"
         )
     return _Matching(cast("Callable[[str, nn.Module], bool]", key)), f"predicate {_name(key)}"
 
@@ -134,16 +126,16 @@ def _name(key: object) -> str:
     return str(getattr(key, "__name__", type(key).__name__))
 
 
-def _accepts(key: Callable[..., object], *args: object, **kwargs: object) -> bool:
+def _is_predicate(key: Callable[..., object]) -> bool:
     try:
         signature = inspect.signature(key)
     except ValueError:  # a builtin without one
         return True
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind("fqn", nn.Identity())
     except TypeError:
         return False
-    return True
+    return "recurse" not in signature.parameters  # FSDP1's
 
 
 # --- by class, FQN, predicate ---
@@ -153,10 +145,10 @@ def _accepts(key: Callable[..., object], *args: object, **kwargs: object) -> boo
 class _Matching:
     is_match: Callable[[str, nn.Module], bool]
 
-    def find(self, scope: Scope) -> Iterator[Match]:
-        for module, fqns in scope.tree.fqns.items():
+    def find(self, among: Selection) -> Iterator[nn.Module]:
+        for module, fqns in among.tree.fqns.items():
             if any(self.is_match(fqn, module) for fqn in fqns):
-                yield module, {}
+                yield module
 
 
 def _matching_glob(glob: str) -> _Matching:
@@ -191,7 +183,7 @@ def _translate(token: re.Match[str]) -> str:
     return {"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(text, re.escape(text))
 
 
-# --- by size, and FSDP1's policies ---
+# --- by size ---
 
 
 @dataclass(frozen=True)
@@ -200,23 +192,23 @@ class SizeSelector:
 
     min_numel: int
 
-    def find(self, scope: Scope) -> Iterator[Match]:
+    def find(self, among: Selection) -> Iterator[nn.Module]:
         """Yield modules bottom-up; what one of them has no longer counts for those around it."""
-        inaccessible = _inside_attention(scope.tree)
+        inaccessible = _inside_attention(among.tree)
         counted: set[nn.Parameter] = set()
         pending: dict[nn.Module, dict[nn.Parameter, None]] = {}
-        for module in scope.tree.fqns:
+        for module in among.tree.fqns:
             held = [pending.get(child, {}) for child in module.children()]
             own = (param for param in parameters_of(module).values() if param is not None)
             params = dict.fromkeys([*own, *(param for each in held for param in each)])
             params = {param: None for param in params if param not in counted}
-            if module is scope.tree.root:
+            if module is among.tree.root:
                 return
-            is_unit = scope.taken.get(module)
+            is_unit = among.taken.get(module)
             if is_unit is None and module not in inaccessible and has_forward(module):
-                is_unit = scope.numel(params) >= self.min_numel
+                is_unit = among.numel(params) >= self.min_numel
                 if is_unit:
-                    yield module, {}
+                    yield module
             if is_unit:
                 counted.update(params)
             pending[module] = params if not is_unit else {}
@@ -231,81 +223,6 @@ def _inside_attention(tree: ModuleTree) -> set[nn.Module]:
         for inner in module.modules()
         if inner is not module
     }
-
-
-def _is_policy(key: object) -> bool:
-    """Return whether `key` is an auto-wrap policy of FSDP1 rather than a predicate."""
-    if isinstance(key, WrapPolicy):
-        return True
-    if not callable(key) or isinstance(key, (type, nn.Module)):
-        return False
-    if isinstance(key, functools.partial) and _is_policy(key.func):
-        return True
-    if key is always_wrap_policy:
-        return True
-    try:
-        return "recurse" in inspect.signature(key).parameters
-    except ValueError:
-        return False
-
-
-def _policy_selector(key: object, label: str) -> Selector:
-    if isinstance(key, WrapPolicy):
-        return _PolicyObject(key)
-    assert callable(key)
-    if not _accepts(key, module=nn.Identity(), recurse=True, nonwrapped_numel=0):
-        raise ValueError(
-            f"{label}: expected a policy that can be called as policy(module=, recurse=, "
-            f"nonwrapped_numel=), got {_name(key)}{inspect.signature(key)}. Give the other "
-            "arguments with functools.partial."
-        )
-    return _PolicyFunction(key)
-
-
-@dataclass(frozen=True)
-class _PolicyObject:
-    """`ModuleWrapPolicy`, `CustomPolicy`."""
-
-    policy: WrapPolicy
-
-    def find(self, scope: Scope) -> Iterator[Match]:
-        wrapped = run_wrap_policy(self.policy, scope.tree.root, set(), {})
-        for module, options in wrapped.items():
-            # FSDP1 leaves the root to the caller, and wraps containers although nothing calls them.
-            if module is not scope.tree.root and has_forward(module):
-                yield module, options
-
-
-@dataclass(frozen=True)
-class _PolicyFunction:
-    """`size_based_auto_wrap_policy` and the like: asked on the way down and on the way up.
-
-    Containers that it wants to wrap count as wrapped, so that the other units are FSDP1's; they
-    form no unit, because nothing calls them.
-    """
-
-    policy: Callable[..., bool]
-
-    def find(self, scope: Scope) -> Iterator[Match]:
-        selected: list[nn.Module] = []
-        self._visit(scope.tree.root, scope, selected, is_reached=True)
-        return ((module, {}) for module in selected)
-
-    def _visit(
-        self, module: nn.Module, scope: Scope, selected: list[nn.Module], *, is_reached: bool
-    ) -> int:
-        """Return the elements in `module` that units hold; the arithmetic is FSDP1's."""
-        numel = scope.numel(list(module.parameters()))
-        goes_in = is_reached and self.policy(module=module, recurse=True, nonwrapped_numel=numel)
-        inner = sum(
-            self._visit(child, scope, selected, is_reached=goes_in) for child in module.children()
-        )
-        is_unit = scope.taken.get(module)
-        if is_unit is None and goes_in and module is not scope.tree.root:
-            is_unit = self.policy(module=module, recurse=False, nonwrapped_numel=numel - inner)
-            if is_unit and has_forward(module):
-                selected.append(module)
-        return numel if is_unit else inner
 
 
 # A list of blocks this much smaller than the largest one's is part of a stem or a head.
@@ -342,9 +259,8 @@ def by_size(min_numel: int, **options: Unpack[OptionsDict]) -> list[tuple[Any, O
     A module becomes a unit when the parameters in it that no unit has yet have `min_numel`
     elements or more. A parameter counts once, ignored ones not at all. Containers without forward
     and what is inside `nn.MultiheadAttention`, which never calls it, stay in the unit around them.
-    `size_based_auto_wrap_policy` of FSDP1, which can be passed too, differs from this in that it
-    leaves `nn.MultiheadAttention` itself in the unit around it, and counts a tied parameter in
-    every module that has it.
+    `size_based_auto_wrap_policy` of FSDP1 leaves `nn.MultiheadAttention` itself there too, and
+    counts a tied parameter in every module that has it.
 
     Args:
         min_numel: Elements from which on a module is worth a unit.

@@ -152,24 +152,15 @@ def test_it_warns_of_what_looks_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @distributed(_NUM_RANKS)
-def test_it_is_a_table_in_a_terminal_and_in_a_notebook() -> None:
-    """One row for each unit and a total, with the same cells, which HTML escapes."""
-
-    class Odd(Net):
-        pass
-
-    Odd.__name__ = "<Odd>"
-    model = Odd()
+def test_it_is_a_table() -> None:
+    """One row for each unit and a total."""
+    model = Net()
     fully_shard(model)
     found = describe(model)
     lines = str(found).splitlines()
     assert lines[1].split()[:3] == ["unit", "class", "strategy"]
     assert lines[3].startswith("(root)")
     assert lines[5].startswith("total")
-    page = found._repr_html_()
-    assert page.count("<tr>") == len(found.units) + 2
-    assert "&lt;Odd&gt;" in page
-    assert "<Odd>" not in page
 
 
 @distributed(_NUM_RANKS)

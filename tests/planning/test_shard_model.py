@@ -16,15 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._wrap_utils import _auto_wrap
-from torch.distributed.fsdp.wrap import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    always_wrap_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from composable_shard import (
     FlatShard,
@@ -37,9 +29,9 @@ from composable_shard import (
 )
 from composable_shard.planning import by_class, by_size, transformer_blocks
 from composable_shard.planning.api import choose_units
-from composable_shard.planning.rules import Scope, compile_glob, parse_rules
+from composable_shard.planning.rules import compile_glob, parse_rules
 from composable_shard.runtime.initialization import describe_options
-from composable_shard.runtime.tree import ModuleTree, has_forward
+from composable_shard.runtime.tree import ModuleTree
 from tests.helpers import distributed, run_ranks
 from tests.models import Layer, Net, Twins, assert_at_rest, fingerprint, plan_of, rank_input
 
@@ -404,126 +396,6 @@ def test_ready_made_rules_refuse_wrong_arguments(case: str) -> None:
         build()
 
 
-# --- FSDP1's policies ---
-
-
-def _lambda(module: nn.Module) -> bool:
-    return isinstance(module, (Layer, nn.LayerNorm))
-
-
-POLICIES: dict[str, Any] = {
-    "always": always_wrap_policy,
-    "transformer": functools.partial(
-        transformer_auto_wrap_policy, transformer_layer_cls={_Layer, nn.Embedding}
-    ),
-    "lambda": functools.partial(lambda_auto_wrap_policy, lambda_fn=_lambda),
-    "ModuleWrapPolicy": ModuleWrapPolicy({_Layer, Layer}),
-    "CustomPolicy": CustomPolicy(_lambda),
-    **{
-        f"size {numel}": functools.partial(size_based_auto_wrap_policy, min_num_params=numel)
-        for numel in (1, 12, 42, 54, 78, 90, 109, 150, 200, 400, 486, 500, 1000)
-    },
-    "size without leaves": functools.partial(
-        size_based_auto_wrap_policy,
-        min_num_params=60,
-        force_leaf_modules={_Attention},
-        exclude_wrap_modules={nn.ModuleList, Layer},
-    ),
-}
-
-
-def _fsdp1_units(model: nn.Module, policy: Any) -> set[str]:
-    """Return what FSDP1 would wrap, containers without forward left out."""
-    names = {module: name for name, module in model.named_modules()}
-    wrapped: set[str] = set()
-
-    def wrap(module: nn.Module, **options: Any) -> nn.Module:
-        if has_forward(module):
-            wrapped.add(names[module])
-        return module
-
-    options = {"mixed_precision": None, "use_orig_params": True}
-    _auto_wrap(model, policy, set(), set(), options, wrap)
-    return wrapped
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("make", [_EncoderDecoder, _Causal, _torch_transformer, _SharedLinear])
-def test_fsdp1_policies_give_the_units_of_fsdp1(name: str, make: Callable[[], nn.Module]) -> None:
-    """As the rules, as a rule among others, and with options."""
-    policy = POLICIES[name]
-    tree = ModuleTree(nn.Sequential(make()))
-    expected = _fsdp1_units(tree.root, policy)
-    options = {"reshard_after_forward": True}
-    for rules in (policy, [policy], {policy: options}):
-        if not expected:
-            with pytest.raises(ValueError, match=r"^rule 1 \(\w+\) selects no module of Seq"):
-                choose_units(tree, parse_rules(rules), {})
-            continue
-        units = choose_units(tree, parse_rules(rules), {})
-        assert {tree.fqn(unit.module) for unit in units} == {*expected, ""}
-        assert all(unit.given == options for unit in units[:-1]) is isinstance(rules, dict)
-
-
-def test_fsdp1_policies_leave_the_root_and_containers_alone() -> None:
-    """The root keeps the defaults, and what nothing calls does not become a unit."""
-    policy = ModuleWrapPolicy({Net, Layer, nn.ModuleList})
-    plan = plan_of(Net(), {policy: {"reshard_after_forward": True}})
-    assert [unit.fqn for unit in plan.units] == [*BLOCKS, ""]
-    assert plan.units[-1].options == {}
-
-
-def test_a_policy_reaches_a_shared_module_by_any_of_its_names() -> None:
-    """It may not go into the module that has it first."""
-    policy = functools.partial(
-        size_based_auto_wrap_policy, min_num_params=12, force_leaf_modules={nn.Sequential}
-    )
-    model = nn.ModuleDict({"a": _SharedLinear().left, "b": nn.Module()})
-    model["b"].inner = model["a"][0]
-    tree = ModuleTree(model)
-    expected = _fsdp1_units(model, policy)
-    assert expected == {"a.0"}
-    assert {fqn for module in _taken_by(tree, policy) for fqn in tree.fqns[module]} == {
-        "a.0",
-        "b.inner",
-    }
-
-
-def _taken_by(tree: ModuleTree, policy: Any) -> list[nn.Module]:
-    (rule,) = parse_rules(policy)
-    return [module for module, _ in rule.selector.find(Scope(tree, frozenset(), {}))]
-
-
-def test_custom_policy_overrides_options() -> None:
-    """What its function returns goes before the options of the rule."""
-    policy = CustomPolicy(
-        lambda module: {"reshard_after_forward": True} if isinstance(module, Layer) else False
-    )
-    plan = plan_of(Net(), {policy: {"reshard_after_forward": False, "sync_module_states": True}})
-    assert [unit.options for unit in plan.units[:-1]] == 3 * [
-        {"reshard_after_forward": True, "sync_module_states": True}
-    ]
-    wrong = CustomPolicy(
-        lambda module: {"sharding_strategy": 1} if isinstance(module, Layer) else False
-    )
-    with pytest.raises(ValueError, match="fully_shard has no option") as caught:
-        plan_of(Net(), wrong)
-    assert str(caught.value) == (
-        "rule 1 (CustomPolicy), 'blocks.0' (Layer): fully_shard has no option "
-        "'sharding_strategy'. Pass strategy=, a composable_shard.ShardingStrategy. HYBRID_SHARD is "
-        "a 2-D mesh (replicate, shard)."
-    )
-
-
-def test_policies_count_what_earlier_rules_took() -> None:
-    """A module of an earlier rule is wrapped, for the arithmetic; None takes it out."""
-    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=200)
-    assert _fqns(Net(), policy) == BLOCKS
-    assert _fqns(Net(), [("blocks.0.up", {}), policy]) == ["blocks.0.up", *BLOCKS[1:]]
-    assert _fqns(Net(), [("blocks.1", None), policy]) == ["blocks.0", "blocks.2"]
-    assert _fqns(Net(), [(policy, None), ("blocks.**", {})]) == LAYERS_IN_ORDER
-
-
 # --- refusals ---
 
 
@@ -569,19 +441,31 @@ def _part_of_sharded() -> nn.Module:
 
 EXPECTED_RULES = (
     "expected rules to be a mapping or a sequence of pairs (module class, tuple of classes, FQN "
-    "glob or predicate) -> options or None, or an auto-wrap policy of FSDP1; got "
+    "glob or predicate) -> options or None; got "
 )
-EXPECTED_KEY = (
-    "rule 1: expected a module class, a tuple of them, an FQN glob, a predicate or an auto-wrap "
-    "policy of FSDP1, got "
+NO_POLICY = (
+    ". In the place of an auto-wrap policy of FSDP1 write by_class(Layer), by_size(min_numel) or "
+    "transformer_blocks(model)."
 )
+
+
+def expected_key(got: str) -> str:
+    """Return the text for a selector that is none."""
+    kinds = "a module class, a tuple of them, an FQN glob or a predicate"
+    return f"rule 1: expected {kinds}, got {got}{NO_POLICY}"
+
+
 EXPECTED_PAIR = (
     "rule 2: expected a pair (selector, options or None), got {}. Unpack ready-made "
-    "rules among others: [*by_class(Layer), ('head', None)]."
+    "rules among others: [*by_class(Layer), ('head', None)]" + NO_POLICY
 )
 NET = (
     "selects no module of Net, which holds 'inp', 'blocks', 'out' and has the classes 'Net', "
     "'Linear', 'ModuleList', 'Layer'. Correct or remove it."
+)
+NO_FORWARD = (
+    "has no forward, so its unit would never be gathered. Pass the modules in it: `for child in "
+    "container: fully_shard(child)`, or `fully_shard(list(container))` to make them one unit."
 )
 ALL = {"blocks.*": {}}
 # model, rules, options, error, text
@@ -593,10 +477,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ValueError,
         "expected model to be an nn.Module, got list",
     ),
-    "rules: a glob": (Net, "blocks.*", {}, ValueError, EXPECTED_RULES + "'blocks.*'"),
-    "rules: a class": (Net, Layer, {}, ValueError, EXPECTED_RULES + "Layer"),
-    "rules: None": (Net, None, {}, ValueError, EXPECTED_RULES + "NoneType"),
-    "rules: a predicate": (Net, _is_up, {}, ValueError, EXPECTED_RULES + "_is_up"),
+    "rules: a glob": (Net, "blocks.*", {}, ValueError, EXPECTED_RULES + "'blocks.*'" + NO_POLICY),
+    "rules: a class": (Net, Layer, {}, ValueError, EXPECTED_RULES + "Layer" + NO_POLICY),
+    "rules: None": (Net, None, {}, ValueError, EXPECTED_RULES + "NoneType" + NO_POLICY),
+    "rules: a predicate": (Net, _is_up, {}, ValueError, EXPECTED_RULES + "_is_up" + NO_POLICY),
     "not a pair": (Net, [(Layer, {}), Layer], {}, ValueError, EXPECTED_PAIR.format("type")),
     "not unpacked": (
         Net,
@@ -605,27 +489,44 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ValueError,
         EXPECTED_PAIR.format("list"),
     ),
-    "key: a number": (Net, {3: {}}, {}, ValueError, EXPECTED_KEY + "int"),
-    "key: another class": (Net, {dict: {}}, {}, ValueError, EXPECTED_KEY + "the class dict"),
-    "key: a module": (Net, [(Layer(), {})], {}, ValueError, EXPECTED_KEY + "Layer"),
-    "key: a tuple of names": (Net, {("out", "inp"): {}}, {}, ValueError, EXPECTED_KEY + "tuple"),
+    "key: a number": (Net, {3: {}}, {}, ValueError, expected_key("int")),
+    "key: another class": (
+        Net,
+        {dict: {}},
+        {},
+        ValueError,
+        expected_key("the class dict"),
+    ),
+    "key: a module": (Net, [(Layer(), {})], {}, ValueError, expected_key("Layer")),
+    "key: a tuple of names": (
+        Net,
+        {("out", "inp"): {}},
+        {},
+        ValueError,
+        expected_key("tuple"),
+    ),
     "key: a function of one argument": (
         Net,
         [(_needs_two, {})],
         {},
         ValueError,
         "rule 1: expected a predicate that is called with an FQN and a module, got "
-        "_needs_two(policy: 'Any') -> 'Any'",
+        "_needs_two(policy: 'Any') -> 'Any'" + NO_POLICY,
     ),
-    "key: an unfinished policy": (
+    "key: a policy of FSDP1": (
         Net,
-        [transformer_auto_wrap_policy],
+        [(ModuleWrapPolicy({Layer}), {})],
         {},
         ValueError,
-        "rule 1: expected a policy that can be called as policy(module=, recurse=, "
-        "nonwrapped_numel=), got transformer_auto_wrap_policy"
-        f"{inspect.signature(transformer_auto_wrap_policy)}. Give the other arguments with "
-        "functools.partial.",
+        "rule 1: expected a predicate that is called with an FQN and a module, got "
+        f"ModuleWrapPolicy{inspect.signature(ModuleWrapPolicy({Layer}))}" + NO_POLICY,
+    ),
+    "rules: a policy of FSDP1": (
+        Net,
+        functools.partial(size_based_auto_wrap_policy, min_num_params=12),
+        {},
+        ValueError,
+        EXPECTED_RULES + "size_based_auto_wrap_policy" + NO_POLICY,
     ),
     "options: True": (
         Net,
@@ -730,13 +631,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ValueError,
         "rule 1 (by_size(1000000)) " + NET,
     ),
-    "policy about nothing": (
-        Net,
-        ModuleWrapPolicy({nn.Conv2d}),
-        {},
-        ValueError,
-        "rule 1 (ModuleWrapPolicy) " + NET,
-    ),
     "shadowed rule": (
         Net,
         [("blocks.0", {}), (Layer, {}), ("blocks.[01]", {})],
@@ -766,17 +660,14 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         {"blocks.*": {}},
         {},
         ValueError,
-        "rule 1 ('blocks.*') selects 'blocks.1', a ModuleList, which has no forward, so its unit "
-        "would never be gathered. Select the modules in it ('blocks.1.*'), or leave it out by an "
-        "earlier rule (('blocks.1', None)).",
+        "'blocks.1' (ModuleList), rule 1 ('blocks.*'): ModuleList " + NO_FORWARD,
     ),
     "model without forward": (
         lambda: nn.ModuleList([Layer()]),
         {"*": {}},
         {},
         ValueError,
-        "the model is a ModuleList, which has no forward, so its unit would never be gathered. "
-        "Call shard_model on each of the modules in it that has one.",
+        "the model (ModuleList), defaults: ModuleList " + NO_FORWARD,
     ),
     "sharded in part": (
         _sharded_in_part,
@@ -1024,7 +915,6 @@ def _train_on_tokens(model: nn.Module) -> list[float]:
         by_size(120),
         {Layer: {}, nn.Linear: {"reshard_after_forward": True}},
         [("blocks.1", None), ("blocks.**.up", {}), ("out", {})],
-        always_wrap_policy,
         {},
     ],
 )
