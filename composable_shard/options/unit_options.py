@@ -199,7 +199,6 @@ class StateDictOptions(_Options):
         broadcast_from_rank0: For loading: only the first rank passes a dict, of whole tensors, the
             others pass an empty one. Each rank is sent its own part, one unit at a time.
         strict: Raise for names that are missing or unexpected; False ignores them.
-        keep_submodule_prefixes: With `submodules`: names begin at the model, not at the submodule.
         ignore_frozen_params: Leave parameters without `requires_grad` out of a model's state dict.
         init_optimizer_state: For reading: give an optimizer that has not stepped its state, as
             torch's function always does, so that `torch.distributed.checkpoint.load` has something
@@ -212,7 +211,6 @@ class StateDictOptions(_Options):
     rank0_only: bool = True
     broadcast_from_rank0: bool = False
     strict: bool = True
-    keep_submodule_prefixes: bool = True
     ignore_frozen_params: bool = False
     init_optimizer_state: bool = False
     dtype: torch.dtype | None = None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,6 @@ from composable_shard.flat_param import FlatParamHandle
 from composable_shard.optim import init_state
 from composable_shard.options import StateDictOptions
 from composable_shard.runtime import check_whole
-from composable_shard.state_dict import json_tree
 from composable_shard.state_dict.full_values import (
     Shares,
     copied,
@@ -41,17 +39,11 @@ from composable_shard.state_dict.model_tensors import (
     find_params,
     handles_of,
     is_extra_state,
-    iter_slots,
     params_by_fqn,
 )
 from composable_shard.state_dict.optimizer_state import prepare_load, read_optimizers
 from composable_shard.tensor import FlatShard
-from composable_shard.torch_private import (
-    IncompatibleKeys,
-    buffers_of,
-    parameters_of,
-    version_of,
-)
+from composable_shard.torch_private import IncompatibleKeys
 
 _Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -59,7 +51,6 @@ _Optimizers = Optimizer | Iterable[Optimizer]
 def get_model_state_dict(
     model: nn.Module,
     *,
-    submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
     """Return the parameters and persistent buffers of a model by name; call it on all ranks.
@@ -72,7 +63,6 @@ def get_model_state_dict(
 
     Args:
         model: A model, sharded or not.
-        submodules: Return only the values in these modules.
         options: Which values to return, and where.
 
     Returns:
@@ -81,7 +71,6 @@ def get_model_state_dict(
     Raises:
         NotImplementedError: With `full_state_dict` and `rank0_only`, if the meshes of the units
             begin with different ranks, so that no rank is the first of all.
-        ValueError: If two values would have one name without the prefixes of submodules.
         RuntimeError: Inside forward or backward, or if no unit manages a trainable parameter of a
             sharded model that is not in any unit's `ignored_params`.
     """
@@ -89,14 +78,14 @@ def get_model_state_dict(
     check_model_is_idle(model, "a state dict can't be made")
     check_whole(model)
     found = {canonical(name): value for name, value in model.state_dict().items()}
-    names = _names_in(model, submodules, options)
-    _check_distinct(names, found)
+    if options.ignore_frozen_params:
+        frozen = _frozen_names(model)
+        found = {key: value for key, value in found.items() if key not in frozen}
     device = HOST if options.cpu_offload else None
     if options.full_state_dict and not any(h.shown.is_in_scope for h in handles_of(model)):
         with torch.no_grad():
-            found, device = _make_full(model, found, names, options), None
-    kept = {names(key): _convert(value, device, options.dtype) for key, value in found.items()}
-    return {key: value for key, value in kept.items() if key is not None}
+            found, device = _make_full(model, found, options), None
+    return {key: _convert(value, device, options.dtype) for key, value in found.items()}
 
 
 def iter_full_params(
@@ -186,53 +175,18 @@ def _gather_in_buckets(
             yield each, copied(each.tensor, None)
 
 
-_Naming = Callable[[str], str | None]  # the name to return, None for a value to leave out
-
-
-def _names_in(
-    model: nn.Module, submodules: set[nn.Module] | None, options: StateDictOptions
-) -> _Naming:
-    frozen: set[str] = set()
-    if options.ignore_frozen_params:
-        shown: dict[str, Tensor] = {canonical(n): param for n, param in model.named_parameters()}
-        shown |= {fqn: param.entry.sharded for fqn, param in params_by_fqn(model).items()}
-        frozen = {fqn for fqn, param in shown.items() if not param.requires_grad}
-    if not submodules:
-        return lambda key: None if key in frozen else key
-    paths = {module: canonical(f"{name}.") for name, module in model.named_modules() if name}
-    unknown = [type(module).__name__ for module in submodules if module not in paths]
-    if unknown:
-        raise ValueError(f"expected submodules of the model, got others: {unknown}")
-    prefixes = [path for module, path in paths.items() if module in submodules]
-
-    def rename(key: str) -> str | None:
-        prefix = next((each for each in prefixes if key.startswith(each)), None)
-        if prefix is None or key in frozen or options.keep_submodule_prefixes:
-            return None if prefix is None or key in frozen else key
-        return key.removeprefix(prefix)
-
-    return rename
-
-
-def _check_distinct(names: _Naming, keys: Iterable[str]) -> None:
-    """Check that values keep names of their own where prefixes are left out."""
-    known: dict[str, str] = {}
-    for key in keys:
-        name = names(key)
-        if name is not None and known.setdefault(name, key) != key:
-            raise ValueError(
-                f"'{known[name]}' and '{key}' would both be called '{name}': pass one submodule, "
-                "or keep_submodule_prefixes=True"
-            )
+def _frozen_names(model: nn.Module) -> set[str]:
+    shown: dict[str, Tensor] = {canonical(name): p for name, p in model.named_parameters()}
+    shown |= {fqn: param.entry.sharded for fqn, param in params_by_fqn(model).items()}
+    return {fqn for fqn, param in shown.items() if not param.requires_grad}
 
 
 def _make_full(
-    model: nn.Module, found: dict[str, Any], names: _Naming, options: StateDictOptions
+    model: nn.Module, found: dict[str, Any], options: StateDictOptions
 ) -> dict[str, Any]:
     ranks = ModelRanks(model)
     if options.rank0_only:
         ranks.check_one_is_first()
-    found = {key: value for key, value in found.items() if names(key) is not None}
     params = {param: param.names for fqn, param in params_by_fqn(model).items() if fqn in found}
     places = by_handle(params.items())
     wanted = (Shares(handle, indices=list(keys)) for handle, keys in places.items())
@@ -286,8 +240,8 @@ def set_model_state_dict(
     Raises:
         RuntimeError: On all ranks, if values are missing, unexpected or wrongly shaped on any rank,
             naming them; the model is unchanged then. Or if code of the model
-            (`_load_from_state_dict`, `set_extra_state`, hooks) raises, naming what was loaded
-            before. Inside forward or backward.
+            (`_load_from_state_dict`, `set_extra_state`, hooks) raises: then load again. Inside
+            forward or backward.
         NotImplementedError: With `broadcast_from_rank0`, if the meshes of the units begin with
             different ranks.
     """
@@ -298,7 +252,7 @@ def set_model_state_dict(
     given = check_values(model, model_state_dict, is_strict=options.strict)
     if isinstance(given, dict):
         make_whole(model, given)
-    with _telling_what_was_loaded(model):
+    with _raising_everywhere(model):
         return cast(IncompatibleKeys, model.load_state_dict(given, strict=options.strict))
 
 
@@ -328,35 +282,21 @@ def check_values(
 
 
 @contextmanager
-def _telling_what_was_loaded(model: nn.Module) -> Iterator[None]:
-    """Raise on all ranks if a model's own code raises in a load on any, and say what was loaded.
+def _raising_everywhere(model: nn.Module) -> Iterator[None]:
+    """Raise on all ranks if a model's own code raises in a load on any, and say what that means.
 
     Everything has been checked before, so that only such code can raise. One all-gather of 31 bytes
     for each process group.
     """
-    ranks = ModelRanks(model)
-    before = _count_writes(model)
-    with ranks.agreed():
+    with ModelRanks(model).agreed():
         try:
             yield
         except Exception as error:
-            count = _count_writes(model)
-            loaded = [name for name in before if count.get(name) != before[name]]
             raise RuntimeError(
                 f"code of {type(model).__name__} raised while a state dict was loaded: "
-                f"{type(error).__name__}: {error}. New values are in the units and tensors "
-                f"{loaded}, old ones in the rest. Load again before anything else."
+                f"{type(error).__name__}: {error}. Some values are new, others are not. Load again "
+                "before anything else."
             ) from error
-
-
-def _count_writes(model: nn.Module) -> dict[str, object]:
-    """Return a mark of each unit and each other tensor, by name, that a write changes."""
-    marks: dict[str, object] = {h.name: h.guard.num_writes for h in handles_of(model)}
-    for name, module, key in iter_slots(model):
-        value = (parameters_of(module) | buffers_of(module))[key]
-        if value is not None and not isinstance(value, FlatShard):
-            marks[name] = id(value), -1 if value.is_inference() else version_of(value)
-    return marks
 
 
 # From the first rank
@@ -374,34 +314,25 @@ def _broadcast_model(
     names = [key for key in state_dict if key in expected]
     missing = [key for key in expected if key not in state_dict]
     extra = [key for key in state_dict if key not in expected]
-    encoded: dict[str, Any] = {}
-    inside: dict[str, Tensor] = {}  # tensors in encoded values
+    others = [key for key in names if _is_other(key, expected[key])]
     problems = []
     if ranks.is_first:
         problems += ["expected a dict"] * (not is_dict)
         problems += [f"missing {missing}"] * bool(missing and is_strict)
         problems += [f"unexpected {extra}"] * bool(extra and is_strict)
         for key in names:
-            if is_extra_state(key) or not isinstance(expected[key], Tensor):
-                problems += _encode(key, state_dict[key], encoded, inside)
-            else:
+            if key not in others:
                 problems += _check(key, state_dict[key], expected[key])
     shown = [handle.name for handle in ranks.handles if handle.shown.is_unsharded]
     if shown:
         problems.append(f"units {shown} show their full parameters: call reshard(module) first")
     text = f"the state dict does not fit {type(model).__name__}: " + "; ".join(problems)
     ranks.agree(RuntimeError(text) if problems else None)
-    empty = {key: [list(value.shape), str(value.dtype)[6:]] for key, value in inside.items()}
-    mine = [names, missing, extra, encoded, empty] if ranks.is_first else None
-    told = next(message for message in ranks.all_messages(mine) if message is not None)
-    names, missing, extra, encoded, empty = told
-    with _telling_what_was_loaded(model), torch.inference_mode(False), torch.no_grad():
+    names, missing, extra, decoded = ranks.value_from_first(
+        lambda: [names, missing, extra, {key: state_dict[key] for key in others}]
+    )
+    with _raising_everywhere(model), torch.inference_mode(False), torch.no_grad():
         _scatter_params(ranks, model, state_dict, set(names))
-        tensors = {
-            key: _broadcast(ranks, _empty(shape, dtype), inside.get(key))
-            for key, (shape, dtype) in empty.items()
-        }
-        decoded = {key: json_tree.decode(each, tensors.get) for key, each in encoded.items()}
         rest: dict[str, Any] = {}
         for raw, value in template.items():
             key = canonical(raw)
@@ -413,17 +344,9 @@ def _broadcast_model(
     return IncompatibleKeys(missing, extra)
 
 
-def _encode(key: str, value: Any, encoded: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
-    """Encode a value that is no parameter or buffer; return its problems."""
-    try:
-        encoded[key] = json_tree.encode(value, key, tensors)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def _empty(shape: list[int], dtype: str) -> Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+def _is_other(key: str, expected: Any) -> bool:
+    """Return whether a value is neither a parameter nor a buffer."""
+    return is_extra_state(key) or not isinstance(expected, Tensor)
 
 
 def _check(key: str, value: Any, wanted: Tensor) -> list[str]:
@@ -466,7 +389,6 @@ def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: _Optimizers,
     *,
-    submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
     """Return the state of optimizers by parameter name; call it on all ranks.
@@ -481,15 +403,13 @@ def get_optimizer_state_dict(
     Args:
         model: The model that the optimizers were built for.
         optimizers: One, or several whose state is joined.
-        submodules: Return only the parameters in these modules.
         options: Which values to return, and where.
 
     Returns:
         The state dict; empty on all ranks but the first with `full_state_dict` and `rank0_only`.
 
     Raises:
-        ValueError: If an optimizer holds parameters that are not the model's, or two would have one
-            name.
+        ValueError: If an optimizer holds parameters that are not the model's.
         NotImplementedError: For state that is neither a tensor nor a number (LBFGS).
         RuntimeError: If a rank lacks the state of a parameter of which it holds a shard, or if no
             unit manages a trainable parameter, as `get_model_state_dict`.
@@ -500,22 +420,7 @@ def get_optimizer_state_dict(
         if options.init_optimizer_state:
             for optimizer in _as_list(optimizers):
                 init_state(optimizer)
-        found = read_optimizers(model, _as_list(optimizers), options)
-    if found and submodules:
-        return _only_in(model, found, submodules, options)
-    return found
-
-
-def _only_in(
-    model: nn.Module, found: dict[str, Any], submodules: set[nn.Module], options: StateDictOptions
-) -> dict[str, Any]:
-    names = _names_in(model, submodules, replace(options, ignore_frozen_params=False))
-    _check_distinct(names, found["state"])
-    kept = {names(fqn): state for fqn, state in found["state"].items()}
-    found["state"] = {fqn: state for fqn, state in kept.items() if fqn is not None}
-    for group in found["param_groups"]:
-        group["params"] = [names(fqn) for fqn in group["params"] if names(fqn) is not None]
-    return found
+        return read_optimizers(model, _as_list(optimizers), options)
 
 
 def set_optimizer_state_dict(

@@ -13,68 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable_shard.comm import DONE, HOST, Waitable, collectives, is_exchange
+from composable_shard.comm import DONE, Waitable, collectives, is_exchange
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.layout import FlatLayout, intersect
 from composable_shard.runtime import tensor_groups
 from composable_shard.tensor import FlatShard, ShardSpec
-
-_MAX_NUMEL = 16  # of tensors whose elements are sent in messages
-
-
-def describe(value: Any) -> dict[str, Any]:
-    """Return JSON that describes a state value: a shard's dtype, or what `encode` says."""
-    return describe_shard(value) if isinstance(value, FlatShard) else encode(value)
-
-
-def describe_shard(value: Tensor) -> dict[str, Any]:
-    """Return JSON that stands for a shard of this dtype."""
-    return {"kind": "shard", "dtype": _name(value.dtype)}
-
-
-def encode(value: Any) -> dict[str, Any]:
-    """Return a number, string, tensor or list as JSON; a large tensor without its elements."""
-    if isinstance(value, Tensor):
-        told: dict[str, Any] = {
-            "kind": "tensor",
-            "dtype": _name(value.dtype),
-            "shape": list(value.shape),
-        }
-        if value.numel() <= _MAX_NUMEL:
-            told["bytes"] = to_bytes(value).hex()
-        return told
-    if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {"kind": kind, "items": [encode(item) for item in value]}
-    if isinstance(value, bool | int | float | str | None):
-        return {"kind": "plain", "value": value}
-    raise ValueError(
-        "only tensors, numbers, strings and lists can be sent to other ranks, got a "
-        f"{type(value).__name__}"
-    )
-
-
-def decode(told: dict[str, Any]) -> Any:
-    """Return the encoded value; for a large tensor an uninitialised one, on the CPU."""
-    if told["kind"] in ("tuple", "list"):
-        items = [decode(item) for item in told["items"]]
-        return tuple(items) if told["kind"] == "tuple" else items
-    if told["kind"] == "plain":
-        return told["value"]
-    if not told.get("bytes"):
-        return torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]), device=HOST)
-    return from_bytes(bytes.fromhex(told["bytes"]), told)
-
-
-def to_bytes(value: Tensor) -> bytes:
-    """Return a tensor's elements as bytes."""
-    return bytes(value.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist())
-
-
-def from_bytes(data: bytes, told: dict[str, Any]) -> Tensor:
-    """Return the tensor of some bytes that has the told dtype and shape."""
-    flat = torch.frombuffer(bytearray(data), dtype=getattr(torch, told["dtype"]))
-    return flat.clone().view(told["shape"])
 
 
 def copied(value: Any, device: torch.device | None) -> Any:
@@ -84,10 +27,6 @@ def copied(value: Any, device: torch.device | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().to(value.device if device is None else device, copy=True)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _MIN_ALONE_NBYTES = 1 << 16  # a message costs about as much as a copy of 40 kB

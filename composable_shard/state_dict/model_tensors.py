@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
-from typing import ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from composable_shard.runtime import (
     select_states,
     tensor_groups,
 )
+from composable_shard.state_dict.packed_values import pack, unpack
 from composable_shard.torch_private import (
     buffers_of,
     non_persistent_buffers_of,
@@ -174,6 +175,23 @@ class ModelRanks(Ranks):
                     "ranks. Pass StateDictOptions(rank0_only=False) to get a state dict, and give "
                     "every rank the whole one to load it."
                 )
+
+    def value_from_first(self, make: Callable[[], Any]) -> Any:
+        """Return what a function returns on the first rank, nested, its tensors on the CPU.
+
+        An error in it is raised on all ranks. One message, and one broadcast of each large tensor,
+        for each process group.
+        """
+        tensors: dict[str, Tensor] = {}
+        with self.agreed():
+            mine = pack(make(), tensors) if self.is_first else None
+        packed = next(each for each in self.all_messages(mine) if each is not None)
+
+        def fetch(name: str, empty: Tensor) -> Tensor:
+            whole = torch.empty_like(empty, device=HOST)
+            return self.copy_from_first(whole.copy_(tensors[name]) if tensors else whole)
+
+        return unpack(packed, fetch)
 
     def check_can_broadcast(self) -> None:
         """Check, on all ranks, that the first rank can send values to all others."""

@@ -16,18 +16,7 @@ from composable_shard.comm import HOST, all_bytes
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.optim import find_scalar_keys
 from composable_shard.options import StateDictOptions
-from composable_shard.state_dict.full_values import (
-    Shares,
-    copied,
-    decode,
-    describe,
-    describe_shard,
-    encode,
-    from_bytes,
-    gather_full,
-    scatter_full,
-    to_bytes,
-)
+from composable_shard.state_dict.full_values import Shares, copied, gather_full, scatter_full
 from composable_shard.state_dict.model_tensors import (
     ManagedParam,
     ModelRanks,
@@ -35,6 +24,7 @@ from composable_shard.state_dict.model_tensors import (
     canonical,
     params_by_fqn,
 )
+from composable_shard.state_dict.packed_values import from_bytes, pack, to_bytes, unpack
 from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
@@ -46,7 +36,6 @@ from composable_shard.tensor import (
 )
 from composable_shard.torch_private import is_traceable_wrapper_subclass, load_hooks_of
 
-_Told = dict[str, dict[str, dict[str, Any]]]  # by name and state, what `describe` says
 States = dict[str, dict[str, Any]]
 
 
@@ -179,39 +168,63 @@ def _complete(
     Shards are empty, numbers and small tensors are copied, and other large tensors are fetched if
     `takes_large`.
     """
-    mine = {
-        fqn: {name: describe(value) for name, value in state.items()}
-        for fqn, state in states.items()
-    }
-    messages: list[_Told] = ranks.all_messages(mine)
-    if len(messages) == 1:
-        return states
     places = {
         fqn: (handle, handle.entries[index].spec)
         for handle, names in names_by_handle(groups).items()
         for index, fqn in names.items()
     }
-    order = [fqn for group in groups for fqn in group.fqns]
+    # A dtype stands for a shard.
+    mine = {
+        fqn: {k: v.dtype if isinstance(v, FlatShard) else v for k, v in states[fqn].items()}
+        for fqn in states.keys() & places.keys()
+    }
+    with ranks.agreed():
+        packed = pack(dict(sorted(mine.items())), {})
+    messages = ranks.all_messages(packed)
+    if len(messages) == 1:
+        return states
+    told: list[States] = [unpack(each) for each in messages]
     completed: States = {}
     with ranks.agreed():
-        for fqn in [fqn for fqn in order if any(told.get(fqn) for told in messages)]:
-            told: dict[str, dict[str, Any]] = {}
-            for message in messages:
-                told = {**message.get(fqn, {}), **told}
-            completed[fqn] = dict(states.get(fqn, {}))
-            for name in [name for name in told if name not in completed[fqn]]:
-                what = told[name]
-                if what["kind"] == "shard":
-                    completed[fqn][name] = _empty_shard(fqn, name, what["dtype"], *places[fqn])
-                elif what["kind"] != "tensor" or "bytes" in what:
-                    completed[fqn][name] = decode(what)
-    if takes_large:
-        _fetch_large(messages, places, completed)
+        for fqn in [fqn for group in groups for fqn in group.fqns]:
+            found = {name: value for each in told for name, value in each.get(fqn, {}).items()}
+            found |= states.get(fqn, {})
+            for name, value in found.items():
+                if isinstance(value, torch.dtype):
+                    found[name] = _empty_shard(fqn, name, value, *places[fqn])
+            if found:
+                completed[fqn] = found
+    _fetch_large(told, places, completed, takes_large=takes_large)
     return completed
 
 
+def _fetch_large(
+    told: list[States],
+    places: dict[str, tuple[FlatParamHandle, ShardSpec]],
+    states: States,
+    *,
+    takes_large: bool,
+) -> None:
+    """Give all ranks the large tensors that only some ranks have, or leave them out."""
+    names = sorted({(fqn, name) for each in told for fqn, state in each.items() for name in state})
+    for fqn, name in names:
+        found = [each.get(fqn, {}).get(name) for each in told]
+        like = next(each for each in found if each is not None)
+        if not isinstance(like, Tensor) or not like.is_meta or None not in found:
+            continue  # small, or on every rank
+        value = states[fqn][name]
+        if takes_large:
+            group = places[fqn][0].shard_group
+            data = all_bytes(group.group, group.device, b"" if value.is_meta else to_bytes(value))
+            if value.is_meta:
+                value = from_bytes(next(filter(None, data)), like).to(group.device)
+            states[fqn][name] = value
+        elif value.is_meta:
+            del states[fqn][name]
+
+
 def _empty_shard(
-    fqn: str, name: str, dtype: str, handle: FlatParamHandle, spec: ShardSpec
+    fqn: str, name: str, dtype: torch.dtype, handle: FlatParamHandle, spec: ShardSpec
 ) -> FlatShard:
     start, end = spec.local_range
     if start < end:
@@ -219,33 +232,8 @@ def _empty_shard(
             f"the optimizer state '{name}' of '{fqn}' is not on all ranks that hold a shard of the "
             "parameter. Step the optimizer on all ranks."
         )
-    memory = torch.empty(0, dtype=getattr(torch, dtype), device=handle.local_shard.device)
+    memory = torch.empty(0, dtype=dtype, device=handle.local_shard.device)
     return FlatShard(memory, spec)
-
-
-def _fetch_large(
-    messages: list[_Told],
-    places: dict[str, tuple[FlatParamHandle, ShardSpec]],
-    states: States,
-) -> None:
-    """Give all ranks the large tensors that only some ranks have."""
-    large = {
-        (fqn, name): what
-        for told in messages
-        for fqn, state in told.items()
-        for name, what in state.items()
-        if what["kind"] == "tensor" and "bytes" not in what
-    }
-    for (fqn, name), what in sorted(large.items()):
-        if all(name in told.get(fqn, {}) for told in messages) or fqn not in places:
-            continue
-        group = places[fqn][0].shard_group
-        value: Tensor | None = states[fqn].get(name)
-        data = b"" if value is None else to_bytes(value)
-        found = all_bytes(group.group, group.device, data)
-        if value is None:
-            payload = next(part for part in found if part)
-            states[fqn][name] = from_bytes(payload, what).to(group.device)
 
 
 def _make_full(
@@ -339,6 +327,16 @@ def prepare_load(
             _load(optimizer, groups, given)
 
     return load
+
+
+def cut_state(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> States:
+    """Return the state in a dict by name, cut like the optimizer's parameters, as it loads it."""
+    ranks = ModelRanks(model)
+    with ranks.agreed():
+        given = _Given(view_optimizers(model, [optimizer]), is_given_away=False)
+        given.take(state_dict, is_strict=False)
+    given.cut(ranks)
+    return given.states
 
 
 def keeps_tensors(optimizer: Optimizer) -> bool:
@@ -504,27 +502,20 @@ class _Given:
 
     def spread(self, ranks: ModelRanks) -> None:
         """Give every rank its shards of the first rank's state, one handle at a time."""
-        mine: Any = None
-        with ranks.agreed():
-            if ranks.is_first:
-                self._check_is_whole()
-                options = [{k: encode(v) for k, v in each.items()} for each in self.options]
-                told = {
-                    fqn: {name: _describe(value) for name, value in state.items()}
-                    for fqn, state in self.states.items()
-                }
-                mine = [options, told]
-        options, told = next(each for each in ranks.all_messages(mine) if each is not None)
-        self.options = [{key: decode(value) for key, value in each.items()} for each in options]
-        # All names, for their order.
-        states: States = {fqn: dict.fromkeys(state) for fqn, state in told.items()}
-        for fqn, state in told.items():
-            for name, what in state.items():
-                if what["kind"] != "shard":
-                    states[fqn][name] = self._send(ranks, fqn, name, what)
+
+        def describe() -> list[Any]:
+            self._check_is_whole()
+            # A dtype stands for state that is cut like its parameter, and is sent below.
+            rest = {
+                fqn: {k: v.tensor.dtype if isinstance(v, _Whole) else v for k, v in state.items()}
+                for fqn, state in self.states.items()
+            }
+            return [self.options, rest]
+
+        self.options, states = ranks.value_from_first(describe)
         dtypes = {
-            fqn: {k: getattr(torch, w["dtype"]) for k, w in state.items() if w["kind"] == "shard"}
-            for fqn, state in told.items()
+            fqn: {k: v for k, v in state.items() if isinstance(v, torch.dtype)}
+            for fqn, state in states.items()
         }
         for handle, names in names_by_handle(self._groups).items():
             for (key, dtype), indices in group_kinds(names, dtypes).items():
@@ -547,14 +538,6 @@ class _Given:
                         "StateDictOptions() and give every rank its shard."
                     )
 
-    def _send(self, ranks: ModelRanks, fqn: str, name: str, what: dict[str, Any]) -> Any:
-        value = decode(what)
-        if what["kind"] != "tensor" or "bytes" in what:
-            return value
-        if ranks.is_first:
-            value.copy_(self.states[fqn][name])
-        return ranks.copy_from_first(value)
-
 
 def _quantised_as(own: Any, local: Tensor) -> Tensor:
     """Return values in the form of an optimizer's own, which may be quantised."""
@@ -573,7 +556,3 @@ class _Whole(NamedTuple):
     """A tensor of a parameter's shape, in any form, to be cut like the parameter."""
 
     tensor: Tensor
-
-
-def _describe(value: Any) -> dict[str, Any]:
-    return describe_shard(value.tensor) if isinstance(value, _Whole) else encode(value)

@@ -55,7 +55,6 @@ from tests.models import (
     EVERYWHERE,
     FROM_RANK0,
     FULL,
-    Layer,
     Net,
     Tied,
     assert_holds,
@@ -218,12 +217,15 @@ def test_full_values_are_in_memory_of_their_own(way: str) -> None:
 
 @distributed(3)
 def test_only_what_is_wanted_is_gathered() -> None:
-    """Of two submodules of a unit; messages have no padding."""
+    """Of what is not frozen in a unit; messages have no padding."""
     model = seeded(Net)
     fully_shard(model)
-    wanted = {model.blocks[0].up, model.out}
+    model.requires_grad_(False)
+    model.blocks[0].up.requires_grad_(True)
+    model.out.requires_grad_(True)
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     with _receiving("some together"), count_collectives() as log:
-        found = get_model_state_dict(model, submodules=wanted, options=FULL)
+        found = get_model_state_dict(model, options=options)
     sizes = {name: value.nbytes for name, value in seeded(Net).state_dict().items()}
     names = ["blocks.0.up.weight", "blocks.0.up.bias", "out.weight", "out.bias"]
     assert log.nbytes("gather") <= sum(sizes[name] for name in names) + 16
@@ -271,8 +273,8 @@ def test_full_state_dict_holds_one_unit_besides_what_it_returns(
 
 @pytest.mark.fast
 @distributed(2)
-def test_options_cast_move_and_choose_submodules() -> None:
-    """`dtype` leaves integers; names begin at the model, or at the submodule."""
+def test_options_cast() -> None:
+    """`dtype` leaves integers."""
     model = seeded(Buffered)
     model.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
     shard_blocks(model)
@@ -281,15 +283,6 @@ def test_options_cast_move_and_choose_submodules() -> None:
     assert {key for key, value in found.items() if value.dtype != torch.bfloat16} == {"steps"}
     cast = get_model_state_dict(model, options=StateDictOptions(dtype=torch.float64))
     assert_equal(cast["inp.weight"].full_tensor(), seeded(Buffered).inp.weight.detach().double())
-    chosen = get_model_state_dict(model, submodules={model.blocks[2]})
-    assert list(chosen) == [f"blocks.2.{name}" for name in Layer().state_dict()]
-    options = StateDictOptions(keep_submodule_prefixes=False, cpu_offload=True)
-    chosen = get_model_state_dict(model, submodules={model.blocks[2]}, options=options)
-    assert list(chosen) == list(Layer().state_dict())
-    with pytest.raises(ValueError, match=r"would both be called 'up\.weight': pass one submodule"):
-        get_model_state_dict(model, submodules=set(model.blocks), options=options)
-    with pytest.raises(ValueError, match="expected submodules of the model"):
-        get_model_state_dict(model, submodules={nn.Linear(1, 1)})
 
 
 # --- what a model takes ---
