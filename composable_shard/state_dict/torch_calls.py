@@ -5,17 +5,22 @@
 Of any other tensor it asks nothing but its class: no op and no attribute is read between the call
 of `state_dict()`, which has no arguments, and the return to the user. So only the frames of the
 running functions tell what a user has asked for. They are looked at in a state-dict hook of units,
-and where torch asks a module whether it renames parameters.
+where torch asks a module whether it renames parameters, and there optimizers get hooks for one
+call, which make their state whole or cut it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from composable_shard.options import StateDictOptions
 from composable_shard.runtime import ShardState
 from composable_shard.state_dict.model_state import check_shows_originals
+from composable_shard.state_dict.optimizer_state import cut_state, read_optimizers, view_optimizers
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import running
 
@@ -37,32 +42,68 @@ def show_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def check_torch_call(state: ShardState) -> dict[str, str]:
-    """Refuse what torch's functions would get wrong, when they ask a unit's module for new names.
+    """Prepare one of torch's functions, when it asks a unit's module for new names.
 
-    Return no new names.
+    Return no new names. What the function would get wrong is refused.
     """
     # They would use the flat parameter's name, and with `broadcast_from_rank0` wait for ever.
     check_shows_originals(state)
-    problem = ""
     asked = next(running(_MODULE, "_verify_options"), {})
-    loads = [
-        call
-        for name in ("set_optimizer_state_dict", "set_state_dict")
-        for call in running(_MODULE, name)
-    ]
-    is_load = any(loads)
-    is_flat = any(getattr(e.get("options"), "flatten_optimizer_state_dict", False) for e in loads)
+    options, optimizers = asked.get("options"), asked.get("optims") or ()
+    names = "set_optimizer_state_dict", "set_state_dict"
+    is_load = any(any(True for _ in running(_MODULE, name)) for name in names)
+    is_flat = getattr(options, "flatten_optimizer_state_dict", False)
+    is_full = getattr(options, "full_state_dict", False)
     # To an optimizer without state torch gives one for every parameter, in flat form too.
-    is_ready = is_flat and all(each.state for each in asked.get("optims", ()))
+    is_ready = is_flat and not is_full and all(each.state for each in optimizers)
+    problem = ""
     if is_load and not is_ready and any(handle.layout.owners for handle in state.needed):
         problem = 'misses the state of parameters that other ranks own whole (granularity="param")'
-    is_full = getattr(asked.get("options"), "full_state_dict", False)
-    if is_full and asked.get("optims"):
-        # Of a load the next step would fail: torch gives the optimizer whole tensors.
-        problem = "takes shards of optimizer state for whole tensors"
+    elif is_load and is_flat and is_full:
+        problem = "loads no whole state in flat form"
     if problem:
         raise NotImplementedError(
             f"{_MODULE} {problem}. Call the function of the same name, with the same options: "
             "from composable_shard.fsdp2 import get_optimizer_state_dict, set_optimizer_state_dict."
         )
+    if is_full:
+        for optimizer in optimizers:
+            _OneCall(optimizer, is_load=is_load)
     return {}
+
+
+class _OneCall:
+    """Hooks of an optimizer that make its state whole, or cut it, for one of torch's functions."""
+
+    def __init__(self, optimizer: Optimizer, *, is_load: bool) -> None:
+        previous = vars(optimizer).pop(_HOOK, None)  # of another unit, or of a call that failed
+        if previous is not None:
+            previous.remove()
+        if is_load:
+            hook = optimizer.register_load_state_dict_pre_hook(self._cut)
+        else:
+            hook = optimizer.register_state_dict_post_hook(self._make_whole)
+        vars(optimizer)[_HOOK] = hook
+
+    def _make_whole(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        call = next(running(_MODULE, "_get_optim_state_dict"), None)
+        if call is None:
+            return None
+        vars(optimizer).pop(_HOOK).remove()
+        model, on_host = call["model"], call["info"].cpu_offload
+        options = StateDictOptions(full_state_dict=True, cpu_offload=on_host, rank0_only=on_host)
+        with torch.no_grad():
+            whole = read_optimizers(model, [optimizer], options).get("state", {})
+        names = [m.fqn for group in view_optimizers(model, [optimizer]) for m in group.members]
+        return {**state, "state": {i: whole[fqn] for i, fqn in enumerate(names) if fqn in whole}}
+
+    def _cut(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        call = next(running(_MODULE, "_load_optim_state_dict"), None)
+        if call is None:
+            return None
+        vars(optimizer).pop(_HOOK).remove()
+        with torch.no_grad():
+            return {**state, "state": cut_state(call["model"], optimizer, state)}
+
+
+_HOOK = "_composable_shard_hook"  # attribute of an optimizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from typing import Any
 
 import pytest
@@ -100,18 +99,9 @@ def test_torchs_options_mean_in_our_functions_what_they_mean_in_torchs(flags: st
 
 @distributed(2)
 def test_torchs_options_mean_the_same_in_the_rest_of_our_functions() -> None:
-    """Submodules with and without prefixes, `strict`, and the field that is refused by name."""
+    """`strict`, and the fields that are refused by name."""
     torch_options: Any = torch_state_dict.StateDictOptions
     plain, model = seeded(Net, seed=1), make_net()
-    for keeps in (True, False):
-        options = torch_options(keep_submodule_prefixes=keeps)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's: submodules are deprecated
-            expected = torch_state_dict.get_model_state_dict(
-                plain, submodules={plain.blocks[0]}, options=options
-            )
-        found = get_model_state_dict(model, submodules={model.blocks[0]}, options=options)
-        assert list(found) == list(expected)
     values = dict(plain.state_dict(), other=torch.ones(1))
     with pytest.raises(RuntimeError, match=r'Unexpected key.*"other"'):
         set_model_state_dict(model, values, options=torch_options())
@@ -176,29 +166,56 @@ def test_torchs_functions_see_a_unit_without_child_modules(name: str) -> None:
     values = torch_state_dict.get_model_state_dict(model, options=whole)
     assert {key: type(value) for key, value in values.items()} == dict.fromkeys(values, Tensor)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(NotImplementedError, match="takes shards of optimizer state for wh"):
-        torch_state_dict.get_optimizer_state_dict(model, optimizer, options=whole)
+    state = torch_state_dict.get_optimizer_state_dict(model, optimizer, options=whole)["state"]
+    assert {type(value) for each in state.values() for value in each.values()} == {Tensor}
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("way", ["everywhere", "on the host", "from the first rank", "together"])
 @distributed(2)
-def test_torchs_full_optimizer_state_is_refused(on_host: bool) -> None:
-    """Torch would return shards, and load whole tensors, with which the next step would fail."""
+def test_torchs_full_optimizer_state_goes_out_and_in(way: str) -> None:
+    """As of a plain model, after which a further step trains as the plain model's."""
     plain, model = seeded(Net, seed=1), make_net()
     optimizers = [_train_in_two_groups(each, seed) for seed, each in ((1, plain), (0, model))]
-    before = get_optimizer_state_dict(model, optimizers[1], options=EVERYWHERE)
-    options: Any = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=on_host)
-    state = torch_state_dict.get_optimizer_state_dict(plain, optimizers[0])
-    calls = [
-        functools.partial(torch_state_dict.get_optimizer_state_dict, model, optimizers[1]),
-        functools.partial(torch_state_dict.get_state_dict, model, optimizers[1]),
-        functools.partial(torch_state_dict.set_optimizer_state_dict, model, optimizers[1], state),
+    whole = functools.partial(torch_state_dict.StateDictOptions, full_state_dict=True)
+    states: list[Any] = [
+        torch_state_dict.get_optimizer_state_dict(each, optimizer)
+        for each, optimizer in zip((plain, model), optimizers, strict=True)
     ]
-    for call in calls:
-        with pytest.raises(NotImplementedError, match=r"for whole tensors.*from composable_sh"):
-            call(options=options)
+    options: Any = whole(cpu_offload=way == "on the host")
+    if way == "together":
+        _, found = torch_state_dict.get_state_dict(model, optimizers[1], options=options)
+    else:
+        found = torch_state_dict.get_optimizer_state_dict(model, optimizers[1], options=options)
+    expected = get_optimizer_state_dict(model, optimizers[1], options=EVERYWHERE)
+    if way != "on the host" or dist.get_rank() == 0:
+        _assert_same_form(found, expected)
+    else:
+        assert not found.get("state")
+    given = copy.deepcopy((plain.state_dict(), states[0]))
+    options = whole(broadcast_from_rank0=way == "from the first rank")
+    if way == "from the first rank" and dist.get_rank() > 0:
+        given = {}, {}
+    if way == "together":
+        torch_state_dict.set_state_dict(
+            model,
+            optimizers[1],
+            model_state_dict=given[0],
+            optim_state_dict=given[1],
+            options=options,
+        )
+    else:
+        torch_state_dict.set_model_state_dict(model, given[0], options=options)
+        torch_state_dict.set_optimizer_state_dict(model, optimizers[1], given[1], options=options)
     found = get_optimizer_state_dict(model, optimizers[1], options=EVERYWHERE)
-    _assert_same_form(found, before)
+    _assert_same_form(found["state"], states[0]["state"])
+    lrs = [[group["lr"] for group in each.param_groups] for each in optimizers]
+    assert lrs[0] == lrs[1]
+    assert not optimizers[1]._optimizer_load_state_dict_pre_hooks
+    assert not optimizers[1]._optimizer_state_dict_post_hooks
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        each(torch.ones(4, 5)).sum().backward()
+        optimizer.step()
+    assert_holds(model.state_dict(), plain)
 
 
 @distributed(2)
@@ -235,7 +252,7 @@ def test_torchs_optimizer_load_of_whole_flat_state_is_refused(
     options: Any = torch_state_dict.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=from_first, flatten_optimizer_state_dict=True
     )
-    with pytest.raises(NotImplementedError, match=r"for whole tensors.*Call the fun"):
+    with pytest.raises(NotImplementedError, match=r"(flat form|misses the state).*Call the fun"):
         torch_state_dict.set_optimizer_state_dict(model, optimizer, expected, options=options)
     _assert_same_form(get_optimizer_state_dict(model, optimizer, options=EVERYWHERE), expected)
 
