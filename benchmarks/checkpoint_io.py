@@ -43,7 +43,6 @@ import composable_shard
 from benchmarks import malloc_counter, peers, report
 from benchmarks.models import make_batch, make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
-from composable_shard.checkpoint import reader
 
 Way = Callable[[], Any]
 LIBRARIES: dict[str, Any] = {"fsdp2": torch_state_dict, "ours": composable_shard}
@@ -51,7 +50,6 @@ PAIRS = ("dcp save", "dcp load", "full")
 OWN = (
     "checkpoint save",
     "checkpoint load",
-    "checkpoint load at once",
     "safetensors save",
     "safetensors load",
 )
@@ -95,13 +93,6 @@ class Trainer:
 
     def checkpoint_load(self) -> None:
         composable_shard.load_checkpoint(self.folder / "own", self.model, self.optimizer)
-
-    def checkpoint_load_at_once(self) -> None:
-        limit, reader.STAGED_NBYTES = reader.STAGED_NBYTES, sys.maxsize
-        try:
-            self.checkpoint_load()
-        finally:
-            reader.STAGED_NBYTES = limit
 
     def safetensors_save(self) -> None:
         composable_shard.save_safetensors(self.model, self.folder / "safetensors")
@@ -199,7 +190,7 @@ def main() -> None:
     rows = []
     for key, seconds in result["seconds"].items():
         name, peer = key.split(" / ")
-        rival = name.replace("checkpoint", "dcp").removesuffix(" at once")
+        rival = name.replace("checkpoint", "dcp")
         theirs = result["seconds"].get(f"{rival} / fsdp2")
         cpu, read, written = result["rest"][key]
         ratios = [a / b for a, b in zip(seconds, theirs, strict=True)] if theirs else None

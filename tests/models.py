@@ -7,10 +7,8 @@ import functools
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -57,7 +55,6 @@ __all__ = [
     "every_granularity",
     "fingerprint",
     "full_tensor_of",
-    "in_two_passes",
     "loss_of",
     "make_net",
     "net_without_first_rank",
@@ -545,11 +542,3 @@ class Optional(nn.Module):
 def pickled(model: nn.Module) -> nn.Module:
     """Return a copy that has been pickled."""
     return pickle.loads(pickle.dumps(model))
-
-
-@contextmanager
-def in_two_passes() -> Iterator[None]:
-    """Load checkpoints of any size as large ones: verified, and then read into place."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("composable_shard.checkpoint.reader.STAGED_NBYTES", 0)
-        yield

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from composable_shard.checkpoint.draft import ModelOwners, SaveArguments, check_same, list_items
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.objects import (
+    Change,
     OneOrMore,
     as_dict,
-    changed,
     check_kinds,
     check_names,
     check_rng_state,
     find_stored,
     get_rng_state,
-    kept_on_error,
     kind_of,
     optimizer_kinds,
     set_rng_state,
@@ -43,9 +42,7 @@ from composable_shard.checkpoint.reader import (
 from composable_shard.checkpoint.run_state import (
     StagedModel,
     StagedOptimizer,
-    check_is_number,
     check_optimizers,
-    check_state,
     compare_names,
     describe_model,
     list_names,
@@ -197,12 +194,6 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         # After the check above, because its collectives use training's groups.
         check_optimizers(model, optimizers)
         states = {name: get_optimizer_state_dict(model, each) for name, each in optimizers.items()}
-        for state in states.values():
-            for options in state["param_groups"]:
-                for name, value in options.items():
-                    check_is_number(name, value)
-            for fqn, values in state["state"].items():
-                check_state(fqn, values)
         tree["optimizer_kinds"] = optimizer_kinds(optimizers)
         tree["optimizer"] = {}
         for name, state in states.items():
@@ -242,12 +233,11 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     Each rank reads only its own shards. All of it is read and verified on all ranks before anything
     changes, and then read again, straight into its place, so that a load takes no memory but for
     state that an optimizer does not have yet. A model or optimizer with code of its own in a load
-    (`_load_from_state_dict`, hooks) is read once, into host memory, and so is a checkpoint of up to
-    16 MiB. Parameters and buffers on the meta
-    device get memory on the mesh's device and their values, one flat parameter at a time, so that a
-    rank never holds more than its shards and one unit. Random number generators are restored if the
-    world size is the same. State of objects that are not passed is not read. Nothing in the files
-    is executed.
+    (`_load_from_state_dict`, hooks) is read once, into host memory. Parameters and buffers on the
+    meta device get memory on the mesh's device and their values, one flat parameter at a time, so
+    that a rank never holds more than its shards and one unit. Random number generators are restored
+    if the world size is the same. State of objects that are not passed is not read. Nothing in the
+    files is executed.
 
     Args:
         path: The directory given to `save_checkpoint`, or one checkpoint in it.
@@ -264,8 +254,9 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             if the checkpoint does not fit, naming parameters, or if ranks pass different values of
             `step` or `strict`. Nothing has changed then.
         RuntimeError: If a model without units is on the meta device, or in a forward or backward.
-            On all ranks, if a rank can't read its verified part a second time: the message says
-            what has changed, and a checkpoint must be loaded again.
+            On all ranks, if a rank can't read its verified part a second time, or if code of the
+            program raises (`load_state_dict` of a scheduler, a hook): a checkpoint must be loaded
+            again.
     """
     check_path_order(model, path, "load_checkpoint(path, model, optimizer)")
     group = _quiet_group()
@@ -298,8 +289,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             objects += stage_objects(reader, "scaler", as_dict(scaler), is_strict=strict)
             extra = json_tree.decode(reader.metadata.tree["extra"], reader.read_whole)
             rng_state = _read_rng_state(reader, group)
-        with changed(group, objects), kept_on_error(optimizers.values()):
-            _change(group, reader, staged, states)
+        _change(group, reader, staged, states, objects)
     if rng_state is not None:
         set_rng_state(rng_state)
     group.continue_run(read_history(reader.folder.parent).get(reader.folder.name, ""))
@@ -384,8 +374,9 @@ def _change(
     reader: CheckpointReader,
     staged: StagedModel,
     optimizers: dict[str, StagedOptimizer],
+    objects: list[Change],
 ) -> None:
-    """Load a model and optimizers; if that fails, the caller gives optimizers their old state."""
+    """Load all parts of a run; an error from here on leaves them half loaded, and says so."""
     # After the first pass, because its collectives use training's groups.
     with group.agreed():
         if staged.meta is None:
@@ -405,27 +396,29 @@ def _change(
         for each in optimizers.values():
             each.fill(reader)
 
-    # Code of users runs before anything that can't be undone.
-    with changed(group, staged.extra_changes(), *load_optimizers):
-        with group.agreed(), _second_pass(reader.folder):
-            reader.read_again(fill)
-        if staged.meta is None:
-            with group.agreed():
-                staged.apply()
+    with group.agreed(), _half_loaded(reader.folder):
+        # Code of users runs before the rest is read.
+        for write, state in [*objects, *staged.extra_changes()]:
+            write(state)
+        for load in load_optimizers:
+            load()
+        reader.read_again(fill)
+    if staged.meta is None:
+        with group.agreed(), _half_loaded(reader.folder):
+            staged.apply()
 
 
 @contextmanager
-def _second_pass(folder: Path) -> Iterator[None]:
-    """Say what has been changed if reading into place fails. [Note: Two passes]"""
+def _half_loaded(folder: Path) -> Iterator[None]:
+    """Say what has been changed if the body fails. [Note: Two passes]"""
     try:
         with torch.inference_mode(False), torch.no_grad():
             yield
     except Exception as error:
         raise RuntimeError(
             f"the load of {folder} was cut off in the middle: {error}. All of it had been read and "
-            "verified before, and it can't be read a second time. Parameters, buffers and optimizer"
-            " state are partly the checkpoint's now, and all else is as before. Call "
-            "load_checkpoint again before anything else."
+            "verified before. Each part of the run may have the checkpoint's state now or that of "
+            "before. Call load_checkpoint again before anything else."
         ) from error
 
 

@@ -36,7 +36,10 @@ _Piece = tuple[str, tuple[Any, ...], int, int]  # tensor, box, start, end
 _SAMPLE_NUMEL = 1 << 16
 _MAX_NAMES = 8  # in a message
 # Levels of the tree at which ranks may own different names; a value below is one rank's whole.
-_LEVELS = {"model": 1, "optimizer": 4, "scheduler": 1, "scaler": 1, "extra": 0}
+_LEVELS = {
+    **{"model": 1, "optimizer": 4, "scheduler": 1, "scaler": 1, "extra": 0},
+    **{"scheduler_kinds": 1, "optimizer_kinds": 1},
+}
 
 
 class ModelOwners:

@@ -23,7 +23,7 @@ takes over from the checkpoint that it loads: `keep_last` removes no checkpoint 
 A chunk, with zeros after it, is a matrix of 64-bit words with 128 columns. Its checksum is the
 CRC-32 of the sums (mod 2**64) of its columns and then of its rows. It costs a fifth of the time
 that the CRC-32 of all bytes takes. Damage of one word or one row, zeros or rows of another place
-change some sum. Version 1 of the format had the CRC-32 of all bytes, which readers still verify.
+change some sum.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from composable_shard.layout import Bounds, Region, intersect, whole_box
+from composable_shard.layout import Region, whole_box
 
 CHUNK_NBYTES = 1 << 18
 METADATA = "metadata.json"
@@ -101,7 +100,6 @@ class StoredTensor:
 class Metadata:
     """The content of `metadata.json`."""
 
-    version: int  # of the format
     step: int  # number of steps taken
     world_size: int  # number of ranks that wrote it
     chunk_nbytes: int  # bytes for each checksum
@@ -163,12 +161,8 @@ def make_header(entries: Sequence[tuple[str, torch.dtype, int]]) -> bytes:
 # Checksums
 
 
-def checksums(
-    data: memoryview, chunk_nbytes: int = CHUNK_NBYTES, version: int = _VERSION
-) -> list[int]:
+def checksums(data: memoryview, chunk_nbytes: int = CHUNK_NBYTES) -> list[int]:
     """Return the checksum of each chunk; the last one may be shorter. [Note: Checksums]"""
-    if version == 1:
-        return [zlib.crc32(data[i : i + chunk_nbytes]) for i in range(0, len(data), chunk_nbytes)]
     whole_nbytes = len(data) // chunk_nbytes * chunk_nbytes
     rest = bytearray(data[whole_nbytes:])
     rest += bytes(-len(rest) % _ROW_NBYTES)
@@ -216,10 +210,10 @@ def parse_metadata(text: bytes, path: str) -> Metadata:
         raise ValueError(f"{path} is damaged: its checksum does not match its text")
     try:
         content = json.loads(text)
-        if content["format"] != _FORMAT or content["version"] not in (1, _VERSION):
+        if content["format"] != _FORMAT or content["version"] != _VERSION:
             raise ValueError(
                 f"format {content['format']!r} version {content['version']!r}, expected "
-                f"{_FORMAT!r} version 1 or {_VERSION}"
+                f"{_FORMAT!r} version {_VERSION}"
             )
         return _parse_content(content)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
@@ -230,9 +224,8 @@ def parse_metadata(text: bytes, path: str) -> Metadata:
 
 def _parse_content(content: dict[str, Any]) -> Metadata:
     chunk_nbytes = _count(content["chunk_nbytes"])
-    factor = 64 if content["version"] == 1 else _ROW_NBYTES
-    if chunk_nbytes < factor or chunk_nbytes % factor:
-        raise ValueError(f"chunk_nbytes {chunk_nbytes}, expected a multiple of {factor}")
+    if chunk_nbytes < _ROW_NBYTES or chunk_nbytes % _ROW_NBYTES:
+        raise ValueError(f"chunk_nbytes {chunk_nbytes}, expected a multiple of {_ROW_NBYTES}")
     files = {_file_name(name): _count(nbytes) for name, nbytes in content["files"]}
     names = list(files)
     tensors = {}
@@ -241,8 +234,7 @@ def _parse_content(content: dict[str, Any]) -> Metadata:
     if not isinstance(content["tree"], dict):
         raise ValueError("expected a dict as tree")
     step, world_size = _count(content["step"]), _count(content["world_size"])
-    sizes = step, world_size, chunk_nbytes
-    return Metadata(content["version"], *sizes, files, tensors, content["tree"])
+    return Metadata(step, world_size, chunk_nbytes, files, tensors, content["tree"])
 
 
 def _parse_tensor(
@@ -274,24 +266,7 @@ def _parse_tensor(
         if len(values) != -(-nbytes // chunk_nbytes):
             raise ValueError(f"'{name}' has another number of checksums than of chunks")
         pieces.append(Piece(name_of_file, _count(offset), nbytes, region, values))
-    _check_disjoint(name, pieces)
     return StoredTensor(name, shape, dtype, tuple(pieces))
-
-
-def _check_disjoint(name: str, pieces: list[Piece]) -> None:
-    """Check that no element is in two pieces: readers only count the elements they find."""
-    boxes: dict[Bounds, list[Region]] = {}
-    for piece in pieces:
-        boxes.setdefault(piece.region.box, []).append(piece.region)
-    is_disjoint = not any(
-        all(low < high for low, high in map(intersect, first, second))
-        for first, second in combinations(boxes, 2)
-    )
-    for regions in boxes.values():
-        regions.sort(key=lambda region: (region.start, region.end))
-        is_disjoint &= all(a.end <= b.start for a, b in pairwise(regions))
-    if not is_disjoint:
-        raise ValueError(f"pieces of '{name}' overlap")
 
 
 def _count(value: object) -> int:

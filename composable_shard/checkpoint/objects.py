@@ -12,12 +12,10 @@ has allowed by `torch.serialization.add_safe_globals`.
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +33,7 @@ from composable_shard.tensor import FlatShard, find_places, local_part, region_o
 from composable_shard.torch_private import is_traceable_wrapper_subclass, schedulers_in
 
 OneOrMore = Any  # an object, or a list or dict of objects
-# What returns the present state of an object, what gives it another one, and that one.
-Change = tuple[Callable[[], Any], Callable[[Any], object], Any]
+Change = tuple[Callable[[Any], object], Any]  # what gives an object another state, and that one
 
 
 def as_dict(objects: OneOrMore) -> dict[str, Any]:
@@ -106,7 +103,7 @@ def stage_objects(
                     f"the state of a {kind} in {reader.folder} {problem}. Build the {kind} that "
                     "was saved, or pass strict=False."
                 )
-    return [(each.state_dict, each.load_state_dict, states[n]) for n, each in objects.items()]
+    return [(each.load_state_dict, states[name]) for name, each in objects.items()]
 
 
 def _scheduler_problem(scheduler: LRScheduler, state: dict[str, Any], kind: str | None) -> str:
@@ -152,40 +149,6 @@ def _num_groups(state: Any) -> list[int]:
         return own + [number for part in state.values() for number in _num_groups(part)]
     parts = state if isinstance(state, list) else []
     return [number for part in parts for number in _num_groups(part)]
-
-
-@contextmanager
-def changed(group: HostGroup, changes: list[Change], *others: Callable[[], None]) -> Iterator[None]:
-    """Give objects new states, on all ranks, and their old ones if that or the body fails.
-
-    `others` are called with that, and undone by the caller.
-    """
-    before: list[tuple[Callable[[Any], object], Any]] = []
-    try:
-        with group.agreed():
-            before += [(write, copy.deepcopy(read())) for read, write, _ in changes]
-            for _, write, state in changes:
-                write(state)
-            for other in others:
-                other()
-        yield
-    except BaseException:
-        for write, state in before:
-            with suppress(Exception):
-                write(state)
-        raise
-
-
-@contextmanager
-def kept_on_error(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Give optimizers their old state if the body fails: a load makes new dicts and lists."""
-    before = [(each, each.state, each.param_groups) for each in optimizers]
-    try:
-        yield
-    except BaseException:
-        for each, state, param_groups in before:
-            each.state, each.param_groups = state, param_groups
-        raise
 
 
 # Random number generators

@@ -6,8 +6,8 @@ part of the run. So a first pass verifies all bytes, and keeps only what has no 
 run (the state of an optimizer that has taken no step). When all ranks agree that everything fits, a
 second pass reads the rest into its place, from the same open files. It checks it again only if size
 and times of a file tell that it has been written meanwhile. Only a file that can't be read a second
-time cuts a load off in the middle. Checkpoints of at most `STAGED_NBYTES` are kept in the
-first pass, and so are models with code of their own in a load, which must see all values.
+time cuts a load off in the middle. Models and optimizers with code of their own in a load, which
+must see all values, are kept in the first pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from composable_shard.comm import HOST
 from composable_shard.layout import Region, intersect, overlap, whole
 from composable_shard.tensor import FlatShard, find_places, region_of
 
-STAGED_NBYTES = 1 << 24  # [Note: Two passes]
 _BLOCK_NUMEL = 1 << 20  # elements located, or moved to another dtype or device, at a time
 _READ_NBYTES = 1 << 20  # read and verified at a time, while a cache of the processor has them
 _MAX_LINES = 100_000
@@ -156,11 +155,6 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         while self._files:
             os.close(self._files.popitem()[1][1])
-
-    @property
-    def is_small(self) -> bool:
-        """Whether all ranks hold what they read in memory. [Note: Two passes]"""
-        return sum(self.metadata.files.values()) <= STAGED_NBYTES
 
     def check_files(self) -> None:
         """Check that all data files exist and have the right length."""
@@ -325,7 +319,7 @@ class CheckpointReader:
             raise ValueError(f"{path} is damaged: it ends at byte {position + filled}")
         if self._is_verified:
             return
-        found = checksums(output, chunk_nbytes, self.metadata.version)
+        found = checksums(output, chunk_nbytes)
         saved = piece.checksums[number : number + len(found)]
         for index, is_same in enumerate(map(operator.eq, found, saved)):
             if not is_same:

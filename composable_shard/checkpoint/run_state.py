@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -135,7 +134,7 @@ class StagedModel:
         meta = _find_meta(reader, model, state, common)
         staged: dict[str, Any] = {}
         places: list[tuple[str, Tensor]] = []
-        is_kept = reader.is_small or meta is not None or runs_own_code(model)
+        is_kept = meta is not None or runs_own_code(model)
         params = params_by_fqn(model)
         known: dict[Any, tuple[str, str]] = {}  # name in the checkpoint, FQN
         for fqn, name in common.items():
@@ -165,7 +164,7 @@ class StagedModel:
         for name, module in self.model.named_modules(remove_duplicate=False):
             key = extra_state_name(canonical(f"{name}." if name else ""))
             if key in self.extra:
-                found.append((module.get_extra_state, module.set_extra_state, self.extra[key]))
+                found.append((module.set_extra_state, self.extra[key]))
         return found
 
     def fill(self, reader: CheckpointReader) -> None:
@@ -261,25 +260,17 @@ class StagedOptimizer:
         State of a parameter's shape is read in the parameter's sharding, other state whole.
         """
         groups = json_tree.decode(tree["param_groups"], reader.read_whole)
-        own = [group.fqns for group in view]
-        _compare_groups(reader, own, groups)
-        homes = {fqn: group.options for group in view for fqn in group.fqns}
-        for group in groups:
-            known = next((homes[fqn] for fqn in group["params"] if fqn in homes), {})
-            for name, value in group.items():
-                _check_option(name, value, known.get(name))
+        wanted = {fqn for group in view for fqn in group.fqns}
         found = cls(view, {"state": {}, "param_groups": groups}, [])
-        is_kept = reader.is_small or not keeps_tensors(found.optimizer)
-        tensors = {} if is_kept else own_tensors(view)
+        tensors = own_tensors(view) if keeps_tensors(found.optimizer) else {}
         for fqn, entries in tree["state"].items():
-            if fqn in homes:
+            if fqn in wanted:
                 at = {json_tree.tensor_name(encoded): key for key, encoded in entries.items()}
                 find = partial(found._find, reader, params[fqn], fqn, at, tensors.get(fqn, {}))
                 found.state["state"][fqn] = json_tree.decode(entries, find)
-                check_state(fqn, found.state["state"][fqn])
         as_saved = wraps_state(found.optimizer)
         for fqn, parts in tree.get("parts", {}).items():
-            if fqn in homes:
+            if fqn in wanted:
                 state = found.state["state"].setdefault(fqn, {})
                 state |= read_parts(
                     reader, parts, params[fqn], as_saved=as_saved, is_strict=is_strict
@@ -313,42 +304,6 @@ class StagedOptimizer:
         tensors = own_tensors(self.view)
         for name, fqn, key in self.places:
             reader.read_into(name, tensors[fqn][key])
-
-
-def check_state(fqn: str, state: dict[str, Any]) -> None:
-    """Check that an optimizer accepts the values that are no tensors."""
-    for name, value in state.items():
-        expected = Tensor | int | float if name == "step" else Tensor | int | float | str | None
-        if not isinstance(value, expected):
-            raise ValueError(f"the optimizer state '{name}' of '{fqn}' is a {type(value).__name__}")
-
-
-def _check_option(name: str, value: Any, own: Any) -> None:
-    """Check that an optimizer accepts a saved option in place of its own."""
-    if isinstance(own, tuple | list) and isinstance(value, tuple | list):
-        for part, own_part in zip(value, own, strict=False):
-            _check_option(name, part, own_part)
-        return
-    is_number = isinstance(own, int | float | Tensor) and not isinstance(own, bool)
-    if is_number:
-        fits = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-    else:
-        fits = value is None or own is None or isinstance(value, type(own))
-    if not fits:
-        raise ValueError(
-            f"the option '{name}' of an optimizer was saved as {value!r}, and is {own!r} here"
-        )
-    check_is_number(name, value)
-
-
-def check_is_number(name: str, value: Any) -> None:
-    """Check that an option of an optimizer, or what it consists of, is not NaN."""
-    if isinstance(value, tuple | list):
-        for part in value:
-            check_is_number(name, part)
-    is_nan = isinstance(value, float) and math.isnan(value)
-    if is_nan or (isinstance(value, Tensor) and bool(value.isnan().any())):
-        raise ValueError(f"the option '{name}' of an optimizer is NaN")
 
 
 def _is_equal(reader: CheckpointReader, names: tuple[str, str], target: Tensor) -> bool:
@@ -427,17 +382,6 @@ def compare_names(group: HostGroup, folder: Path, lists: list[NameLists]) -> Non
                     f"{folder} has other {each.what} than the model; {'; '.join(parts)}. Pass "
                     "strict=False to load the common ones."
                 )
-
-
-def _compare_groups(reader: CheckpointReader, own: list[list[str]], stored: list[Any]) -> None:
-    group_of = {fqn: number for number, group in enumerate(stored) for fqn in group["params"]}
-    for number, fqns in enumerate(own):
-        found = {group_of[fqn] for fqn in fqns if fqn in group_of}
-        if len(found) > 1:
-            raise ValueError(
-                f"parameter group {number} of the optimizer has parameters of the groups "
-                f"{sorted(found)} in {reader.folder}: build the optimizer with the same groups"
-            )
 
 
 def _listing(names: list[str]) -> str:

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from composable_shard.checkpoint import files
 from composable_shard.checkpoint.draft import (
-    _LEVELS,
     Draft,
     Item,
     SaveArguments,
@@ -58,9 +57,6 @@ from composable_shard.checkpoint.reader import list_checkpoints, read_history
 from composable_shard.comm import HostGroup
 from composable_shard.layout import whole_box
 from composable_shard.tensor import local_part
-
-_LEVELS |= {"scheduler_kinds": 1, "optimizer_kinds": 1}
-
 
 LOCK_TIMEOUT_S = 300.0
 _LOCK_INTERVAL_S = 0.02

@@ -27,7 +27,7 @@ from composable_shard import (
 from composable_shard.checkpoint.file_format import checksums
 from composable_shard.checkpoint.reader import CheckpointReader
 from tests.helpers import assert_equal, run_ranks
-from tests.models import every_granularity, full_tensor_of, in_two_passes
+from tests.models import every_granularity, full_tensor_of
 
 # --- from any layout to any other ---
 
@@ -190,8 +190,7 @@ def _load_zoos(layout: str, folders: list[Path]) -> None:
         options = optimizers["adamw"].param_groups[0]
         options["weight_decay"] = 0.7
         objects = list(model.parameters())
-        with in_two_passes():
-            load_checkpoint(folder, model, optimizers)
+        load_checkpoint(folder, model, optimizers)
         assert [id(param) for param in model.parameters()] == [id(param) for param in objects]
         assert optimizers["adamw"].param_groups[0]["weight_decay"] == 0.1
         with_state = {id(param) for each in optimizers.values() for param in each.state}

@@ -34,7 +34,7 @@ from composable_shard.layout import Region
 from composable_shard.state_dict.json_tree import decode, encode, merge
 from composable_shard.tensor.operands import find_places
 from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import Net, in_two_passes, rank_input, shard_blocks
+from tests.models import Net, rank_input, shard_blocks
 
 # --- reading ---
 
@@ -125,18 +125,6 @@ _FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "outside of the tensor": (lambda c: _first_piece(c).__setitem__(3, 10**9), "is outside"),
     "negative": (lambda c: _first_piece(c).__setitem__(1, -8), "at least 0, got -8"),
     "no checksums": (lambda c: _first_piece(c).__setitem__(4, ""), "number of checksums"),
-    "pieces twice": (
-        lambda c: c["tensors"]["model/inp.weight"]["pieces"].append(_first_piece(c)),
-        "pieces of 'model/inp.weight' overlap",
-    ),
-    "one piece twice in place of another": (
-        lambda c: c["tensors"]["model/inp.weight"]["pieces"].__setitem__(1, _first_piece(c)),
-        "pieces of 'model/inp.weight' overlap",
-    ),
-    "a step that is a list": (
-        lambda c: c["tree"]["optimizer"][""]["state"]["inp.weight"].update(step=[[]]),
-        "optimizer state 'step' of 'inp.weight' is a list",
-    ),
     "other bytes as generators": (
         lambda c: c["tensors"].update(
             {f"rng/{rank}": c["tensors"]["optimizer/state/inp.weight/step"] for rank in range(2)}
@@ -164,8 +152,7 @@ _FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 def _refuse_all(root: Path, names: list[str]) -> list[str]:
-    with in_two_passes():
-        return [_refused_load(root / name) for name in names]
+    return [_refused_load(root / name) for name in names]
 
 
 def test_damage_is_named_and_nothing_is_changed(tmp_path: Path) -> None:
@@ -252,7 +239,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     groups = [{"params": list(model.inp.parameters())}, {"params": list(model.out.parameters())}]
     save_checkpoint(tmp_path, model, torch.optim.SGD(groups, lr=1.0), step=2)
     params = [*model.inp.parameters(), *model.out.parameters()]
-    with pytest.raises(ValueError, match=r"group 0 .* has parameters of the groups \[0, 1\]"):
+    with pytest.raises(ValueError, match="are in different groups of the state dict"):
         load_checkpoint(tmp_path, model, torch.optim.SGD(params, lr=1.0))
     with torch.device("meta"):
         unborn = Net()
@@ -503,11 +490,6 @@ def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
             save_checkpoint(tmp_path, model, step=1)
         with pytest.raises(ValueError, match=f"does not fit the model: 'buffer' .*{text}"):
             load_checkpoint(path, model)
-    del model.buffer
-    for param in model.parameters():
-        optimizer.state[param]["step"] = None
-    with pytest.raises(ValueError, match=r"the optimizer state 'step' of '.*' is a NoneType"):
-        save_checkpoint(tmp_path, model, optimizer, step=1)
 
 
 # --- parts ---

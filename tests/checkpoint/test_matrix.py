@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from composable_shard import (
     save_checkpoint,
 )
 from tests.helpers import run_ranks
-from tests.models import EVERYWHERE, Net, in_two_passes
+from tests.models import EVERYWHERE, Net
 
 _DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
@@ -140,11 +139,10 @@ def _save_everything(path: Path) -> dict[str, str]:
 
 
 def _load_everything(path: Path, options: dict[str, bool]) -> tuple[dict[str, str], ...]:
-    is_large = options.pop("is_large", False)
     run = _EverythingRun(1, dist.get_rank(), **options)
     before = {} if options.get("is_meta") else run.observe()
     kept = run.model.hidden
-    with warnings.catch_warnings(), in_two_passes() if is_large else nullcontext():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a scheduler before the optimizer's first step
         loaded = load_checkpoint(
             path, run.model, run.optimizer, scheduler=run.scheduler, scaler=run.scaler
@@ -161,7 +159,6 @@ _NOT_SAVED = ("buffers with `persistent=False`", "gradients", "`requires_grad`")
 _COLUMNS: dict[str, tuple[int, dict[str, bool]]] = {
     "a fresh run": (2, {"is_used": False}),
     "a used run": (2, {}),
-    "a large one": (2, {"is_large": True}),
     "a run on meta": (2, {"is_meta": True}),
     "1 rank": (1, {}),
     "3 ranks": (3, {}),

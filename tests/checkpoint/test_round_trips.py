@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from tests.models import (
     FROM_RANK0,
     Net,
     Tied,
-    in_two_passes,
     loss_of,
     make_net,
     shard_blocks,
@@ -158,25 +157,24 @@ def _meta_by_default() -> Iterator[None]:
 @pytest.mark.parametrize("mode", [torch.inference_mode, _meta_by_default])
 @distributed(2)
 def test_neither_inference_mode_nor_the_default_device_counts(mode: Any, tmp_path: Path) -> None:
-    """Of the caller: what comes back can be trained, and lies where it lay; read in either way."""
+    """Of the caller: what comes back can be trained, and lies where it lay."""
     model = make_net(granularity="row")
     model.register_module("norm", nn.BatchNorm1d(3, affine=False))
     optimizer = _OPTIMIZERS["tensor lr"](model)
     _take_step(model, optimizer, 0)
     with mode():
         save_checkpoint(tmp_path, model, optimizer, step=1, extra=[1.5])
-    for context in (nullcontext, in_two_passes):
-        other = make_net()
-        other.register_module("norm", nn.BatchNorm1d(3, affine=False))
-        resumed = _OPTIMIZERS["tensor lr"](other)
-        with mode(), context():
-            load_checkpoint(tmp_path, other, resumed)
-        for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
-            assert_equal(b.full_tensor(), a.full_tensor(), name)
-            found, moment = resumed.state[b]["exp_avg"], optimizer.state[a]["exp_avg"]
-            assert_equal(found.full_tensor(), moment.full_tensor(), name)
-            assert not found.is_inference()
-        _take_step(other, resumed, 1)
+    other = make_net()
+    other.register_module("norm", nn.BatchNorm1d(3, affine=False))
+    resumed = _OPTIMIZERS["tensor lr"](other)
+    with mode():
+        load_checkpoint(tmp_path, other, resumed)
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert_equal(b.full_tensor(), a.full_tensor(), name)
+        found, moment = resumed.state[b]["exp_avg"], optimizer.state[a]["exp_avg"]
+        assert_equal(found.full_tensor(), moment.full_tensor(), name)
+        assert not found.is_inference()
+    _take_step(other, resumed, 1)
 
 
 @distributed(2)
@@ -361,21 +359,6 @@ def test_extra_state_comes_from_the_first_rank(kind: str) -> None:
     assert repr(other.extra) == repr(saved)
 
 
-_BROKEN_OPTIONS = {"lr": float("nan"), "betas": (0.9, float("nan")), "eps": torch.tensor(torch.nan)}
-
-
-@pytest.mark.parametrize("name", _BROKEN_OPTIONS)
-@distributed(2)
-def test_an_option_that_is_nan_is_refused_at_save(name: str, tmp_path: Path) -> None:
-    """A load would refuse it, so a save does."""
-    model = make_net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.param_groups[0][name] = _BROKEN_OPTIONS[name]
-    with pytest.raises(ValueError, match=f"the option '{name}' of an optimizer is NaN"):
-        save_checkpoint(tmp_path, model, optimizer, step=1)
-    assert list(tmp_path.iterdir()) == []
-
-
 def _run(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
     """Return a model, its optimizer, and the scheduler or scaler of that kind."""
     model = make_net()
@@ -385,7 +368,6 @@ def _run(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
         "step": {"scheduler": schedulers.StepLR(optimizer, 3)},
         "cosine": {"scheduler": schedulers.CosineAnnealingLR(optimizer, 10)},
         "scaler": {"scaler": ShardedGradScaler("cpu", init_scale=8.0)},
-        "disabled scaler": {"scaler": ShardedGradScaler("cpu", enabled=False)},
         "raising": {"scheduler": [schedulers.StepLR(optimizer, 3), _Raises()]},
         "lambda": {"scheduler": schedulers.LambdaLR(optimizer, lambda step: 0.9**step)},
         "factor": {"scheduler": schedulers.MultiplicativeLR(optimizer, lambda step: 0.9)},
@@ -422,8 +404,6 @@ _REFUSED = [
         "in other turn",
         r"of \(ConstantLR, StepLR\) but of a .* of \(StepLR, ConstantLR\)",
     ),
-    ("disabled scaler", "scaler", "source state dict is empty"),
-    ("raising", "raising", "takes nothing"),
     ("none", "step", "expected the same schedulers"),
     ("raising", "step", "expected the same schedulers"),
 ]
@@ -474,8 +454,8 @@ class _MayRefuse(_HasExtra):
 
 @pytest.mark.parametrize("who", ["the model", "the optimizer"])
 @distributed(2)
-def test_code_of_users_that_raises_on_one_rank_undoes_the_load(who: str, tmp_path: Path) -> None:
-    """A module's `set_extra_state`, an optimizer's hook: all ranks raise, nothing has changed."""
+def test_code_of_users_that_raises_on_one_rank_raises_on_all(who: str, tmp_path: Path) -> None:
+    """A module's `set_extra_state`, an optimizer's hook: the error says to load again."""
     torch.manual_seed(0)
     is_odd = dist.get_rank() == 1
     model = _MayRefuse(3)
@@ -486,15 +466,13 @@ def test_code_of_users_that_raises_on_one_rank_undoes_the_load(who: str, tmp_pat
     save_checkpoint(tmp_path, model, optimizers, scheduler=scheduler, step=1)
     model.is_refusing = is_odd and who == "the model"
     if is_odd and who == "the optimizer":
-        optimizers[1].register_load_state_dict_post_hook(_Raises().load_state_dict)
-    _take_step(model, optimizers[0], 1)
-    scheduler.step()
-    model.extra = 4
-    parts: list[Any] = [model, *optimizers, scheduler]
-    before = repr([copy.deepcopy(each.state_dict()) for each in parts])
-    with pytest.raises(RuntimeError, match="takes nothing"):
+        hook = optimizers[1].register_load_state_dict_post_hook(_Raises().load_state_dict)
+    with pytest.raises(RuntimeError, match=r"takes nothing.* Call load_checkpoint again"):
         load_checkpoint(tmp_path, model, optimizers, scheduler=scheduler)
-    assert repr([each.state_dict() for each in parts]) == before
+    model.is_refusing = False
+    if is_odd and who == "the optimizer":
+        hook.remove()
+    load_checkpoint(tmp_path, model, optimizers, scheduler=scheduler)
 
 
 @distributed(2)
@@ -564,16 +542,14 @@ def test_a_module_that_raises_while_it_is_loaded_says_what_was_loaded(
     state: Any = (tmp_path, model, optimizer) if way == "load_checkpoint" else saved
     if way == "from rank 0" and dist.get_rank() > 0:
         state = {}
-    before = repr(optimizer.state_dict())
     handle = None
     for hooked in (False, True):
         model[2].is_refusing = dist.get_rank() == 1 and not hooked
         if hooked and dist.get_rank() == 1:
             handle = model[2].register_load_state_dict_post_hook(_refuse)
-        text = r"takes nothing.*New values are in .*\['Sequential', '2', .*Load again"
+        text = r"takes nothing.*Some values are new, others are not\. Load again"
         with pytest.raises(RuntimeError, match=text):
             _LOADS[way](model, state)
-        assert repr(optimizer.state_dict()) == before
     if handle is not None:
         handle.remove()
     _LOADS[way](model, state)

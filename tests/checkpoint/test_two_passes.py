@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from composable_shard.checkpoint.file_format import checksums
 from composable_shard.checkpoint.reader import CheckpointReader
 from composable_shard.state_dict import prepare_load
 from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import in_two_passes
 
 _CHUNK = 1 << 18
 
@@ -67,7 +65,7 @@ def test_a_load_takes_no_memory_beyond_the_run(kind: str, tmp_path: Path) -> Non
     model, optimizer = _trained(1, **_KINDS[kind])
     model(torch.ones(1, 256))  # SHARD_GRAD_OP keeps full values
     places = [each.data_ptr() for each in _places(model, optimizer) if each.numel() > 1]
-    with in_two_passes(), peak_bytes() as memory:
+    with peak_bytes() as memory:
         loaded = load_checkpoint(tmp_path, model, optimizer)
     values = _places(model, optimizer)
     for value, other in zip(values, expected, strict=True):
@@ -105,7 +103,7 @@ def test_values_are_read_into_any_memory(is_sharded: bool, tmp_path: Path) -> No
         fully_shard(model.lin, granularity="row")
         fully_shard(model.conv)
     strides = [each.stride() for each in model.state_dict().values()]
-    with pytest.MonkeyPatch.context() as patch, in_two_passes():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("composable_shard.checkpoint.reader._BLOCK_NUMEL", 101)
         load_checkpoint(tmp_path, model)
     assert [each.stride() for each in model.state_dict().values()] == strides
@@ -124,7 +122,7 @@ def test_a_model_that_shows_full_parameters_is_refused_before_anything_changes(
     model, optimizer = _trained(1, granularity="row")
     before = [each.clone() for each in _places(model, optimizer)]
     unshard(model)
-    with in_two_passes(), pytest.raises(RuntimeError, match=r"shows its full .* Call reshard"):
+    with pytest.raises(RuntimeError, match=r"shows its full .* Call reshard"):
         load_checkpoint(tmp_path, model, optimizer)
     reshard(model)
     for value, other in zip(_places(model, optimizer), before, strict=True):
@@ -167,7 +165,7 @@ def test_only_a_file_that_has_changed_is_verified_twice(event: str, tmp_path: Pa
         sums[-1:] = [sums[-1] + len(found)] if sums else [len(found)]
         return found
 
-    with pytest.MonkeyPatch.context() as patch, in_two_passes():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointReader, "read_into", read)
         patch.setattr("composable_shard.checkpoint.api.prepare_load", prepare)
         patch.setattr("composable_shard.checkpoint.reader.checksums", count)
@@ -186,14 +184,12 @@ def test_only_a_file_that_has_changed_is_verified_twice(event: str, tmp_path: Pa
 @pytest.mark.parametrize("failing", [1, 5])
 @distributed(2)
 def test_a_second_read_that_fails_is_an_error_on_all_ranks(failing: int, tmp_path: Path) -> None:
-    """It says what has changed; options and step counts are as before, and another load works."""
+    """It says what may have changed, and another load works."""
     model, optimizer = _trained(0, granularity="row")
     optimizer.param_groups[0]["lr"] = 0.5
     save_checkpoint(tmp_path, model, optimizer, step=1)
     saved = [each.clone() for each in _places(model, optimizer)]
     model, optimizer = _trained(1, granularity="row")
-    before = copy.deepcopy(optimizer.state_dict()["param_groups"])
-    step = next(iter(optimizer.state.values()))["step"]
     read_into, calls = CheckpointReader.read_into, []
 
     def fail(reader: CheckpointReader, name: str, place: Tensor) -> None:
@@ -202,18 +198,15 @@ def test_a_second_read_that_fails_is_an_error_on_all_ranks(failing: int, tmp_pat
             raise ValueError("a file is damaged: its bytes do not match their checksum")
         read_into(reader, name, place)
 
-    with pytest.MonkeyPatch.context() as patch, in_two_passes():
+    with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(CheckpointReader, "read_into", fail)
-        text = r"cut off in the middle: a file is damaged.* partly the checkpoint's now"
+        text = r"cut off in the middle: a file is damaged.* may have the checkpoint's state now"
         with pytest.raises(RuntimeError, match=rf"on ranks \[1\]: the load .*{text}"):
             load_checkpoint(tmp_path, model, optimizer)
-    assert optimizer.state_dict()["param_groups"] == before
-    assert next(iter(optimizer.state.values()))["step"] is step
     model(torch.ones(1, 256)).sum().backward()  # no rank waits for another
     optimizer.zero_grad()
-    with in_two_passes():
-        load_checkpoint(tmp_path, model, optimizer)
+    load_checkpoint(tmp_path, model, optimizer)
     for value, other in zip(_places(model, optimizer), saved, strict=True):
         assert_equal(value, other)
     assert optimizer.param_groups[0]["lr"] == 0.5
