@@ -1,17 +1,14 @@
 """Atomic, resumable checkpoint directories.
 
-Read `api`, `file_format` and `writer` first.
+Read `saving`, `loading` and `file_format` first.
 """
 
-from composable_shard.checkpoint.api import (
-    CheckpointSave,
-    LoadedCheckpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from composable_shard.checkpoint.background_save import CheckpointSave
 from composable_shard.checkpoint.file_format import byte_view
 from composable_shard.checkpoint.files import sync_path
+from composable_shard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint
+from composable_shard.checkpoint.saving import save_checkpoint
 from composable_shard.checkpoint.whole import (
     open_checkpoint,
     read_model,

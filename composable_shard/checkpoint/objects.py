@@ -154,6 +154,11 @@ def _num_groups(state: Any) -> list[int]:
 # Random number generators
 
 
+def rng_name(rank: int) -> str:
+    """Return the name of the tensor with the states of a rank's generators."""
+    return f"rng/{rank}"
+
+
 def get_rng_state() -> dict[str, Any]:
     """Return the states of Python, of torch, of its accelerator, and of numpy if it is loaded."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}

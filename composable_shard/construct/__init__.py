@@ -1,8 +1,8 @@
 """`fully_shard`: validate, plan, build, hook.
 
-Read `plan` (what will change), then `api` (the public function, and the change).
+Read `plan` (what will change), then `forming` (the public function, and the change).
 """
 
-from composable_shard.construct.api import find_shard_group, form_unit, fully_shard
 from composable_shard.construct.build import group_params, lay_out
+from composable_shard.construct.forming import find_shard_group, form_unit, fully_shard
 from composable_shard.construct.plan import Plan, plan_unit

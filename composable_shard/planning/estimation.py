@@ -10,8 +10,8 @@ from torch import nn
 from typing_extensions import Unpack
 
 from composable_shard.options import OptionsDict, ShardingStrategy
-from composable_shard.planning.api import plan_model, step_memory
 from composable_shard.planning.fake_run import find_peaks, moments_of, run_fake_step
+from composable_shard.planning.model_plan import plan_model, step_memory
 from composable_shard.planning.rules import Rules, by_class, transformer_blocks
 from composable_shard.planning.sharding_plan import ShardingPlan, format_nbytes, format_table
 

@@ -1,18 +1,15 @@
 """Save and load by FQN: model and optimizer state, full or sharded.
 
-Read `api`, `model_state` and `optimizer_state` first.
+Read `model_dict`, `model_state` and `optimizer_reading` first.
 """
 
 from composable_shard.state_dict import json_tree
-from composable_shard.state_dict.api import (
+from composable_shard.state_dict.gathering import Shares, gather_full
+from composable_shard.state_dict.model_dict import (
     check_values,
     get_model_state_dict,
-    get_optimizer_state_dict,
-    iter_full_params,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
-from composable_shard.state_dict.full_values import Shares, gather_full
 from composable_shard.state_dict.model_state import (
     adopt_new_data,
     load_values,
@@ -32,11 +29,12 @@ from composable_shard.state_dict.model_tensors import (
     mesh_groups,
     params_by_fqn,
 )
-from composable_shard.state_dict.optimizer_state import (
-    Group,
+from composable_shard.state_dict.optimizer_groups import Group, own_tensors, view_optimizers
+from composable_shard.state_dict.optimizer_loading import (
     keeps_tensors,
-    own_tensors,
     prepare_load,
-    view_optimizers,
+    set_optimizer_state_dict,
 )
+from composable_shard.state_dict.optimizer_reading import get_optimizer_state_dict
+from composable_shard.state_dict.param_iteration import iter_full_params
 from composable_shard.state_dict.torch_calls import check_torch_call, show_whole_values

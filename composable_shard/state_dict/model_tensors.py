@@ -271,6 +271,11 @@ class ModelTensors:
         self._model = model
         self._computed: dict[str, Tensor] = {}
 
+    def ranks(self, group: dist.ProcessGroup | None) -> Ranks:
+        """Return the ranks that share the model, or those of a group."""
+        groups = mesh_groups(self.handles) if group is None else [group]
+        return Ranks(groups, self.handles[0].shard_group.device)
+
     def check_none_stays_meta(self, given: Container[str]) -> None:
         """Check that everything on the meta device will get values, given or computed."""
         lost = [

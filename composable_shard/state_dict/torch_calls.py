@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 from composable_shard.options import StateDictOptions
 from composable_shard.runtime import ShardState
 from composable_shard.state_dict.model_state import check_shows_originals
-from composable_shard.state_dict.optimizer_state import cut_state, read_optimizers, view_optimizers
+from composable_shard.state_dict.optimizer_groups import view_optimizers
+from composable_shard.state_dict.optimizer_loading import cut_state
+from composable_shard.state_dict.optimizer_reading import get_optimizer_state_dict
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import running
 
@@ -92,8 +94,7 @@ class _OneCall:
         vars(optimizer).pop(_HOOK).remove()
         model, on_host = call["model"], call["info"].cpu_offload
         options = StateDictOptions(full_state_dict=True, cpu_offload=on_host, rank0_only=on_host)
-        with torch.no_grad():
-            whole = read_optimizers(model, [optimizer], options).get("state", {})
+        whole = get_optimizer_state_dict(model, optimizer, options=options).get("state", {})
         names = [m.fqn for group in view_optimizers(model, [optimizer]) for m in group.members]
         return {**state, "state": {i: whole[fqn] for i, fqn in enumerate(names) if fqn in whole}}
 

@@ -167,7 +167,7 @@ def test_only_a_file_that_has_changed_is_verified_twice(event: str, tmp_path: Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointReader, "read_into", read)
-        patch.setattr("composable_shard.checkpoint.api.prepare_load", prepare)
+        patch.setattr("composable_shard.checkpoint.loading.prepare_load", prepare)
         patch.setattr("composable_shard.checkpoint.reader.checksums", count)
         if event.startswith("written"):
             with pytest.raises(RuntimeError, match=r"cut off in the middle: .*their checksum"):

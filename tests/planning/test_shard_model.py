@@ -28,7 +28,7 @@ from composable_shard import (
     shard_model,
 )
 from composable_shard.planning import by_class, by_size, transformer_blocks
-from composable_shard.planning.api import choose_units
+from composable_shard.planning.model_plan import choose_units
 from composable_shard.planning.rules import compile_glob, parse_rules
 from composable_shard.runtime.initialization import describe_options
 from composable_shard.runtime.tree import ModuleTree

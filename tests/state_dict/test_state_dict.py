@@ -49,7 +49,7 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm import devices
-from composable_shard.state_dict import full_values
+from composable_shard.state_dict import gathering
 from tests.helpers import assert_equal, device, distributed, peak_bytes
 from tests.models import (
     EVERYWHERE,
@@ -173,7 +173,7 @@ _WAYS = {
 @contextmanager
 def _receiving(way: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(full_values, "_MIN_ALONE_NBYTES", _WAYS[way][0])
+        patch.setattr(gathering, "_MIN_ALONE_NBYTES", _WAYS[way][0])
         patch.setattr(devices, "MAX_EXCHANGE_SIZE", _WAYS[way][1])
         yield
 
@@ -241,7 +241,7 @@ def test_gathers_that_nobody_waits_for_do_not_disturb_the_next_ones() -> None:
     model = seeded(Net)
     shard_blocks(model)
     with _receiving("alone"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(full_values._Arrival, "finish", _run_out_of_memory)
+        patch.setattr(gathering._Arrival, "finish", _run_out_of_memory)
         with pytest.raises(MemoryError):
             get_model_state_dict(model, options=EVERYWHERE)
     assert_holds(get_model_state_dict(model, options=EVERYWHERE), seeded(Net))

@@ -1,20 +1,20 @@
-"""`save_checkpoint` and `load_checkpoint`."""
+"""`load_checkpoint`."""
 
 from __future__ import annotations
 
 import json
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from composable_shard.checkpoint.draft import ModelOwners, SaveArguments, check_same, list_items
+from composable_shard.checkpoint.background_save import quiet_group
+from composable_shard.checkpoint.draft import check_same
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.objects import (
     Change,
@@ -24,13 +24,9 @@ from composable_shard.checkpoint.objects import (
     check_names,
     check_rng_state,
     find_stored,
-    get_rng_state,
-    kind_of,
-    optimizer_kinds,
+    rng_name,
     set_rng_state,
     stage_objects,
-    take_parts,
-    wraps_state,
 )
 from composable_shard.checkpoint.reader import (
     CheckpointReader,
@@ -44,71 +40,17 @@ from composable_shard.checkpoint.run_state import (
     StagedOptimizer,
     check_optimizers,
     compare_names,
-    describe_model,
     list_names,
 )
-from composable_shard.checkpoint.writer import plan_save, write_checkpoint
-from composable_shard.comm import HostGroup, get_host_group
+from composable_shard.comm import HostGroup
 from composable_shard.options import StateDictOptions, check_path_order
 from composable_shard.state_dict import (
     check_values,
     get_model_state_dict,
-    get_optimizer_state_dict,
     json_tree,
     prepare_load,
     view_optimizers,
 )
-
-
-class CheckpointSave:
-    """A save in the background.
-
-    `wait()` returns the directory when it is published, or raises the save's error, the same on
-    every rank. If nobody waits, the next save or load raises the error. A process waits for its
-    save before it ends. The save's own process group outlives `destroy_process_group()`.
-    """
-
-    def __init__(self, write: Callable[[], Path]) -> None:
-        self._write = write
-        self._path: Path | None = None
-        self._error: Exception | None = None
-        self._is_told = False
-        # Not a daemon: the interpreter joins it before it ends.
-        self._thread = threading.Thread(target=self._run, name="save_checkpoint", daemon=False)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._path = self._write()
-        except Exception as error:
-            self._error = error
-        finally:
-            del self._write  # with the copies of the values
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait()` returns at once."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> Path:
-        """Wait until the checkpoint is published, and return its directory.
-
-        Raises:
-            RuntimeError: If it could not be written.
-        """
-        self._thread.join()
-        if self._error is not None:
-            self._is_told = True
-            raise RuntimeError(f"a checkpoint was not saved: {self._error}") from self._error
-        assert self._path is not None
-        return self._path
-
-    def untold_error(self) -> Exception | None:
-        """Wait; return the error if no call has raised it yet."""
-        self._thread.join()
-        error = None if self._is_told else self._error
-        self._is_told = True
-        return error
 
 
 @dataclass(frozen=True)
@@ -130,92 +72,6 @@ class LoadedCheckpoint:
     world_size: int
     is_rng_restored: bool
     nbytes_read: int
-
-
-def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: OneOrMore = None,
-    *,
-    step: int,
-    scheduler: OneOrMore = None,
-    scaler: Any = None,
-    extra: Any = None,
-    keep_last: int | None = None,
-    async_op: bool = False,
-) -> Path | CheckpointSave:
-    """Save the state of a run as a new directory in `path`; call it on all ranks.
-
-    Each rank writes its own shards, and replicated values are written once; nothing is gathered.
-    Ranks may own different parameters (pipeline stages, expert parallelism): the checkpoint has
-    what any rank has, and loads on another split.
-    The states of random number generators (Python, torch, the accelerator, numpy if loaded) are
-    saved for each rank. The directory appears, and `load_checkpoint` finds it, only when all of it
-    is on disk, so an interrupted save leaves the previous checkpoint in place. While another job
-    saves into `path`, rank 0 waits for it. The first call makes a gloo group of all ranks for
-    communication. Call it between steps, not inside `unshard_params`.
-
-    Args:
-        path: The directory of all checkpoints of the run, on a file system that all ranks share; a
-            relative one is rank 0's.
-        model: The model, sharded or not.
-        optimizer: An optimizer of its parameters, or a list or dict of several.
-        step: Number of steps taken.
-        scheduler: A learning rate scheduler, or a list or dict of several; anything with a
-            `state_dict()`.
-        scaler: A `torch.amp.GradScaler`, or anything with a `state_dict()`.
-        extra: Numbers, strings, bytes, None, tensors, and lists, tuples, sets and dicts of them,
-            for example the position in the data. Rank 0's is saved.
-        keep_last: Keep only the last n checkpoints of this run, and of the one it was loaded from.
-            Default: keep all.
-        async_op: Copy this rank's part to host memory and return; a thread writes it. At most one
-            such copy exists: the next call waits for the previous save.
-
-    Returns:
-        The checkpoint's directory; with `async_op` a `CheckpointSave` to wait for, also after
-        `destroy_process_group()`.
-
-    Raises:
-        ValueError: For a value that can't be saved, if ranks pass different arguments, or if they
-            have different tensors under one name.
-        RuntimeError: If this save, or an earlier one in the background, could not be written. On
-            all ranks, and nothing is left behind.
-    """
-    check_path_order(model, path, "save_checkpoint(path, model, optimizer, step=step)")
-    group = _quiet_group()
-    with group.agreed():
-        _check_arguments(step, keep_last)
-        optimizers = as_dict(optimizer)
-        objects = {"scheduler": as_dict(scheduler), "scaler": as_dict(scaler)}
-        tree, tensors = _describe(model, objects, extra, group.rank)
-        model_owners = ModelOwners(model)
-        owners = model_owners.of_model(tree["model"], tensors)
-    with group.agreed():
-        # After the check above, because its collectives use training's groups.
-        check_optimizers(model, optimizers)
-        states = {name: get_optimizer_state_dict(model, each) for name, each in optimizers.items()}
-        tree["optimizer_kinds"] = optimizer_kinds(optimizers)
-        tree["optimizer"] = {}
-        for name, state in states.items():
-            own: dict[str, Tensor] = {}
-            if wraps_state(optimizers[name]):
-                state["parts"] = take_parts(state["state"])
-            encoded = json_tree.encode(state, _prefix("optimizer", name), own)
-            tree["optimizer"][name] = encoded
-            tensors |= own
-            owners |= model_owners.of_optimizer(encoded, own)
-        items = list_items(tensors, owners)
-    plan = plan_save(group, step, tree, items, SaveArguments(os.fspath(path), keep_last, async_op))
-    error: Exception | None = None
-    if not async_op:
-        return write_checkpoint(group, plan, keep_last, None)
-    try:
-        plan.copy_to_host()
-    except Exception as caught:  # out of memory: raised on all ranks in the background
-        error = caught
-    save = CheckpointSave(lambda: write_checkpoint(group, plan, keep_last, error))
-    group.take_pending(save)
-    return save
 
 
 def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
@@ -259,7 +115,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             again.
     """
     check_path_order(model, path, "load_checkpoint(path, model, optimizer)")
-    group = _quiet_group()
+    group = quiet_group()
     told = group.all_messages({"step": step, "strict": strict})
     with group.agreed():
         check_same(told, "step", "strict")
@@ -301,61 +157,6 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         rng_state is not None,
         reader.nbytes_read,
     )
-
-
-# Before both
-
-
-def _quiet_group() -> HostGroup:
-    """Return the group of all ranks when no save uses it; raise the error of one that failed."""
-    group = get_host_group()
-    pending: CheckpointSave | None = group.take_pending(None)
-    error = None if pending is None else pending.untold_error()
-    if error is not None:
-        error = RuntimeError(f"the save before this call failed: {error}")
-    group.agree(error)
-    return group
-
-
-def _check_arguments(step: int, keep_last: int | None) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
-        raise ValueError(f"expected step to be the number of steps taken, got {step!r}")
-    if keep_last is not None and keep_last < 1:
-        raise ValueError(f"expected keep_last to be at least 1, or None for all, got {keep_last}")
-
-
-# Saving
-
-
-def _describe(
-    model: nn.Module, objects: dict[str, dict[str, Any]], extra: Any, rank: int
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the tree of all values but the optimizers', and this rank's tensors by name."""
-    tensors: dict[str, Tensor] = {}
-    tree: dict[str, Any] = {"model": describe_model(model, tensors)}
-    for kind, named in objects.items():
-        tree[kind] = {
-            name: json_tree.encode(each.state_dict(), _prefix(kind, name), tensors)
-            for name, each in named.items()
-        }
-    tree["scheduler_kinds"] = {name: kind_of(each) for name, each in objects["scheduler"].items()}
-    # The other ranks' is checked, and not saved.
-    tree["extra"] = json_tree.encode(extra, "extra", tensors if rank == 0 else {})
-    # Only the rank that wrote it reads it, so it is not in the tree, which all ranks read.
-    text = json.dumps(json_tree.encode(get_rng_state(), "rng", {})).encode()
-    tensors[_rng_name(rank)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return tree, tensors
-
-
-def _prefix(kind: str, name: str) -> str:
-    return f"{kind}/{name}" if name else kind
-
-
-def _rng_name(rank: int) -> str:
-    return f"rng/{rank}"
-
-
-# Loading
 
 
 @contextmanager
@@ -434,7 +235,7 @@ def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:
 
 
 def _read_rng_state(reader: CheckpointReader, group: HostGroup) -> dict[str, Any] | None:
-    name = _rng_name(group.rank)
+    name = rng_name(group.rank)
     # A converted checkpoint has none.
     if reader.metadata.world_size != group.size or name not in reader.metadata.tensors:
         return None

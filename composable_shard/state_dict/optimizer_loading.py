@@ -1,10 +1,8 @@
-"""Optimizers by parameter name: their groups and their state, and how any form of it is loaded."""
+"""How optimizers load state of any form by parameter name."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,282 +10,66 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_shard.comm import HOST, all_bytes
-from composable_shard.flat_param import FlatParamHandle
 from composable_shard.optim import find_scalar_keys
 from composable_shard.options import StateDictOptions
-from composable_shard.state_dict.full_values import Shares, copied, gather_full, scatter_full
-from composable_shard.state_dict.model_tensors import (
-    ManagedParam,
-    ModelRanks,
-    by_handle,
-    canonical,
-    params_by_fqn,
+from composable_shard.state_dict.gathering import (
+    scatter_full,
 )
-from composable_shard.state_dict.packed_values import from_bytes, pack, to_bytes, unpack
+from composable_shard.state_dict.model_tensors import (
+    ModelRanks,
+)
+from composable_shard.state_dict.optimizer_groups import (
+    Group,
+    Optimizers,
+    States,
+    as_list,
+    group_kinds,
+    names_by_handle,
+    view_optimizers,
+)
 from composable_shard.tensor import (
     FlatShard,
-    ShardSpec,
     cloned,
     has_fitting_shape,
     is_owned_by_other_rank,
     needs_gather,
     slice_given,
 )
-from composable_shard.torch_private import is_traceable_wrapper_subclass, load_hooks_of
-
-States = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Member:
-    """One parameter of an optimizer."""
-
-    param: Tensor  # the object that the optimizer holds
-    fqn: str
-    managed: ManagedParam | None = None  # None for a plain parameter
+from composable_shard.torch_private import (
+    is_traceable_wrapper_subclass,
+    load_hooks_of,
+)
 
 
-@dataclass(frozen=True)
-class Group:
-    """One of an optimizer's `param_groups`."""
-
-    optimizer: Optimizer
-    options: dict[str, Any]  # everything but its parameters
-    members: list[Member]
-    fqns: list[str]  # names of its parameters, in the model's order
-
-
-def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Group]:
-    """Return the groups of all optimizers, empty ones too, with the parameters' names."""
-    members = _members(model)
-    order = {canonical(name): i for i, name in enumerate(model.state_dict())}
-    groups = []
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            options = {key: value for key, value in group.items() if key != "params"}
-            unknown = [i for i, param in enumerate(group["params"]) if id(param) not in members]
-            if unknown:
-                raise ValueError(
-                    f"expected an optimizer over the model's parameters, and the parameters "
-                    f"{unknown} of its group {number} are not among them. Pass the model that it "
-                    "was built for, and build it from model.parameters()."
-                )
-            found = [members[id(param)] for param in group["params"]]
-            fqns = [member.fqn for member in found]
-            # The optimizer's own order may differ between ranks: `set(params)` has one by address.
-            fqns.sort(key=lambda fqn: (order.get(fqn, len(order)), fqn))
-            groups.append(Group(optimizer, options, found, fqns))
-    return groups
-
-
-def _members(model: nn.Module) -> dict[int, Member]:
-    found = {id(p): Member(p, canonical(name)) for name, p in model.named_parameters()}
-    for managed in params_by_fqn(model).values():
-        sharded = managed.entry.sharded
-        found[id(sharded)] = Member(sharded, managed.names[0], managed)
-    return found
-
-
-def state_of(member: Member, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state of one parameter.
-
-    Empty for a parameter that another rank owns whole: no step updates Adagrad's state here.
-    """
-    state = optimizer.state.get(member.param, {})
-    if is_owned_by_other_rank(member.param):
-        return {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor | int | float | str | None):
-            raise NotImplementedError(
-                f"the optimizer state '{name}' of '{member.fqn}' is a {type(value).__name__}, "
-                "which belongs to several parameters, like the history of LBFGS. Only tensors and "
-                "numbers can be saved by parameter name."
-            )
-    return dict(state)
-
-
-def own_tensors(groups: Iterable[Group]) -> States:
-    """Return the tensors of optimizers' state by name."""
-    return {
-        member.fqn: {
-            name: value
-            for name, value in state_of(member, group.optimizer).items()
-            if isinstance(value, Tensor)
-        }
-        for group in groups
-        for member in group.members
-    }
-
-
-# Read
-
-
-def names_by_handle(groups: list[Group]) -> dict[FlatParamHandle, dict[int, str]]:
-    """Return the names of the optimizers' managed parameters, by handle and index.
-
-    In an order that is the same on all ranks, which gather and scatter handle by handle.
-    """
-    managed = {member.fqn: member.managed for group in groups for member in group.members}
-    named = ((managed[fqn], fqn) for group in groups for fqn in group.fqns)
-    return by_handle((param, fqn) for param, fqn in named if param is not None)
-
-
-def read_optimizers(
-    model: nn.Module, optimizers: Iterable[Optimizer], options: StateDictOptions
-) -> dict[str, Any]:
-    """Return `{"state": {fqn: {name: value}}, "param_groups": [...]}`; for all ranks together."""
-    ranks = ModelRanks(model)
-    with ranks.agreed():
-        groups = view_optimizers(model, optimizers)
-    if options.full_state_dict and options.rank0_only:
-        ranks.check_one_is_first()
-    with ranks.agreed():
-        found = {m.fqn: state_of(m, group.optimizer) for group in groups for m in group.members}
-    states = {fqn: found[fqn] for group in groups for fqn in group.fqns if found[fqn]}
-    states = _complete(ranks, groups, states, takes_large=options.full_state_dict)
-    device = HOST if options.cpu_offload else None
-    if options.full_state_dict:
-        states = _make_full(ranks, groups, states, device, to_first=options.rank0_only)
-        if options.rank0_only and not ranks.is_first:
-            return {}
-    elif options.cpu_offload:
-        states = {
-            fqn: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
-            for fqn, state in states.items()
-        }
-    param_groups = [{**copy.deepcopy(group.options), "params": group.fqns} for group in groups]
-    return {"state": states, "param_groups": param_groups}
-
-
-def _complete(
-    ranks: ModelRanks, groups: list[Group], states: States, *, takes_large: bool
-) -> States:
-    """Add state that only other ranks have, for parameters that one rank owns whole.
-
-    Shards are empty, numbers and small tensors are copied, and other large tensors are fetched if
-    `takes_large`.
-    """
-    places = {
-        fqn: (handle, handle.entries[index].spec)
-        for handle, names in names_by_handle(groups).items()
-        for index, fqn in names.items()
-    }
-    # A dtype stands for a shard.
-    mine = {
-        fqn: {k: v.dtype if isinstance(v, FlatShard) else v for k, v in states[fqn].items()}
-        for fqn in states.keys() & places.keys()
-    }
-    with ranks.agreed():
-        packed = pack(dict(sorted(mine.items())), {})
-    messages = ranks.all_messages(packed)
-    if len(messages) == 1:
-        return states
-    told: list[States] = [unpack(each) for each in messages]
-    completed: States = {}
-    with ranks.agreed():
-        for fqn in [fqn for group in groups for fqn in group.fqns]:
-            found = {name: value for each in told for name, value in each.get(fqn, {}).items()}
-            found |= states.get(fqn, {})
-            for name, value in found.items():
-                if isinstance(value, torch.dtype):
-                    found[name] = _empty_shard(fqn, name, value, *places[fqn])
-            if found:
-                completed[fqn] = found
-    _fetch_large(told, places, completed, takes_large=takes_large)
-    return completed
-
-
-def _fetch_large(
-    told: list[States],
-    places: dict[str, tuple[FlatParamHandle, ShardSpec]],
-    states: States,
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: Mapping[str, Any],
     *,
-    takes_large: bool,
+    options: StateDictOptions | None = None,
 ) -> None:
-    """Give all ranks the large tensors that only some ranks have, or leave them out."""
-    names = sorted({(fqn, name) for each in told for fqn, state in each.items() for name in state})
-    for fqn, name in names:
-        found = [each.get(fqn, {}).get(name) for each in told]
-        like = next(each for each in found if each is not None)
-        if not isinstance(like, Tensor) or not like.is_meta or None not in found:
-            continue  # small, or on every rank
-        value = states[fqn][name]
-        if takes_large:
-            group = places[fqn][0].shard_group
-            data = all_bytes(group.group, group.device, b"" if value.is_meta else to_bytes(value))
-            if value.is_meta:
-                value = from_bytes(next(filter(None, data)), like).to(group.device)
-            states[fqn][name] = value
-        elif value.is_meta:
-            del states[fqn][name]
+    """Load optimizer state by parameter name; call it on all ranks.
 
+    The state may come from any layout, world size or plain model, and the optimizers may have none
+    yet. Values are whole or sharded in any way. The optimizers' own `load_state_dict` loads them,
+    with its casts and hooks. Options of groups (`lr`, ...) come from the saved group with the same
+    parameters. State that is not in the dict is dropped. With `broadcast_from_rank0` only the first
+    rank passes a dict, of whole tensors.
 
-def _empty_shard(
-    fqn: str, name: str, dtype: torch.dtype, handle: FlatParamHandle, spec: ShardSpec
-) -> FlatShard:
-    start, end = spec.local_range
-    if start < end:
-        raise RuntimeError(
-            f"the optimizer state '{name}' of '{fqn}' is not on all ranks that hold a shard of the "
-            "parameter. Step the optimizer on all ranks."
-        )
-    memory = torch.empty(0, dtype=dtype, device=handle.local_shard.device)
-    return FlatShard(memory, spec)
+    Args:
+        model: The model that the optimizers were built for.
+        optimizers: One or several.
+        optim_state_dict: From `get_optimizer_state_dict`, of any run, or from torch's function of
+            that name.
+        options: Only `strict` and `broadcast_from_rank0` count.
 
-
-def _make_full(
-    ranks: ModelRanks,
-    groups: list[Group],
-    states: States,
-    device: torch.device | None,
-    *,
-    to_first: bool,
-) -> States:
-    full = {fqn: dict(state) for fqn, state in states.items()}
-    names = names_by_handle(groups)
-    for shares, values in gather_full(_shares(names, states), to_first=to_first, device=device):
-        for index, value in values.items():
-            full[names[shares.handle][index]][shares.kind] = value
-    if to_first and not ranks.is_first:
-        return {}
-    return {
-        fqn: {
-            # A copy of the optimizer's own `step`, which later steps change.
-            name: copied(value, device) if value is states[fqn].get(name) else value
-            for name, value in state.items()
-        }
-        for fqn, state in full.items()
-    }
-
-
-def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Iterator[Shares]:
-    """Yield each kind of state of each handle as one shard in the handle's layout."""
-    dtypes = {
-        fqn: {key: value.dtype for key, value in state.items() if isinstance(value, FlatShard)}
-        for fqn, state in states.items()
-    }
-    for handle, fqns in names.items():
-        for (key, dtype), indices in group_kinds(fqns, dtypes).items():
-            shard = torch.zeros_like(handle.local_shard, dtype=dtype)
-            for index in indices:
-                piece = states[fqns[index]][key]._local
-                handle.entries[index].slice_of(shard).copy_(piece)
-            yield Shares(handle, shard, indices, key)
-
-
-def group_kinds(
-    names: Mapping[int, str], dtypes: Mapping[str, Mapping[str, torch.dtype]]
-) -> dict[tuple[str, torch.dtype], list[int]]:
-    """Return the indices of a handle's parameters that have each kind of state: (name, dtype).
-
-    From the parameters' names by index, and the dtypes of each one's sharded state by name.
+    Raises:
+        ValueError: On all ranks, if state is missing, unexpected or wrongly shaped on any rank,
+            naming it; no optimizer has been changed then.
     """
-    kinds: dict[tuple[str, torch.dtype], list[int]] = {}
-    for index, fqn in names.items():
-        for kind in dtypes.get(fqn, {}).items():
-            kinds.setdefault(kind, []).append(index)
-    return kinds
+    options = StateDictOptions.of(options)
+    with torch.no_grad():
+        prepare_load(model, as_list(optimizers), optim_state_dict, options)()
 
 
 _KEPT_OPTIONS = ("params", "param_names")

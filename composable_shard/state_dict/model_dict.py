@@ -1,22 +1,19 @@
-"""State dicts by parameter name, in the formats of torch.distributed.checkpoint.state_dict."""
+"""A model's state dict by name, in the formats of torch.distributed.checkpoint.state_dict."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
 from composable_shard.comm import HOST
-from composable_shard.flat_param import FlatParamHandle
-from composable_shard.optim import init_state
 from composable_shard.options import StateDictOptions
 from composable_shard.runtime import check_whole
-from composable_shard.state_dict.full_values import (
+from composable_shard.state_dict.gathering import (
     Shares,
     copied,
     gather_full,
@@ -29,10 +26,7 @@ from composable_shard.state_dict.model_state import (
     write_shard,
 )
 from composable_shard.state_dict.model_tensors import (
-    ManagedParam,
     ModelRanks,
-    ModelTensors,
-    OtherTensor,
     by_handle,
     canonical,
     check_model_is_idle,
@@ -41,11 +35,8 @@ from composable_shard.state_dict.model_tensors import (
     is_extra_state,
     params_by_fqn,
 )
-from composable_shard.state_dict.optimizer_state import prepare_load, read_optimizers
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import IncompatibleKeys
-
-_Optimizers = Optimizer | Iterable[Optimizer]
 
 
 def get_model_state_dict(
@@ -85,94 +76,7 @@ def get_model_state_dict(
     if options.full_state_dict and not any(h.shown.is_in_scope for h in handles_of(model)):
         with torch.no_grad():
             found, device = _make_full(model, found, options), None
-    return {key: _convert(value, device, options.dtype) for key, value in found.items()}
-
-
-def iter_full_params(
-    model: nn.Module,
-    names: Iterable[str] | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    rank0_only: bool = False,
-    max_nbytes: int = 1 << 30,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and full value of each parameter, for an inference engine or an export.
-
-    A bucket is the parameters of one unit, or one parameter of a unit larger than `max_nbytes`. The
-    next unit is gathered ahead. Besides its shards a rank holds at most two buckets, as long as the
-    caller keeps no value, and their copies where `dtype` or `device` differ. One all-gather for
-    each bucket. Call it and read it to the end on all ranks, and run no step meanwhile.
-
-    Args:
-        model: A model with sharded units, outside of forward, backward and `unshard_params`.
-        names: Yield these parameters alone; the same on all ranks. A tied parameter is yielded
-            once, under the first of its names that is wanted.
-        dtype: Cast floating-point values to it.
-        device: Of the values. Default: the unit's.
-        rank0_only: Yield values on the first rank alone, and nothing on the others.
-        max_nbytes: Units that have more bytes are gathered parameter by parameter.
-
-    Raises:
-        ValueError: For names that no parameter has, or a model without units.
-        RuntimeError: Inside a forward, a backward or `unshard_params`, or after `unshard`.
-        NotImplementedError: With `rank0_only`, if the meshes of the units begin with different
-            ranks.
-    """
-    tensors, ranks = ModelTensors(model, "iter_full_params can't run"), ModelRanks(model)
-    check_whole(model)
-    if rank0_only:
-        ranks.check_one_is_first()
-    every: list[ManagedParam | OtherTensor] = [*tensors.sharded]
-    every += [each for each in tensors.others if isinstance(each.tensor, nn.Parameter)]
-    known = {name for each in every for name in each.names}
-    wanted = known if names is None else set(names)
-    if unknown := sorted(wanted - known):
-        raise ValueError(f"expected names of the model's parameters, got {unknown[:8]}")
-    found = [each for each in every if wanted.intersection(each.names)]
-    where = None if device is None else torch.device(device)
-
-    def convert() -> Iterator[tuple[str, Tensor]]:
-        values = _gather_in_buckets(found, where, dtype, max_nbytes, to_first=rank0_only)
-        while True:
-            with torch.no_grad():  # not around the yield, where the caller's own code runs
-                each, value = next(values, (None, None))
-            if each is None or value is None:
-                return
-            if ranks.is_first or not rank0_only:
-                name = next(name for name in each.names if name in wanted)
-                yield name, cast(Tensor, _convert(value, where, dtype))
-            del value  # before the next unit is gathered
-
-    return convert()
-
-
-def _gather_in_buckets(
-    found: Iterable[ManagedParam | OtherTensor],
-    device: torch.device | None,
-    dtype: torch.dtype | None,
-    max_nbytes: int,
-    *,
-    to_first: bool,
-) -> Iterator[tuple[ManagedParam | OtherTensor, Tensor]]:
-    buckets: dict[FlatParamHandle, dict[int, ManagedParam]] = {}
-    alone: list[ManagedParam | OtherTensor] = []
-    for each in found:
-        handle = each.handle if isinstance(each, ManagedParam) else None
-        if handle is None or handle.layout.padded_numel * handle.local_shard.itemsize > max_nbytes:
-            alone.append(each)
-        elif isinstance(each, ManagedParam):
-            buckets.setdefault(handle, {})[each.index] = each
-    wanted = [Shares(handle, indices=sorted(each)) for handle, each in buckets.items()]
-    for shares, values in gather_full(wanted, to_first=to_first, device=device, dtype=dtype):
-        for index in sorted(values):
-            yield buckets[shares.handle][index], values.pop(index)
-    for each in alone:
-        if isinstance(each, ManagedParam):
-            assert each.entry.shard_view is not None
-            yield each, FlatShard(each.entry.shard_view, each.entry.spec).full_tensor()
-        else:
-            yield each, copied(each.tensor, None)
+    return {key: converted(value, device, options.dtype) for key, value in found.items()}
 
 
 def _frozen_names(model: nn.Module) -> set[str]:
@@ -209,7 +113,8 @@ def _make_full(
     return {key: value if key in done else copied(value, device) for key, value in found.items()}
 
 
-def _convert(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+def converted(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """Return a tensor on a device and in a dtype, None for its own; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
     value = value if device is None else value.to(device)
@@ -299,9 +204,6 @@ def _raising_everywhere(model: nn.Module) -> Iterator[None]:
             ) from error
 
 
-# From the first rank
-
-
 def _broadcast_model(
     model: nn.Module, state_dict: Mapping[str, Any], *, is_strict: bool
 ) -> IncompatibleKeys:
@@ -380,79 +282,3 @@ def _broadcast(ranks: ModelRanks, like: Tensor, value: Tensor | None) -> Tensor:
         # src_data_rank=None: cut locally, because every rank has the same values.
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return whole
-
-
-# Optimizers
-
-
-def get_optimizer_state_dict(
-    model: nn.Module,
-    optimizers: _Optimizers,
-    *,
-    options: StateDictOptions | None = None,
-) -> dict[str, Any]:
-    """Return the state of optimizers by parameter name; call it on all ranks.
-
-    The form is `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}`, as
-    for a plain optimizer of the full model. State of a parameter's shape is a FlatShard that shares
-    memory with the optimizer's. With `full_state_dict` it is a whole plain tensor, for one gather
-    for each flat parameter and kind of state. State of a flat parameter is cut into that of its
-    original parameters. Parameters without state are left out. One all-gather of 31 bytes for each
-    process group compares the ranks.
-
-    Args:
-        model: The model that the optimizers were built for.
-        optimizers: One, or several whose state is joined.
-        options: Which values to return, and where.
-
-    Returns:
-        The state dict; empty on all ranks but the first with `full_state_dict` and `rank0_only`.
-
-    Raises:
-        ValueError: If an optimizer holds parameters that are not the model's.
-        NotImplementedError: For state that is neither a tensor nor a number (LBFGS).
-        RuntimeError: If a rank lacks the state of a parameter of which it holds a shard, or if no
-            unit manages a trainable parameter, as `get_model_state_dict`.
-    """
-    options = StateDictOptions.of(options)
-    check_whole(model)
-    with torch.no_grad():
-        if options.init_optimizer_state:
-            for optimizer in _as_list(optimizers):
-                init_state(optimizer)
-        return read_optimizers(model, _as_list(optimizers), options)
-
-
-def set_optimizer_state_dict(
-    model: nn.Module,
-    optimizers: _Optimizers,
-    optim_state_dict: Mapping[str, Any],
-    *,
-    options: StateDictOptions | None = None,
-) -> None:
-    """Load optimizer state by parameter name; call it on all ranks.
-
-    The state may come from any layout, world size or plain model, and the optimizers may have none
-    yet. Values are whole or sharded in any way. The optimizers' own `load_state_dict` loads them,
-    with its casts and hooks. Options of groups (`lr`, ...) come from the saved group with the same
-    parameters. State that is not in the dict is dropped. With `broadcast_from_rank0` only the first
-    rank passes a dict, of whole tensors.
-
-    Args:
-        model: The model that the optimizers were built for.
-        optimizers: One or several.
-        optim_state_dict: From `get_optimizer_state_dict`, of any run, or from torch's function of
-            that name.
-        options: Only `strict` and `broadcast_from_rank0` count.
-
-    Raises:
-        ValueError: On all ranks, if state is missing, unexpected or wrongly shaped on any rank,
-            naming it; no optimizer has been changed then.
-    """
-    options = StateDictOptions.of(options)
-    with torch.no_grad():
-        prepare_load(model, _as_list(optimizers), optim_state_dict, options)()
-
-
-def _as_list(optimizers: _Optimizers) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)

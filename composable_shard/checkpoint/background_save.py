@@ -1,0 +1,71 @@
+"""Saves in the background, and what waits for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from composable_shard.comm import HostGroup, get_host_group
+
+
+class CheckpointSave:
+    """A save in the background.
+
+    `wait()` returns the directory when it is published, or raises the save's error, the same on
+    every rank. If nobody waits, the next save or load raises the error. A process waits for its
+    save before it ends. The save's own process group outlives `destroy_process_group()`.
+    """
+
+    def __init__(self, write: Callable[[], Path]) -> None:
+        self._write = write
+        self._path: Path | None = None
+        self._error: Exception | None = None
+        self._is_told = False
+        # Not a daemon: the interpreter joins it before it ends.
+        self._thread = threading.Thread(target=self._run, name="save_checkpoint", daemon=False)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._path = self._write()
+        except Exception as error:
+            self._error = error
+        finally:
+            del self._write  # with the copies of the values
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait()` returns at once."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is published, and return its directory.
+
+        Raises:
+            RuntimeError: If it could not be written.
+        """
+        self._thread.join()
+        if self._error is not None:
+            self._is_told = True
+            raise RuntimeError(f"a checkpoint was not saved: {self._error}") from self._error
+        assert self._path is not None
+        return self._path
+
+    def untold_error(self) -> Exception | None:
+        """Wait; return the error if no call has raised it yet."""
+        self._thread.join()
+        error = None if self._is_told else self._error
+        self._is_told = True
+        return error
+
+
+def quiet_group() -> HostGroup:
+    """Return the group of all ranks when no save uses it; raise the error of one that failed."""
+    group = get_host_group()
+    pending: CheckpointSave | None = group.take_pending(None)
+    error = None if pending is None else pending.untold_error()
+    if error is not None:
+        error = RuntimeError(f"the save before this call failed: {error}")
+    group.agree(error)
+    return group

@@ -1,0 +1,151 @@
+"""`save_checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_shard.checkpoint.background_save import CheckpointSave, quiet_group
+from composable_shard.checkpoint.draft import ModelOwners, SaveArguments, list_items
+from composable_shard.checkpoint.objects import (
+    OneOrMore,
+    as_dict,
+    get_rng_state,
+    kind_of,
+    optimizer_kinds,
+    rng_name,
+    take_parts,
+    wraps_state,
+)
+from composable_shard.checkpoint.run_state import (
+    check_optimizers,
+    describe_model,
+)
+from composable_shard.checkpoint.writer import plan_save, write_checkpoint
+from composable_shard.options import check_path_order
+from composable_shard.state_dict import (
+    get_optimizer_state_dict,
+    json_tree,
+)
+
+
+def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: OneOrMore = None,
+    *,
+    step: int,
+    scheduler: OneOrMore = None,
+    scaler: Any = None,
+    extra: Any = None,
+    keep_last: int | None = None,
+    async_op: bool = False,
+) -> Path | CheckpointSave:
+    """Save the state of a run as a new directory in `path`; call it on all ranks.
+
+    Each rank writes its own shards, and replicated values are written once; nothing is gathered.
+    Ranks may own different parameters (pipeline stages, expert parallelism): the checkpoint has
+    what any rank has, and loads on another split.
+    The states of random number generators (Python, torch, the accelerator, numpy if loaded) are
+    saved for each rank. The directory appears, and `load_checkpoint` finds it, only when all of it
+    is on disk, so an interrupted save leaves the previous checkpoint in place. While another job
+    saves into `path`, rank 0 waits for it. The first call makes a gloo group of all ranks for
+    communication. Call it between steps, not inside `unshard_params`.
+
+    Args:
+        path: The directory of all checkpoints of the run, on a file system that all ranks share; a
+            relative one is rank 0's.
+        model: The model, sharded or not.
+        optimizer: An optimizer of its parameters, or a list or dict of several.
+        step: Number of steps taken.
+        scheduler: A learning rate scheduler, or a list or dict of several; anything with a
+            `state_dict()`.
+        scaler: A `torch.amp.GradScaler`, or anything with a `state_dict()`.
+        extra: Numbers, strings, bytes, None, tensors, and lists, tuples, sets and dicts of them,
+            for example the position in the data. Rank 0's is saved.
+        keep_last: Keep only the last n checkpoints of this run, and of the one it was loaded from.
+            Default: keep all.
+        async_op: Copy this rank's part to host memory and return; a thread writes it. At most one
+            such copy exists: the next call waits for the previous save.
+
+    Returns:
+        The checkpoint's directory; with `async_op` a `CheckpointSave` to wait for, also after
+        `destroy_process_group()`.
+
+    Raises:
+        ValueError: For a value that can't be saved, if ranks pass different arguments, or if they
+            have different tensors under one name.
+        RuntimeError: If this save, or an earlier one in the background, could not be written. On
+            all ranks, and nothing is left behind.
+    """
+    check_path_order(model, path, "save_checkpoint(path, model, optimizer, step=step)")
+    group = quiet_group()
+    with group.agreed():
+        _check_arguments(step, keep_last)
+        optimizers = as_dict(optimizer)
+        objects = {"scheduler": as_dict(scheduler), "scaler": as_dict(scaler)}
+        tree, tensors = _describe(model, objects, extra, group.rank)
+        model_owners = ModelOwners(model)
+        owners = model_owners.of_model(tree["model"], tensors)
+    with group.agreed():
+        # After the check above, because its collectives use training's groups.
+        check_optimizers(model, optimizers)
+        states = {name: get_optimizer_state_dict(model, each) for name, each in optimizers.items()}
+        tree["optimizer_kinds"] = optimizer_kinds(optimizers)
+        tree["optimizer"] = {}
+        for name, state in states.items():
+            own: dict[str, Tensor] = {}
+            if wraps_state(optimizers[name]):
+                state["parts"] = take_parts(state["state"])
+            encoded = json_tree.encode(state, _prefix("optimizer", name), own)
+            tree["optimizer"][name] = encoded
+            tensors |= own
+            owners |= model_owners.of_optimizer(encoded, own)
+        items = list_items(tensors, owners)
+    plan = plan_save(group, step, tree, items, SaveArguments(os.fspath(path), keep_last, async_op))
+    error: Exception | None = None
+    if not async_op:
+        return write_checkpoint(group, plan, keep_last, None)
+    try:
+        plan.copy_to_host()
+    except Exception as caught:  # out of memory: raised on all ranks in the background
+        error = caught
+    save = CheckpointSave(lambda: write_checkpoint(group, plan, keep_last, error))
+    group.take_pending(save)
+    return save
+
+
+def _check_arguments(step: int, keep_last: int | None) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
+        raise ValueError(f"expected step to be the number of steps taken, got {step!r}")
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"expected keep_last to be at least 1, or None for all, got {keep_last}")
+
+
+def _describe(
+    model: nn.Module, objects: dict[str, dict[str, Any]], extra: Any, rank: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the tree of all values but the optimizers', and this rank's tensors by name."""
+    tensors: dict[str, Tensor] = {}
+    tree: dict[str, Any] = {"model": describe_model(model, tensors)}
+    for kind, named in objects.items():
+        tree[kind] = {
+            name: json_tree.encode(each.state_dict(), _prefix(kind, name), tensors)
+            for name, each in named.items()
+        }
+    tree["scheduler_kinds"] = {name: kind_of(each) for name, each in objects["scheduler"].items()}
+    # The other ranks' is checked, and not saved.
+    tree["extra"] = json_tree.encode(extra, "extra", tensors if rank == 0 else {})
+    # Only the rank that wrote it reads it, so it is not in the tree, which all ranks read.
+    text = json.dumps(json_tree.encode(get_rng_state(), "rng", {})).encode()
+    tensors[rng_name(rank)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return tree, tensors
+
+
+def _prefix(kind: str, name: str) -> str:
+    return f"{kind}/{name}" if name else kind

@@ -1,0 +1,213 @@
+"""State dicts of optimizers by parameter name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_shard.comm import HOST, all_bytes
+from composable_shard.flat_param import FlatParamHandle
+from composable_shard.optim import init_state
+from composable_shard.options import StateDictOptions
+from composable_shard.runtime import check_whole
+from composable_shard.state_dict.gathering import (
+    Shares,
+    copied,
+    gather_full,
+)
+from composable_shard.state_dict.model_tensors import (
+    ModelRanks,
+)
+from composable_shard.state_dict.optimizer_groups import (
+    Group,
+    Optimizers,
+    States,
+    as_list,
+    group_kinds,
+    names_by_handle,
+    state_of,
+    view_optimizers,
+)
+from composable_shard.state_dict.packed_values import from_bytes, pack, to_bytes, unpack
+from composable_shard.tensor import (
+    FlatShard,
+    ShardSpec,
+)
+
+
+@torch.no_grad()
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
+    """Return the state of optimizers by parameter name; call it on all ranks.
+
+    The form is `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}`, as
+    for a plain optimizer of the full model. State of a parameter's shape is a FlatShard that shares
+    memory with the optimizer's. With `full_state_dict` it is a whole plain tensor, for one gather
+    for each flat parameter and kind of state. State of a flat parameter is cut into that of its
+    original parameters. Parameters without state are left out. One all-gather of 31 bytes for each
+    process group compares the ranks.
+
+    Args:
+        model: The model that the optimizers were built for.
+        optimizers: One, or several whose state is joined.
+        options: Which values to return, and where.
+
+    Returns:
+        The state dict; empty on all ranks but the first with `full_state_dict` and `rank0_only`.
+
+    Raises:
+        ValueError: If an optimizer holds parameters that are not the model's.
+        NotImplementedError: For state that is neither a tensor nor a number (LBFGS).
+        RuntimeError: If a rank lacks the state of a parameter of which it holds a shard, or if no
+            unit manages a trainable parameter, as `get_model_state_dict`.
+    """
+    options = StateDictOptions.of(options)
+    check_whole(model)
+    if options.init_optimizer_state:
+        for optimizer in as_list(optimizers):
+            init_state(optimizer)
+    ranks = ModelRanks(model)
+    with ranks.agreed():
+        groups = view_optimizers(model, as_list(optimizers))
+    if options.full_state_dict and options.rank0_only:
+        ranks.check_one_is_first()
+    with ranks.agreed():
+        found = {m.fqn: state_of(m, group.optimizer) for group in groups for m in group.members}
+    states = {fqn: found[fqn] for group in groups for fqn in group.fqns if found[fqn]}
+    states = _complete(ranks, groups, states, takes_large=options.full_state_dict)
+    device = HOST if options.cpu_offload else None
+    if options.full_state_dict:
+        states = _make_full(ranks, groups, states, device, to_first=options.rank0_only)
+        if options.rank0_only and not ranks.is_first:
+            return {}
+    elif options.cpu_offload:
+        states = {
+            fqn: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+            for fqn, state in states.items()
+        }
+    param_groups = [{**copy.deepcopy(group.options), "params": group.fqns} for group in groups]
+    return {"state": states, "param_groups": param_groups}
+
+
+def _complete(
+    ranks: ModelRanks, groups: list[Group], states: States, *, takes_large: bool
+) -> States:
+    """Add state that only other ranks have, for parameters that one rank owns whole.
+
+    Shards are empty, numbers and small tensors are copied, and other large tensors are fetched if
+    `takes_large`.
+    """
+    places = {
+        fqn: (handle, handle.entries[index].spec)
+        for handle, names in names_by_handle(groups).items()
+        for index, fqn in names.items()
+    }
+    # A dtype stands for a shard.
+    mine = {
+        fqn: {k: v.dtype if isinstance(v, FlatShard) else v for k, v in states[fqn].items()}
+        for fqn in states.keys() & places.keys()
+    }
+    with ranks.agreed():
+        packed = pack(dict(sorted(mine.items())), {})
+    messages = ranks.all_messages(packed)
+    if len(messages) == 1:
+        return states
+    told: list[States] = [unpack(each) for each in messages]
+    completed: States = {}
+    with ranks.agreed():
+        for fqn in [fqn for group in groups for fqn in group.fqns]:
+            found = {name: value for each in told for name, value in each.get(fqn, {}).items()}
+            found |= states.get(fqn, {})
+            for name, value in found.items():
+                if isinstance(value, torch.dtype):
+                    found[name] = _empty_shard(fqn, name, value, *places[fqn])
+            if found:
+                completed[fqn] = found
+    _fetch_large(told, places, completed, takes_large=takes_large)
+    return completed
+
+
+def _fetch_large(
+    told: list[States],
+    places: dict[str, tuple[FlatParamHandle, ShardSpec]],
+    states: States,
+    *,
+    takes_large: bool,
+) -> None:
+    """Give all ranks the large tensors that only some ranks have, or leave them out."""
+    names = sorted({(fqn, name) for each in told for fqn, state in each.items() for name in state})
+    for fqn, name in names:
+        found = [each.get(fqn, {}).get(name) for each in told]
+        like = next(each for each in found if each is not None)
+        if not isinstance(like, Tensor) or not like.is_meta or None not in found:
+            continue  # small, or on every rank
+        value = states[fqn][name]
+        if takes_large:
+            group = places[fqn][0].shard_group
+            data = all_bytes(group.group, group.device, b"" if value.is_meta else to_bytes(value))
+            if value.is_meta:
+                value = from_bytes(next(filter(None, data)), like).to(group.device)
+            states[fqn][name] = value
+        elif value.is_meta:
+            del states[fqn][name]
+
+
+def _empty_shard(
+    fqn: str, name: str, dtype: torch.dtype, handle: FlatParamHandle, spec: ShardSpec
+) -> FlatShard:
+    start, end = spec.local_range
+    if start < end:
+        raise RuntimeError(
+            f"the optimizer state '{name}' of '{fqn}' is not on all ranks that hold a shard of the "
+            "parameter. Step the optimizer on all ranks."
+        )
+    memory = torch.empty(0, dtype=dtype, device=handle.local_shard.device)
+    return FlatShard(memory, spec)
+
+
+def _make_full(
+    ranks: ModelRanks,
+    groups: list[Group],
+    states: States,
+    device: torch.device | None,
+    *,
+    to_first: bool,
+) -> States:
+    full = {fqn: dict(state) for fqn, state in states.items()}
+    names = names_by_handle(groups)
+    for shares, values in gather_full(_shares(names, states), to_first=to_first, device=device):
+        for index, value in values.items():
+            full[names[shares.handle][index]][shares.kind] = value
+    if to_first and not ranks.is_first:
+        return {}
+    return {
+        fqn: {
+            # A copy of the optimizer's own `step`, which later steps change.
+            name: copied(value, device) if value is states[fqn].get(name) else value
+            for name, value in state.items()
+        }
+        for fqn, state in full.items()
+    }
+
+
+def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Iterator[Shares]:
+    """Yield each kind of state of each handle as one shard in the handle's layout."""
+    dtypes = {
+        fqn: {key: value.dtype for key, value in state.items() if isinstance(value, FlatShard)}
+        for fqn, state in states.items()
+    }
+    for handle, fqns in names.items():
+        for (key, dtype), indices in group_kinds(fqns, dtypes).items():
+            shard = torch.zeros_like(handle.local_shard, dtype=dtype)
+            for index in indices:
+                piece = states[fqns[index]][key]._local
+                handle.entries[index].slice_of(shard).copy_(piece)
+            yield Shares(handle, shard, indices, key)
