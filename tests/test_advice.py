@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -249,79 +248,13 @@ def test_l_advice_lets_whole_parameters_be_read_and_stepped() -> None:
     assert bool(safetensors.torch.save(values)) == (dist.get_rank() == 0) or not values
 
 
-def _make(name: str) -> Callable[..., object]:
-    if name == "fully_shard":
-        return lambda **given: fully_shard(Net(), **given)
-    if name == "clip_grad_norm_":
-        return lambda **given: composable_shard.clip_grad_norm_(Net(), 1.0, **given)
-    kind: Callable[..., object] = getattr(composable_shard, name)
-    return kind
-
-
-@pytest.mark.parametrize("name", list(advice.KEYWORDS))
-def test_l_advice_about_arguments_of_other_libraries(name: str) -> None:
-    """Each of the table, a wrong spelling, and one that nothing is like."""
-    make = _make(name)
-    for argument, remedy in advice.KEYWORDS[name].items():
-        with pytest.raises(TypeError, match=re.escape(f"{name} has no option {argument!r}.")) as e:
-            make(**{argument: None})
-        assert str(e.value).endswith(remedy)
-    with pytest.raises(TypeError, match=f"{name} has no option 'zzz'. It has "):
-        make(zzz=1)
-
-
-def test_l_advice_about_a_misspelt_argument() -> None:
-    """The closest one."""
-    with pytest.raises(TypeError, match=r"no option 'straategy'. Did you mean 'strategy'\?"):
-        fully_shard(Net(), straategy=None)
-    with pytest.raises(TypeError, match=r"no option 'parm_dtype'. Did you mean 'param_dtype'\?"):
-        MixedPrecisionPolicy(parm_dtype=None)  # type: ignore[call-arg] # the point of the test
-
-
-CLASSES: list[tuple[str, object]] = [
-    ("mp_policy", torch_fsdp.MixedPrecisionPolicy()),
-    ("mp_policy", torch_fsdp.MixedPrecision()),
-    ("mp_policy", torch.bfloat16),
-    ("offload_policy", torch_fsdp.CPUOffloadPolicy()),
-    ("offload_policy", torch_fsdp.OffloadPolicy()),
-    ("offload_policy", torch_fsdp.CPUOffload(True)),
-    ("offload_policy", torch.device("cpu")),
-    ("strategy", torch_fsdp.ShardingStrategy.FULL_SHARD),
-]
-
-
-@pytest.mark.parametrize(("argument", "value"), CLASSES, ids=lambda each: type(each).__name__)
-def test_l_advice_about_classes_of_torch(argument: str, value: object) -> None:
-    """Each of the table: where it is from, and what to write."""
-    options: Any = {argument: value}
-    with pytest.raises(ValueError, match=f"expected {argument} to be a composable_shard") as caught:
-        fully_shard(Net(), **options)
-    by_kind = {type(value) for _, value in CLASSES}
-    assert len(by_kind) == len(advice.CLASSES)
-    package = type(value).__module__.removesuffix(".api")
-    title = f"{package}.{type(value).__qualname__}"
-    assert f"got {package}'s" in str(caught.value)
-    assert str(caught.value).endswith(advice.CLASSES[title])
-
-
-WRONG: list[tuple[str, object, str]] = [
-    ("offload_policy", True, "Write OffloadPolicy(params=True) to keep parameters on the host."),
-    (
-        "mp_policy",
-        True,
-        "Write MixedPrecisionPolicy(param_dtype=torch.bfloat16), or another dtype.",
-    ),
-    ("mp_policy", False, "MixedPrecisionPolicy, got False"),
-]
-
-
-@pytest.mark.parametrize(("argument", "value", "end"), WRONG)
-def test_l_advice_about_flags_in_the_place_of_policies(
-    argument: str, value: object, end: str
-) -> None:
-    """What the flag may have meant."""
-    options: Any = {argument: value}
-    with pytest.raises(ValueError, match=f"expected {argument} to be a.*{re.escape(end)}$"):
+@pytest.mark.parametrize("value", [torch_fsdp.CPUOffloadPolicy(), torch.device("cpu"), True])
+def test_l_advice_about_classes_of_torch(value: object) -> None:
+    """Where it is from, and the page that says what to write."""
+    options: Any = {"offload_policy": value}
+    kind = type(value)
+    text = rf"a composable_shard\.OffloadPolicy, got .*, a {kind.__module__}\.{kind.__qualname__}\."
+    with pytest.raises(ValueError, match=text):
         fully_shard(Net(), **options)
 
 
@@ -405,40 +338,3 @@ def test_the_list_of_errors_has_what_is_raised(call: Callable[[], object]) -> No
     finally:
         if dist.is_initialized():  # by load_checkpoint, for one rank
             dist.destroy_process_group()
-
-
-def rendered() -> str:
-    """Return the page: what is written by hand, and the tables of arguments and classes."""
-    by_hand = PAGE.read_text().partition(_TABLES)[0]
-    lines = [
-        _TABLES,
-        "",
-        "| function or class | argument | what to do |",
-        "|---|---|---|",
-        *(
-            f"| `{name}` | `{argument}` | {remedy} |"
-            for name, remedies in advice.KEYWORDS.items()
-            for argument, remedy in remedies.items()
-        ),
-        "",
-        "## Classes of torch",
-        "",
-        "| passed | what to do |",
-        "|---|---|",
-        *(f"| `{name}` | {remedy} |" for name, remedy in advice.CLASSES.items()),
-        "",
-    ]
-    return by_hand + "\n".join(lines)
-
-
-_TABLES = "## Arguments of other libraries"
-
-
-def test_the_page_has_the_tables() -> None:
-    """`python -m tests.test_advice` writes them."""
-    assert PAGE.read_text() == rendered()
-
-
-if __name__ == "__main__":
-    PAGE.write_text(rendered())
-    logging.getLogger(__name__).warning("wrote %s", PAGE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,6 @@ from composable_shard.options import (
     ShardingStrategy,
     StrategyName,
     UnitOptions,
-    check_no_others,
     strategy_of,
 )
 from composable_shard.runtime import (
@@ -73,7 +72,6 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     granularity: GranularityOption = "element",
     prefetch_nbytes: int = 4 << 20,
     separate_reduce_group: bool = False,
-    **others: NoReturn,
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -155,21 +153,17 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             than its backward. All units over the same ranks share the group. It costs the memory of
             one more communicator: of NCCL's about 12 MB for each channel and peer, reported as 0.1
             to 1.6 GB (github.com/NVIDIA/nccl/issues/864 and 1685); `NCCL_MAX_NCHANNELS` limits it.
-        others: None. Arguments of other libraries are refused by name, with what to pass instead.
 
     Returns:
         `module`.
 
     Raises:
         ValueError: If the module or a parameter can't be sharded, naming it; if called twice.
-        TypeError: For an argument that it does not have.
         RuntimeError: If a parameter belongs to a live autograd graph, or torch.distributed is
             not initialised, in one of several processes that torchrun has not launched. A single
             process gets a process group of its own.
         NotImplementedError: For sparse or unknown tensor types.
     """
-    if others:
-        check_no_others(fully_shard, others)
     options = UnitOptions(
         mesh=mesh,
         strategy=strategy_of(strategy),

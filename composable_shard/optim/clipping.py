@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from composable_shard.comm import note_setting
 from composable_shard.flat_param import FlatParamHandle, UnshardedParameter, handle_of
 from composable_shard.optim.other_owners import OtherOwners, combine, handles_of, split_by_owners
-from composable_shard.options import check_no_others
 from composable_shard.runtime import check_whole
 from composable_shard.tensor import (
     FlatShard,
@@ -44,7 +42,6 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     *,
     groups: Sequence[OtherOwners] = (),
-    **others: NoReturn,
 ) -> Tensor:
     """Scale the gradients so that their norm over all parameters is at most `max_norm`.
 
@@ -67,7 +64,6 @@ def clip_grad_norm_(
         groups: Process groups, or meshes of one axis, of ranks that own other parameters. All
             parameters are others there (as of stages), or those in a pair `(modules or parameters,
             group)` alone (as of experts). The same on all ranks.
-        others: None. Arguments of torch's function are refused by name, with advice.
 
     Returns:
         The norm before clipping, a plain 0-d tensor.
@@ -78,10 +74,7 @@ def clip_grad_norm_(
             parameters differ between ranks; if ranks share units differently and `groups` doesn't
             say who owns others.
         ValueError: If `groups` holds something else, or `norm_type` is not positive.
-        TypeError: For an argument that it does not have.
     """
-    if others:
-        check_no_others(clip_grad_norm_, others)
     order = float(norm_type)
     if not order > 0:
         raise ValueError(f"expected a positive norm_type, got {norm_type}")

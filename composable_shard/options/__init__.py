@@ -11,7 +11,6 @@ from composable_shard.options.advice import (
     SAVE,
     VALUES,
     WHOLE_NEEDED,
-    check_no_others,
     check_path_order,
 )
 from composable_shard.options.granularity import (

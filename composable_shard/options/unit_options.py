@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from typing_extensions import Self, TypedDict
+from typing_extensions import TypedDict
 
-from composable_shard.options.advice import expected, unexpected
+from composable_shard.options.advice import check_options, expected
 from composable_shard.options.granularity import GranularityOption, check_granularity
 from composable_shard.options.strategies import (
     DEFAULT_STRATEGY,
@@ -38,20 +38,8 @@ _DTYPE_FIELDS = (
 )
 
 
-class _Options:
-    """A class of fields that says what to do about those that it does not have."""
-
-    def __new__(cls, *args: Any, **given: Any) -> Self:
-        """Check the names."""
-        known = tuple(each.name for each in fields(cls))  # type: ignore[arg-type] # of dataclasses
-        for name in given:
-            if name not in known:
-                raise TypeError(unexpected(cls.__name__, name, known))
-        return super().__new__(cls)
-
-
 @dataclass(frozen=True)
-class MixedPrecisionPolicy(_Options):
+class MixedPrecisionPolicy:
     """Dtypes for compute, communication and the optimizer. `None` leaves a dtype unchanged.
 
     Each dtype is float16, bfloat16, float32 or float64, `gather_dtype` also an 8-bit one.
@@ -122,7 +110,7 @@ class MixedPrecisionPolicy(_Options):
 
 
 @dataclass(frozen=True)
-class OffloadPolicy(_Options):
+class OffloadPolicy:
     """Which parts of a unit live in host memory between uses, in one flat buffer each.
 
     An optimizer needs a parameter, its gradient and its state on one device, so where the state is
@@ -188,7 +176,7 @@ _TORCH_STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
 @dataclass(frozen=True)
-class StateDictOptions(_Options):
+class StateDictOptions:
     """How state dicts are made and loaded, as in torch.distributed.checkpoint.state_dict.
 
     Attributes:
@@ -228,9 +216,12 @@ class StateDictOptions(_Options):
         kind = type(given)
         if (kind.__module__, kind.__name__) == (_TORCH_STATE_DICT, cls.__name__):
             if given.dsd_fqn_modifiers != "_fqn_modifiers":
-                raise ValueError(unexpected(cls.__name__, "dsd_fqn_modifiers", ()))
+                raise ValueError("dsd_fqn_modifiers: rename the keys of the returned dict instead")
             if given.flatten_optimizer_state_dict:
-                raise ValueError(unexpected(cls.__name__, "flatten_optimizer_state_dict", ()))
+                raise ValueError(
+                    "flatten_optimizer_state_dict: leave it out. Nested dicts fit "
+                    "torch.distributed.checkpoint too"
+                )
             names = cls.__dataclass_fields__.keys() & kind.__dataclass_fields__.keys()
             same = {name: getattr(given, name) for name in names}
             return cls(**same, rank0_only=given.cpu_offload, init_optimizer_state=True)
@@ -379,10 +370,7 @@ class UnitOptions:
 
     def override(self, given: Mapping[Any, Any]) -> UnitOptions:
         """Return these options with others in their place, checked."""
-        known = [field.name for field in fields(self)]
-        for name in given:
-            if name not in known:
-                raise ValueError(unexpected("fully_shard", name, known))
+        check_options("fully_shard", given, [field.name for field in fields(self)])
         return replace(self, **given)
 
     def reshard_policy(self, shard_size: int) -> ReshardAfterForward:

@@ -67,7 +67,7 @@ def test_the_defaults_are_overridden_by_name() -> None:
     options = UnitOptions().override({"reshard_after_forward": False, "granularity": Block(4)})
     assert (options.reshard_after_forward, options.granularity) == (False, Block(4))
     assert options.override({"reshard_after_forward": 2}).granularity == Block(4)
-    with pytest.raises(ValueError, match=r"no option 'stratgy'\. Did you mean 'strategy'"):
+    with pytest.raises(ValueError, match=r"no option 'stratgy'\. It has mesh"):
         options.override({"stratgy": ShardingStrategy.NO_SHARD})
     with pytest.raises(ValueError, match=r"no option 3\. It has mesh, strategy, "):
         options.override({3: None})

@@ -113,7 +113,7 @@ def test_torchs_options_mean_the_same_in_the_rest_of_our_functions() -> None:
         get_model_state_dict,
         functools.partial(set_model_state_dict, model_state_dict={}),
     ):
-        with pytest.raises(ValueError, match=r"dsd_fqn_modifiers.*Rename the keys"):
+        with pytest.raises(ValueError, match=r"dsd_fqn_modifiers.*rename the keys"):
             call(model, options=odd)
         with pytest.raises(ValueError, match=r"flatten_optimizer_state_dict.*Nested dicts"):
             call(model, options=flat)
