@@ -12,7 +12,6 @@ way in processes of its own (gcc).
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from benchmarks import malloc_counter, peers, report
+from benchmarks import malloc_counter, report, ways
 from benchmarks.models import make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
 from composable_shard import iter_full_params
@@ -63,31 +62,12 @@ def hand_over(model: nn.Module, way: Callable[[nn.Module], Any]) -> float:
 
 def measure_times(rank: int, model_name: str, rounds: int) -> dict[str, list[float]]:
     """Return the times of each way, by round."""
-    models = {peer: peers.build(peer, make_llama(model_name)) for peer, _ in _WAYS.values()}
-    times: dict[str, list[float]] = {name: [] for name in _WAYS}
-    names = list(_WAYS)
-    for number in range(-2, rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            peer, way = _WAYS[name]
-            taken = hand_over(models[peer], way)
-            if number >= 0:
-                times[name].append(taken)
-    return times
+    return ways.measure_times(_WAYS, hand_over, model_name, rounds)
 
 
 def measure_peak(rank: int, model_name: str, name: str) -> int:
     """Return the bytes that one way needs at its peak, beyond those held before it."""
-    peer, way = _WAYS[name]
-    model = peers.build(peer, make_llama(model_name))
-    for _ in range(2):
-        hand_over(model, way)
-    gc.collect()
-    dist.barrier()
-    start = malloc_counter.held_nbytes()
-    malloc_counter.restart_peak()
-    hand_over(model, way)
-    return malloc_counter.peak_nbytes() - start
+    return ways.measure_peak(_WAYS, hand_over, model_name, name)
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ held from malloc beyond those before the scope opened, each way in processes of 
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from benchmarks import malloc_counter, peers, report
+from benchmarks import malloc_counter, report, ways
 from benchmarks.models import make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
 from composable_shard import unshard_params
@@ -67,31 +66,12 @@ def open_and_close(model: nn.Module, scope: Callable[[nn.Module], Any]) -> tuple
 
 def measure_times(rank: int, model_name: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Return the times of each way, by round."""
-    models = {peer: peers.build(peer, make_llama(model_name)) for peer, _ in _WAYS.values()}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in _WAYS}
-    names = list(_WAYS)
-    for number in range(-2, rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            peer, scope = _WAYS[name]
-            taken = open_and_close(models[peer], scope)
-            if number >= 0:
-                times[name].append(taken)
-    return times
+    return ways.measure_times(_WAYS, open_and_close, model_name, rounds)
 
 
 def measure_peak(rank: int, model_name: str, name: str) -> int:
-    """Return the bytes that one scope needs at its peak, beyond those held before it."""
-    peer, scope = _WAYS[name]
-    model = peers.build(peer, make_llama(model_name))
-    for _ in range(2):
-        open_and_close(model, scope)
-    gc.collect()
-    dist.barrier()
-    start = malloc_counter.held_nbytes()
-    malloc_counter.restart_peak()
-    open_and_close(model, scope)
-    return malloc_counter.peak_nbytes() - start
+    """Return the bytes that one way needs at its peak, beyond those held before it."""
+    return ways.measure_peak(_WAYS, open_and_close, model_name, name)
 
 
 def main() -> None:

@@ -1,4 +1,8 @@
-"""Setters: what backwards reduce, what is freed when, what is gathered ahead, and comm hooks."""
+"""Setters: what backwards reduce, what is freed when, what is gathered ahead, and comm hooks.
+
+Each takes a module with sharded units; `recurse` says whether those below it count too. ValueError
+if there is no unit, or for a value that makes no sense, with nothing changed.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +27,6 @@ def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool =
     """Choose whether backwards reduce gradients, or accumulate them unsharded on each rank.
 
     The first backward with `flag` True reduces what was accumulated.
-
-    Args:
-        module: A module with sharded units.
-        flag: Whether to reduce.
-        recurse: Also the units below `module`.
-
-    Raises:
-        ValueError: If there is no unit.
     """
     _set(select_states(module, recurse), "requires_gradient_sync", flag)
 
@@ -74,14 +70,6 @@ def set_requires_all_reduce(module: nn.Module, flag: bool, *, recurse: bool = Tr
     For 2-D meshes: while False, gradients are reduce-scattered inside the shard group and add up
     there, without being published; the first backward with `flag` True reduces the sum across.
     Under `SHARD_OPTIM` and `NO_SHARD` gradients are unsharded anyway and nothing is reduced before.
-
-    Args:
-        module: A module with sharded units.
-        flag: Whether to reduce.
-        recurse: Also the units below `module`.
-
-    Raises:
-        ValueError: If there is no unit.
     """
     _set(select_states(module, recurse), "requires_all_reduce", flag)
 
@@ -91,14 +79,6 @@ def set_is_last_backward(module: nn.Module, flag: bool, *, recurse: bool = True)
 
     While False, each strategy puts off what it can without holding more memory: the all-reduce of
     2-D meshes, and under `SHARD_OPTIM` and `NO_SHARD` the whole reduction.
-
-    Args:
-        module: A module with sharded units.
-        flag: Whether it is the last one.
-        recurse: Also the units below `module`.
-
-    Raises:
-        ValueError: If there is no unit.
     """
     _set(select_states(module, recurse), "is_last_backward", flag)
 
@@ -157,14 +137,6 @@ def set_reshard_after_backward(module: nn.Module, flag: bool, *, recurse: bool =
 
     Kept ones spare the next forward its gathers, unless a shard was written. A backward then needs
     a buffer of its own for gradients, which otherwise take the parameters' place.
-
-    Args:
-        module: A module with sharded units.
-        flag: Whether to free them.
-        recurse: Also the units below `module`.
-
-    Raises:
-        ValueError: If there is no unit.
     """
     states = select_states(module, recurse)
     handles = [handle for state in states for handle in state.handles]

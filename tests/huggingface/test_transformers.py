@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from composable_shard import fully_shard
 from composable_shard.huggingface import save_pretrained
+from tests.ecosystem import make_llama, shard_llama
 from tests.helpers import assert_equal, distributed
 
 NEEDS_TRANSFORMERS = "needs transformers"
 _IS_THERE = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
-
-
-def _make_llama(transformers: Any) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=13,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
-
-
-def _shard_llama(model: Any) -> None:
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
 
 
 @pytest.mark.skipif(not _IS_THERE, reason=NEEDS_TRANSFORMERS)
@@ -53,12 +31,10 @@ def test_save_model_of_a_trainer_at_rest(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path / "out"), report_to=[], use_cpu=True
     )
-    expected = {
-        name: value.detach() for name, value in _make_llama(transformers).named_parameters()
-    }
+    expected = {name: value.detach() for name, value in make_llama().named_parameters()}
     for kind, folder in ((transformers.Trainer, tmp_path / "own"), (Trainer, tmp_path / "ours")):
-        trainer = kind(model=_make_llama(transformers), args=arguments)
-        _shard_llama(trainer.model)
+        trainer = kind(model=make_llama(), args=arguments)
+        shard_llama(trainer.model)
         if kind is transformers.Trainer:
             if dist.get_rank() == 0:
                 with pytest.raises(RuntimeError, match="Call save_safetensors"):
