@@ -340,13 +340,8 @@ def _mismatch(reader: CheckpointReader, name: str | None, target: Any, is_strict
     return ""
 
 
-@dataclass
-class NameLists:
-    """Names of one kind, for a strict load."""
-
-    what: str
-    own: Iterable[str]
-    stored: Iterable[str]  # in the checkpoint
+# By what they are names of: those of this rank, and those in the checkpoint.
+_NameLists = dict[str, tuple[Iterable[str], Iterable[str]]]
 
 
 def list_names(
@@ -354,32 +349,32 @@ def list_names(
     state: dict[str, Any],
     views: Mapping[str, list[Group]],
     trees: Iterable[Any],
-) -> list[NameLists]:
+) -> _NameLists:
     """Return the names of the model and of its optimizers, here and in a checkpoint."""
     stored = reader.metadata.tree.get("model")
     if not isinstance(stored, dict):
         raise ValueError(f"{reader.folder} has no model")
-    lists = [NameLists("parameters and buffers", state, stored)]
+    lists: _NameLists = {"parameters and buffers": (state, stored)}
     for (name, view), tree in zip(views.items(), trees, strict=True):
         own = [fqn for group in view for fqn in group.fqns]
         saved = [fqn for group in tree["param_groups"] for fqn in group["params"]]
         what = f"parameters in optimizer '{name}'" if name else "parameters in an optimizer"
-        lists.append(NameLists(what, own, saved))
+        lists[what] = own, saved
     return lists
 
 
-def compare_names(group: HostGroup, folder: Path, lists: list[NameLists]) -> None:
+def compare_names(group: HostGroup, folder: Path, lists: _NameLists) -> None:
     """Check that every rank finds its names, and that some rank has each name of the checkpoint."""
-    unknown = {each.what: sorted(set(each.stored) - set(each.own)) for each in lists}
+    unknown = {what: sorted(set(stored) - set(own)) for what, (own, stored) in lists.items()}
     told: list[dict[str, list[str]]] = group.all_messages(unknown)
     with group.agreed():
-        for each in lists:
-            unexpected = set.intersection(*(set(u[each.what]) for u in told if each.what in u))
-            found = {"missing": set(each.own) - set(each.stored), "unexpected": unexpected}
+        for what, (own, stored) in lists.items():
+            unexpected = set.intersection(*(set(each[what]) for each in told if what in each))
+            found = {"missing": set(own) - set(stored), "unexpected": unexpected}
             parts = [f"{kind}: {_listing(sorted(names))}" for kind, names in found.items() if names]
             if parts:
                 raise ValueError(
-                    f"{folder} has other {each.what} than the model; {'; '.join(parts)}. Pass "
+                    f"{folder} has other {what} than the model; {'; '.join(parts)}. Pass "
                     "strict=False to load the common ones."
                 )
 

@@ -22,7 +22,7 @@ from composable_shard.flat_param import (
     show_originals,
     write_unsharded_gradients,
 )
-from composable_shard.module_api.scope import Scope, ScopeOptions
+from composable_shard.module_api.scope import FullParamsScope, ScopeOptions
 from composable_shard.runtime import (
     ShardState,
     check_is_idle,
@@ -88,7 +88,7 @@ def unshard_params(
             collective of the write-back itself fails, the units before it have been.
     """
     options = ScopeOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-    scope = Scope(module, select_states(module, recurse), options)
+    scope = FullParamsScope(module, select_states(module, recurse), options)
     scope.open()
     try:
         yield

@@ -59,7 +59,7 @@ def _compare_flags(states: list[ShardState], options: ScopeOptions) -> None:
             )
 
 
-class Scope:
+class FullParamsScope:
     """One `unshard_params` block."""
 
     def __init__(self, module: nn.Module, states: list[ShardState], options: ScopeOptions) -> None:

@@ -51,9 +51,8 @@ def get_optimizer_state_dict(
     The form is `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}`, as
     for a plain optimizer of the full model. State of a parameter's shape is a FlatShard that shares
     memory with the optimizer's. With `full_state_dict` it is a whole plain tensor, for one gather
-    for each flat parameter and kind of state. State of a flat parameter is cut into that of its
-    original parameters. Parameters without state are left out. One all-gather of 31 bytes for each
-    process group compares the ranks.
+    for each flat parameter and kind of state. Parameters without state are left out. One
+    all-gather of 31 bytes for each process group compares the ranks.
 
     Args:
         model: The model that the optimizers were built for.
@@ -67,7 +66,8 @@ def get_optimizer_state_dict(
         ValueError: If an optimizer holds parameters that are not the model's.
         NotImplementedError: For state that is neither a tensor nor a number (LBFGS).
         RuntimeError: If a rank lacks the state of a parameter of which it holds a shard, or if no
-            unit manages a trainable parameter, as `get_model_state_dict`.
+            unit manages a trainable parameter, as `get_model_state_dict`; if a unit shows a flat
+            parameter.
     """
     options = StateDictOptions.of(options)
     check_whole(model)
