@@ -38,6 +38,11 @@ _DTYPE_FIELDS = (
 )
 
 
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected {name} to be True or False, got {value!r}")
+
+
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """Dtypes for compute, communication and the optimizer. `None` leaves a dtype unchanged.
@@ -131,45 +136,26 @@ class OffloadPolicy:
 
     Attributes:
         params: Parameters (their shards, in the main dtype) live on the host only.
-        grads: Reduced gradients live on the host. None: where the optimizer steps there; they
-            can't live elsewhere than the parameters that the optimizer sees.
-        optim_state: The optimizer steps on the host, where its state is. None: with `params`.
+        optim_state: The optimizer steps on the host, where its state and gradients are; `params`
+            implies it.
         pin_memory: Pin the host memory, so that copies run beside computation. Counts only where
             the mesh is of an accelerator.
     """
 
     params: bool = False
-    grads: bool | None = None
-    optim_state: bool | None = None
+    optim_state: bool = False
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        """Check the fields, and replace None by what it stands for."""
-        for name in ("params", "grads", "optim_state", "pin_memory"):
-            value, may_be_none = getattr(self, name), name in ("grads", "optim_state")
-            if not (isinstance(value, bool) or (value is None and may_be_none)):
-                allowed = "True, False or None" if may_be_none else "True or False"
-                raise ValueError(f"expected {name} to be {allowed}, got {value!r}")
-        if self.optim_state is None:
-            object.__setattr__(self, "optim_state", self.params)
-        if self.grads is None:
-            object.__setattr__(self, "grads", self.optim_state)
-        if self.params and not self.optim_state:
-            raise ValueError(
-                "OffloadPolicy(params=True, optim_state=False): an optimizer makes its state where "
-                "the parameters are. Leave optim_state out, or pass params=False."
-            )
-        if self.grads != self.optim_state:
-            raise ValueError(
-                f"OffloadPolicy(grads={self.grads}, optim_state={self.optim_state}): an optimizer "
-                "reads gradients and its state on one device. Leave grads out, and pass "
-                f"optim_state={self.grads}{'' if self.grads else ' and params=False'}."
-            )
+        """Check the fields."""
+        for name in ("params", "optim_state", "pin_memory"):
+            _check_bool(name, getattr(self, name))
+        object.__setattr__(self, "optim_state", self.optim_state or self.params)
 
     @property
     def is_active(self) -> bool:
         """Whether anything is on the host."""
-        return bool(self.optim_state)
+        return self.optim_state
 
 
 _TORCH_STATE_DICT = "torch.distributed.checkpoint.state_dict"
@@ -417,11 +403,6 @@ def check_reshard_after_forward(value: ReshardAfterForward, shard_size: int) -> 
             f"{shard_size} ranks that share the unit, got {value!r}"
         )
     return value == shard_size if value in (1, shard_size) else value
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"expected {name} to be True or False, got {value!r}")
 
 
 def _is_number(value: object, *kinds: type) -> bool:
