@@ -25,7 +25,7 @@ from composable_shard.comm.devices import (
 )
 from composable_shard.comm.devices import abandon as abandon
 from composable_shard.comm.identity_exchange import exchange_identity
-from composable_shard.comm.messages import MessageGroup, Works, exchange
+from composable_shard.comm.messages import MessageGroup, Works
 from composable_shard.comm.messages import settle as settle
 from composable_shard.comm.order import GroupOrder, identify, order_of
 
@@ -124,42 +124,6 @@ def gather(
     door = _door(group, shard.device, order, is_rare=True, is_uneven=numels is not None)
     parts = [] if output is None else [list(cut_in_parts(as_real(output), group, numels))]
     return _started(door.gather(parts, [as_real(shard).view(-1)], dist.GatherOptions()), group)
-
-
-def gather_pieces(
-    outputs: Sequence[Sequence[Tensor]],
-    pieces: Sequence[Tensor],
-    nbytes: int,
-    group: dist.ProcessGroup,
-    *,
-    to_first: bool,
-    device: torch.device,
-) -> Waitable:
-    """Start gathering ranges of the ranks' shards, each by a message into memory of its own.
-
-    An all-gather, or with `to_first` a gather on the group's first rank alone.
-
-    Args:
-        outputs: For each rank of the group, where its ranges go; empty on a rank
-            that does not receive.
-        pieces: This rank's ranges, one-dimensional.
-        nbytes: Bytes of all ranks' ranges.
-        to_first: Only the first one receives.
-        device: Where the ranges are.
-    """
-    kind = "gather" if to_first else "all_gather"
-    order = _note(group, kind, nbytes, None)
-    _door(group, device, order, is_rare=True, is_uneven=True)
-    own = group.rank()
-    targets = [rank for rank in range(1 if to_first else group.size()) if rank != own]
-    sends = [(rank, as_real(piece)) for rank in targets for piece in pieces]
-    received = [(rank, parts) for rank, parts in enumerate(outputs) if rank != own]
-    receives = [(rank, as_real(part)) for rank, parts in received for part in parts]
-    work = exchange(sends, receives, group, order)
-    # While the others' arrive.
-    for output, piece in zip(outputs[own] if outputs else (), pieces, strict=bool(outputs)):
-        output.copy_(piece)
-    return work
 
 
 def scatter(

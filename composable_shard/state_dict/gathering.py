@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable_shard.comm import DONE, Waitable, collectives, is_exchange
+from composable_shard.comm import collectives
 from composable_shard.flat_param import FlatParamHandle
-from composable_shard.layout import FlatLayout, intersect
 from composable_shard.runtime import tensor_groups
 from composable_shard.tensor import FlatShard, ShardSpec
 
@@ -27,9 +24,6 @@ def copied(value: Any, device: torch.device | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().to(value.device if device is None else device, copy=True)
-
-
-_MIN_ALONE_NBYTES = 1 << 16  # a message costs about as much as a copy of 40 kB
 
 
 @dataclass(frozen=True)
@@ -54,13 +48,8 @@ def gather_full(
     """Gather shards; yield the full tensors of one handle after another.
 
     One gather for each item, or one all-gather without `to_first`. Nothing is gathered where the
-    unsharded buffer already holds the main values.
-
-    [Note: Straight to its place]
-    On backends with point-to-point messages, each large parameter is received into the memory that
-    is returned. Small neighbouring parameters are received together and copied out. The next
-    handle's messages are in flight meanwhile, unless they need more memory than the tensors
-    returned for them. So no rank holds more than one handle's full values besides the result.
+    unsharded buffer already holds the main values. No rank holds more than one handle's full values
+    besides the result.
 
     Args:
         shares: In the same order on all ranks.
@@ -72,150 +61,46 @@ def gather_full(
         Each item with full tensors by index, each in its own memory; no tensors on ranks that do
         not receive.
     """
-    pending: deque[_Arrival] = deque()
     for each in shares:
-        arrival = _start(each, to_first=to_first)
-        pending.append(arrival)
-        while len(pending) > int(arrival.leaves_room(dtype)):
-            yield pending[0].shares, pending.popleft().finish(device, dtype, to_first=to_first)
-    while pending:
-        yield pending[0].shares, pending.popleft().finish(device, dtype, to_first=to_first)
+        yield each, _gather(each, device, dtype, to_first=to_first)
 
 
-@dataclass
-class _Arrival:
-    """Full values in flight."""
-
-    shares: Shares  # the gathered shards
-    # Memory, its offset in the layout, and its parameters; empty on ranks that do not receive
-    parts: list[tuple[Tensor, int, Sequence[int]]]
-    work: Waitable = DONE  # to wait for before the memory is read
-    # Whether the memory has no other owner, so that it may be returned without a copy
-    is_own: bool = False
-
-    def leaves_room(self, dtype: torch.dtype | None) -> bool:
-        """Return whether the memory in flight is at most that of the tensors returned for it."""
-        if not self.parts:
-            return True
-        received = self.parts[0][0].dtype
-        return self.is_own and (dtype is None or received.itemsize <= dtype.itemsize)
-
-    def finish(
-        self, device: torch.device | None, dtype: torch.dtype | None, *, to_first: bool
-    ) -> dict[int, Tensor]:
-        """Wait, and return the tensors by index."""
-        handle = self.shares.handle
-        self.work.wait()
-        keeps = bool(self.parts) and (_is_first(handle) or not to_first)
-        found: dict[int, Tensor] = {}
-        while self.parts:
-            memory, start, indices = self.parts.pop(0)
-            may_keep = self.is_own and len(indices) == 1
-            for index in indices:
-                first = handle.layout.offsets[index] - start
-                part = memory[first : first + handle.layout.numels[index]]
-                value = handle.entries[index].spec.unflatten(part)
-                if isinstance(value, DTensor):
-                    value = value.full_tensor()  # a collective of the ranks that receive
-                if keeps:
-                    found[index] = value.to(
-                        device or handle.shard.device,
-                        dtype if dtype and value.is_floating_point() else value.dtype,
-                        copy=not may_keep,
-                    )
-        return found
+def _gather(
+    shares: Shares, device: torch.device | None, dtype: torch.dtype | None, *, to_first: bool
+) -> dict[int, Tensor]:
+    handle, layout, group = shares.handle, shares.handle.layout, shares.handle.shard_group
+    full = _full_buffer(handle, shares.shard, to_first=to_first)
+    if full is None or (to_first and not group.is_first):
+        return {}
+    keeps = not to_first or all(each.rank() == 0 for each in tensor_groups([handle]))
+    found: dict[int, Tensor] = {}
+    for index in range(len(handle.entries)) if shares.indices is None else shares.indices:
+        part = full[layout.offsets[index] :][: layout.numels[index]]
+        value = handle.entries[index].spec.unflatten(part)
+        if isinstance(value, DTensor):
+            value = value.full_tensor()  # a collective of the ranks that receive
+        if keeps:
+            new_dtype = dtype if dtype and value.is_floating_point() else value.dtype
+            found[index] = value.to(device or handle.shard.device, new_dtype, copy=True)
+    return found
 
 
-def _is_first(handle: FlatParamHandle) -> bool:
-    """Return whether this rank is the first of the handle's ranks, tensor-parallel ones too."""
-    groups = tensor_groups([handle])
-    return handle.shard_group.is_first and all(group.rank() == 0 for group in groups)
-
-
-def _indices(shares: Shares) -> Sequence[int]:
-    return range(len(shares.handle.entries)) if shares.indices is None else shares.indices
-
-
-def _start(shares: Shares, *, to_first: bool) -> _Arrival:
-    handle, shard, indices = shares.handle, shares.shard, _indices(shares)
-    group = handle.shard_group
-    is_receiver = group.is_first or not to_first
+def _full_buffer(handle: FlatParamHandle, shard: Tensor | None, *, to_first: bool) -> Tensor | None:
+    """Return the full values of a shard, None for the handle's own; None if others receive."""
     if shard is None:
         handle.adopt_changes()
         shard = handle.local_shard
         if handle.is_sharded and handle.full.is_current and not handle.full.is_cast:
             handle.full.wait()
-            return _Arrival(shares, [(handle.unsharded, 0, indices)] if is_receiver else [])
+            return handle.unsharded
     if not handle.is_sharded:
-        return _Arrival(shares, [(shard, 0, indices)] if is_receiver else [])
-    if is_exchange(group.group, handle.shard.device):
-        return _start_straight(shares, shard, to_first=to_first)
-    output = None
-    if is_receiver:
+        return shard
+    full = None
+    if handle.shard_group.is_first or not to_first:
         numel = handle.layout.padded_numel
-        output = torch.empty(numel, dtype=shard.dtype, device=handle.shard.device)
-    work = handle.shard.gather_into(output, shard, to_first=to_first)
-    return _Arrival(shares, [] if output is None else [(output, 0, indices)], work)
-
-
-def _start_straight(shares: Shares, shard: Tensor, *, to_first: bool) -> _Arrival:
-    """Start receiving, each large parameter in its own memory. [Note: Straight to its place]"""
-    layout, group = shares.handle.layout, shares.handle.shard_group
-    if to_first and not group.is_first_replica:
-        return _Arrival(shares, [])
-    shard = shares.handle.shard.to_device(shard)
-    runs = _runs(layout, _indices(shares), shard.itemsize)
-    ranges = [
-        (layout.offsets[run[0]], layout.offsets[run[-1]] + layout.numels[run[-1]]) for run in runs
-    ]
-    outputs: list[list[Tensor]] = []
-    parts: list[tuple[Tensor, int, Sequence[int]]] = []
-    if group.is_first or not to_first:
-        memory = [shard.new_empty(end - start) for start, end in ranges]
-        starts = [start for start, _ in ranges]
-        parts = list(zip(memory, starts, runs, strict=True))
-        for rank in range(group.size):
-            owned = layout.shard_range(rank)
-            outputs.append(_pieces(memory, starts, ranges, owned))
-    owned = layout.shard_range(group.rank)
-    pieces = _pieces([shard] * len(ranges), [owned[0]] * len(ranges), ranges, owned)
-    nbytes = sum(end - start for start, end in ranges) * shard.itemsize
-    work = collectives.gather_pieces(
-        outputs, pieces, nbytes, group.group, to_first=to_first, device=shard.device
-    )
-    return _Arrival(shares, parts, work, is_own=True)
-
-
-def _runs(layout: FlatLayout, indices: Sequence[int], itemsize: int) -> list[list[int]]:
-    """Group the wanted parameters: each large one alone, neighbouring small ones together.
-
-    Example: numels `(4, 4, 10**6, 4)` give `[[0, 1], [2], [3]]`.
-    """
-    wanted = set(indices)
-
-    def key(index: int) -> int:
-        return index if layout.numels[index] * itemsize >= _MIN_ALONE_NBYTES else -1
-
-    runs = [
-        [index for index in run if index in wanted]
-        for _, run in itertools.groupby(range(len(layout.numels)), key)
-    ]
-    return [run for run in runs if run]
-
-
-def _pieces(
-    tensors: Sequence[Tensor],
-    starts: Sequence[int],
-    ranges: Sequence[tuple[int, int]],
-    owned: tuple[int, int],
-) -> list[Tensor]:
-    """View the owned part of each range, where it is not empty, in the range's tensor."""
-    found = []
-    for tensor, start, each in zip(tensors, starts, ranges, strict=True):
-        low, high = intersect(each, owned)
-        if low < high:
-            found.append(tensor[low - start : high - start])
-    return found
+        full = torch.empty(numel, dtype=shard.dtype, device=handle.shard.device)
+    handle.shard.gather_into(full, shard, to_first=to_first).wait()
+    return full
 
 
 def scatter_full(

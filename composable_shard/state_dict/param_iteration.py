@@ -36,8 +36,8 @@ def iter_full_params(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and full value of each parameter, for an inference engine or an export.
 
-    A bucket is the parameters of one unit, or one parameter of a unit larger than `max_nbytes`. The
-    next unit is gathered ahead. Besides its shards a rank holds at most two buckets, as long as the
+    A bucket is the parameters of one unit, or one parameter of a unit larger than `max_nbytes`.
+    Besides its shards a rank holds at most two buckets, as long as the
     caller keeps no value, and their copies where `dtype` or `device` differ. One all-gather for
     each bucket. Call it and read it to the end on all ranks, and run no step meanwhile.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,6 @@ from composable_shard import (
     unshard,
     unshard_params,
 )
-from composable_shard.comm import devices
-from composable_shard.state_dict import gathering
 from tests.helpers import assert_equal, device, distributed, peak_bytes
 from tests.models import (
     EVERYWHERE,
@@ -161,23 +158,6 @@ def test_full_state_dict_of_kept_parameters_is_free() -> None:
         assert_equal(value, expected[name], name)
 
 
-# From how many bytes on a parameter is received by itself, and in what size of group.
-_WAYS = {
-    "alone": (1, 8),
-    "some together": (250, 8),
-    "together": (1 << 30, 8),
-    "by the backend": (1, 0),
-}
-
-
-@contextmanager
-def _receiving(way: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "_MIN_ALONE_NBYTES", _WAYS[way][0])
-        patch.setattr(devices, "MAX_EXCHANGE_SIZE", _WAYS[way][1])
-        yield
-
-
 class _OddlyStored(Buffered):
     """With parameters that lie in memory in other ways, or have other dtypes."""
 
@@ -189,19 +169,17 @@ class _OddlyStored(Buffered):
         self.odd = nn.ParameterList(nn.Parameter(each, requires_grad=False) for each in odd)
 
 
-@pytest.mark.parametrize("way", _WAYS)
 @distributed(2, 3)
-def test_full_values_are_in_memory_of_their_own(way: str) -> None:
-    """Whether they were received there or copied: of their size, and nobody else's."""
+def test_full_values_are_in_memory_of_their_own() -> None:
+    """Of their size, and nobody else's."""
     for layout in ("blocks", "kept", "mixed", "bf16", "offloaded"):
         model = seeded(_OddlyStored)
         _LAYOUTS[layout](model)
         if layout == "kept":
             unshard(model, recurse=True)
             reshard(model, recurse=True)
-        with _receiving(way):
-            found = get_model_state_dict(model, options=FULL)
-            everywhere = get_model_state_dict(model, options=EVERYWHERE)
+        found = get_model_state_dict(model, options=FULL)
+        everywhere = get_model_state_dict(model, options=EVERYWHERE)
         if dist.get_rank() == 0:
             assert_holds(found, seeded(_OddlyStored))
         assert_holds(everywhere, seeded(_OddlyStored))
@@ -215,49 +193,10 @@ def test_full_values_are_in_memory_of_their_own(way: str) -> None:
         assert_holds(get_model_state_dict(model, options=EVERYWHERE), seeded(_OddlyStored))
 
 
-@distributed(3)
-def test_only_what_is_wanted_is_gathered() -> None:
-    """Of what is not frozen in a unit; messages have no padding."""
-    model = seeded(Net)
-    fully_shard(model)
-    model.requires_grad_(False)
-    model.blocks[0].up.requires_grad_(True)
-    model.out.requires_grad_(True)
-    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
-    with _receiving("some together"), count_collectives() as log:
-        found = get_model_state_dict(model, options=options)
-    sizes = {name: value.nbytes for name, value in seeded(Net).state_dict().items()}
-    names = ["blocks.0.up.weight", "blocks.0.up.bias", "out.weight", "out.bias"]
-    assert log.nbytes("gather") <= sum(sizes[name] for name in names) + 16
-    if dist.get_rank() == 0:
-        assert list(found) == names
-        for name in names:
-            assert_equal(found[name], seeded(Net).state_dict()[name], name)
-
-
-@distributed(2)
-def test_gathers_that_nobody_waits_for_do_not_disturb_the_next_ones() -> None:
-    """The messages of the next unit are under way when something fails."""
-    model = seeded(Net)
-    shard_blocks(model)
-    with _receiving("alone"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering._Arrival, "finish", _run_out_of_memory)
-        with pytest.raises(MemoryError):
-            get_model_state_dict(model, options=EVERYWHERE)
-    assert_holds(get_model_state_dict(model, options=EVERYWHERE), seeded(Net))
-
-
-def _run_out_of_memory(*_: object, **__: object) -> None:
-    raise MemoryError
-
-
-@pytest.mark.parametrize(
-    ("way", "dtype", "num_units"),
-    [("alone", None, 12), ("alone", torch.bfloat16, 7), ("together", None, 13)],
-)
+@pytest.mark.parametrize(("dtype", "num_units"), [(None, 13), (torch.bfloat16, 7)])
 @distributed(2)
 def test_full_state_dict_holds_one_unit_besides_what_it_returns(
-    way: str, dtype: torch.dtype | None, num_units: int
+    dtype: torch.dtype | None, num_units: int
 ) -> None:
     """Of twelve equal units the first rank holds the result and one more; the others nothing."""
     model = seeded(lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))))
@@ -265,7 +204,7 @@ def test_full_state_dict_holds_one_unit_besides_what_it_returns(
         fully_shard(layer)
     unit_nbytes = 64 * 64 * 4
     options = StateDictOptions(full_state_dict=True, dtype=dtype)
-    with _receiving(way), peak_bytes() as memory:
+    with peak_bytes() as memory:
         found = get_model_state_dict(model, options=options)
     assert memory.peak <= (num_units * unit_nbytes if dist.get_rank() == 0 else 0) + 4096
     assert len(found) == (12 if dist.get_rank() == 0 else 0)
