@@ -185,24 +185,18 @@ class FlatParamCost:
         gradients = self._grad_shard_numel * self.main_dtype.itemsize * self.requires_grad
         return self._shard_nbytes + gradients + self.optimizer_nbytes
 
-    def payloads(self, num_passes: int = 1, num_reductions: int = 1) -> Payloads:
-        """Return the full-size bytes of a step's collectives, by kind and number of ranks.
-
-        Args:
-            num_passes: Forwards with backwards in the step.
-            num_reductions: How many of the backwards reduce gradients.
-        """
+    @property
+    def payloads(self) -> Payloads:
+        """The full-size bytes of a step's collectives, by kind and number of ranks."""
         payloads = Payloads()
-        for key, nbytes, number in self._collectives(num_passes, num_reductions):
+        for key, nbytes, number in self._collectives():
             payloads[key] += nbytes * number
         for size in self.ranks.joint if self.requires_grad else ():
             # A flag for each parameter tells which ranks used it.
-            payloads["all_reduce", size] += len(self.layout.numels) * num_reductions
+            payloads["all_reduce", size] += len(self.layout.numels)
         return +payloads
 
-    def _collectives(
-        self, num_passes: int = 1, num_reductions: int = 1
-    ) -> Iterator[tuple[_Kind, int, int]]:
+    def _collectives(self) -> Iterator[tuple[_Kind, int, int]]:
         """Yield the kinds of gathers and reductions, the bytes of each, and how many there are."""
         shard, small = self.ranks.shard, self.reshard_after_forward
         gather, layout, wire_dtype = ("all_gather", shard), self.layout, self._wire_dtype
@@ -217,14 +211,14 @@ class FlatParamCost:
             is_written = self.requires_grad or (self.layout.owners and not self._shows_flat)
             yield gather, wire, int(bool(is_written))
         elif shard > 1:
-            yield gather, wire, num_passes * (2 if small is True else 1)
+            yield gather, wire, 2 if small is True else 1
             if not isinstance(small, bool):
-                yield ("all_gather", small), self.gathered_nbytes, num_passes
+                yield ("all_gather", small), self.gathered_nbytes, 1
         itemsize = self._reduce_dtype.itemsize if self.requires_grad else 0
         if shard > 1:
-            yield ("reduce_scatter", shard), self._grads.span * itemsize, num_reductions
+            yield ("reduce_scatter", shard), self._grads.span * itemsize, 1
         for size in self.ranks.replicate:
-            yield ("all_reduce", size), self._grad_shard_numel * itemsize, num_reductions
+            yield ("all_reduce", size), self._grad_shard_numel * itemsize, 1
 
     @property
     def num_collectives(self) -> int:
@@ -251,7 +245,7 @@ class FlatParamCost:
             self.grad_nbytes,
             self.optimizer_nbytes,
             self.host_nbytes,
-            self.payloads(),
+            self.payloads,
             self.num_collectives,
             self.gathered_nbytes,
             self.packed_nbytes,
