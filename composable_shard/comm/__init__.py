@@ -31,7 +31,6 @@ from composable_shard.comm.devices import (
     Waitable,
     alloc_host,
     copies_for,
-    is_exchange,
     make_streams,
 )
 from composable_shard.comm.groups import ShardGroup, SmallGroup
