@@ -88,6 +88,21 @@ def test_autocast_chooses_dtypes_by_operator() -> None:
     assert layer.weight.grad.dtype is torch.float32
 
 
+@on_device
+def test_convolutions_and_batch_norm_run() -> None:
+    """Forward and backward, beside the CPU."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ConvTranspose2d(3, 2, 2))
+    found = []
+    for where in ("cpu", "lag"):
+        model = copy.deepcopy(net).to(where)
+        output = model(torch.linspace(-1, 1, 200, device=where).view(2, 2, 5, 10))
+        output.square().sum().backward()
+        found.append([output, *(param.grad for param in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other.cpu(), one)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FLOAT8])
 @on_device
 def test_narrow_dtypes_are_stored_cast_and_copied(dtype: torch.dtype) -> None:

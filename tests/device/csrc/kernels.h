@@ -399,6 +399,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("native_dropout", native_dropout);
+  // Composite, so that the fallback above does not see them.
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&run_kernel>());
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&run_kernel>());
   // One launch for a list of tensors, as on CUDA; without a kernel they come one by one.
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
