@@ -99,6 +99,17 @@ class UnshardedParameter(nn.Parameter):
         return super().detach()
 
     @property
+    def is_leaf(self) -> bool:  # type: ignore[override] # a plain attribute in the stub
+        """True; raise for an optimizer that is built of it, which would never step anything."""
+        if any(running("torch.optim.optimizer", "add_param_group")):
+            raise RuntimeError(
+                f"an optimizer is built of the full parameter '{self.shard_label}', which gets no "
+                "gradient to step with. Build it of model.parameters() before unshard(module) or "
+                "after reshard(module)."
+            )
+        return True
+
+    @property
     def requires_grad(self) -> bool:
         """Whether the parameter is trainable; a change counts from the end of the forward on."""
         return is_trainable(self)
