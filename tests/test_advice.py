@@ -56,9 +56,10 @@ class _Encoder(nn.Module):
         super().__init__()
         self.table = nn.Embedding(10, 8)
         self.head = nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
 
     def encode(self, x: Tensor) -> Tensor:
-        return self.head(self.table(x))
+        return self.scale * self.head(self.table(x))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encode(x)
@@ -105,6 +106,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "layer": (lambda: _encoder().head(torch.ones(2, 8)), RuntimeError, WHOLE, "head.weight"),
     "embedding": (lambda: _encoder().table(X), RuntimeError, WHOLE, "table.weight"),
     "layer in a closure": (_layer_in_a_closure, RuntimeError, WHOLE, "head.weight"),
+    "forward": (lambda: _encoder().forward(X), RuntimeError, WHOLE, "table.weight"),
     "method": (lambda: _encoder().encode(X), RuntimeError, WHOLE, "table.weight"),
     "weight": (lambda: torch.ones(2, 8) @ _param().t(), RuntimeError, WHOLE, "head.weight"),
     "rows": (lambda: list(_param()), RuntimeError, WHOLE, "head.weight"),
@@ -139,7 +141,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
         lambda: safetensors.torch.save_file(_encoder().state_dict(), "nowhere"),
         RuntimeError,
         advice.VALUES,
-        ".weight",
+        "'",
     ),
     "torch.save": (
         lambda: torch.save(_encoder().state_dict(), io.BytesIO()),
@@ -151,7 +153,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@distributed(2)
+@distributed(1, 2)
 def test_l_advice_fits_the_call() -> None:
     """Advice: what to do, in an error that names the parameter, on all ranks alike."""
     texts = {}
@@ -162,9 +164,9 @@ def test_l_advice_fits_the_call() -> None:
         texts[call] = text = str(caught.value)
         assert remedy in text, f"{call}: {text}"
         assert name in text, f"{call}: {text}"
-    every: list[Any] = [None, None]
+    every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, texts)
-    assert every[0] == every[1]
+    assert every[0] == every[-1]
 
 
 @distributed(2)
@@ -201,30 +203,41 @@ def test_l_advice_works_for_what_is_computed_outside_a_forward() -> None:
         assert_equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
 
 
+# Losses of parameters outside of their unit's forward, given its output.
+LOSSES: dict[str, Callable[[_Encoder, Tensor], Tensor]] = {
+    "logit_scale": lambda model, y: (model.scale.exp() * y).sum(),
+    "log_alpha": lambda model, y: model.scale * y.sum().detach(),
+    "log_vars": lambda model, y: (y / model.head.bias.exp() + model.head.bias).sum(),
+    "penalty": lambda model, y: (y.sum() + model.head.weight.pow(2).sum()) / (1 + dist.get_rank()),
+    "norms": lambda model, y: y.sum() + sum(torch._foreach_norm([model.head.weight])),
+    "mean": lambda model, y: y.sum() + torch.mean(model.head.weight),
+    "matrix": lambda model, y: y.sum() + (model.head.weight @ model.head.weight.t()).sum(),
+    "layer": lambda model, y: model.head(torch.ones(2, 8)).sum(),
+}
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @pytest.mark.parametrize("granularity", ["element", "param"])
-@distributed(2)
-def test_l_advice_where_a_gradient_would_be_of_one_rank(granularity: str) -> None:
-    """Whole parameters outside a forward: an error, or no gradient is recorded."""
-    strategy = (
-        ShardingStrategy.NO_SHARD if granularity == "element" else ShardingStrategy.FULL_SHARD
-    )
+@distributed(1, 2)
+def test_l_advice_where_a_gradient_would_be_of_one_rank(
+    granularity: str, strategy: ShardingStrategy
+) -> None:
+    """A loss at rest is refused on all ranks, by an error that leads to training."""
     model = _encoder(strategy=strategy, granularity=granularity)
-    x = torch.ones(2, 8)
-    for call in (lambda: model.encode(X), lambda: model.head(x)):
-        with pytest.raises(RuntimeError, match=r"which rank|of this rank alone, and nothing") as e:
-            call()
-        assert re.search(r"'(table|head)\.(weight|bias)'", str(e.value))
-    if granularity == "param":
-        return
+    for name, loss in LOSSES.items():
+        with pytest.raises(RuntimeError, match=r"'(scale|head\.\w+)'") as caught:
+            loss(model, model(X)).backward()
+        text = str(caught.value)
+        remedies = "call unshard(model, recurse=True) before it", "on that rank", "on its owner"
+        assert any(remedy in text for remedy in remedies), f"{name}: {text}"
+        assert "shard_optimizer_state" not in text, name
+        model(X).sum().backward()
+        grad = model.head.weight.grad
+        assert grad is None or not grad.to_local().isnan().any(), name
+        model.zero_grad()
     with torch.no_grad():
-        assert_equal(model.head(x), model(X).new_tensor(model.head(x).tolist()))
-    weight = model.head.weight
-    (weight @ weight.t()).square().sum().backward()  # a penalty: the same on all ranks
-    grads = [torch.empty(4, 8) for _ in range(2)]
-    dist.all_gather(
-        grads, weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
-    )
-    assert_equal(grads[0], grads[1])
+        norm = model.head.weight.norm()
+    assert_equal(model.head.weight.norm().detach(), norm)  # to log it
 
 
 @distributed(2)

@@ -249,6 +249,7 @@ def _build_handle(
             group_name=shard_group.name,
             tensor_parallel=original.tensor_parallel,
             label=ParamLabel(original.fqn),
+            is_split=not options.strategy.facts.is_replicated,
         )
         for index, (original, tensor) in enumerate(zip(members, dense, strict=True))
     ]

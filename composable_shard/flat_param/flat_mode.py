@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.flat_param.entries import FlatEntry
-from composable_shard.flat_param.grad_pieces import local_gradient, move_shard, take_gradient
+from composable_shard.flat_param.grad_pieces import checked_gradient, local_gradient, move_shard
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.shown import check_flags, take_flags
 from composable_shard.tensor import (
@@ -275,7 +275,7 @@ def has_gradients(handle: FlatParamHandle) -> list[bool]:
     for shown in handle.shown.at_rest:
         grad = reduced_gradient(shown.sharded)
         if grad is not None:
-            take_gradient(shown.sharded, grad)
+            checked_gradient(shown.sharded, grad)
     if handle.shown.shows_flat and handle.shown.flat is not None:
         flat = handle.shown.flat
         is_there, used = reduced_gradient(flat.sharded) is not None, flat.used

@@ -37,7 +37,6 @@ from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
     rebind,
-    wrap,
 )
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
@@ -107,26 +106,19 @@ def set_gradients(
             elif isinstance(grad, FlatShard) and grad._local.shape == shard._local.shape:
                 grad._local.add_(shard._local)
             else:
-                take_gradient(param, grad)._local.add_(shard._local)
+                checked_gradient(param, grad)._local.add_(shard._local)
 
 
-def take_gradient(param: FlatShard, grad: Tensor) -> FlatShard:
-    """Return the gradient of a sharded parameter as a shard.
-
-    It is a plain tensor after a use outside of all units, where this rank holds the parameter
-    whole: such a use is right with one rank, and of parameters alone under `NO_SHARD`.
+def checked_gradient(param: FlatShard, grad: Tensor) -> FlatShard:
+    """Return the gradient of a sharded parameter.
 
     Raises:
-        RuntimeError: If it is no shard like the parameter, nor can become one.
+        RuntimeError: If it is no shard like the parameter.
     """
-    spec = param._shard_spec
-    if isinstance(grad, FlatShard) and grad._shard_spec == spec:
+    if isinstance(grad, FlatShard) and grad._shard_spec == param._shard_spec:
         return grad
-    if type(grad) is Tensor and spec.is_whole and grad.shape == param.shape:
-        param.grad = shard = wrap(spec.slice(grad), spec)
-        return shard
     raise RuntimeError(
-        f"expected .grad of parameter '{spec.label}' to be None or a FlatShard, got "
+        f"expected .grad of parameter '{param._shard_spec.label}' to be None or a FlatShard, got "
         f"{type(grad).__name__}. Let backward() set it, or assign a FlatShard."
     )
 

@@ -4,6 +4,7 @@ Read `unit_options` first, then `strategies`: what each keeps, frees and sends.
 """
 
 from composable_shard.options.advice import (
+    AT_REST,
     FULL_SIZE,
     HIDDEN,
     INTO_PLAIN,

@@ -9,18 +9,24 @@ from torch import nn
 
 # By what was asked of a sharded parameter: an op does not know who has called it.
 _IN_UNIT = (
-    "Only the forward of its unit gathers a parameter: call layers in it, and other methods after "
-    "register_forward_method(module, name). Elsewhere read and edit full parameters inside "
-    "unshard_params(module), or"
+    "Only a call of its unit, model(x) and not model.forward(x), gathers a parameter: call layers "
+    "in its forward, and other methods after register_forward_method(module, name). Elsewhere read "
+    "and edit full parameters inside unshard_params(module), or"
 )
 _IN_TRAINING = (
     "To train through it call unshard(model, recurse=True) before it, and "
     "reshard(model, recurse=True) after the backward."
 )
 WHOLE_NEEDED = (
-    f"{_IN_UNIT} take p.full_tensor() on all ranks. {_IN_TRAINING} An optimizer of whole matrices "
-    'needs granularity="param", or strategy=ShardingStrategy.NO_SHARD. A sharded model needs no '
-    "DistributedDataParallel around it. More calls: docs/troubleshooting.md."
+    f"{_IN_UNIT} take p.full_tensor(), which has no graph, on all ranks. {_IN_TRAINING} An "
+    'optimizer of whole matrices needs granularity="param", or strategy=ShardingStrategy.NO_SHARD. '
+    "A sharded model needs no DistributedDataParallel around it. More calls: "
+    "docs/troubleshooting.md."
+)
+AT_REST = (
+    "Only the forward of its unit reduces its gradient, which would be that of this rank alone: "
+    f"use the parameter there. {_IN_TRAINING} The gradient of a penalty on weights alone can be "
+    "added after a backward: p.grad.add_(p.detach(), alpha=...)."
 )
 HIDDEN = f"{_IN_UNIT} call register_orig_params(module) to have shards at rest. {_IN_TRAINING}"
 FULL_SIZE = (

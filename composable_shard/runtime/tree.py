@@ -302,7 +302,8 @@ def raise_unmanaged(names: list[str]) -> None:
         "own with its own gradients. Call fully_shard on the module that holds them (the model "
         "itself, after its layers), freeze them, or pass them in ignored_params of any fully_shard "
         "call and reduce their gradients yourself. What a sharded module gets later goes into a "
-        "module of its own."
+        "module of its own. Where a parameter was replaced, as by functional_call or assignment, "
+        "write the values into the existing one."
     )
 
 

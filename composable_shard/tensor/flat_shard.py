@@ -11,15 +11,16 @@ unchanged to the rules, which also raise the errors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import enable_reentrant_dispatch
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
-from composable_shard.options import SAVE
+from composable_shard.options import AT_REST, SAVE
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
 from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, cloned, user_attributes
 from composable_shard.tensor.write_guard import WriteGuard
@@ -147,12 +148,13 @@ class FlatShard(Checkpointable):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the op by its rule."""
+        is_trained = _grad_enabled() and _refuse_gradients(func, args)
         try:
             return OP_RULES[func](func, args, kwargs or {})
         except NeedsWhole as error:
             run = OP_RULES.on_whole(func, args, kwargs or {})
             if run is None:
-                raise error.refusal() from None
+                raise error.refusal(is_trained) from None
         except RuntimeError as error:
             explain_devices(func, args, error)
             raise
@@ -270,14 +272,6 @@ class FlatShard(Checkpointable):
         self._local.share_memory_()  # torch's own would take the wrapper for data, and crash
         return self
 
-    def sum(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the sum of all elements; its gradient is sharded like the parameter."""
-        return Tensor.sum(_with_sharded_gradient(self), *args, **kwargs)
-
-    def mean(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the mean of all elements; its gradient is sharded like the parameter."""
-        return Tensor.mean(_with_sharded_gradient(self), *args, **kwargs)
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle a copy of the slice, so that the unit's whole storage isn't written."""
         is_part = not self._shard_spec.is_whole or self._shard_spec.tensor_parallel is not None
@@ -335,36 +329,29 @@ def whole_of(shard: FlatShard) -> Tensor:
     return shard._shard_spec.unflatten(shard._local)
 
 
-def _with_sharded_gradient(shard: FlatShard) -> FlatShard:
-    if not (shard.requires_grad and torch.is_grad_enabled()):
-        return shard
-    connected: FlatShard = _SharedGradient.apply(shard)  # type: ignore[no-untyped-call]
-    return connected
+def _refuse_gradients(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Let a backward raise that reaches a parameter at rest from here; return whether one may.
 
-
-class _SharedGradient(torch.autograd.Function):
-    """Identity that takes this rank's slice of a full-size gradient.
-
-    Autograd spreads the gradient of a sum over the logical shape without an op that we see.
+    Each rank would get a gradient of its own, and nothing would reduce it.
     """
+    is_trained = False
+    for arg in () if func is torch.ops.aten.view.default else args:
+        for shard in arg if isinstance(arg, list | tuple) else (arg,):
+            if not isinstance(shard, FlatShard) or not is_trainable(shard):
+                continue
+            is_trained, guard = True, shard._guard
+            if guard is not None and guard.owner is not None:
+                with enable_reentrant_dispatch():
+                    node: Any = shard.view(shard.shape).grad_fn
+                if node is not None:  # the op is differentiable
+                    # Not on the parameter, where it would stay: the node lives as its graph does.
+                    accumulate = node.next_functions[0][0]
+                    accumulate.register_prehook(partial(_refuse, shard._shard_spec))
+    return is_trained
 
-    @staticmethod
-    def forward(ctx: Any, shard: FlatShard) -> FlatShard:
-        """Return an alias, as autograd wants an output of its own."""
-        ctx.spec = shard._shard_spec
-        return wrap(shard._local, shard._shard_spec)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Slice a plain gradient, which is the same on every rank."""
-        if isinstance(gradient, FlatShard):
-            return gradient
-        if ctx.spec.tensor_parallel is not None:
-            mesh, placements = ctx.spec.tensor_parallel
-            # src_data_rank=None: cut locally, as every rank has the same values.
-            gradient = distribute_tensor(gradient, mesh, placements, src_data_rank=None).to_local()
-        return wrap(ctx.spec.slice(gradient).clone(), ctx.spec)
+def _refuse(spec: ShardSpec, _: Any) -> NoReturn:
+    raise RuntimeError(f"a backward reached parameter '{spec.label}' at rest. {AT_REST}")
 
 
 def is_owned_by_other_rank(tensor: Tensor) -> bool:

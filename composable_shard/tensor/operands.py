@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.layout import Region, whole
-from composable_shard.options import INTO_PLAIN
+from composable_shard.options import FULL_SIZE, INTO_PLAIN
 from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec, local_box
@@ -90,20 +90,19 @@ def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
     args = list(args)
     return owner_error(func, _specs(args)) or NeedsWhole(
         f"{func.overloadpacket} can't run on a sharded parameter, of which each rank holds only a "
-        f"flat range: got {describe_operands(args)}.",
-        has_remedy=False,
+        f"flat range: got {describe_operands(args)}."
     )
 
 
 def owner_error(func: OpOverload, specs: Iterable[ShardSpec]) -> NeedsWhole | None:
-    """Return the error for an op that needs values which another rank holds whole, if it does."""
+    """Return the error for an op that needs values which one rank holds whole, if it does."""
     for spec in specs:
-        if spec.is_owned_by_other_rank:
+        if spec.owner is not None and spec.world_size > 1:
             return NeedsWhole(
                 f"{func.overloadpacket} needs the values of parameter '{spec.label.fqn}' "
                 f'{tuple(spec.shape)} (granularity="param"), which rank {spec.owner} of its shard '
-                "group holds whole, and this rank not at all. Run it on that rank alone, or call "
-                "p.full_tensor() on all ranks."
+                "group holds whole, and the others not at all.",
+                "Run it on that rank alone, or call p.full_tensor() on all ranks.",
             )
     return None
 
@@ -121,7 +120,8 @@ def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> Non
             )
         raise (None if is_moved else owner_error(func, (first, other))) or NeedsWhole(
             f"{func.overloadpacket} needs shards of one and the same range, got "
-            f"{_describe_spec(first)} and {_describe_spec(other)}. {remedy}"
+            f"{_describe_spec(first)} and {_describe_spec(other)}.",
+            remedy,
         )
 
 
@@ -153,7 +153,7 @@ def plain_scalar(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int) 
         f"{func.overloadpacket} combines the sharded parameter '{spec.label.fqn}' "
         f"{tuple(spec.shape)} with a {type(tensor).__name__} of shape {tuple(tensor.shape)}, of "
         "which each rank would need its own part.",
-        is_full_size=True,
+        FULL_SIZE,
     )
 
 
@@ -171,8 +171,8 @@ def write_to_plain(func: OpOverload, tensor: Any, args: Iterable[Any]) -> Runtim
     shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
     return owner_error(func, _specs(args)) or NeedsWhole(
         f"{func.overloadpacket} would write a slice of the sharded parameter "
-        f"{describe_operands(shards[:1])} into a {type(tensor).__name__} of shape {shape}. "
-        f"{INTO_PLAIN}"
+        f"{describe_operands(shards[:1])} into a {type(tensor).__name__} of shape {shape}.",
+        INTO_PLAIN,
     )
 
 

@@ -41,10 +41,6 @@ class PendingState:
         if self.reduced is not None:
             self.reduced.zero_()
 
-    def add(self, other: Tensor) -> None:
-        """Add a gradient that needs no reduction, as of a loss of the sharded parameters."""
-        self.reduced = other.detach().clone() if self.reduced is None else self.reduced.add_(other)
-
 
 class PendingGradient(FlatShard):
     """Stands for a gradient that waits for a reduction, see [Note: Pending gradients]."""
@@ -104,9 +100,6 @@ class PendingGradient(FlatShard):
         if isinstance(target, cls):
             if name == "zero_":
                 target._state.zero()
-                return target
-            if name == "add_" and len(args) == 2 and not kwargs:
-                target._state.add(args[1])
                 return target
             if name in _ALIASES:
                 place = kwargs.get("dtype"), kwargs.get("device")

@@ -104,7 +104,7 @@ def shard_of(func: OpOverload, args: tuple[Any, ...], dims: Any = None) -> FlatS
 
 def _is_alone(spec: ShardSpec) -> bool:
     """Whether no other rank has elements of the tensor."""
-    return spec.world_size == 1 and spec.tensor_parallel is None
+    return spec.is_alone and spec.tensor_parallel is None
 
 
 def check_scope(func: OpOverload, shard: FlatShard) -> None:
@@ -116,7 +116,8 @@ def check_scope(func: OpOverload, shard: FlatShard) -> None:
             f'(granularity="param"), of its gradient or of another tensor made of it: rank '
             f"{spec.owner} of its shard group holds it whole, and the value would be on that rank "
             "alone. Take x.to_local() there, clip_grad_norm_(model, ...) for the norm of all "
-            "gradients, or p.full_tensor() on all ranks."
+            "gradients, or p.full_tensor() on all ranks. Initialise with trunc_normal_ inside "
+            "unshard_params, or before fully_shard."
         )
 
 

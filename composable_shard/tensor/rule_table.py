@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from composable_shard.options import FULL_SIZE, WHOLE_NEEDED
+from composable_shard.options import WHOLE_NEEDED
 from composable_shard.torch_private import (
     OpOverload,
 )
@@ -21,16 +21,13 @@ class NeedsWhole(RuntimeError):
     `refusal()` of it.
     """
 
-    def __init__(self, text: str, *, has_remedy: bool = True, is_full_size: bool = False) -> None:
+    def __init__(self, text: str, remedy: str = WHOLE_NEEDED) -> None:
         super().__init__(text)
-        self._has_remedy = has_remedy and not is_full_size
-        self._is_full_size = is_full_size
+        self._remedy = remedy
 
-    def refusal(self) -> RuntimeError:
-        """Return the error for users, with a remedy."""
-        if self._has_remedy:
-            return RuntimeError(str(self))
-        return RuntimeError(f"{self} {FULL_SIZE if self._is_full_size else WHOLE_NEEDED}")
+    def refusal(self, is_trained: bool) -> RuntimeError:
+        """Return the error for users: with a remedy that trains, for parameters in a graph."""
+        return RuntimeError(f"{self} {WHOLE_NEEDED if is_trained else self._remedy}")
 
 
 class RuleTable(dict[OpOverload, Rule]):

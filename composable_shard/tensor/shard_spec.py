@@ -91,7 +91,7 @@ class ShardSpec:
     Attributes:
         numel: Elements of the dense tensor.
         owner: The rank that holds the whole tensor by plan, None where all share it.
-        is_whole: This rank holds the whole tensor: by plan, or as the only one.
+        is_whole: This rank holds the whole tensor, by plan or by its strategy.
         is_owned_by_other_rank: Another rank holds the whole tensor, and this one nothing of it.
         local_range: This rank's half-open range of the dense tensor's elements.
         region: This rank's elements in the logical tensor, [Note: Regions].
@@ -111,6 +111,7 @@ class ShardSpec:
     label: ParamLabel = field(default_factory=lambda: ParamLabel("?"), compare=False)
     start: int = 0  # other than 0 for some rows of a parameter
     num_components: int = 1  # elements for each one of the layout: 2 for a complex tensor as real
+    is_split: bool = False  # its strategy shards it, if only over one rank: the same ops run
 
     numel: int = field(init=False, compare=False, repr=False)
     owner: int | None = field(init=False, compare=False, repr=False)
@@ -141,6 +142,11 @@ class ShardSpec:
     def world_size(self) -> int:
         """Ranks that share the tensor."""
         return self.layout.world_size
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether each rank holds the whole tensor, and its strategy does not shard it."""
+        return self.world_size == 1 and not self.is_split
 
     def __deepcopy__(self, memo: object) -> ShardSpec:
         return self
@@ -219,7 +225,7 @@ def _owner(spec: ShardSpec) -> int | None:
 _COMPUTED: dict[str, Callable[[ShardSpec], Any]] = {
     "numel": lambda spec: spec.dense_shape.numel(),
     "owner": _owner,
-    "is_whole": lambda spec: spec.world_size == 1 or spec.owner == spec.rank,
+    "is_whole": lambda spec: spec.is_alone or spec.owner == spec.rank,
     "is_owned_by_other_rank": lambda spec: spec.owner not in (None, spec.rank),
     "local_range": lambda spec: spec.range_of(spec.rank),
     "region": _region,
@@ -425,6 +431,7 @@ def flat_spec(specs: Sequence[ShardSpec], name: str) -> ShardSpec:
         group_name=first.group_name,
         tensor_parallel=tensor_parallel,
         label=ParamLabel(name, first.label.owned),
+        is_split=first.is_split,
     )
 
 

@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard.options import WHOLE_NEEDED
 from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
 from composable_shard.tensor.operands import note_write, schema_arguments, slice_given
 from composable_shard.tensor.reduction_rules import check_scope
@@ -54,7 +53,7 @@ def on_gathered(
             check_scope(func, shards[0])
     for shard in shards:
         spec = shard._shard_spec
-        is_alone = spec.world_size == 1 and spec.tensor_parallel is None
+        is_alone = spec.is_alone and spec.tensor_parallel is None
         if is_alone or (shard.requires_grad and torch.is_grad_enabled()):
             return None
     target = kwargs.get("out", args[0]) if name in _WRITES else None
@@ -86,28 +85,14 @@ def on_whole(
 ) -> Callable[[], Any] | None:
     """Return what runs an op on whole tensors, None where this rank does not hold all of them."""
     operands = (args, tuple(kwargs.values()))
-    if not all(shard._shard_spec.is_whole for shard in _shards(operands)):
+    shards = list(_shards(operands))
+    if not all(shard._shard_spec.is_whole for shard in shards):
         return None
-    if torch.is_grad_enabled() and torch.Tag.pointwise not in func.tags:
-        _check_alone(func, operands)
+    for shard in shards if torch.is_grad_enabled() else ():
+        spec = shard._shard_spec
+        if shard.requires_grad and spec.owner is not None and not spec.is_alone:
+            return None  # as on the other ranks, which would be waited for
     return partial(_run, func, args, kwargs)
-
-
-def _check_alone(func: OpOverload, operands: tuple[Any, ...]) -> None:
-    """Check that no parameter is multiplied with this rank's data outside the forward of its unit.
-
-    Nothing would reduce its gradient. A function of parameters alone has the same on all ranks.
-    """
-    if not any(type(each) in (Tensor, nn.Parameter) and each.dim() for each in _leaves(operands)):
-        return
-    for shard in _shards(operands):
-        owner = None if shard._guard is None else shard._guard.owner
-        handle: Any = None if owner is None else owner()  # a FlatParamHandle
-        if handle is not None and handle.requires_grad and handle.shard_group.num_ranks > 1:
-            raise RuntimeError(
-                f"{func.overloadpacket} would give parameter '{shard._shard_spec.label.fqn}' the "
-                f"gradient of this rank alone, and nothing would average it. {WHOLE_NEEDED}"
-            )
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -541,20 +541,6 @@ def test_c7_a_use_of_a_pending_gradient_raises(use: str) -> None:
     assert all(kind_of(param) is FlatShard for param in model.parameters())
 
 
-@distributed(2)
-def test_c7_a_loss_of_sharded_parameters_adds_to_what_waits() -> None:
-    """Case 7: as a weight penalty between microbatches."""
-
-    def script(model: nn.Module, optimizer: Optimizer, keep: Keeps, step: int) -> None:
-        with keep(model):
-            _run_microbatch(model, 2 * step)
-        for _ in range(2):
-            sum(param.sum() for param in model.parameters()).backward()
-        _run_microbatch(model, 2 * step + 1)
-
-    _assert_like_plain(script)
-
-
 @claims.strategies
 @distributed(2)
 def test_c9_a_penalty_on_gradients_of_parameters_is_refused(

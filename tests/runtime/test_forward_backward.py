@@ -1738,34 +1738,6 @@ def test_attributes_of_parameters_stay() -> None:
     assert model.out.weight.lr_scale == 0.25
 
 
-@pytest.mark.parametrize("penalty", ["square", "sum", "norm"])
-@distributed(2)
-def test_weight_penalty_outside_of_forward(penalty: str) -> None:
-    """Its gradient goes straight to the shards and adds to what the forward makes."""
-    twins = Twins(Net, shard_blocks)
-    function = {
-        "square": lambda param: param.square().sum(),
-        "sum": lambda param: param.sum(),
-        "norm": lambda param: param.norm(),
-    }[penalty]
-
-    def run(model: nn.Module) -> Tensor:
-        return _loss_of_shape(4, 5)(model) + 0.1 * sum(
-            function(param) for param in model.parameters()
-        )
-
-    for model in twins:
-        twins.backward(model, run(model))
-    for (name, param), plain in zip(
-        twins.sharded.named_parameters(), twins.plain.parameters(), strict=True
-    ):
-        # The penalty is added before the average in one twin and after it in the other.
-        torch.testing.assert_close(
-            param.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-7, msg=lambda t, n=name: n + t
-        )
-    assert_at_rest(twins.sharded)
-
-
 # --- gradients of gradients ---
 
 

@@ -189,34 +189,6 @@ def test_c1_weight_of_an_outer_unit_in_a_side_loss(
     )
 
 
-class _WithPenalty(nn.Module):
-    """The root's output holds a penalty on the sharded parameters of the units inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Layer(), Layer())
-        self.out = nn.Linear(15, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(self.blocks(x))
-        return y + sum(param.square().sum() for param in self.blocks.parameters())
-
-
-@claims.strategies
-@distributed(2)
-def test_c1_shards_of_inner_units_in_a_forward(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    """C1: hooks that look at a saved shard do not count as a write to it."""
-    claims.assert_right(
-        _WithPenalty,
-        lambda model, number: model(_input(number)).mean().backward(),
-        shard=_shard_blocks_of,
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-    )
-
-
 class _AroundSideLosses(nn.Module):
     """A root with a weight of its own before blocks with side losses."""
 

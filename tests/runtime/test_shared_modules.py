@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_shard import ShardingStrategy, fully_shard
+from composable_shard import ShardingStrategy, fully_shard, get_states, reshard, unshard
 from tests import claims
 from tests.helpers import distributed
 from tests.models import rank_input, square_mean
@@ -144,35 +145,23 @@ def _shard_all_but_the_second(model: nn.Module, **options: Any) -> None:
         fully_shard(module, **options)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("strategy", list(ShardingStrategy))
-@distributed(1)
-def test_c12_one_rank_may_call_a_shared_module_outside_of_units(
-    strategy: ShardingStrategy, accumulates: bool
-) -> None:
-    """Case 12 of the claims: its parameters are whole there. `test_advice.py` has two ranks."""
-    claims.assert_right(
-        _Family,
-        _run_family,
-        shard=_shard_all_but_the_second,
-        strategy=strategy,
-        accumulates=accumulates,
-    )
-
-
-def _run_with_penalty(model: nn.Module, microbatch: int) -> None:
+def _run_at_rest(model: nn.Module, microbatch: int) -> None:
+    """A penalty that is divided by numbers of this rank, and a gradient that is added by hand."""
+    is_sharded = bool(get_states(model))
+    if is_sharded:
+        unshard(model, recurse=True)
     loss = square_mean(model(rank_input(4, 7, step=microbatch, dtype=torch.float64)))
-    (loss + (model.out.weight @ model.out.weight.t()).square().sum()).backward()
+    penalty = sum(param.square().sum() for param in model.parameters())
+    penalty = penalty + (model.out.weight @ model.out.weight.t()).sum()
+    ((loss + penalty) / (2 + dist.get_rank())).backward()
+    if is_sharded:
+        reshard(model, recurse=True)
+    for param in model.parameters():
+        param.grad.add_(param.detach(), alpha=0.1)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @distributed(2)
-def test_c12_a_penalty_of_whole_parameters_adds_to_their_gradients(accumulates: bool) -> None:
-    """Outside of all units, under the one strategy that keeps parameters whole at rest."""
-    claims.assert_right(
-        _Family,
-        _run_with_penalty,
-        shard=_shard_first,
-        strategy=ShardingStrategy.NO_SHARD,
-        accumulates=accumulates,
-    )
+def test_c12_weights_in_a_loss(strategy: ShardingStrategy) -> None:
+    """As errors about losses at rest advise: between `unshard` and `reshard`, or by hand."""
+    claims.assert_right(_Family, _run_at_rest, shard=_shard_first, strategy=strategy)

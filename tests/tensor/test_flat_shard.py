@@ -484,39 +484,6 @@ def test_write_during_a_backward_raises_before_writing() -> None:
 # Autograd and modes
 
 
-@distributed(2, 3)
-def test_weight_penalty_gives_sharded_gradients() -> None:
-    """Losses of the parameters alone give every parameter the slice of the unsharded gradient."""
-
-    def penalty(model: nn.Module) -> Tensor:
-        squares = [param.pow(2).sum() + param.abs().sum() for param in model.parameters()]
-        return torch.stack(squares).sum() + model.weight.norm() * model.weight.abs().max()
-
-    plain, sharded = OddShapes(), OddShapes()
-    shard_module(sharded)
-    penalty(plain).backward()
-    penalty(sharded).backward()
-    for name, param in sharded.named_parameters():
-        assert isinstance(param.grad, FlatShard)
-        expected = plain.get_parameter(name).grad
-        torch.testing.assert_close(full(param.grad), expected)
-
-
-@distributed(2, 3)
-def test_gradient_of_a_plain_sum_or_mean_is_sharded() -> None:
-    """Also where nothing but the spread of one number comes back."""
-    for reduce in (lambda x: x.sum(), lambda x: 3 * x.mean(), lambda x: x.pow(2).mean()):
-        for whole in (torch.randn(7, 15), torch.randn(()), torch.randn(50)):
-            plain = whole.clone().requires_grad_()
-            param = nn.Parameter(shard(whole))
-            reduce(plain).backward()
-            reduce(param).backward()
-            assert isinstance(param.grad, FlatShard)
-            assert_equal(full(param.grad), plain.grad)
-            reduce(param).backward()
-            assert_equal(full(param.grad), 2 * plain.grad)
-
-
 @distributed(2)
 def test_inference_mode_reads_and_writes() -> None:
     """Elementwise ops, reductions and in-place ops run under inference_mode."""

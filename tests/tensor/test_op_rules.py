@@ -209,23 +209,22 @@ def test_texts_of_the_errors() -> None:
         "\n\n".join(_line_wrapped(messages[kind]) for kind in kinds),
         """\
 aten.mm can't run on a sharded parameter, of which each rank holds only a flat range: got
-'fc.weight' (7, 15), Tensor (15, 2). Only the forward of its unit gathers a parameter:
-call layers in it, and other methods after register_forward_method(module, name).
-Elsewhere read and edit full parameters inside unshard_params(module), or take
-p.full_tensor() on all ranks. To train through it call unshard(model, recurse=True) before
-it, and reshard(model, recurse=True) after the backward. An optimizer of whole matrices
-needs granularity="param", or strategy=ShardingStrategy.NO_SHARD. A sharded model needs no
+'fc.weight' (7, 15), Tensor (15, 2). Only a call of its unit, model(x) and not
+model.forward(x), gathers a parameter: call layers in its forward, and other methods after
+register_forward_method(module, name). Elsewhere read and edit full parameters inside
+unshard_params(module), or take p.full_tensor(), which has no graph, on all ranks. To
+train through it call unshard(model, recurse=True) before it, and reshard(model,
+recurse=True) after the backward. An optimizer of whole matrices needs
+granularity="param", or strategy=ShardingStrategy.NO_SHARD. A sharded model needs no
 DistributedDataParallel around it. More calls: docs/troubleshooting.md.
 
 aten.add combines the sharded parameter 'fc.weight' (7, 15) with a Tensor of shape (7,
-15), of which each rank would need its own part. Change whole values and gradients inside
-unshard_params(module, with_grads=True), or make the other tensor like the parameter, as
-torch.zeros_like(p) does. For the state that an optimizer made before sharding call
-shard_optimizer_state(optimizer). Only the forward of its unit gathers a parameter: call
-layers in it, and other methods after register_forward_method(module, name). Elsewhere
-read and edit full parameters inside unshard_params(module), or take p.full_tensor() on
-all ranks. To train through it call unshard(model, recurse=True) before it, and
-reshard(model, recurse=True) after the backward. An optimizer of whole matrices needs
+15), of which each rank would need its own part. Only a call of its unit, model(x) and not
+model.forward(x), gathers a parameter: call layers in its forward, and other methods after
+register_forward_method(module, name). Elsewhere read and edit full parameters inside
+unshard_params(module), or take p.full_tensor(), which has no graph, on all ranks. To
+train through it call unshard(model, recurse=True) before it, and reshard(model,
+recurse=True) after the backward. An optimizer of whole matrices needs
 granularity="param", or strategy=ShardingStrategy.NO_SHARD. A sharded model needs no
 DistributedDataParallel around it. More calls: docs/troubleshooting.md.
 
@@ -236,8 +235,14 @@ on all ranks. For the state that an optimizer made before sharding call
 shard_optimizer_state(optimizer).
 
 aten.add needs shards of one and the same range, got 'fc.weight' (7, 15), elements per
-rank 60, 45, group '0' and 'other' (7, 15), elements per rank 48, 57, group '0'. Use
-p.full_tensor() to combine different parameters.""",
+rank 60, 45, group '0' and 'other' (7, 15), elements per rank 48, 57, group '0'. Only a
+call of its unit, model(x) and not model.forward(x), gathers a parameter: call layers in
+its forward, and other methods after register_forward_method(module, name). Elsewhere read
+and edit full parameters inside unshard_params(module), or take p.full_tensor(), which has
+no graph, on all ranks. To train through it call unshard(model, recurse=True) before it,
+and reshard(model, recurse=True) after the backward. An optimizer of whole matrices needs
+granularity="param", or strategy=ShardingStrategy.NO_SHARD. A sharded model needs no
+DistributedDataParallel around it. More calls: docs/troubleshooting.md.""",
     )
 
 

@@ -203,20 +203,6 @@ def test_item_of_several_elements_raises() -> None:
         shard(torch.zeros(3)).item()
 
 
-@pytest.mark.fast
-@distributed(2)
-def test_gradients_of_reductions_are_the_slices() -> None:
-    """Of the norms and extremes."""
-    reductions = (Tensor.norm, lambda x: x.abs().max(), lambda x: x.pow(3).mean())
-    for reduce in reductions:
-        whole = torch.randn(7, 15, requires_grad=True)
-        param = shard(whole.detach()).requires_grad_()
-        reduce(whole).backward()
-        reduce(param).backward()
-        assert isinstance(param.grad, FlatShard)
-        torch.testing.assert_close(param.grad.full_tensor(), whole.grad)
-
-
 @distributed(2)
 def test_unscaling_finds_an_inf_of_another_rank() -> None:
     """The flag is reduced over the ranks, in one collective; the gradients are scaled."""
