@@ -108,6 +108,15 @@ def storage_uses_of(tensor: Tensor) -> int:
     return count_uses(storage_of(tensor)) - 1
 
 
+# Lets each access to a storage's memory raise, and undoes it; given what `storage_of` returns.
+# Builds without CUDA, and some older ones, have neither: there a read may end the process.
+refuse_reads: Callable[[int, str], None] | None = getattr(
+    torch._C, "_set_storage_data_ptr_access_error_msg", None
+)
+allow_reads: Callable[[int], None] | None = getattr(
+    torch._C, "_clear_storage_data_ptr_access_error_msg", None
+)
+
 is_forward_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")

@@ -353,7 +353,7 @@ class FullValues:
         self.is_locked = True  # as `lock` does, without a call in each step
         set_versions(self.params.watched, self.params.locked)
         if not self.is_kept:
-            free_storage(self.buffer)
+            free_storage(self.buffer, refuses_reads=True)
         if self.state is not state:
             self.move(state)
 

@@ -22,6 +22,12 @@ from composable_shard.comm import (
     Waitable,
     explained,
 )
+from composable_shard.torch_private import allow_reads, refuse_reads, storage_of
+
+_IS_FREED = (
+    "a view of full parameters is read after the unit has freed them. Keep a copy instead "
+    "(`view.clone()`), or call unshard(module) before."
+)
 
 
 class Poison:
@@ -63,18 +69,23 @@ def alloc_storage(tensor: Tensor) -> None:
     """Give `tensor`, which spans its whole storage, memory again; no-op if it has some."""
     storage, nbytes = tensor.untyped_storage(), tensor.nbytes
     if storage.nbytes() != nbytes:
+        if allow_reads is not None:
+            allow_reads(storage_of(tensor))
         storage.resize_(nbytes)
         if Poison.is_on:
             Poison.fill(tensor)
 
 
-def free_storage(tensor: Tensor) -> None:
+def free_storage(tensor: Tensor, *, refuses_reads: bool = False) -> None:
     """Give back the memory of `tensor`'s storage; the tensor and its views stay, unreadable.
 
-    No-op where torch has lent the memory for good, as to an array of numpy.
+    No-op where torch has lent the memory for good, as to an array of numpy. With `refuses_reads` a
+    read raises instead of ending the process, if torch can do that.
     """
     storage = tensor.untyped_storage()
     if storage.nbytes() != 0 and storage.resizable():
         if Poison.is_on:
             Poison.fill(tensor)
         storage.resize_(0)
+        if refuses_reads and refuse_reads is not None and allow_reads is not None:
+            refuse_reads(storage_of(tensor), _IS_FREED)

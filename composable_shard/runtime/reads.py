@@ -444,7 +444,9 @@ def _copy_values(hooks: ReadHooks, gradients: tuple[Any, ...], _: Any) -> tuple[
     They may be used when another gradient has taken the place of the values, or these are freed.
     The calls of such a unit have hooks for good.
     """
-    fulls = [(each[2].full.output.data_ptr(), each[2].full.nbytes) for each in hooks._extents]
+    outputs = [each[2].full.output for each in hooks._extents]
+    outputs = [each for each in outputs if each.untyped_storage().nbytes()]
+    fulls = [(each.data_ptr(), each.nbytes) for each in outputs]
     are_values = [
         each is not None
         and any(0 <= at - start < size for at in _addresses(each) for start, size in fulls)

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from composable_shard.flat_param import storage
 from tests.device import build
 from tests.device.build import Unavailable
 
@@ -141,6 +142,8 @@ def load(*, backend_name: str = "nccl") -> None:
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     _extension = extension
+    # A build of torch with CUDA has them.
+    storage.refuse_reads, storage.allow_reads = extension.refuse_reads, extension.allow_reads
     torch._register_device_module(NAME, _module_of_torch(extension))
     torch.utils.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True

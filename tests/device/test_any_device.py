@@ -32,6 +32,31 @@ def test_unshard_params_ends() -> None:
         shown.sum()
 
 
+@on_device(num_ranks=2)
+def test_reads_of_freed_full_values_raise() -> None:
+    """Of a parameter and a view that a hook keeps, where torch can, as its builds with CUDA can."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))  # on the CPU, where reads would crash
+    kept: list[torch.Tensor] = []
+
+    def keep(layer: nn.Module, args: object, output: object) -> None:
+        kept.extend((layer.weight, layer.weight.detach().t()))
+
+    model[0].register_forward_hook(keep)
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (model[0], model):
+        fully_shard(part, mesh=mesh, sync_module_states=True)
+    for _ in range(2):
+        output = model(torch.ones(2, 3))
+        for tensor in kept:
+            for read in (torch.clone, torch.sum, torch.Tensor.tolist):
+                with pytest.raises(RuntimeError, match="after the unit has freed them"):
+                    read(tensor)
+        output.sum().backward()
+    weight = model[0].weight.full_tensor()
+    with unshard_params(model[0]):
+        assert torch.equal(model[0].weight, weight)
+
+
 @on_device
 def test_default_group_decides_where_to_compute() -> None:
     """On the accelerator only if the group has a backend for it, other than gloo."""

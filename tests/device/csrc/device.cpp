@@ -139,6 +139,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
     return latest;
   });
+  // torch._C._set_storage_data_ptr_access_error_msg of builds with CUDA, and its undoing.
+  m.def("refuse_reads", [](size_t storage, std::string message) {
+    reinterpret_cast<c10::StorageImpl*>(storage)
+        ->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
+  });
+  m.def("allow_reads", [](size_t storage) {
+    reinterpret_cast<c10::StorageImpl*>(storage)->clear_data_ptr_access_error_msg_();
+  });
   m.def("default_generator", [] { return DeviceGenerator::the_default(); });
   pybind11::class_<DeviceBackend, c10d::Backend, c10::intrusive_ptr<DeviceBackend>>(m, "Backend")
       .def(pybind11::init<c10::intrusive_ptr<c10d::Backend>, std::string>())
