@@ -72,8 +72,6 @@ class ShownParams:
         scope: The open `unshard_params` scope, if any.
         flat_slot: Where the unit's module shows the flat parameter.
         agreed_flags: `requires_grad` of the entries on all ranks; None before they compared it.
-        first_held: The first one at rest of which this rank has elements; None where it has none,
-            or before the ranks compared.
     """
 
     flat_slot: FlatSlot
@@ -94,7 +92,6 @@ class ShownParams:
         self.at_rest: Sequence[ParamEntry] = entries
         self.scope: Scope | None = None
         self.agreed_flags: list[bool] | None = None
-        self.first_held: ParamEntry | None = None
         # container, key, at rest, unsharded
         self._slots: list[tuple[Any, Any, Tensor | None, Tensor | None]] = []
         # Module, name, what stands for the original; none where originals are at rest
@@ -104,12 +101,9 @@ class ShownParams:
     def note_agreement(self) -> None:
         """Note that all ranks have the parameters and `requires_grad` flags of now."""
         self.agreed_flags = trainable_flags(self)
-        held = (each for each in self.at_rest if each.sharded._local.numel())
-        self.first_held = next(held, None)
 
     def set_flat(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
         """Choose what is at rest; shows nothing."""
-        self.first_held = None
         self.flat, self.shows_flat = flat, shows_flat
         self.at_rest = [flat] if shows_flat and flat is not None else self.entries
 

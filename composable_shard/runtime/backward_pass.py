@@ -808,12 +808,13 @@ def step_facts(context: TreeContext) -> StepFacts:
     new = [now[handle.guard] - before.get(handle.guard, now[handle.guard]) for handle in handles]
     num_whole = sum(num for num, h in zip(new, handles, strict=True) if h.shard_group.size == 1)
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
-        # One of each handle, as a program drops all of them or none.
-        shown = [handle.shown for handle, is_owned in pairs if not is_owned]
-        first = [(each.first_held or each.at_rest[0]).sharded.grad for each in shown]
+        shown = (
+            each for handle, is_owned in pairs if not is_owned for each in handle.shown.at_rest
+        )
+        has_gradients = any(each.sharded.grad is not None for each in shown)
     line = (
         f"a backward with{'' if any(new) else 'out'} writes to parameters since the last one (by "
         f"optimizer.step() or edits){f', {num_whole} of them,' if num_whole else ','} and with "
-        f"{'no ' if first.count(None) == len(first) else ''}gradients of earlier ones"
+        f"{'' if has_gradients else 'no '}gradients of earlier ones"
     )
     return StepFacts(line, [(handle.shard_group, handle.number) for handle in handles])

@@ -69,9 +69,20 @@ def backward(model: nn.Module) -> None:
     model(torch.randn(3, 5, device=NAME)).float().square().mean().backward()
 
 
-def train_net(model: nn.Module, *, num_steps: int = 2, microbatches: bool = False) -> None:
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+
+
+def train_net(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    num_steps: int = 2,
+    microbatches: bool = False,
+) -> None:
     """Take clipped steps; with microbatches, those before the last put reductions off."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    optimizer = optimizer or make_optimizer(model)
     for _ in range(num_steps):
         if microbatches:
             set_requires_all_reduce(model, False)
@@ -170,6 +181,7 @@ def failed_backward() -> None:
     """Go on after backwards that fail."""
     for options in ({}, {"mesh": _mesh()}, {"offload_policy": ON_HOST}):
         model = shard_net(**options)
+        optimizer = make_optimizer(model)  # a failed backward may leave full parameters shown
 
         def fail(*_: object) -> None:
             raise ZeroDivisionError
@@ -179,7 +191,7 @@ def failed_backward() -> None:
             with suppress(ZeroDivisionError):
                 backward(model)
             hook.remove()
-        train_net(model, num_steps=1)
+        train_net(model, optimizer, num_steps=1)
 
 
 @_program
