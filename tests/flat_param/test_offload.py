@@ -215,7 +215,8 @@ def _device_addresses(handle: FlatParamHandle) -> set[int]:
     """Return the addresses of device storages of a handle."""
     found = [handle.unsharded, handle.grads._own.buffer, handle.grads._own.result]
     found += [] if handle.shard.device_copy is None else [handle.shard.device_copy]
-    return {tensor.untyped_storage().data_ptr() for tensor in found} - {0}
+    storages = [tensor.untyped_storage() for tensor in found]
+    return {each.data_ptr() for each in storages if each.nbytes()}
 
 
 def _assert_on_host(model: nn.Module) -> None:

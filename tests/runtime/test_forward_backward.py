@@ -1780,7 +1780,7 @@ def test_backward_inside_a_forward(create_graph: bool, reshard_after_forward: bo
             twins.assert_equal_gradients()
             _zero_grad(twins)
     if create_graph:
-        reshard(twins.sharded.energy)  # what a graph may read stays until then
+        reshard(twins.sharded, recurse=True)  # what a graph may read stays until then
     assert_at_rest(twins.sharded, kept=twins.sharded_units(reshard_after_forward))
 
 
