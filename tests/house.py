@@ -101,16 +101,16 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 22_256,
-    "lines of all": 32_153,
-    "lines of the longest module": 855,
-    "quick start: statements": 4_434,
+    "lines of the core": 21_876,
+    "lines of all": 31_447,
+    "lines of the longest module": 820,
+    "quick start: statements": 4_379,
     "warm step: functions": 221,
     "stack reads": 4,
-    "reference counts": 2,
-    "attributes of a class, most": 38,
+    "reference counts": 1,
+    "attributes of a class, most": 36,
     "methods of a class, most": 26,
-    "upward calls": 6,
+    "upward calls": 5,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name
