@@ -3,7 +3,7 @@
 Both packages run beside each other, on two gloo ranks of one thread each, with the benchmarks of
 this tree: processes of the one compute while those of the other wait, in rotating order. Ratios
 are taken inside each round, so that the machine's load cancels out. Run it on a machine on which
-nothing else runs, before a change of the core is done; about five minutes.
+nothing else runs, before a change of the core is done; a round takes most of a minute.
 
     make bench-guard                            # beside the last tag
     make bench-guard ARGS="--base main~20"
@@ -219,7 +219,7 @@ def main() -> int:
     """Parse the options, measure, report; return 1 where something got dearer."""
     parser = report.make_parser(__doc__)
     parser.add_argument("--base", help="the commit to compare with (default: the last tag)")
-    parser.add_argument("--rounds", type=int, default=12, help="interleaved rounds, at least 2")
+    parser.add_argument("--rounds", type=int, default=6, help="interleaved rounds, at least 2")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
