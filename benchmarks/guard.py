@@ -3,7 +3,7 @@
 Both packages run beside each other, on two gloo ranks of one thread each, with the benchmarks of
 this tree: processes of the one compute while those of the other wait, in rotating order. Ratios
 are taken inside each round, so that the machine's load cancels out. Run it on a machine on which
-nothing else runs, before a change of the core is done; a round takes most of a minute.
+nothing else runs, before a change of the core is done; it takes five minutes on two cores.
 
     make bench-guard                            # beside the last tag
     make bench-guard ARGS="--base main~20"
@@ -37,28 +37,26 @@ from benchmarks.models import MatrixChain, make_batch, make_llama
 
 _ROOT = Path(__file__).resolve().parents[1]
 _LIMIT = 1.05
+_PEAK = "peak"
 _TIMEOUT = timedelta(seconds=120)
 _MODELS = {"12 x 512": "std", "48 x 128": "tiny"}
 _STRATEGIES = {"FULL_SHARD": "ours", "SHARD_GRAD_OP": "ours_gradop", "SHARD_OPTIM": "ours_optim"}
 
 
 class _Steps:
-    """Training steps of one model, which is built at the first."""
+    """Training steps of one model, which is built for the first."""
 
     def __init__(self, model: str, peer: str) -> None:
         self._model_name, self._peer = model, peer
         self._step: Callable[[], None] | None = None
 
     def seconds(self) -> float:
-        """Return the wall time of a step, the median of three."""
+        """Return the wall time of a step."""
         step = self._step = self._step or self._make()
-        times = []
-        for _ in range(3):
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
 
     def _make(self) -> Callable[[], None]:
         model = peers.build(self._peer, make_llama(self._model_name))
@@ -70,8 +68,7 @@ class _Steps:
             optimizer.step()
             optimizer.zero_grad()
 
-        for _ in range(3):
-            step()
+        step()
         return step
 
     def peak_nbytes(self) -> float:
@@ -118,12 +115,12 @@ def _set_up_seconds() -> float:
 
 
 def figures() -> dict[str, Callable[[], float]]:
-    """Return what is measured, by name: functions that all ranks call, and return the cost."""
-    found: dict[str, Callable[[], float]] = {"peak": _Steps("std", "ours").peak_nbytes}
+    """Return what takes time, by name: functions that all ranks call, and return the cost."""
+    found: dict[str, Callable[[], float]] = {"host": _Host().seconds, "set-up": _set_up_seconds}
     for size, model in _MODELS.items():
         for strategy, peer in _STRATEGIES.items():
             found[f"step {size}, {strategy}"] = _Steps(model, peer).seconds
-    return found | {"host": _Host().seconds, "set-up": _set_up_seconds}
+    return found
 
 
 def serve(package: Path) -> None:
@@ -133,7 +130,7 @@ def serve(package: Path) -> None:
     assert Path(composable_shard.__file__).is_relative_to(package), composable_shard.__file__
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
-    measured = figures()
+    measured = figures() | {_PEAK: _Steps("std", "ours").peak_nbytes}
     for line in sys.stdin:
         print(json.dumps(measured[line.strip()]()), flush=True)
     os._exit(0)  # gloo's threads may abort the process while the interpreter shuts down
@@ -196,21 +193,24 @@ def _last_tag() -> str:
     return found.stdout.strip()
 
 
+def _peak_of(package: Path) -> float:
+    with malloc_counter.preloaded(), _ranks(package) as measure:  # the counter slows all else
+        return measure(_PEAK)
+
+
 def compare(base: str, rounds: int) -> dict[str, list[float]]:
     """Return by figure the ratios of this tree to the other commit, one for each round."""
     ratios: dict[str, list[float]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         _export(base, folder)
-        stack.enter_context(malloc_counter.preloaded())
+        ratios[_PEAK] = [_peak_of(_ROOT) / _peak_of(folder)]
         theirs, ours = (stack.enter_context(_ranks(each)) for each in (folder, _ROOT))
-        names = list(figures())
-        for turn in range(rounds):
-            # What is exact is measured once, and a first turn builds the models.
-            for name in names if turn == 0 else names[1:]:
+        for turn in range(rounds + 1):
+            for name in figures():
                 sides = [("theirs", theirs), ("ours", ours)]
                 found = {side: measure(name) for side, measure in sides[:: 1 - 2 * (turn % 2)]}
-                if turn or name == names[0]:
+                if turn:  # the first turn builds the models
                     ratios.setdefault(name, []).append(found["ours"] / found["theirs"])
     return ratios
 
@@ -219,7 +219,7 @@ def main() -> int:
     """Parse the options, measure, report; return 1 where something got dearer."""
     parser = report.make_parser(__doc__)
     parser.add_argument("--base", help="the commit to compare with (default: the last tag)")
-    parser.add_argument("--rounds", type=int, default=6, help="interleaved rounds, at least 2")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, at least 2")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
@@ -230,7 +230,7 @@ def main() -> int:
     rows = [[name, report.spread(each, 3), "*" * (name in dearer)] for name, each in ratios.items()]
     markdown = report.header(
         f"This tree beside {base}",
-        f"2 gloo ranks of one thread, {args.rounds} interleaved rounds, the first for warming up",
+        f"2 gloo ranks of one thread, {args.rounds} interleaved rounds after one for warming up",
         f"ratios to {base}, below 1 is cheaper: median (quartiles); * over {_LIMIT}",
     )
     report.emit(markdown + "\n" + report.table(["figure", "ratio", ""], rows), args.output)
