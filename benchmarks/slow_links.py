@@ -39,8 +39,6 @@ from benchmarks.cut_link import HOSTS, MISSING, PORT, Hosts, can_run, ip
 from benchmarks.models import CONFIGS, Llama, make_batch, make_llama, param_nbytes
 from benchmarks.report import emit, header, make_parser, spread, table
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard import register_comm_hook as register
-from composable_shard.comm import ErrorFeedback, error_feedback_hook
 
 RANKS_PER_HOST = 2
 WORLD_SIZE = RANKS_PER_HOST * len(HOSTS)
@@ -78,15 +76,16 @@ def _ours(
     mesh: DeviceMesh,
     *,
     on_mesh: bool = False,
-    feedback: bool = False,
-    over_replicas: bool = False,
+    reshard_after_forward: int | None = None,
     **dtypes: torch.dtype,
 ) -> nn.Module:
-    options = {"mesh": mesh, "shard_over_replicas": over_replicas} if on_mesh else {}
     for module in [*model.layers, model]:
-        fully_shard(module, mp_policy=MixedPrecisionPolicy(**dtypes), **options)
-    if feedback:
-        register(model, error_feedback_hook, ErrorFeedback(torch.int8))
+        fully_shard(
+            module,
+            mesh=mesh if on_mesh else None,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(**dtypes),
+        )
     return model
 
 
@@ -100,17 +99,8 @@ CASES = {
     "bf16 gathers": Case(partial(_ours, gather_dtype=torch.bfloat16), _BF16, _BF16),
     "bf16 gathers and gradients": Case(partial(_ours, **_BOTH), _BF16, _BF16, _BF16),
     "int8 gathers": Case(partial(_ours, gather_dtype=torch.int8), _INT8, _INT8),
-    "int8 gathers, int8 gradients with error feedback": Case(
-        partial(_ours, gather_dtype=torch.int8, feedback=True), _INT8, _INT8, _INT8
-    ),
     "HSDP": Case(partial(_ours, on_mesh=True), 0, 0),
-    "shard_over_replicas": Case(partial(_ours, on_mesh=True, over_replicas=True), 1, 0),
-    "shard_over_replicas, all in int8": Case(
-        partial(_ours, on_mesh=True, over_replicas=True, gather_dtype=torch.int8, feedback=True),
-        _INT8,
-        0,
-        _INT8,
-    ),
+    "backward gathers on a host": Case(partial(_ours, reshard_after_forward=2), 1, 0),
 }
 
 

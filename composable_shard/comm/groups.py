@@ -45,8 +45,6 @@ class ShardGroup:
             ranks that hold a copy of it. Each has more than one rank.
         joint_groups: What goes from rank to rank of these groups, one after another, reaches all
             data-parallel ranks. Each has more than one rank.
-        near_group: Consecutive ranks of the shard group, one of an axis of the mesh, if there is
-            such a group already.
         pipeline_group: That of the axis "pp" of the mesh that the mesh is part of, if it has one:
             its ranks own other parameters.
         reduce_group: The ranks of the shard group once more, if reductions have a group of theirs.
@@ -58,14 +56,11 @@ class ShardGroup:
     device: torch.device
     replicate_groups: _Groups = ()
     joint_groups: _Groups = ()
-    near_group: dist.ProcessGroup | None = None
     pipeline_group: dist.ProcessGroup | None = None
     reduce_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def from_mesh(
-        cls, mesh: DeviceMesh | None, *, is_replicated: bool = False, spans_replicas: bool = False
-    ) -> ShardGroup:
+    def from_mesh(cls, mesh: DeviceMesh | None, *, is_replicated: bool = False) -> ShardGroup:
         """Return the groups of a mesh; without one, of all ranks on the accelerator or CPU.
 
         A 1-D mesh shares the flat parameter. A 2-D mesh `(replicate, shard)` shares it along its
@@ -73,13 +68,10 @@ class ShardGroup:
 
         Args:
             is_replicated: Every rank of the mesh holds all of it instead.
-            spans_replicas: All ranks of a 2-D mesh share it instead, and its second axis is a
-                small group. Where no process group has just these ranks, one is made the first
-                time: all of them must call this together.
         """
         begin_watch()
         if mesh is None:
-            return _group_of_all_ranks(is_replicated, spans_replicas)
+            return _group_of_all_ranks(is_replicated)
         if mesh.ndim not in (1, 2):
             raise ValueError(
                 "expected a 1-D mesh, or a 2-D one (replicate, shard), "
@@ -105,10 +97,6 @@ class ShardGroup:
         stages = _pipeline_group(mesh)
         if is_replicated:
             return cls(inner, 0, 1, device, joint, joint, pipeline_group=stages)
-        if spans_replicas:
-            whole = _group_of_all(mesh, joint, inner)
-            rank, size = whole.rank(), whole.size()
-            return cls(whole, rank, size, device, (), joint and (whole,), inner, stages)
         replicate = tuple(group for group in outer if group.size() > 1)
         # Not the mesh's coordinate: torch sorts a group's ranks, whatever order the mesh has.
         rank, size = inner.rank(), inner.size()
@@ -201,7 +189,7 @@ class ShardGroup:
         ]
         single = [
             None if group is None else group.group_name
-            for group in (self.near_group, self.pipeline_group, self.reduce_group)
+            for group in (self.pipeline_group, self.reduce_group)
         ]
         return _restore, (self.name, self.size, self.device, several, single)
 
@@ -221,9 +209,6 @@ class SmallGroup:
         All ranks of the shard group must call this together the first time: an all-gather of 31
         bytes, and one group is made for each part of it.
         """
-        near = shard_group.near_group
-        if near is not None and near.size() == size:
-            return cls(near, near.rank(), size)
         ranks = dist.get_process_group_ranks(shard_group.group)
         first = shard_group.group.rank() // size * size
         own, asking = ranks[first : first + size], (shard_group.group,)
@@ -292,21 +277,6 @@ def _joint_groups(axes: list[dist.ProcessGroup], mesh: DeviceMesh, device: torch
     return (world,)
 
 
-def _group_of_all(
-    mesh: DeviceMesh, joint: _Groups, any_group: dist.ProcessGroup
-) -> dist.ProcessGroup:
-    """Return a process group of all ranks of a 2-D mesh, in which each row is consecutive."""
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        raise ValueError(
-            "expected the ranks of a mesh that is shared over its replicas to ascend row by row, "
-            f"got {mesh.mesh.tolist()}. Use init_device_mesh."
-        )
-    if len(joint) < 2:
-        return joint[0] if joint else any_group
-    return _group_for("all ranks of a mesh", ranks, joint, _device_of(mesh.device_type))
-
-
 # By the group that asked first, with which they end, purpose and ranks: units that are alike share
 # a group, which is costly to make.
 _made_groups: WeakKeyDictionary[
@@ -338,7 +308,7 @@ def _group_for(
             f"the ranks of this mesh know different numbers of process groups ({min(known)} to "
             f"{max(known)}), so torch can't make one of ranks {ranks}. Let all ranks be in equally "
             "many groups, as after init_device_mesh over all ranks of the job, or use neither a "
-            "number for reshard_after_forward nor shard_over_replicas or separate_reduce_group."
+            "number for reshard_after_forward nor separate_reduce_group."
         )
     known_groups[key] = made = dist.new_group(
         ranks, timeout=timeout_of(asking[0]), use_local_synchronization=True
@@ -352,7 +322,7 @@ def _device_of(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def _group_of_all_ranks(is_replicated: bool, spans_replicas: bool) -> ShardGroup:
+def _group_of_all_ranks(is_replicated: bool) -> ShardGroup:
     """Return what `from_mesh` does without a mesh; units that exist together share it."""
     if not dist.is_initialized():
         if dist.is_torchelastic_launched():
@@ -363,16 +333,14 @@ def _group_of_all_ranks(is_replicated: bool, spans_replicas: bool) -> ShardGroup
     assert world is not None
     known = _groups_of_world.setdefault(world, WeakValueDictionary())
     device_type = _type_for(world)
-    key = device_type, is_replicated, spans_replicas
+    key = device_type, is_replicated
     found = known.get(key)
     if found is None or found.device != _device_of(device_type):
         if device_type == "cpu":  # init_device_mesh makes another gloo group where there is CUDA
             mesh = DeviceMesh.from_group(world, device_type)
         else:
             mesh = init_device_mesh(device_type, (world.size(),))  # sets the device of the process
-        found = known[key] = ShardGroup.from_mesh(
-            mesh, is_replicated=is_replicated, spans_replicas=spans_replicas
-        )
+        found = known[key] = ShardGroup.from_mesh(mesh, is_replicated=is_replicated)
     return found
 
 
@@ -409,5 +377,5 @@ _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZ
 # To make a mesh takes longer the more ranks there are, and each unit needs one. Weak, so that a
 # process group ends with the units that use it.
 _groups_of_world: WeakKeyDictionary[
-    dist.ProcessGroup, WeakValueDictionary[tuple[str, bool, bool], ShardGroup]
+    dist.ProcessGroup, WeakValueDictionary[tuple[str, bool], ShardGroup]
 ] = WeakKeyDictionary()

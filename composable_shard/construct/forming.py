@@ -58,7 +58,6 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     mesh: DeviceMesh | None = None,
     strategy: ShardingStrategy | StrategyName = DEFAULT_STRATEGY,
     reshard_after_forward: ReshardAfterForward = None,
-    shard_over_replicas: bool = False,
     mp_policy: MixedPrecisionPolicy = _NO_POLICY,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
@@ -98,10 +97,6 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             only for the outermost unit of a call, whose backward begins at once. An integer n that
             divides the number of ranks keeps 1/n of each parameter, so that the backward
             all-gathers inside groups of n neighbouring ranks.
-        shard_over_replicas: For a 2-D mesh. True shards over all its ranks and copies nothing. With
-            `FULL_SHARD` and `reshard_after_forward=None` the ranks of the second axis keep all
-            parameters together between forward and backward, so that the backward all-gathers only
-            there: put near ranks on it. Not for `NO_SHARD`.
         mp_policy: Dtypes for compute, communication and the optimizer.
         offload_policy: The parts of the unit that live in host memory; the optimizer steps there.
         ignored_params: Parameters to leave alone: not sharded, not moved, not reduced.
@@ -168,7 +163,6 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         mesh=mesh,
         strategy=strategy_of(strategy),
         reshard_after_forward=reshard_after_forward,
-        shard_over_replicas=shard_over_replicas,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         ignored_params=ignored_params,
@@ -220,11 +214,7 @@ def form_unit(
 
 def find_shard_group(options: UnitOptions) -> ShardGroup:
     """Return the ranks that share a unit with these options."""
-    return ShardGroup.from_mesh(
-        options.mesh,
-        is_replicated=options.strategy.facts.is_replicated,
-        spans_replicas=options.shard_over_replicas,
-    )
+    return ShardGroup.from_mesh(options.mesh, is_replicated=options.strategy.facts.is_replicated)
 
 
 def _set_owners(

@@ -30,6 +30,7 @@ from composable_shard.options import (
     Granularity,
     ReshardAfterForward,
     UnitOptions,
+    check_reshard_after_forward,
     granularity_of,
 )
 from composable_shard.runtime import (
@@ -159,7 +160,9 @@ def plan_unit(
     plan = _find_params(modules, options, inner, managed)
     _check_params(plan.originals, shard_group)
     _check_forwards_write_nothing(plan.unmanaged_modules)
-    plan.reshard_after_forward = options.reshard_policy(shard_size)
+    plan.reshard_after_forward = check_reshard_after_forward(
+        options.reshard_after_forward, shard_size
+    )
     _apply_precision(plan)
     for each in plan.originals:
         each.granularity = granularity_of(each.param, each.fqn, options.granularity)

@@ -229,7 +229,6 @@ class OptionsDict(TypedDict, total=False):
     mesh: DeviceMesh | None
     strategy: ShardingStrategy | StrategyName
     reshard_after_forward: ReshardAfterForward
-    shard_over_replicas: bool
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     ignored_params: set[nn.Parameter] | None
@@ -256,7 +255,6 @@ class UnitOptions:
     mesh: DeviceMesh | None = None
     strategy: ShardingStrategy = DEFAULT_STRATEGY
     reshard_after_forward: ReshardAfterForward = None
-    shard_over_replicas: bool = False
     mp_policy: MixedPrecisionPolicy = _NO_POLICY
     offload_policy: OffloadPolicy = _NO_OFFLOAD
     ignored_params: Collection[nn.Parameter] | None = None
@@ -314,20 +312,6 @@ class UnitOptions:
                 "separate_reduce_group=True lets reductions run beside the gathers of a backward, "
                 f"and {self.strategy.name} gathers nothing there. Leave it out."
             )
-        _check_bool("shard_over_replicas", self.shard_over_replicas)
-        if not self.shard_over_replicas:
-            return
-        if self.mesh is None or self.mesh.ndim != 2:
-            got = "none" if self.mesh is None else f"{self.mesh.ndim} axes"
-            raise ValueError(
-                "expected a 2-D mesh (replicate, shard) with shard_over_replicas=True, got "
-                f"{got}. Without replicas, reshard_after_forward=<number of ranks> is what it does."
-            )
-        if self.strategy.facts.is_replicated:
-            raise ValueError(
-                f"shard_over_replicas=True shares a unit over all ranks, and {self.strategy.name} "
-                "shares nothing. Use SHARD_OPTIM to share the optimizer state alone."
-            )
 
     def _check_ignored(self) -> None:
         # Not an iterator: a second unit would find it used up.
@@ -358,17 +342,6 @@ class UnitOptions:
         """Return these options with others in their place, checked."""
         check_options("fully_shard", given, [field.name for field in fields(self)])
         return replace(self, **given)
-
-    def reshard_policy(self, shard_size: int) -> ReshardAfterForward:
-        """Return `reshard_after_forward`, checked for this number of ranks that share the unit.
-
-        None stands for the second axis of the mesh where replicas share the unit too.
-        """
-        value = self.reshard_after_forward
-        if value is None and self.shard_over_replicas and self.strategy.facts.frees_params:
-            assert self.mesh is not None
-            value = self.mesh.size(1)
-        return check_reshard_after_forward(value, shard_size)
 
     def describe(self) -> str:
         """Return the options that differ from their defaults and that all ranks must agree on."""

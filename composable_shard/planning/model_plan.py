@@ -261,12 +261,12 @@ class _Ranks:
     def __init__(self, shape: Sequence[int] | None, *, must_exist: bool) -> None:
         self.must_exist = must_exist
         self._shape = shape
-        self._groups: dict[tuple[int, bool, bool], ShardGroup | None] = {}
+        self._groups: dict[tuple[int, bool], ShardGroup | None] = {}
 
     def get(self, options: UnitOptions) -> tuple[ShardGroup | None, RankCounts]:
         """Return the group, None where a dry run has to do without, and its size."""
         mesh, facts = options.mesh, options.strategy.facts
-        key = id(mesh), facts.is_replicated, options.shard_over_replicas
+        key = id(mesh), facts.is_replicated
         if key not in self._groups:
             is_known = self._shape is None and (mesh is not None or dist.is_initialized())
             has_none = not (self.must_exist or is_known)

@@ -52,13 +52,10 @@ def _check_random_division(seed: int, meshes: list[tuple[DeviceMesh, dist.Proces
     for unit in units:
         (mesh, group), factor = choose.choice(meshes), choose.choice(_FACTORS)
         strategy = choose.choice(list(ShardingStrategy))
-        over = (
-            mesh.ndim == 2 and strategy is not ShardingStrategy.NO_SHARD and choose.random() < 0.5
-        )
-        fully_shard(unit, mesh=mesh, strategy=strategy, shard_over_replicas=over)
+        fully_shard(unit, mesh=mesh, strategy=strategy)
         set_gradient_divide_factor(unit, factor, recurse=False)
         rules[unit] = factor, group
-        described.append((mesh.mesh.tolist(), strategy.name, over, factor))
+        described.append((mesh.mesh.tolist(), strategy.name, factor))
     num_micro, puts_off = choose.randint(1, 3), choose.choice([None, "no_sync", "last"])
     for micro in range(num_micro):
         is_last = micro == num_micro - 1
