@@ -39,7 +39,6 @@ from composable_shard import (
     save_safetensors,
     unshard,
 )
-from composable_shard.comm import ErrorFeedback
 from composable_shard.huggingface import save_pretrained
 from composable_shard.options import advice
 from composable_shard.torch_private import NO_FULL_GRAPH
@@ -339,7 +338,6 @@ def test_fields_that_are_said_to_mean_the_same_exist() -> None:
         lambda: unshard(nn.Linear(2, 2)),
         lambda: estimate(nn.Linear(2, 2), world_size=2, mesh_shape=(1, 2)),
         lambda: load_checkpoint("nowhere", nn.Linear(2, 2)),
-        lambda: ErrorFeedback(torch.bool),
     ],
 )
 def test_the_list_of_errors_has_what_is_raised(call: Callable[[], object]) -> None:

@@ -71,11 +71,7 @@ BELOW = {
     "checkpoint": ["CheckpointSave", "LoadedCheckpoint"],
     "comm": [
         "CommHook",
-        "ErrorFeedback",
         "ReductionStage",
-        "bf16_compress_hook",
-        "error_feedback_hook",
-        "fp16_compress_hook",
         "log_events",
     ],
     "huggingface": ["Joined", "TrainerMixin", "keep_unwrapped", "save_pretrained"],

@@ -37,14 +37,10 @@ from composable_shard.comm.groups import ShardGroup, SmallGroup
 from composable_shard.comm.hooks import (
     QUANTISED,
     CommHook,
-    ErrorFeedback,
     ReductionStage,
     StageKey,
     as_received,
-    bf16_compress_hook,
     call_hook,
-    error_feedback_hook,
-    fp16_compress_hook,
     gather_in,
     then_call_hook,
     wire_nbytes,
@@ -59,10 +55,6 @@ from composable_shard.torch_private import resolve_group
 
 __all__ = [
     "CommHook",
-    "ErrorFeedback",
     "ReductionStage",
-    "bf16_compress_hook",
-    "error_feedback_hook",
-    "fp16_compress_hook",
     "log_events",
 ]

@@ -146,23 +146,6 @@ def scatter(
     return _started(door.scatter([as_real(output).view(-1)], parts, dist.ScatterOptions()), group)
 
 
-def all_to_all(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup, *, what: str | None = None
-) -> Waitable:
-    """Start giving each rank its part of every rank's `input`.
-
-    Args:
-        output: Shape `(group.size() * part_numel,)`; what rank r sent lands in its r-th part.
-        input: Likewise; its r-th part goes to rank r.
-        what: What it is for, for messages; None to name the function that was called.
-    """
-    order = _note(group, "all_to_all", input.nbytes, what)
-    door = _door(group, output.device, order)
-    # As bytes, which every backend carries.
-    received, sent = (tensor.view(-1).view(torch.uint8) for tensor in (output, input))
-    return _started(door.alltoall_base(received, sent, [], [], dist.AllToAllOptions()), group)
-
-
 def scratch_parts(group: dist.ProcessGroup, device: torch.device) -> int:
     """Return how many times a tensor's memory its all-reduce needs beside it."""
     return int(is_exchange(group, device))

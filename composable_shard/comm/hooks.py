@@ -5,8 +5,7 @@
 the first stage, [Note: Two stages], with `stage.scale`, so that a divide factor counts with every
 hook, and microbatches that postpone the second stage need nothing special. Until what a hook
 returned has been waited for, `gradient` and `output` stay as they are. On an accelerator the hook
-and its `wait()` run on the reduce stream. The ready-made hooks halve or quarter the bytes of fp32
-gradients, and add up what was sent in fp32, or in the main dtype.
+and its `wait()` run on the reduce stream.
 
 [Note: Quantised wire]
 A shard is cut into blocks of `BLOCK_NUMEL` elements, from its own start; the last one may be
@@ -37,14 +36,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import collectives
-from composable_shard.comm.algorithms import ReduceScatter
+from composable_shard.comm.algorithms import PendingReduction, ReduceScatter
 from composable_shard.comm.devices import Then, Waitable, cut_in_parts
 from composable_shard.comm.watch import explained
 
@@ -254,7 +252,7 @@ def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
     A user's may call collectives of the backend, which carry no identity. So the ranks exchange
     before it what it is about to reduce. [Note: First steps]
     """
-    if hook not in _READY_MADE:
+    if hook is not then_call_hook:
         gradient = stage.gradient
         collectives.announce(stage.group, gradient.device, stage.kind, gradient.nbytes, stage.what)
     # A backward with create_graph enables gradients.
@@ -281,31 +279,6 @@ class _HookWork:
                 self._work.wait()
 
 
-_CASTS = (torch.float16, torch.bfloat16)
-
-
-def bf16_compress_hook(state: object, stage: ReductionStage) -> Waitable:
-    """Send gradients in bfloat16; all-reduces of backends add up in it too.
-
-    Args:
-        state: Not used.
-        stage: What to do.
-    """
-    return _reduce_in(torch.bfloat16, stage, 1.0)
-
-
-def fp16_compress_hook(state: object, stage: ReductionStage) -> Waitable:
-    """Send gradients in float16, divided before: no sum overflows where the mean does not.
-
-    All-reduces of backends add up in float16 too.
-
-    Args:
-        state: Not used.
-        stage: What to do.
-    """
-    return _reduce_in(torch.float16, stage, stage.scale)
-
-
 def then_call_hook(
     state: tuple[Callable[[Tensor], object], str], stage: ReductionStage
 ) -> Waitable:
@@ -315,175 +288,23 @@ def then_call_hook(
         state: The function, and the kind of stage after which it is called.
     """
     function, kind = state
-    work, output = _reduce_in(stage.gradient.dtype, stage, 1.0), stage.output
+    gradient, output, group = stage.gradient, stage.output, stage.group
+    works: list[Waitable] = []
+    reduction: PendingReduction | None = None
+    if stage.kind == "all_reduce":
+        works.append(collectives.all_reduce(gradient, group, what=stage.what))
+    else:
+        sums = ReduceScatter(group, gradient.dtype, gradient.device, stage.numels)
+        num_parts = sums.scratch_parts(in_place=True)
+        scratch = gradient.new_empty(num_parts * output.numel()) if num_parts else None
+        reduction = sums.start(output, gradient, scratch, name=stage.unit)
 
     def call() -> None:
+        if reduction is not None:
+            reduction.finish()
         if stage.kind == kind:
             output.mul_(stage.scale)
             function(output)
             output.div_(stage.scale)
 
-    return Then([work], call)
-
-
-def _reduce_in(dtype: torch.dtype, stage: ReductionStage, factor: float) -> Waitable:
-    gradient, output, group = _real(stage.gradient), _real(stage.output), stage.group
-    if factor != 1.0:
-        gradient.mul_(factor)
-    low = gradient.to(dtype)
-    if stage.kind == "all_reduce":
-
-        def unpack() -> None:
-            output.copy_(low)
-            if factor != 1.0:
-                output.div_(factor)
-
-        return Then([collectives.all_reduce(low, group, what=stage.what)], unpack)
-    reduction = ReduceScatter(group, low.dtype, low.device, _part_numels(stage))
-    num_parts = reduction.scratch_parts(in_place=True)
-    scratch = low.new_empty(num_parts * output.numel()) if num_parts else None
-    started = reduction.start(output, low, scratch, 1.0 / factor, name=stage.unit)
-    return Then([], started.finish)
-
-
-class ErrorFeedback:
-    """The state of `error_feedback_hook`: what compression has left out so far, and the dtype.
-
-    [Note: Error feedback]
-    What is sent of a gradient g is C(g + e), with the compression C and the residual e that earlier
-    steps left, zero at first; the new residual is g + e - C(g + e). After any number of steps, what
-    was applied differs from the sum of the true gradients by the ranks' last residuals alone, which
-    don't grow: an error of C is put off, never lost. The method is that of 1-bit SGD (Seide et al.,
-    2014); Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes"
-    (2019), prove that SGD with it converges as fast as without compression. With Adam, whose
-    update is not linear in the gradient, that is not proved.
-
-    Residuals have the size of what each rank sends, in fp32 at least: as much memory as unsharded
-    gradients of all units, on every rank, also where gradients are sharded. They are freed with the
-    units. Infs and NaNs leave no residual, so a step that a GradScaler skips does no harm. A
-    backward that fails loses what its residuals held, and so does a parameter that no rank used in
-    a backward of its unit: at most one step's rounding.
-
-    Args:
-        dtype: float16 or bfloat16; or int8, float8_e4m3fn or float8_e5m2 with an fp32 scale for
-            each block of 128 elements.
-    """
-
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        allowed = (*_CASTS, *QUANTISED)
-        if dtype not in allowed:
-            names = ", ".join(map(str, allowed))
-            raise ValueError(f"expected dtype to be one of {names}, got {dtype!r}")
-        self.dtype = dtype
-        self._residuals: WeakKeyDictionary[StageKey, Tensor] = WeakKeyDictionary()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all residuals on this rank."""
-        return sum(residual.nbytes for residual in self._residuals.values())
-
-    def reset(self) -> None:
-        """Forget all residuals, for example where other weights were loaded."""
-        self._residuals.clear()
-
-    def __deepcopy__(self, memo: object) -> ErrorFeedback:
-        """Return a state without residuals: they belong to the units of one model."""
-        return ErrorFeedback(self.dtype)
-
-    def _residual(self, key: StageKey, like: Tensor) -> Tensor:
-        residual = self._residuals.get(key)
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        # The unit may have been converted since.
-        if residual is None or residual.dtype != dtype or residual.device != like.device:
-            residual = self._residuals[key] = torch.zeros_like(like, dtype=dtype)
-        return residual
-
-    def _encode(self, values: Tensor, encoded: Tensor) -> None:
-        if self.dtype in QUANTISED:
-            encode(values, encoded, self.dtype)
-        else:
-            encoded.view(self.dtype).copy_(values)
-
-    def _decode(self, encoded: Tensor, output: Tensor) -> None:
-        if self.dtype in QUANTISED:
-            decode(encoded, output, self.dtype)
-        else:
-            output.copy_(encoded.view(self.dtype))
-
-
-def error_feedback_hook(state: ErrorFeedback, stage: ReductionStage) -> Waitable | None:
-    """Send gradients compressed, and what that leaves out with the next ones.
-
-    See [Note: Error feedback]. A reduce-scatter is one all-to-all of compressed parts, which each
-    rank adds up in rank order in fp32, or in a wider dtype of the output. An all-reduce does the
-    same and then gathers the sums, uncompressed: with int8 it sends 5/8 of the bytes of an fp32
-    all-reduce, and leaves all ranks with the same bits.
-
-    Args:
-        state: The residuals, and the dtype; one for all units.
-        stage: What to do.
-
-    Raises:
-        TypeError: If the hook was registered with another state.
-    """
-    if not isinstance(state, ErrorFeedback):
-        raise TypeError(
-            f"expected the state of error_feedback_hook to be an ErrorFeedback, got {state!r}. "
-            "Register it with register_comm_hook(module, error_feedback_hook, ErrorFeedback())."
-        )
-    gradient, output, group = _real(stage.gradient), _real(stage.output), stage.group
-    numel, size = gradient.numel(), group.size()
-    if numel == 0:
-        return None
-    part_numels = _part_numels(stage)
-    if part_numels is None:
-        part_numel = -(-numel // size)  # an all-reduce may cut anywhere
-        part_numels = [max(0, min(part_numel, numel - rank * part_numel)) for rank in range(size)]
-    part_nbytes = wire_nbytes(state.dtype, max(part_numels))
-    sent = gradient.new_zeros(size * part_nbytes, dtype=torch.uint8)
-    residual = state._residual(stage.key, gradient)
-    residual.add_(gradient)
-    parts = residual[: sum(part_numels)].split_with_sizes(list(part_numels))
-    for part, encoded in zip(parts, sent.view(size, -1), strict=True):
-        part_encoded = encoded[: wire_nbytes(state.dtype, part.numel())]
-        state._encode(part, part_encoded)
-        applied = torch.empty_like(part)
-        state._decode(part_encoded, applied)
-        part.sub_(applied).nan_to_num_(0.0, 0.0, 0.0)
-    received = torch.empty_like(sent)
-    work = collectives.all_to_all(received, sent, group, what=stage.what)
-
-    def add_up() -> None:
-        own_numel = part_numels[group.rank()]
-        own_nbytes = wire_nbytes(state.dtype, own_numel)
-        dtype = torch.promote_types(output.dtype, torch.float32)
-        total = output.new_zeros(own_numel, dtype=dtype)
-        term = torch.empty_like(total)
-        for encoded in received.view(size, -1):
-            state._decode(encoded[:own_nbytes], term)
-            total.add_(term)
-        if stage.kind == "reduce_scatter":
-            output.copy_(total)
-            return
-        gathered = total.new_empty(numel)
-        collectives.all_gather(
-            gathered, total, group, part_numels, what=stage.what, is_of_step=True
-        ).wait()
-        output.copy_(gathered)
-
-    return Then([work], add_up)
-
-
-_READY_MADE = (bf16_compress_hook, fp16_compress_hook, then_call_hook, error_feedback_hook)
-
-
-def _part_numels(stage: ReductionStage) -> Sequence[int] | None:
-    """Return the real numbers of each rank's part, None where all are the same."""
-    if stage.numels is None:
-        return None
-    return [numel * (2 if stage.gradient.is_complex() else 1) for numel in stage.numels]
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as the real numbers it is made of, in one dimension."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+    return Then(works, call)

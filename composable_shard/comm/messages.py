@@ -258,23 +258,6 @@ class MessageGroup:
         outputs[0].copy_(parts[0].view(outputs[0].shape))
         return self._exchange(enumerate(parts[1:], 1), [])
 
-    def alltoall_base(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
-        options: dist.AllToAllOptions,
-    ) -> Works:
-        """Give each rank its part of every rank's input; the parts are equal, no splits are."""
-        sends, receives = (
-            dict(enumerate(tensor.view(self._group.size(), -1).unbind()))
-            for tensor in (input, output)
-        )
-        rank = self._group.rank()
-        receives.pop(rank).copy_(sends.pop(rank))
-        return self._exchange(sends.items(), receives.items())
-
     def allreduce(
         self, tensors: Sequence[Tensor], options: dist.AllreduceOptions
     ) -> ExchangedAllReduce:

@@ -33,7 +33,7 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
-from composable_shard.comm.hooks import ErrorFeedback, bf16_compress_hook, error_feedback_hook
+from composable_shard.comm.hooks import then_call_hook
 from composable_shard.options import Granularity
 from tests.device import NAME
 from tests.models import EVERYWHERE, FROM_RANK0, Net, shard_blocks, shard_root
@@ -324,10 +324,7 @@ def comm_hooks() -> None:
     """Let hooks communicate."""
     for options in ({}, {"mesh": _mesh()}):
         model = shard_net(**options)
-        register_comm_hook(model, bf16_compress_hook)
-        train_net(model)
-        register_comm_hook(model, None)
-        register_comm_hook(model, error_feedback_hook, ErrorFeedback(torch.int8))
+        register_comm_hook(model, then_call_hook, (Tensor.neg_, "reduce_scatter"))
         train_net(model)
 
 
