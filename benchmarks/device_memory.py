@@ -171,7 +171,14 @@ def report_steps(model_name: str, peers: Sequence[str], world_size: int, steps: 
     for precision in PRECISIONS:
         for peer in peers:
             found = run_ranks(
-                world_size, train, model_name, peer, precision, numbers, on_device=True, deadline=3e3
+                world_size,
+                train,
+                model_name,
+                peer,
+                precision,
+                numbers,
+                on_device=True,
+                deadline=3000.0,
             )
             print(f"{precision}, {peer}: done", file=sys.stderr)
             for stage in ("at rest", "reserved"):
