@@ -37,7 +37,6 @@ from composable_shard.module_api import (
 from composable_shard.optim import (
     ShardedGradScaler,
     clip_grad_norm_,
-    count_zero_gradients,
     shard_optimizer_state,
 )
 from composable_shard.options import (
@@ -73,7 +72,6 @@ __all__ = [
     "StateDictOptions",
     "clip_grad_norm_",
     "count_collectives",
-    "count_zero_gradients",
     "describe",
     "drop_pending_gradients",
     "estimate",

@@ -22,7 +22,6 @@ TOP = [
     "StateDictOptions",
     "clip_grad_norm_",
     "count_collectives",
-    "count_zero_gradients",
     "describe",
     "drop_pending_gradients",
     "estimate",

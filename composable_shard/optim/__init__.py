@@ -3,7 +3,7 @@
 Read `clipping` first, then `optimizer_state`.
 """
 
-from composable_shard.optim.clipping import clip_grad_norm_, count_zero_gradients
+from composable_shard.optim.clipping import clip_grad_norm_
 from composable_shard.optim.grad_scaler import ShardedGradScaler
 from composable_shard.optim.optimizer_state import (
     find_scalar_keys,

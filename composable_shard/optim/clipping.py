@@ -1,9 +1,8 @@
-"""Gradient clipping by the global norm, and counts of zero gradients."""
+"""Gradient clipping by the global norm."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -15,14 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import note_setting
 from composable_shard.flat_param import FlatParamHandle, UnshardedParameter, handle_of
-from composable_shard.optim.other_owners import OtherOwners, combine, handles_of, split_by_owners
+from composable_shard.optim.other_owners import OtherOwners, combine, split_by_owners
 from composable_shard.runtime import check_whole
 from composable_shard.tensor import (
     FlatShard,
     Slices,
     group_slices,
     note_write,
-    sum_over,
     total_norms,
 )
 from composable_shard.torch_private import (
@@ -112,50 +110,6 @@ def clip_grad_norm_(
     bump_version((*grads, *shards))  # as autograd may have saved them
     _scale(slices, grads, max_norm, norm)
     return norm
-
-
-@torch.no_grad()
-def count_zero_gradients(
-    model_or_params: nn.Module | Tensor | Iterable[Tensor],
-    *,
-    groups: Sequence[OtherOwners] = (),
-) -> Tensor:
-    """Return how many elements of the gradients are zero, over all parameters of all ranks.
-
-    As Megatron reports it beside the norm. One all-reduce of one element for each process group.
-    Call it on every rank, before `zero_grad`, with the arguments of `clip_grad_norm_`. Parameters
-    without a gradient don't count.
-
-    Args:
-        model_or_params: A module, a parameter, or parameters.
-        groups: As of `clip_grad_norm_`.
-
-    Returns:
-        A plain 0-d tensor of integers.
-    """
-    owned = split_by_owners(_params_of(model_or_params), groups)
-    counts = [sum_over(_count_zeros(part, owned.device), group) for part, group in owned.parts]
-    return sum_over(torch.stack(counts).sum(), owned.overall).to(torch.int64)
-
-
-def _count_zeros(params: list[Tensor], device: torch.device) -> Tensor:
-    """Return the zeros in the gradients of parameters, over all ranks that share them."""
-    grads, shards = _gradients(params)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for (groups, where), locals_ in group_slices(shards).items():
-        zeros = [local.numel() - local.count_nonzero() for local in locals_]
-        count = torch.stack(zeros).sum() if zeros else torch.zeros((), device=where)
-        total += sum_over(count.double(), groups).to(device)
-    for handle in handles_of([param for param in params if param.grad is not None]):
-        flat = handle.shown.flat
-        if handle.shown.shows_flat and flat is not None:
-            # What aligns parameters is zero, on each tensor-parallel rank.
-            numel = math.prod(flat.spec.dense_shape)
-            total -= (numel - sum(handle.layout.numels)) * (flat.sharded.numel() // max(1, numel))
-    for grad in grads:
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        total += (whole.numel() - whole.count_nonzero()).to(device)
-    return total
 
 
 def _note_call(handles: Iterable[FlatParamHandle], max_norm: float, order: float) -> None:
