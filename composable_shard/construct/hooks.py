@@ -1,9 +1,8 @@
-"""Hooks of a unit's module: forward and backward, casts, state dicts, and how it prints."""
+"""Hooks of a unit's module: forward and backward, casts, state dicts and `zero_grad`."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from composable_shard.runtime import (
     get_handles,
     post_forward,
     pre_forward,
-    read_state,
 )
 from composable_shard.state_dict import (
     adopt_new_data,
@@ -79,25 +77,7 @@ def register_hooks(module: nn.Module, state: ShardState) -> None:
     module.register_forward_pre_hook(partial(pre_forward, state), prepend=True)
     # always_call: the hook runs when the forward, or another hook, has raised.
     module.register_forward_hook(partial(post_forward, state), always_call=True)
-    module.__dict__["extra_repr"] = _UnitPrinter(module, vars(module).get("extra_repr"))
     module.__dict__.setdefault("zero_grad", _ZeroGrad(module))
-
-
-class _UnitPrinter:
-    """Stands in for a module's `extra_repr`: what it returns, and a line on the unit."""
-
-    def __init__(self, module: nn.Module, own: Callable[[], str] | None) -> None:
-        self._module, self._own = weakref.ref(module), own  # it holds this object
-
-    def __call__(self) -> str:
-        module: Any = self._module()
-        if module is None:
-            return ""  # of a shallow copy
-        own = type(module).extra_repr(module) if self._own is None else self._own()
-        return f"{own}\n{_unit_line(read_state(module))}".lstrip()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module(), self._own)
 
 
 class _ZeroGrad:
@@ -126,18 +106,6 @@ class _ZeroGrad:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._module(),)
-
-
-def _unit_line(state: Any) -> str:
-    # Without its name: ModuleList prints neighbours with the same text once.
-    num_params = sum(len(handle.entries) for handle in state.handles)
-    numel = sum(handle.layout.unpadded_numel for handle in state.handles)
-    line = f"unit: {state.options.strategy.name}, {num_params} parameter{'s' * (num_params != 1)}"
-    for group in [handle.shard_group for handle in state.handles][:1]:
-        num_copies = group.num_ranks // group.size
-        line += f", {numel:,} elements" + f" over {group.size} ranks" * (group.size > 1)
-        line += f" in {num_copies} copies" * (num_copies > 1)
-    return line
 
 
 def register_state_dict_hooks(
