@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,7 +42,6 @@ from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec
 
 Group = tuple[Precision, list[Original]]
 _MIB = 1 << 20
-_MAX_IMBALANCE = 1.25  # the largest shard of a unit and the mean
 
 
 def group_params(plan: Plan, shard_size: int) -> list[Group]:
@@ -64,10 +62,7 @@ def group_params(plan: Plan, shard_size: int) -> list[Group]:
 
 
 def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) -> FlatLayout:
-    """Lay out the parameters of one handle as their granularities ask for.
-
-    Warns where blocks are so large that a rank gets much more than the mean.
-    """
+    """Lay out the parameters of one handle as their granularities ask for."""
     sized = [original.sized for original in members]
     if members[0].is_owned:
         owners = [original.owner for original in members]
@@ -75,28 +70,7 @@ def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) 
     if precision.extension is not None:  # [Note: Extended gathers]
         return FlatLayout.plan([sized[0].numel()], shard_size, members[0].block_numel)
     blocks = [original.block_numel for original in members]
-    layout = plan_layout(sized, shard_size, precision, blocks=blocks)
-    if layout.blocks:
-        _warn_of_imbalance(members, layout)
-    return layout
-
-
-def _warn_of_imbalance(members: Sequence[Original], layout: FlatLayout) -> None:
-    """Warn where the largest shard is well above the mean, and the difference counts."""
-    mean = layout.span / layout.world_size
-    nbytes = (layout.shard_numel - mean) * (members[0].nbytes / max(1, members[0].sized.numel()))
-    if layout.shard_numel <= _MAX_IMBALANCE * mean or nbytes < _MIB:
-        return
-    # As many as explain it: a cut is off by half of a block.
-    coarse = [each for each in members if each.block_numel > (_MAX_IMBALANCE - 1) * mean]
-    names = ", ".join(f"'{each.fqn}' ({each.block_numel})" for each in coarse)
-    warnings.warn(
-        f"one of {layout.world_size} ranks holds {layout.shard_numel / mean:.2f} times the mean of "
-        f"a unit's shards, {mean:.0f} elements, because these parameters are cut in blocks of as "
-        f"many elements: {names}. Pass a finer granularity for them, make the unit larger, or use "
-        'granularity="param", which balances over all units.',
-        stacklevel=2,
-    )
+    return plan_layout(sized, shard_size, precision, blocks=blocks)
 
 
 def _by_kind(plan: Plan) -> list[Group]:

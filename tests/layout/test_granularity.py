@@ -109,15 +109,3 @@ def test_rows_and_blocks_stay_whole() -> None:
             assert start % numel == 0
             assert end % numel == 0 or end == 63
         assert_is_slice(model.weight, full)
-
-
-@distributed(2)
-def test_blocks_that_unbalance_the_ranks_are_warned_of() -> None:
-    """Naming the parameters, once for each unit; small ones and smaller blocks are let be."""
-    with pytest.warns(
-        UserWarning, match=r"holds 2\.00 times .* 'weight' \(1048576\)\. Pass"
-    ) as log:
-        fully_shard(nn.Linear(1024, 1024, bias=False), granularity=Block(1024 * 1024))
-    assert len(log) == 1
-    fully_shard(nn.Linear(1024, 1024, bias=False), granularity=Block(256 * 1024))
-    fully_shard(nn.Linear(128, 128, bias=False), granularity=Block(128 * 128))
