@@ -310,31 +310,6 @@ class FSDPModule:
         module_api.register_comm_hook(module, None, recurse=False)
         module_api.register_comm_hook(module, then_call_hook, (hook, last), recurse=False)
 
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refuse, and say what to call instead."""
-        raise NotImplementedError(
-            "call composable_shard.register_comm_hook(module, hook), whose hook reduces a unit's "
-            "gradients from one buffer into another"
-        )
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Refuse, and say what to do instead."""
-        raise NotImplementedError(
-            "an all-gather writes straight into the unit's buffer, and can't be replaced. For "
-            "other algorithms or memory pass a mesh of a process group with another backend."
-        )
-
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Refuse, and say what to call instead."""
-        raise NotImplementedError(
-            "call set_requires_gradient_sync(False) before the backwards, and after them "
-            "composable_shard.reduce_pending_gradients(module)"
-        )
-
-    def finalize_backward(self, *, async_op: bool = False) -> None:
-        """Refuse, as `set_manual_backward_finalization`."""
-        self.set_manual_backward_finalization(enabled=True)
-
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Refuse to keep freed memory."""
         if keep:
@@ -348,49 +323,55 @@ class FSDPModule:
     ) -> None:
         """Do nothing: ranks may use other parameters always."""
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Warn that this changes nothing."""
-        _warn_of_nothing("set_post_optim_event", "gathers wait for all that was issued before")
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Warn that this changes nothing."""
-        _warn_of_nothing("set_force_sum_reduction_for_comms", "the backend's mean is used on NCCL")
+# Of newer torch some of them.
+_CHANGES_NOTHING = {
+    "set_post_optim_event": "gathers wait for all that was issued before",
+    "set_force_sum_reduction_for_comms": "the backend's mean is used on NCCL",
+    "set_reduce_scatter_max_input_buffers": "each unit has its own buffer",
+    "set_separate_reduce_scatter_group": "pass separate_reduce_group=True to fully_shard",
+    "set_allocate_memory_from_process_group_for_comm": "there are no staging buffers",
+    "set_all_gather_layout": "a gather writes into the unit's buffer",
+    "set_all_gather_output_fn": "parameters are views of the gathered buffer",
+    "set_reduce_scatter_input_fn": "gradients are packed in one way",
+    "set_symm_mem_for_comm": "there are no staging buffers",
+}
+_FINALIZATION = (
+    "call set_requires_gradient_sync(False) before the backwards, and after them "
+    "composable_shard.reduce_pending_gradients(module)"
+)
+_REFUSED = {
+    "set_custom_reduce_scatter": (
+        "call composable_shard.register_comm_hook(module, hook), whose hook reduces a unit's "
+        "gradients from one buffer into another"
+    ),
+    "set_custom_all_gather": (
+        "an all-gather writes straight into the unit's buffer, and can't be replaced. For other "
+        "algorithms or memory pass a mesh of a process group with another backend."
+    ),
+    "set_manual_backward_finalization": _FINALIZATION,
+    "finalize_backward": _FINALIZATION,
+}
 
-    def set_reduce_scatter_max_input_buffers(
-        self, max_input_buffers: int, *, recurse: bool = True
-    ) -> None:
-        """Warn that this changes nothing."""
-        _warn_of_nothing("set_reduce_scatter_max_input_buffers", "each unit has its own buffer")
 
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Warn that this changes nothing."""
-        _warn_of_nothing(
-            "set_separate_reduce_scatter_group", "pass separate_reduce_group=True to fully_shard"
-        )
+def _warning(name: str, why: str) -> Callable[..., None]:
+    def warn(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        warnings.warn(f"{name} changes nothing here: {why}. Leave it out.", stacklevel=2)
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Warn that this changes nothing."""
-        _warn_of_nothing(
-            "set_allocate_memory_from_process_group_for_comm", "there are no staging buffers"
-        )
+    return warn
 
-    def set_all_gather_layout(self, layout: Any) -> None:
-        """Warn that this changes nothing; of newer torch, as the next two."""
-        _warn_of_nothing("set_all_gather_layout", "a gather writes into the unit's buffer")
 
-    def set_all_gather_output_fn(self, fn: Any) -> None:
-        """Warn that this changes nothing."""
-        _warn_of_nothing("set_all_gather_output_fn", "parameters are views of the gathered buffer")
+def _refusing(remedy: str) -> Callable[..., None]:
+    def refuse(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(remedy)
 
-    def set_reduce_scatter_input_fn(self, fn: Any) -> None:
-        """Warn that this changes nothing."""
-        _warn_of_nothing("set_reduce_scatter_input_fn", "gradients are packed in one way")
+    return refuse
 
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Warn that this changes nothing."""
-        _warn_of_nothing("set_symm_mem_for_comm", "there are no staging buffers")
+
+for _name, _text in _CHANGES_NOTHING.items():
+    setattr(FSDPModule, _name, _warning(_name, _text))
+for _name, _text in _REFUSED.items():
+    setattr(FSDPModule, _name, _refusing(_text))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -449,7 +430,3 @@ def _end_hook(face: FSDPModule) -> None:
     hook = vars(face).pop(_LET_GO, None)
     if hook is not None:
         hook.remove()
-
-
-def _warn_of_nothing(name: str, why: str) -> None:
-    warnings.warn(f"{name} changes nothing here: {why}. Leave it out.", stacklevel=3)
