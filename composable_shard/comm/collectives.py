@@ -87,7 +87,7 @@ def announce(
     """Enter a collective that somebody else is about to issue in a step; ranks that differ fail."""
     order = order_of(group)
     order.note(identify(what, kind, nbytes, is_of_step=True))
-    order.check_next()
+    order.check_always()
     exchange_identity(group, order, device, is_rare=False)
 
 

@@ -12,7 +12,7 @@ kind and its bytes, in short a number of 32 bits, the same on all ranks.
 
 - Collectives of a backend, as NCCL's, carry nothing. In the first steps the ranks exchange
   identities before each of them. [Note: First steps] Gloo's abort the process where sizes differ,
-  so there the ranks exchange them later too, before what has not always followed what came before.
+  so there the ranks always exchange them.
 
 - Each backward compares a digest of what was issued since the last one, before it publishes
   gradients. [Note: Digest of a step]
@@ -87,14 +87,10 @@ class GroupOrder:
         self.posted: ReferenceType[Waitable] | None = None
         self._before_next: list[Callable[[], object]] = []
         self.last_step: list[int] = []  # of the last step, what all data-parallel ranks issue
-        # Identities go, and may go, ahead of a backend's collectives, [Note: First steps].
+        # Whether identities go ahead of a backend's collectives, and of gloo's [Note: First steps]
         self.is_exchanged = self.is_checked = True
-        self._checks_next = False
-        # What has followed each, as all ranks know: mostly one
-        self._next: dict[int, tuple[int, ...]] = {}
-        self._is_always_exchanged = False
-        self._agreed: set[int] = set()  # on all ranks, by an exchange
-        self._agreed_again: set[int] = set()  # since exchanges began the last time
+        self._is_always_exchanged = self._is_always_checked = False
+        self._agreed: set[int] = set()  # on all ranks, since exchanges began the last time
         self._num_again = 0  # how many since the last one that was new to these
         self._num_known = 0
         self.has_news = False  # whether the step before the last `fold` has issued something new
@@ -137,38 +133,20 @@ class GroupOrder:
         identity = self.issued[-1]
         if identity not in self._agreed:
             self._agreed.add(identity)
-            self._next.clear()
-        if identity not in self._agreed_again:
-            self._agreed_again.add(identity)
             self._num_again = 0
-        known = self._next.get(self._before, ())
-        if identity not in known:
-            self._next[self._before] = *known, identity
         self._num_again += 1
-        is_over = self._num_again > 2 * len(self._agreed_again)
+        is_over = self._num_again > 2 * len(self._agreed)
         self.is_exchanged = self._is_always_exchanged or not is_over
-        self.is_checked = self.is_exchanged or self._checks_next
+        self.is_checked = self.is_exchanged or self._is_always_checked
 
-    def check_next(self) -> None:
-        """Let `is_checked` be, also when identities are not exchanged any more."""
-        self._checks_next = self.is_checked = True
-
-    @property
-    def _before(self) -> int:
-        """What was issued before the last one."""
-        issued = self.issued if len(self.issued) > 1 else [*self._recent[-1:], *self.issued]
-        return issued[-2] if len(issued) > 1 else 0
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether ranks that differ would issue a collective of the size of the last one."""
-        known = self._next.get(self._before, ())
-        return self.issued[-1] in known and len({_known[each][1:] for each in known}) == 1
+    def check_always(self) -> None:
+        """Let `is_checked` be: some collectives of the group are gloo's."""
+        self._is_always_checked = self.is_checked = True
 
     def exchange_again(self, *, always: bool = False) -> None:
         """Exchange identities from now on; call on all ranks at one point of the order."""
         self.is_exchanged = self.is_checked = True
-        self._agreed_again.clear()
+        self._agreed.clear()
         self._num_again = 0
         self._is_always_exchanged = self._is_always_exchanged or always
 

@@ -121,9 +121,8 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         check_order: When ranks exchange what they are about to issue, before they issue it, so that
             different collectives are an error at once and not wrong values until the backward ends.
             `"first"`: in the first steps, and after something new in a step. `"always"`: to debug,
-            as each collective of NCCL costs an all-reduce of 16 bytes and a wait for the device,
-            and on gloo groups of more than eight ranks, where a difference of sizes aborts the
-            process. Up to eight ranks on gloo do so in each message, whatever is chosen.
+            as each collective of NCCL costs an all-reduce of 16 bytes and a wait for the device.
+            On gloo all collectives do so, whatever is chosen.
         broadcast_buffers: Before each forward give all ranks the buffers of the mesh's first rank,
             as DistributedDataParallel does, in one broadcast for the unit. Skipped while gradients
             accumulate without being reduced.

@@ -308,32 +308,6 @@ def test_l_order_of_a_backends_collectives(name: str, strategy: str, sides: list
         assert side in cell.texts[0]
 
 
-@pytest.mark.fast
-def test_l_order_of_what_may_follow_a_collective_is_known() -> None:
-    """Order: where gloo's own may differ in size between ranks, they exchange what they are."""
-    order = GroupOrder()
-    first, same = identify("first", "all_gather", 8), identify("same", "all_gather", 8)
-    wide, late = identify("wide", "all_gather", 80), identify("late", "all_gather", 8)
-
-    def issue(*identities: int, agreed: bool = False) -> list[bool]:
-        found = []
-        for identity in identities:
-            order.note(identity)
-            found.append(order.is_expected)
-            if agreed:
-                order.note_agreed()
-        return found
-
-    issue(first, same, wide, *[first, same, wide] * 3, agreed=True)
-    order.fold()
-    assert issue(first, same, wide) == [True] * 3
-    assert issue(first, wide) == [True, False]  # a rank that has left the order knows it
-    assert issue(first, late, agreed=True) == [True, False]
-    assert issue(first, same) == [False, False]  # what is new makes them learn anew
-    issue(*[first, same, wide, same] * 2, agreed=True)
-    assert issue(first, same, wide) == [False, True, False]  # either may follow `same`
-
-
 @pytest.mark.parametrize("check_order", ["first", "always"])
 @distributed(2)
 def test_l_order_is_exchanged_until_steps_repeat(
