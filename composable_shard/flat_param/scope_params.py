@@ -23,7 +23,6 @@ from composable_shard.layout import FlatLayout
 from composable_shard.tensor import DTensorSlots, ParamLabel, user_attributes
 from composable_shard.torch_private import (
     pre_accumulate_hooks_of,
-    version_of,
 )
 
 
@@ -40,10 +39,8 @@ class ScopeParams:
             for index, entry in enumerate(entries)
         ]
         self._values = [_dense(param) for param in self.params]
-        self._versions = [version_of(param) for param in self.params]
         self.grad_buffer: Tensor | None = None  # full gradients, of the same shape
         self._grads: list[Tensor | None] = [None] * len(self.params)
-        self._grad_versions = [0] * len(self.params)
         self._flat: nn.Parameter | None = None
         self._flat_grad: Tensor | None = None
 
@@ -59,7 +56,6 @@ class ScopeParams:
                 grad = entry.spec.unflatten(self._part(buffer, index))
                 self._grads[index] = grad
                 self.params[index].grad = grad
-                self._grad_versions[index] = version_of(grad)
 
     def flat_param(self) -> nn.Parameter:
         """Return the flat parameter of the full values; the padding at the end is left out."""
@@ -75,30 +71,6 @@ class ScopeParams:
         return self._flat
 
     # What the body did
-
-    def edited(self) -> list[str]:
-        """Return the names of the parameters, and gradients, that were edited.
-
-        By version counters: an edit through `param.data` leaves no trace.
-        """
-        names = []
-        for index, param in enumerate(self.params):
-            grad = self._grads[index]
-            grad_version = 0 if grad is None else version_of(grad)
-            is_grad_edited = param.grad is not grad or grad_version != self._grad_versions[index]
-            if version_of(param) != self._versions[index] or self._is_replaced(index):
-                names.append(str(self._entries[index].label))
-            elif is_grad_edited:
-                names.append(f"{self._entries[index].label}.grad")
-        if not names and self._is_flat_edited():
-            names.append("the flat parameter")
-        return names
-
-    def _is_flat_edited(self) -> bool:
-        flat = self._flat
-        if flat is None:
-            return False
-        return version_of(flat) != 0 or flat.data_ptr() != self.buffer.data_ptr()
 
     def _is_replaced(self, index: int) -> bool:
         now, before = _dense(self.params[index]), self._values[index]

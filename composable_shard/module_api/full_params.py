@@ -69,8 +69,7 @@ def unshard_params(
         recurse: Also the units below `module`, which need not be sharded itself.
         writeback: Keep the edits: each rank writes its own slice of its values, so edits must be
             the same on all ranks, or `rank0_only`. If the block raises on any rank, nothing is
-            written on any rank, and all ranks raise. False discards edits, with a warning that
-            names them; only those through an alias (`param.data.add_(1)`) leave no trace.
+            written on any rank, and all ranks raise. False discards edits.
         rank0_only: Only the first rank of each mesh gets full values; with `writeback` its edits
             reach all ranks. The other ranks show sharded parameters.
         offload_to_cpu: Show the values in host memory; the device holds at most one unit of them

@@ -212,10 +212,8 @@ class FullParamsScope:
                     dropped = self._agree(problem)
                     if problem is None:
                         self._write_back(dropped)
-                elif problem is None:
-                    self._warn_of_edits(_DISCARDED)
-                if isinstance(error, GeneratorExit):
-                    self._warn_of_edits(_CLOSED)
+                    if isinstance(error, GeneratorExit):
+                        warnings.warn(_CLOSED, stacklevel=4)
                 if problem is not None and problem is not error:
                     raise problem
         finally:
@@ -312,11 +310,6 @@ class FullParamsScope:
         # Only a scatter needs all of them where the shards are; else a slice is copied.
         return values.to(handle.shard.device) if self.options.rank0_only else values
 
-    def _warn_of_edits(self, why: str) -> None:
-        names = [name for full in self.full.values() for name in full.edited()]
-        if names:
-            warnings.warn(f"the edits of {names} {why}", stacklevel=5)
-
     def _warn_of_new_gradients(self) -> None:
         names = [name for full in self.full.values() for name in full.new_gradients()]
         if names:
@@ -339,12 +332,9 @@ class FullParamsScope:
                 stack.callback(keep_requires_grad, handle)
 
 
-_DISCARDED = (
-    "inside unshard_params(writeback=False) are discarded. Pass writeback=True to keep them."
-)
 _CLOSED = (
-    "inside unshard_params are discarded: the generator that opened it was closed before the "
-    "block had ended."
+    "what was edited inside unshard_params is discarded: the generator that opened it was closed "
+    "before the block had ended."
 )
 
 
