@@ -92,7 +92,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {"granularity": "param"},
     "flat": {"use_orig_params": False},
     "kept": {"reshard_after_forward": False},
-    "nan": {"check_for_nan_in_grad": True},
     "mesh": {},
     "three": {},
     "comm_hook": {},

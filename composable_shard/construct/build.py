@@ -238,7 +238,6 @@ def _build_handle(
         precision=precision,
         offload=options.offload_policy,
     )
-    handle.grads.reduction.check_finite(options.check_for_nan_in_grad)
     # Where each rank holds everything, the first rank's values are taken.
     is_compared = options.check_initial_values and not options.sync_module_states
     if is_compared and handle.is_sharded and not handle.local_shard.is_meta:

@@ -64,7 +64,6 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     use_orig_params: bool = True,
     sync_module_states: bool = False,
     check_initial_values: bool = True,
-    check_for_nan_in_grad: bool = False,
     check_order: CheckOrder = "first",
     broadcast_buffers: bool = False,
     bucket_cap_mb: float | None = None,
@@ -113,11 +112,6 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             `sync_module_states`, on the meta device, under `NO_SHARD` (the first rank's are
             taken), and for units whose parameters were written since. It reads all parameters
             once: 60 ms for 110 M of them on one CPU core.
-        check_for_nan_in_grad: Look for NaN and infinity in the gradients of each rank before they
-            are averaged, which would hide where they are from, and raise the same error on all
-            ranks: the rank and the first parameter of the backward. No gradient is published. To
-            debug, as it costs one pass over the gradients, a wait for the device and an all-gather
-            of 31 bytes for each backward.
         check_order: When ranks exchange what they are about to issue, before they issue it, so that
             different collectives are an error at once and not wrong values until the backward ends.
             `"first"`: in the first steps, and after something new in a step. `"always"`: to debug,
@@ -168,7 +162,6 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         use_orig_params=use_orig_params,
         sync_module_states=sync_module_states,
         check_initial_values=check_initial_values,
-        check_for_nan_in_grad=check_for_nan_in_grad,
         check_order=check_order,
         broadcast_buffers=broadcast_buffers,
         bucket_cap_mb=bucket_cap_mb,

@@ -10,9 +10,6 @@ reduce-scattered shards then add up in `partial` until a reduction that has both
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +30,7 @@ from composable_shard.comm import (
     scratch_parts,
 )
 from composable_shard.layout import FlatLayout
-from composable_shard.torch_private import foreach_norm, storage_of
+from composable_shard.torch_private import storage_of
 
 _Kind = tuple[torch.dtype, torch.device]
 
@@ -79,8 +76,6 @@ class FlatReduction:
         own_numel: Elements of this rank's shard.
         output: Shape `(shard_numel,)`: that of the reduction in flight, None where there is none.
         partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage was put off.
-        checks_finite: Note the largest value of each parameter's gradient before it is sent.
-        largest: These, by parameter, of the last reduction; None where none was noted.
     """
 
     def __init__(self, shard_group: ShardGroup, layout: FlatLayout) -> None:
@@ -94,8 +89,6 @@ class FlatReduction:
         self._hook: tuple[CommHook, object] | None = None
         self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
         self.partial: Tensor | None = None
-        self.checks_finite = False
-        self.largest: Tensor | None = None
         self._reduce_scatter: ReduceScatter | None = None  # where there is a first stage
         self._scatter: PendingReduction | None = None  # that, in flight
         self._all_reduce: Waitable | None = None  # the second
@@ -152,21 +145,6 @@ class FlatReduction:
     def take_options(self, other: FlatReduction) -> None:
         """Take over what users set on another reduction."""
         self.divide_factor, self._hook = other.divide_factor, other._hook
-        self.checks_finite = other.checks_finite
-
-    def check_finite(self, flag: bool) -> None:
-        """Choose whether to look for values that are not finite."""
-        self.checks_finite = flag
-
-    def note_largest(self, gradients: Sequence[Tensor]) -> None:
-        """Note the largest absolute values, of each parameter; the host does not wait."""
-        tensors = [each if each.numel() else each.new_zeros(1) for each in gradients]
-        self.largest = torch.stack(foreach_norm(tensors, math.inf))
-
-    def take_largest(self) -> Tensor | None:
-        """Return what was noted, and forget it."""
-        largest, self.largest = self.largest, None
-        return largest
 
     def set_divide_factor(self, factor: float | None) -> None:
         """Choose what the sum over all data-parallel ranks is divided by; None: their number."""
@@ -197,9 +175,6 @@ class FlatReduction:
             prescale: What the gradients were multiplied with already.
             is_deferred: Whether to put the second stage off.
         """
-        if self.checks_finite:
-            numels = zip(self._layout.offsets, self._layout.numels, strict=True)
-            self.note_largest([buffer[start : start + numel] for start, numel in numels])
         scale = 1.0 / (self.divide_factor or self._num_ranks) / prescale
         self._is_deferred = is_deferred
         if streams is None:

@@ -235,7 +235,6 @@ class OptionsDict(TypedDict, total=False):
     use_orig_params: bool
     sync_module_states: bool
     check_initial_values: bool
-    check_for_nan_in_grad: bool
     check_order: CheckOrder
     broadcast_buffers: bool
     bucket_cap_mb: float | None
@@ -261,7 +260,6 @@ class UnitOptions:
     use_orig_params: bool = True
     sync_module_states: bool = False
     check_initial_values: bool = True
-    check_for_nan_in_grad: bool = False
     check_order: CheckOrder = "first"
     broadcast_buffers: bool = False
     bucket_cap_mb: float | None = None
@@ -282,7 +280,7 @@ class UnitOptions:
                 raise ValueError(expected(name, kind, value))
         for name in (
             *("use_orig_params", "sync_module_states", "broadcast_buffers"),
-            *("check_initial_values", "check_for_nan_in_grad", "separate_reduce_group"),
+            *("check_initial_values", "separate_reduce_group"),
         ):
             _check_bool(name, getattr(self, name))
         if self.check_order not in get_args(CheckOrder):

@@ -26,7 +26,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from composable_shard.comm import (
     FlagReduction,
@@ -623,8 +622,6 @@ class BackwardPass:
             other.finish()
         self.context.flag_reductions.clear()
         flags.check_step()
-        if checked := [each for each in handles if each.grads.reduction.checks_finite]:
-            check_finite(checked)
         if not self.accumulates and not self.turns:
             return []
         published = []
@@ -755,42 +752,6 @@ def _use_flags(handle: FlatParamHandle, is_bucket: bool, late: Collection[object
     if not any(is_late) and handle not in late:
         return used
     return [LATE * (each or own) for each, own in zip(used, is_late, strict=True)]
-
-
-def check_finite(handles: Sequence[FlatParamHandle]) -> None:
-    """Check the gradients that a backward is about to publish, as each rank had its own.
-
-    An all-gather of 31 bytes for each process group, two more where something is found.
-
-    Args:
-        handles: Those that were reduced, in order; all with `check_for_nan_in_grad`.
-
-    Raises:
-        RuntimeError: On all ranks, about the first gradient of the backward that was not finite.
-    """
-    first: dict[tuple[dist.ProcessGroup, ...], list[Any]] = {}
-    ranks = {handle.shard_group.joint_groups: handle.shard_group.ranks for handle in handles}
-    for order, handle in enumerate(handles):
-        index = _find_nonfinite(handle)
-        if index is not None and handle.shard_group.joint_groups not in first:
-            # Backwards reach the last parameter of a unit first.
-            found = [order, -index, dist.get_rank(), handle.entries[index].label.fqn]
-            first[handle.shard_group.joint_groups] = found
-    messages = [each for key, group in ranks.items() for each in group.all_messages(first.get(key))]
-    if any(messages):
-        _, _, rank, fqn = min(each for each in messages if each is not None)
-        raise RuntimeError(
-            f"the gradient of parameter '{fqn}' is not finite on rank {rank}, the first one of "
-            "this backward, before the average over the ranks is taken. No gradient was published."
-        )
-
-
-def _find_nonfinite(handle: FlatParamHandle) -> int | None:
-    """Return the last parameter with a gradient that is not finite on this rank, if any."""
-    largest = handle.grads.reduction.take_largest()
-    if largest is None or bool(largest.isfinite().all()):
-        return None
-    return int(largest.isfinite().logical_not().nonzero()[-1])
 
 
 def step_facts(context: TreeContext) -> StepFacts:

@@ -86,7 +86,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "prefetch_nbytes": {"prefetch_nbytes": 0},
     "broadcast_buffers": {"broadcast_buffers": True},
     "sync_module_states": {"sync_module_states": True},
-    "check_for_nan_in_grad": {"check_for_nan_in_grad": True},
     "check_order": {"check_order": "always"},
     "check_initial_values": {"check_initial_values": False},
 }

@@ -37,7 +37,7 @@ from tests.models import Layer, Net, Twins, assert_at_rest, fingerprint, plan_of
 
 _OPTIONS = "mesh, strategy, reshard_after_forward, mp_policy, " + (
     "offload_policy, ignored_params, use_orig_params, sync_module_states, "
-    "check_initial_values, check_for_nan_in_grad, check_order, broadcast_buffers, bucket_cap_mb, "
+    "check_initial_values, check_order, broadcast_buffers, bucket_cap_mb, "
     "granularity, prefetch_nbytes, separate_reduce_group"
 )
 
