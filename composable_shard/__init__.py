@@ -12,7 +12,6 @@ from composable_shard.huggingface import load_safetensors, save_safetensors
 from composable_shard.layout import FlatLayout
 from composable_shard.module_api import (
     drop_pending_gradients,
-    get_param_ranges,
     get_pending_gradients,
     no_sync,
     reduce_pending_gradients,
@@ -80,7 +79,6 @@ __all__ = [
     "get_handles",
     "get_model_state_dict",
     "get_optimizer_state_dict",
-    "get_param_ranges",
     "get_pending_gradients",
     "get_root_states",
     "get_states",

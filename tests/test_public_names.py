@@ -30,7 +30,6 @@ TOP = [
     "get_handles",
     "get_model_state_dict",
     "get_optimizer_state_dict",
-    "get_param_ranges",
     "get_pending_gradients",
     "get_root_states",
     "get_states",
@@ -74,7 +73,7 @@ BELOW = {
         "log_events",
     ],
     "huggingface": ["Joined", "TrainerMixin", "keep_unwrapped", "save_pretrained"],
-    "module_api": ["ParamRange", "UnshardWork"],
+    "module_api": ["UnshardWork"],
     "optim": ["with_local_state"],
     "pipelining": ["PipelineStage"],
     "planning": [

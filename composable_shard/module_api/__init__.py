@@ -5,8 +5,6 @@ Read `unsharding` first, then `full_params` (`unshard_params`).
 
 from composable_shard.module_api.forward_methods import register_forward_method
 from composable_shard.module_api.full_params import (
-    ParamRange,
-    get_param_ranges,
     register_flat_param,
     register_orig_params,
     unshard_params,
@@ -32,4 +30,4 @@ from composable_shard.module_api.settings import (
 )
 from composable_shard.module_api.unsharding import UnshardWork, reshard, unshard
 
-__all__ = ["ParamRange", "UnshardWork"]
+__all__ = ["UnshardWork"]

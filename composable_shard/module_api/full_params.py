@@ -1,4 +1,4 @@
-"""Full parameters for the length of a scope; which elements of a parameter each rank holds.
+"""Full parameters for the length of a scope.
 
 One `unshard_params` block gathers, shows, writes back, and shows again what was shown before.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from composable_shard.flat_param import (
-    FlatParamHandle,
     check_can_show_flat,
     check_can_show_originals,
     make_flat_entry,
@@ -26,8 +24,6 @@ from composable_shard.module_api.scope import FullParamsScope, ScopeOptions
 from composable_shard.runtime import (
     ShardState,
     check_is_idle,
-    first_names,
-    get_handles,
     select_states,
 )
 
@@ -225,48 +221,3 @@ def _check_can_toggle(states: list[ShardState], module: nn.Module) -> None:
         for handle in state.handles:
             handle.adopt_changes()
             handle.shown.check_registered()
-
-
-@dataclass(frozen=True)
-class ParamRange:
-    """The elements `[start, end)` of a parameter that one rank holds, in the order of memory.
-
-    Attributes:
-        rank: The rank's number in the world.
-        start, end: Of the parameter's own elements.
-        shard_start: Where they begin in the rank's shard of the flat parameter.
-        flat_start: Where they begin in the flat parameter of all ranks.
-    """
-
-    rank: int
-    start: int
-    end: int
-    shard_start: int
-    flat_start: int
-
-
-def get_param_ranges(module: nn.Module) -> dict[str, list[ParamRange]]:
-    """Return the ranges of each managed parameter on the ranks that share it; no communication.
-
-    Ranks without elements are left out, so a parameter with `granularity="param"` has one range,
-    that of its owner, and so has one that every rank holds: this rank's. The ranges of a
-    parameter follow one another and cover it. They are those of the parameter's local part where
-    it is a DTensor. Owners may change until the first forward.
-
-    Args:
-        module: A module with sharded units; names are those of its `named_parameters()`.
-    """
-    names = first_names(module, get_handles(module))
-    return {name: _ranges_of(*place) for place, name in names.items()}
-
-
-def _ranges_of(handle: FlatParamHandle, index: int) -> list[ParamRange]:
-    layout, ranks = handle.layout, handle.shard_group.sharing_ranks
-    found = []
-    for number, rank in enumerate(ranks):
-        start, end = layout.param_range(index, number)
-        if end > start:
-            shard_start, _ = layout.local_range(index, number)
-            flat_start, _ = layout.world_range(index, number)
-            found.append(ParamRange(rank, start, end, shard_start, flat_start))
-    return found

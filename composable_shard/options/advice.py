@@ -48,7 +48,7 @@ VALUES = (
 PLACEMENTS = (
     "Parameters at rest are no DTensors: a rank has a flat range, which no placement describes. "
     "To load values give whole tensors, or DTensors of any placements, to model.load_state_dict or "
-    "set_model_state_dict, on all ranks: both cut them. get_param_ranges(model) tells the ranges."
+    "set_model_state_dict, on all ranks: both cut them."
 )
 SAVE = (
     "torch.save would write the shards of this rank alone, a part of each parameter. "
