@@ -101,8 +101,8 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 21_876,
-    "lines of all": 31_447,
+    "lines of the core": 21_269,
+    "lines of all": 30_813,
     "lines of the longest module": 820,
     "quick start: statements": 4_379,
     "warm step: functions": 221,
