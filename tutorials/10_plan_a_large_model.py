@@ -10,8 +10,8 @@ Expected output (GiB of one rank):
 
     71.9 billion parameters, 24 layers
     ranks  strategy       layers      at rest  activations  at most  sent  fits
-    64     FULL_SHARD     as written     16.7         79.7    128.9   526  no
-    64     FULL_SHARD     recomputed     16.7          3.6     60.3   526  yes
+    64     FULL_SHARD     as written     16.7         79.7    114.0   526  no
+    64     FULL_SHARD     recomputed     16.7          3.6     45.4   526  yes
 """
 
 import torch
