@@ -12,6 +12,7 @@ import inspect
 import re
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -55,26 +56,12 @@ GROUPS = {
     "Pipelines": ("pipelining",),
     "Communication": ("comm",),
     "Look inside": ("runtime", "flat_param", "layout", "tensor"),
-    "FSDP2's face": ("fsdp2",),
+    "FSDP2's names": ("fsdp2",),
 }
 ERRORS = "All errors"
-# Classes whose methods users call, or whose fields they read.
-MEMBERS = (
-    "CheckpointSave",
-    "CollectiveLog",
-    "ErrorFeedback",
-    "Estimate",
-    "FSDPModule",
-    "FlatLayout",
-    "FlatParamHandle",
-    "FlatShard",
-    "ShardedGradScaler",
-    "ShardingPlan",
-    "ShardingStrategy",
-    "TrainerMixin",
-    "UnshardHandle",
-    "UnshardWork",
-)
+_CODE = re.compile(r"(?ms)^```python\n.*?^```\n")
+# Parts of docs/reference.md whose entries are names of a package with others of the same name.
+OWN_SECTIONS = {"FSDP2's names": "fsdp2"}
 
 
 def _public_names() -> dict[str, list[str]]:
@@ -89,8 +76,7 @@ def _public_names() -> dict[str, list[str]]:
         owner = getattr(item, "__module__", "").split(".")
         package = owner[1] if owner[0] == "composable_shard" else name.split(".")[1]
         by_package.setdefault(package, []).append(name)
-    own = [name for name in fsdp2.__all__ if not hasattr(composable_shard, name)]
-    by_package["fsdp2"] = [f"{fsdp2.__name__}.{name}" for name in ("fully_shard", *own)]
+    by_package["fsdp2"] = [f"{fsdp2.__name__}.{name}" for name in fsdp2.__all__]
     without_page = by_package.keys() - {each for group in GROUPS.values() for each in group}
     if without_page:
         raise ValueError(f"docs/conf.py: GROUPS lacks the packages {sorted(without_page)}")
@@ -98,37 +84,82 @@ def _public_names() -> dict[str, list[str]]:
 
 
 def _page_of(group: str) -> str:
-    return f"generated/{group.lower().replace(' ', '_')}"
+    return f"generated/{re.sub(r'[^a-z ]', '', group.lower()).replace(' ', '_')}"
 
 
-def _documented(name: str) -> str:
-    """Return the directive that shows one name."""
-    package, _, last = name.rpartition(".")
-    found = getattr(importlib.import_module(package), last)
-    kind = "class" if inspect.isclass(found) else "function" if callable(found) else "data"
-    option = "   :members:\n" if last in MEMBERS else ""
-    example = "" if package == fsdp2.__name__ else _example(last)
-    return f".. auto{kind}:: {name}\n{option}\n{example}"
+@dataclass(frozen=True)
+class _Entry:
+    """One heading of docs/reference.md: some names, what is said of them, and an example."""
+
+    package: str
+    names: tuple[str, ...]
+    text: str
+    example: str
+
+    @property
+    def anchor(self) -> str:
+        """Return the heading's anchor."""
+        return "-".join(self.names).lower()
+
+    @functools.cached_property
+    def guides(self) -> list[str]:
+        """Return the pages that the entry links to, and those that link to it."""
+        linked = re.findall(r"\]\((\w+)\.md", self.text)
+        others = [
+            page.stem
+            for page in sorted(DOCS.glob("*.md"))
+            if f"](reference.md#{self.anchor})" in page.read_text()
+        ]
+        return [*dict.fromkeys([*linked, *others])]
 
 
 @functools.cache
-def _examples() -> list[tuple[str, str]]:
-    """Return the examples of docs/reference.md, each with its heading and text before it."""
-    text = (DOCS / "reference.md").read_text()
-    return re.findall(r"(?ms)^### (.*?)^```python\n(.*?)^```$", text)
+def _entries() -> list[_Entry]:
+    sections = re.split(r"(?m)^## (.*)$", (DOCS / "reference.md").read_text())[1:]
+    return [
+        _Entry(OWN_SECTIONS.get(title, ""), tuple(re.findall(r"`([\w.]+)`", heading)), words, code)
+        for title, text in zip(sections[::2], sections[1::2], strict=True)
+        for heading, words, code in re.findall(r"(?ms)^### (.*?)$(.*?)^```python\n(.*?)^```$", text)
+    ]
 
 
-def _example(name: str) -> str:
-    """Return the example of a name, as a block of the page that shows it."""
-    for words, code in _examples():
-        if f"`{name}`" in words:
-            lines = ["**Example**", "", ".. code-block:: python", ""]
-            return "\n".join([*lines, *(f"   {line}" for line in code.splitlines())]) + "\n\n"
-    return ""
+@functools.cache
+def _full_names() -> dict[tuple[str, str], str]:
+    """Return full names by name, and for some by their package too: "" is all that have one."""
+    found: dict[tuple[str, str], str] = {}
+    for package, names in _public_names().items():
+        own = package if package in OWN_SECTIONS.values() else ""
+        found |= {(own, name.rpartition(".")[2]): name for name in names}
+    return found
+
+
+def _documented(full_name: str) -> str:
+    """Return the directive that shows one name, its example, and its guides."""
+    package, _, name = full_name.rpartition(".")
+    item = getattr(importlib.import_module(package), name)
+    kind = "class" if inspect.isclass(item) else "function" if callable(item) else "data"
+    is_ours = getattr(item, "__module__", "").startswith(composable_shard.__name__)
+    option = "   :members:\n" if kind == "class" and is_ours else ""
+    own = package.removeprefix("composable_shard.")
+    own = own if own in OWN_SECTIONS.values() else ""
+    entries = [each for each in _entries() if each.package == own]
+    of_name = [each for each in entries if name in each.names]
+    entry, *_ = [*of_name, *(each for each in entries if f"`{name}`" in each.text)]
+    code = "".join(f"   {line}\n" for line in entry.example.splitlines())
+    guides = ", ".join(f":doc:`/{page}`" for page in entry.guides)
+    return (
+        f".. auto{kind}:: {full_name}\n{option}\n"
+        f"**Example**\n\n.. code-block:: python\n\n{code}\n**Guides:** {guides}\n\n"
+    )
 
 
 def _relink(text: str, folder: Path) -> str:
     """Let links to files outside of this folder lead to the repository."""
+
+    def to_entry(match: re.Match[str]) -> str:
+        [entry] = [each for each in _entries() if each.anchor == match[2]]
+        name = re.split(r"\W", match[1])[0]
+        return _reference(match[1], entry.package, name)
 
     def moved(match: re.Match[str]) -> str:
         path, _, anchor = match[1].partition("#")
@@ -137,11 +168,29 @@ def _relink(text: str, folder: Path) -> str:
             return "](generated/readme.md)"
         if target.parent == DOCS / "pictures":
             return f"](/pictures/{target.name})"
+        if target == DOCS / "reference.md":
+            return "](/reference.md)"
         if target.parent == DOCS and target.suffix == ".md":
             return f"](/{target.name}{'#' + anchor if anchor else ''})"
         return f"]({SOURCE}{target.relative_to(ROOT)})"
 
+    text = re.sub(r"\[`([^`]+)`\]\(reference\.md#([\w-]+)\)", to_entry, text)
     return re.sub(r"\]\(((?!\w+:|#)[^)\s]+)\)", moved, text)
+
+
+def _reference(label: str, package: str, name: str) -> str:
+    """Return a link to what autodoc shows of a name, or to the list of names."""
+    full_name = _full_names().get((package, name))
+    return f"{{py:obj}}`{label} <{full_name}>`" if full_name else f"[`{label}`](reference.md)"
+
+
+def _overview(text: str) -> str:
+    """Return docs/reference.md with links to what is documented, which has the examples."""
+    for entry in _entries():
+        heading = "### " + ", ".join(f"`{name}`" for name in entry.names) + "\n"
+        links = ", ".join(_reference(name, entry.package, name) for name in entry.names)
+        text = text.replace(heading + entry.text, f"- {links}: {entry.text.strip()}\n", 1)
+    return _CODE.sub("", text)
 
 
 def _generate(app: Sphinx) -> None:
@@ -160,7 +209,7 @@ def _generate(app: Sphinx) -> None:
 def _errors() -> str:
     """Return the page of all errors; a text says what was expected, what came, what to do."""
     lines = [f"# {ERRORS}", "", "`...` stands for names and values. Search for the words of yours."]
-    for group, packages in {**GROUPS, "FSDP2's face": ("fsdp2.py",)}.items():
+    for group, packages in {**GROUPS, "FSDP2's names": ("fsdp2.py",)}.items():
         lines += ["", f"## {group}", "", "| text | kind |", "|---|---|"]
         for package in packages:
             for text, kind in error_texts(package).items():
@@ -179,7 +228,7 @@ def _read(app: Sphinx, page: str, content: list[str]) -> None:
     """Relink a page, and add to the index the tables of contents that its lists are."""
     if page.startswith("generated/"):
         return
-    text = _relink(content[0], DOCS)
+    text = _relink(_overview(content[0]) if page == "reference" else content[0], DOCS)
     if page == "index":
         sections = re.findall(r"(?ms)^\*\*(.*?)\*\*$(.*?)(?=^\*\*|\Z)", text)
         text += _toctree("Start", ["generated/readme"])
@@ -206,8 +255,16 @@ def _quote_code(
     lines[:] = re.sub(r"\[Note: (.*?)\]", r"(note: \1)", text).split("\n")
 
 
+def _skip(
+    app: Sphinx, what: str, name: str, found: object, skip: bool, options: object
+) -> bool | None:
+    """Leave out how objects are made where `__init__` or the class says it."""
+    return True if name == "__new__" else None
+
+
 def setup(app: Sphinx) -> None:
     """Connect what makes pages."""
+    app.connect("autodoc-skip-member", _skip)
     app.connect("builder-inited", _generate)
     app.connect("source-read", _read)
     app.connect("autodoc-process-docstring", _quote_code, priority=100)

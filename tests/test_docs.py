@@ -26,7 +26,7 @@ import composable_shard
 from composable_shard import fully_shard, planning, save_safetensors, shard_model
 from composable_shard.options import UnitOptions
 from tests.helpers import run_processes, run_ranks
-from tests.test_public_names import BELOW
+from tests.test_public_names import BELOW, FSDP2
 from tests.test_tutorials import _run_forked, _run_here, assert_prints
 
 try:
@@ -286,15 +286,35 @@ def test_python_block_runs(block: _CodeBlock, tmp_path: Path) -> None:
     run_ranks(2, _run_block, block.code, tmp_path)
 
 
+REFERENCE = ROOT / "docs" / "reference.md"
+
+
 def test_each_public_name_has_an_example() -> None:
     """Each stands in a heading or a sentence of the reference, and in an example, which is run."""
-    page = ROOT / "docs" / "reference.md"
-    named = set(re.findall(r"`(\w+)`", _FENCED.sub("", page.read_text())))
-    code = "".join(block.code for block in _blocks(page))
+    others, _, fsdp2s = REFERENCE.read_text().partition("## FSDP2's names")
     public = {*composable_shard.__all__, *(name for names in BELOW.values() for name in names)}
-    assert public - named == set()
     returned = {"DescribedUnit", "Description", "ShardingPlan", "FlatShard"}  # what calls return
-    assert {name for name in public - returned if not re.search(rf"\b{name}\b", code)} == set()
+    for text, names in [(others, public), (fsdp2s, {*FSDP2})]:
+        named = set(re.findall(r"`(\w+)`", _FENCED.sub("", text)))
+        code = "".join(match[2] for match in _FENCED.finditer(text))
+        assert names - named == set()
+        assert {name for name in names - returned if not re.search(rf"\b{name}\b", code)} == set()
+
+
+def _entries() -> dict[str, str]:
+    """Return the text of each entry of the reference by the anchor of its heading."""
+    found = re.findall(r"(?ms)^### (.*?)$(.*?)(?=^##|\Z)", REFERENCE.read_text())
+    return {re.sub(r"[^\w-]", "", name.lower().replace(" ", "-")): text for name, text in found}
+
+
+def test_entries_of_the_reference_and_guides_link_to_each_other() -> None:
+    """Each entry names a guide, and each guide that it names links to it."""
+    for anchor, text in _entries().items():
+        guides = re.findall(r"\]\((\w+\.md)", text)
+        assert guides, f"no guide explains {anchor}"
+        for guide in guides:
+            page = (ROOT / "docs" / guide).read_text()
+            assert f"](reference.md#{anchor})" in page, f"{guide} does not link to {anchor}"
 
 
 @pytest.mark.parametrize("block", _all_blocks("python"), ids=str)
