@@ -497,6 +497,23 @@ def test_figures_of_the_readme_are_in_the_files_they_link_to() -> None:
         assert [figure for figure in figures if figure not in measured] == []
 
 
+def test_each_no_of_the_readme_has_a_source() -> None:
+    """Each row of its table in which a peer lacks something is in the list of sources."""
+    table = README.read_text().partition(" | here |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.split("|")] for row in table.splitlines()[2:]]
+    lacking = [row[1] for row in rows if any(cell.startswith("no") for cell in row[3:7])]
+    sources = (ROOT / "docs" / "measured.md").read_text().partition("## Sources")[2]
+    assert len(lacking) > 5
+    for name in lacking:
+        plain = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", name)
+        assert re.search(rf"(?m)^\| {re.escape(plain)} \|.*https://", sources), plain
+
+
+def test_the_changelog_is_short() -> None:
+    """It has what a user of the last release needs."""
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 100
+
+
 def test_metadata_is_complete() -> None:
     """A builder reads the version from the source, and finds the README and every package."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
