@@ -84,7 +84,7 @@ def _public_names() -> dict[str, list[str]]:
 
 
 def _page_of(group: str) -> str:
-    return f"generated/{re.sub(r'[^a-z ]', '', group.lower()).replace(' ', '_')}"
+    return f"generated/{re.sub(r'[^a-z0-9 ]', '', group.lower()).replace(' ', '_')}"
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _reference(label: str, package: str, name: str) -> str:
 def _overview(text: str) -> str:
     """Return docs/reference.md with links to what is documented, which has the examples."""
     for entry in _entries():
-        heading = "### " + ", ".join(f"`{name}`" for name in entry.names) + "\n"
+        heading = "### " + ", ".join(f"`{name}`" for name in entry.names)
         links = ", ".join(_reference(name, entry.package, name) for name in entry.names)
         text = text.replace(heading + entry.text, f"- {links}: {entry.text.strip()}\n", 1)
     return _CODE.sub("", text)
