@@ -301,7 +301,7 @@ def test_each_public_name_has_an_example() -> None:
         assert {name for name in names - returned if not re.search(rf"\b{name}\b", code)} == set()
 
 
-def _entries() -> dict[str, str]:
+def _entries_by_anchor() -> dict[str, str]:
     """Return the text of each entry of the reference by the anchor of its heading."""
     found = re.findall(r"(?ms)^### (.*?)$(.*?)(?=^##|\Z)", REFERENCE.read_text())
     return {re.sub(r"[^\w-]", "", name.lower().replace(" ", "-")): text for name, text in found}
@@ -309,7 +309,7 @@ def _entries() -> dict[str, str]:
 
 def test_entries_of_the_reference_and_guides_link_to_each_other() -> None:
     """Each entry names a guide, and each guide that it names links to it."""
-    for anchor, text in _entries().items():
+    for anchor, text in _entries_by_anchor().items():
         guides = re.findall(r"\]\((\w+\.md)", text)
         assert guides, f"no guide explains {anchor}"
         for guide in guides:
