@@ -54,9 +54,9 @@ def unshard_params(
     main dtype, also where a strategy keeps full parameters. They are the main values: where a unit
     computes in another dtype, a forward inside computes in the main one.
 
-    One all-gather of 31 bytes for each process group compares the ranks' flags. Then one
-    all-gather for each handle (`rank0_only`: one gather), none for a handle that is unsharded
-    already; `with_grads` takes one more, and one small all-reduce. On exit `writeback` takes one
+    All ranks must pass the same flags. One all-gather for each handle (`rank0_only`: one gather),
+    none for a handle that is unsharded already; `with_grads` takes one more, and one small
+    all-reduce. On exit `writeback` takes one
     all-reduce of a few bytes for each process group, and nothing else; with `rank0_only` one
     scatter for each handle, and a broadcast to the ranks that hold copies of shards.
 

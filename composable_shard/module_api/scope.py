@@ -36,28 +36,6 @@ class ScopeOptions:
     offload_to_cpu: bool
     with_grads: bool
 
-    @property
-    def shared(self) -> str:
-        """The flags that all ranks must agree on, as text."""
-        return (
-            f"writeback={self.writeback}, rank0_only={self.rank0_only}, "
-            f"with_grads={self.with_grads}"
-        )
-
-
-def _compare_flags(states: list[ShardState], options: ScopeOptions) -> None:
-    """Check that all ranks open the scope with the same flags; others mean other collectives."""
-    groups = [handle.shard_group for state in states for handle in state.needed]
-    for ranks in {group.joint_groups: group.ranks for group in groups}.values():
-        flags: dict[str, list[int]] = {}
-        for rank, text in enumerate(ranks.all_messages(options.shared)):
-            flags.setdefault(text, []).append(rank)
-        if len(flags) > 1:
-            detail = "; ".join(f"ranks {same}: {text}" for text, same in flags.items())
-            raise RuntimeError(
-                f"expected the same flags of unshard_params on all ranks, got {detail}"
-            )
-
 
 class FullParamsScope:
     """One `unshard_params` block."""
@@ -88,7 +66,6 @@ class FullParamsScope:
                 )
         for handle in self.handles:
             handle.shown.check_registered()
-        _compare_flags(self.states, self.options)
         if self.options.offload_to_cpu and not self.options.rank0_only:
             self._warn_of_host_memory()
         with torch.inference_mode(False), torch.no_grad():

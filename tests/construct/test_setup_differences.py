@@ -31,7 +31,6 @@ from composable_shard import (
     set_requires_gradient_sync,
     set_reshard_after_backward,
     set_reshard_after_forward,
-    unshard_params,
 )
 from composable_shard.comm import ReductionStage
 from tests.helpers import distributed
@@ -154,21 +153,3 @@ def test_l_setup_sync_of_other_shapes_is_named() -> None:
     if dist.get_rank() == 0:
         net.inp = nn.Linear(6, 15)
     _assert_told(lambda: _shard(net, sync_module_states=True))
-
-
-@pytest.mark.parametrize("flag", ["writeback", "rank0_only", "with_grads"])
-@distributed(2)
-def test_l_setup_flags_of_unshard_params_are_compared(flag: str) -> None:
-    """Other flags mean other collectives."""
-    net = Net()
-    _shard(net)
-    net(torch.ones(2, 5)).sum().backward()
-    chosen = {"writeback": True, "rank0_only": False, "with_grads": False}
-    if dist.get_rank() == 0:
-        chosen[flag] = not chosen[flag]
-
-    def run() -> None:
-        with unshard_params(net, **chosen):
-            pass
-
-    _assert_told(run)
