@@ -10,8 +10,6 @@ same on each rank. A rank that does not answer is gone.
 Where statements show two different collectives at the same position of a process group, its ranks
 wait for each other for good. Then the thread closes the group's connections, so that all of them
 raise at once and not at the group's timeout. With a backend that can't do that it logs the error.
-So do ranks that wait for one that has failed since in a group that they are not in, as on a mesh
-of several axes, and has issued nothing after it: all raise its error.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ import torch.distributed as dist
 
 from composable_shard.comm.calls import find_call
 from composable_shard.comm.devices import HOST, backend_name
-from composable_shard.comm.order import NUM_TAGS, GroupOrder, all_orders, order_of
+from composable_shard.comm.order import NUM_TAGS, all_orders, order_of
 from composable_shard.torch_private import frames_of_threads, side_store
 
 _TICK_S = 0.5
@@ -57,12 +55,10 @@ class _Watch:
         self._store = store
         self._stopped = threading.Event()
         self._since = time.time()
-        self._num_answered = self._num_needed = 0
+        self._num_answered = 0
         self._counts: dict[str, int] = {}  # of collectives, by group
         self._used_last: set[str] = set()  # groups on which the last ones were
         self._stated: dict[str, int] | None = None  # the counts that the last statement tells of
-        self._failures = {""}  # all that this rank has raised
-        self._failed_at, self._failure = self._counts, ""
         # A store may outlive a process group, and serve another one of the same name.
         self._key = f"{_KEY}/{store.add(f'{_KEY}/watches/{self._rank}', 1)}"
         self._next_look_s = 0.0
@@ -84,14 +80,10 @@ class _Watch:
                 self._tick()
 
     def _tick(self) -> None:
-        orders, counts = all_orders(), _counts()
-        failures = {order.failure for _, order in orders if order.failure is not None}
-        for failure in failures - self._failures:
-            self._failed_at, self._failure = counts, failure
-        self._failures |= failures
+        counts = _counts()
         if counts != self._counts:
             self._used_last = {name for name, n in counts.items() if n != self._counts.get(name, 0)}
-            self._counts, self._num_needed = counts, 0
+            self._counts = counts
             self._since, self._next_look_s = time.time(), _QUIET_S
         quiet_s = time.time() - self._since
         num_asked = self._store.add(f"{self._key}/asked", 0)
@@ -106,17 +98,14 @@ class _Watch:
 
     def _state(self, num_asked: int, **more: Any) -> None:
         """Write this rank's statement into the store."""
-        function, is_ours, where = _position()
+        function, where = _position()
         counts = _counts()
-        has_issued = not counts.items() <= self._failed_at.items()  # something since it failed
         statement: _Statement = {
             "answers": num_asked,
             "function": function,
-            "is_inside": is_ours,
             "where": where,
             "since": time.strftime("%H:%M:%S", time.localtime(self._since)),
             "groups": {group.group_name: order.recent() for group, order in all_orders()},
-            "failure": "" if has_issued else self._failure,
             **more,
         }
         self._store.set(f"{self._key}/{self._rank}", json.dumps(statement))
@@ -135,35 +124,9 @@ class _Watch:
             ranks = _ranks_of(group) if is_used else []
             if len(ranks) < 2:
                 continue
-            statements = self._read(ranks)
-            found = _find_difference(group.group_name, statements)
-            found = found or self._find_failed_now(group.group_name, statements, order)
+            found = _find_difference(group.group_name, self._read(ranks))
             if found is not None:
                 self._give_up(set(ranks), self._agree(group, found))
-
-    def _find_failed_now(
-        self, name: str, statements: dict[int, _Statement], order: GroupOrder
-    ) -> str | None:
-        """Return what `_find_failed` does, of ranks that say it while this rank waits for them.
-
-        They may have caught the error, and come to where this rank is, without a word since.
-        """
-        if self._find_failed(name, statements, order) is None:
-            return None
-        self._num_needed = self._num_needed or self._store.add(f"{self._key}/asked", 1)
-        now = {rank: one for rank, one in statements.items() if one["answers"] >= self._num_needed}
-        return self._find_failed(name, now, order)
-
-    def _find_failed(
-        self, name: str, statements: dict[int, _Statement], order: GroupOrder
-    ) -> str | None:
-        """Return why a rank failed that this rank waits for, if it has not failed of that too."""
-        known = {own.failure for _, own in all_orders()} | self._failures
-        for statement in statements.values():
-            issued = statement["groups"].get(name) or [[-1]]
-            if statement["failure"] not in known and issued[-1][0] + 1 < order.num_issued:
-                return str(statement["failure"])
-        return None
 
     def _give_up(self, ranks: set[int], text: str) -> None:
         """Let all groups of these ranks fail: each of them may wait in another one."""
@@ -206,8 +169,6 @@ class _Watch:
                 time.sleep(_TICK_S / 5)
             name = group.group_name
             text = _find_difference(name, statements)
-            there = {rank: one for rank, one in statements.items() if rank not in silent}
-            text = text or self._find_failed(name, there, order_of(group))
             text = text or _describe_missing(name, ranks, statements, silent, error)
             found.append(self._agree(group, text))
             self._store.add(f"{self._key}/asked", 1)
@@ -232,26 +193,26 @@ def _ranks_of(group: dist.ProcessGroup) -> list[int]:
     return []
 
 
-def _position() -> tuple[str, bool, str]:
-    """Return which function the program is in, whether it is ours, and its line."""
+def _position() -> tuple[str, str]:
+    """Return which function the program is in, and its line."""
     frames = frames_of_threads()
     own = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_KEY)}
     main = threading.main_thread().ident
-    best: tuple[str, bool, str] = ("", False, "?")
+    best = "", "?"
     for thread in sorted(frames, key=lambda ident: ident != main):
         if thread in own:
             continue
         function, is_ours, caller = find_call(frames[thread])
         where = "?" if caller is None else f"{caller.f_code.co_filename}:{caller.f_lineno}"
         if is_ours or thread == main:
-            best = function, is_ours, where
+            best = function, where
         if is_ours:
             break
     return best
 
 
 def _own_position(group: dist.ProcessGroup) -> str:
-    function, _, where = _position()
+    function, where = _position()
     recent = order_of(group).recent()
     what = recent[-1][2] if recent else function
     return f"{what}, called at {where},"
@@ -295,37 +256,32 @@ def _describe_missing(
 ) -> str:
     """Return a text about ranks that did not come, or what is known where all did."""
     issued = {rank: statement["groups"].get(name, []) for rank, statement in statements.items()}
-    counts = {rank: recent[-1][0] if recent else -1 for rank, recent in issued.items()}
+    counts = {rank: recent[-1][0] for rank, recent in issued.items() if recent}
     most = max(counts.values(), default=-1)
-    gone = [rank for rank in silent if "ended" not in statements.get(rank, ())]
-    late = [rank for rank in ranks if counts.get(rank, -1) < most and rank not in gone]
-    waiting = [rank for rank in ranks if counts.get(rank) == most and rank not in gone]
+    away = {rank for rank in ranks if rank in silent or "ended" in statements.get(rank, ())}
+    waiting = [rank for rank in ranks if counts.get(rank) == most and rank not in away]
     parts = []
-    if waiting and most >= 0:
-        first = waiting[0]
-        _, call, text = issued[first][-1]
-        statement = statements[first]
-        parts.append(
-            f"{are(waiting)} in {text}, call {call} of this step, called at "
-            f"{statement['where']}, since {statement['since']}"
-        )
-    parts += [f"rank {rank} {_describe_rank(statements[rank], issued[rank])}" for rank in late]
-    for rank in gone:
-        last = issued.get(rank)
-        about = f"; it last said that it was in {last[-1][2]}" if last else ""
-        parts.append(f"rank {rank} is gone, or can't be reached{about}")
-    if not late and not gone:
+    if waiting:
+        _, call, text = issued[waiting[0]][-1]
+        place = _describe_place(statements[waiting[0]])
+        parts.append(f"{are(waiting)} in {text}, call {call} of this step, called {place}")
+    for rank in (each for each in ranks if each not in waiting):
+        recent, statement = issued.get(rank, []), statements.get(rank, {})
+        last = f"; the last that it issued was {recent[-1][2]}" if recent else ""
+        if "ended" in statement:
+            parts.append(f"rank {rank} {statement['ended']}")
+        elif rank in silent:
+            parts.append(f"rank {rank} is gone, or can't be reached{last}")
+        else:
+            function = f" in {statement['function']}," if statement["function"] else ""
+            parts.append(f"rank {rank} is elsewhere:{function} {_describe_place(statement)}{last}")
+    if len(waiting) == len(ranks):
         return f"a collective has failed: {'; '.join(parts)}. {error}"
     return f"a collective has failed because not all ranks came: {'; '.join(parts)}. {ADVICE}"
 
 
-def _describe_rank(statement: _Statement, issued: Sequence[Sequence[Any]]) -> str:
-    """Return where a rank is that did not come."""
-    if "ended" in statement:
-        return str(statement["ended"])
-    function = f" in {statement['function']}," if statement["function"] else ""
-    last = f"; the last that it issued was {issued[-1][2]}" if issued else ""
-    return f"is elsewhere:{function} at {statement['where']}, since {statement['since']}{last}"
+def _describe_place(statement: _Statement) -> str:
+    return f"at {statement['where']}, since {statement['since']}"
 
 
 def _close(group: dist.ProcessGroup, text: str) -> None:

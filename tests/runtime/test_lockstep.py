@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -147,31 +144,6 @@ def test_l_dies_a_store_that_does_not_answer_holds_nobody_up(
 
 @pytest.mark.fast
 @pytest.mark.usefixtures("four_ranks")
-def test_l_order_a_rank_that_has_failed_in_another_group_is_not_waited_for() -> None:
-    """Order: on a mesh two ranks differ, and two wait for them along the other axis.
-
-    As `python -m tests.differences --strategy FULL_SHARD/mesh` shows with four processes.
-    """
-    watch, order = object.__new__(watching._Watch), GroupOrder()
-    watch._failures = {""}
-    identity = identify("the reduction of unit 'head'", "all_reduce", 8)
-    order.note(identity)
-    ahead, behind = [(0, 1, "")], []
-
-    def find(issued: list[tuple[int, int, str]], failure: str) -> str | None:
-        return watch._find_failed("1", {2: {"groups": {"1": issued}, "failure": failure}}, order)
-
-    assert find(behind, "the ranks are not in step") == "the ranks are not in step"
-    assert find(behind, "") is None
-    assert find(ahead, "the ranks are not in step") is None  # it has come before it failed
-    own = order_of(dist.group.WORLD)
-    own.failure = "the ranks are not in step"
-    assert find(behind, "the ranks are not in step") is None  # nothing new
-    own.failure = None
-
-
-@pytest.mark.fast
-@pytest.mark.usefixtures("four_ranks")
 def test_l_order_a_group_that_is_not_in_use_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -179,7 +151,7 @@ def test_l_order_a_group_that_is_not_in_use_is_left_alone(
     watch, group = object.__new__(watching._Watch), dist.group.WORLD
     monkeypatch.setattr(watching, "all_orders", lambda: [(group, GroupOrder())])
     statements = {
-        rank: {"groups": {group.group_name: [(0, 1, text)]}, "where": "?", "failure": ""}
+        rank: {"groups": {group.group_name: [(0, 1, text)]}, "where": "?"}
         for rank, text in enumerate("ab")
     }
     found: list[str] = []
@@ -192,75 +164,6 @@ def test_l_order_a_group_that_is_not_in_use_is_left_alone(
     watch._used_last = {group.group_name}
     watch._look_for_difference()
     assert ["rank 0 is in a" in text for text in found] == [True]
-
-
-class _Store:
-    """One rank's view of a store in which another rank has left a statement."""
-
-    def __init__(self, **statement: Any) -> None:
-        self.num_asked, self.statement = 0, statement
-
-    def add(self, key: str, number: int) -> int:
-        self.num_asked += number
-        return self.num_asked
-
-    def check(self, keys: list[str]) -> bool:
-        return keys[0].endswith("/1")
-
-    def multi_get(self, keys: list[str]) -> list[str]:
-        return [json.dumps(self.statement)]
-
-
-@pytest.mark.fast
-@pytest.mark.usefixtures("four_ranks")
-def test_l_order_an_error_that_another_rank_has_caught_long_ago_is_not_raised(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Order: the other rank's statement may be older than what this rank has issued since."""
-    watch, group, order = object.__new__(watching._Watch), dist.group.WORLD, GroupOrder()
-    monkeypatch.setattr(watching, "all_orders", lambda: [(group, order)])
-    for _ in range(2):
-        order.note(identify("the reduction of unit 'head'", "all_reduce", 8))
-    found: list[str] = []
-    watch._store = _Store(
-        groups={group.group_name: order.recent()[:1]}, answers=3, failure="caught"
-    )
-    watch._store.num_asked = 3
-    watch._key, watch._num_needed = "key", 0
-    watch._failures, watch._used_last = {""}, {group.group_name}
-    watch._agree = lambda group, text: text
-    watch._give_up = lambda ranks, text: found.append(text)
-    watch._look_for_difference()
-    watch._look_for_difference()
-    assert not found
-    assert watch._store.num_asked == 4  # it asks the other rank, once
-    watch._store.statement |= {"answers": 4}
-    watch._look_for_difference()
-    assert found == ["caught"]  # still, and this rank waits for it
-
-
-@pytest.mark.fast
-def test_l_dies_an_error_is_told_until_something_is_issued_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Dies: also a second one, after the group of the first is gone."""
-    told: list[str] = []
-    order, group = GroupOrder(), SimpleNamespace(group_name="1")
-    monkeypatch.setattr(watching, "all_orders", lambda: [(group, order)])
-    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
-    store = SimpleNamespace(
-        add=lambda key, number: 0,
-        set=lambda key, value: told.append(json.loads(value)["failure"]),
-    )
-    watch = watching._Watch(SimpleNamespace(rank=lambda: 0), store)
-    for text in ["first", "second"]:
-        order.failure = text
-        watch._tick()
-        watch._state(0)
-        order.note(identify("the reduction of unit 'head'", "all_reduce", 8))
-        watch._state(0)
-        order = GroupOrder()
-    assert told == ["first", "", "second", ""]
 
 
 def test_l_a_rank_that_deviates_at_random_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
