@@ -19,7 +19,7 @@ from benchmarks.memory import Levels, measure
 from benchmarks.models import Layer, make_batch, make_llama
 from benchmarks.ranks import run_ranks
 from composable_shard import ShardingStrategy
-from composable_shard.planning import Estimate, estimate
+from composable_shard.planning import Estimate, by_class, estimate
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 PLANS: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ def told(model_name: str, peer: str, world_size: int) -> Estimate:
     return estimate(
         make_llama(model_name),
         world_size=world_size,
-        unit_classes=[Layer],
+        rules=by_class(Layer),
         batch=make_batch(model_name, 0),
         device_type="cpu",
         **PLANS[peer],

@@ -43,6 +43,7 @@ from benchmarks.models import CONFIGS, Llama, make_batch, make_llama
 from benchmarks.ranks import run_ranks
 from composable_shard import FlatShard, ShardingStrategy, estimate, fully_shard
 from composable_shard.layout import FlatLayout, balance
+from composable_shard.planning import by_class
 from tests import device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -220,7 +221,7 @@ def draw_strategies(plot: Any) -> Any:
     kinds = {"parameters": (MIDDLE, ""), "gradients": (LIGHT, "//"), "optimizer state": (PALE, "")}
     for row, options in enumerate(plans.values()):
         shape = {} if "mesh_shape" in options else {"world_size": NUM_RANKS}
-        plan = estimate(model, unit_classes=[nn.Linear], **shape, **options)
+        plan = estimate(model, rules=by_class(nn.Linear), **shape, **options)
         held = (plan.parameter_nbytes, plan.gradient_nbytes, plan.optimizer_nbytes)
         left = 0.0
         for (kind, (colour, hatch)), nbytes in zip(kinds.items(), held, strict=True):

@@ -109,8 +109,6 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
     add("--main-dtype", choices=_DTYPES, help="mp_policy.main_dtype")
     add("--batch-size", type=_positive, help="of --hf-config: sequences per rank, for activations")
     add("--length", type=_positive, default=4096, help="tokens of a sequence; default: 4096")
-    add("--wire-bandwidth", type=_size, help="bytes that a rank sends per second")
-    add("--flops", type=_size, help="floating-point operations that it computes per second")
 
 
 # Values
@@ -183,14 +181,7 @@ def _estimate(args: argparse.Namespace) -> str:
         for each in ShardingStrategy
         if args.strategy in (None, each.value)
     ]
-    lines = [tabulate(found, args.memory)]
-    if args.wire_bandwidth and args.flops:
-        for each in found:
-            low, high = each.seconds_per_step(
-                wire_bandwidth=args.wire_bandwidth, flops_per_second=args.flops
-            )
-            lines.append(f"{each.strategy.name}: {low:.3f} to {high:.3f} s per step")
-    return "\n".join(lines)
+    return tabulate(found, args.memory)
 
 
 def _make_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:

@@ -340,9 +340,6 @@ def inherit_timeout(group: dist.ProcessGroup, world: dist.ProcessGroup) -> timed
 
 _OWN_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
 
-# The operation of which an overload is one: `flop_registry` knows its formula.
-packet_of = attrgetter("_overloadpacket")
-
 # What an operation on fake tensors raises whose result depends on values.
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 

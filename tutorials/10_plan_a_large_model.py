@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import MixedPrecisionPolicy, estimate
-from composable_shard.planning import Estimate
+from composable_shard.planning import Estimate, by_class
 
 GIB, MEMORY = 2**30, 80 * 2**30
 CONFIG = ModelConfig(layers=24, dim=16384, head_dim=128, vocabulary=32_000, max_length=4096)
@@ -50,7 +50,7 @@ def plan(model: Transformer, ranks: int, strategy: str = "FULL_SHARD") -> Estima
     return estimate(
         model,
         world_size=ranks,
-        unit_classes=[Layer],
+        rules=by_class(Layer),
         batch=batch,
         strategy=strategy,
         mp_policy=POLICY,

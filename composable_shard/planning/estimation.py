@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from composable_shard.options import OptionsDict, ShardingStrategy
 from composable_shard.planning.fake_run import find_peaks, moments_of, run_fake_step
 from composable_shard.planning.model_plan import plan_model, step_memory
-from composable_shard.planning.rules import Rules, by_class, transformer_blocks
+from composable_shard.planning.rules import Rules, transformer_blocks
 from composable_shard.planning.sharding_plan import ShardingPlan, format_nbytes, format_table
 
 # States of the size of a parameter.
@@ -48,7 +48,6 @@ class Estimate:
         peak_backward_nbytes: Likewise in a backward.
         wire_nbytes_per_step: Bytes that a rank sends in a step.
         num_collectives: Gathers and reductions of a step.
-        num_flops: Floating-point operations of a forward and backward; 0 without a batch.
     """
 
     plan: ShardingPlan
@@ -62,7 +61,6 @@ class Estimate:
     peak_backward_nbytes: int
     wire_nbytes_per_step: int
     num_collectives: int
-    num_flops: int
 
     @property
     def total_nbytes(self) -> int:
@@ -74,27 +72,6 @@ class Estimate:
     def fits(self, memory_nbytes: float) -> bool:
         """Return whether a device with so much memory is enough."""
         return self.total_nbytes <= memory_nbytes
-
-    def seconds_per_step(
-        self, *, wire_bandwidth: float, flops_per_second: float
-    ) -> tuple[float, float]:
-        """Return bounds of a step's time: all communication behind computing, and none.
-
-        Args:
-            wire_bandwidth: Bytes that a rank sends in a second.
-            flops_per_second: Floating-point operations that it computes in a second.
-
-        Raises:
-            ValueError: If one of them is not positive.
-        """
-        if not (wire_bandwidth > 0 and flops_per_second > 0):
-            raise ValueError(
-                "expected wire_bandwidth and flops_per_second to be positive, got "
-                f"{wire_bandwidth!r} and {flops_per_second!r}"
-            )
-        wire = self.wire_nbytes_per_step / wire_bandwidth
-        compute = self.num_flops / flops_per_second
-        return max(wire, compute), wire + compute
 
     def __str__(self) -> str:
         return tabulate([self])
@@ -134,7 +111,6 @@ def estimate(  # noqa: PLR0913 -- what a plan depends on, each by name
     *,
     world_size: int | None = None,
     mesh_shape: Sequence[int] | None = None,
-    unit_classes: Iterable[type[nn.Module]] | None = None,
     rules: Rules | None = None,
     optimizer: str = "adamw",
     batch: Any = None,
@@ -156,8 +132,7 @@ def estimate(  # noqa: PLR0913 -- what a plan depends on, each by name
         model: The model, of which nothing is sharded.
         world_size: Data-parallel ranks. Default: 1, or what `mesh_shape` says.
         mesh_shape: Instead, `(shard,)` or `(replicate, shard)`.
-        unit_classes: Classes of the modules that become units. Default: `transformer_blocks`.
-        rules: Instead, rules of `shard_model`.
+        rules: Rules of `shard_model`, as `by_class(Layer)`. Default: `transformer_blocks`.
         optimizer: "adamw", "adam", "lion", "muon", "adagrad", "momentum", "sgd" or "none", by the
             number of states of the size of a parameter.
         batch: What one rank's forward is called with: a tensor, a tuple of arguments or a dict of
@@ -175,12 +150,10 @@ def estimate(  # noqa: PLR0913 -- what a plan depends on, each by name
     """
     if optimizer not in _NUM_STATES:
         raise ValueError(f"expected optimizer to be one of {list(_NUM_STATES)}, got {optimizer!r}")
-    if unit_classes is not None and rules is not None:
-        raise ValueError("expected unit_classes or rules, not both")
     if options.get("mesh") is not None:
         raise ValueError("expected mesh_shape instead of a mesh, whose ranks are not needed")
     if rules is None:
-        rules = transformer_blocks(model) if unit_classes is None else by_class(*unit_classes)
+        rules = transformer_blocks(model)
     shape = _shape(world_size, mesh_shape)
     planned = plan_model(model, rules, options, shape)
     report, root = planned.report, planned.checked[-1]
@@ -213,7 +186,6 @@ def estimate(  # noqa: PLR0913 -- what a plan depends on, each by name
         peak_backward_nbytes=rest + backward,
         wire_nbytes_per_step=cost.sent_nbytes,
         num_collectives=cost.num_collectives,
-        num_flops=0 if run is None else run.num_flops,
     )
 
 

@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from composable_shard.comm import MAX_EXCHANGE_SIZE
 from composable_shard.options import MixedPrecisionPolicy
@@ -40,7 +39,6 @@ from composable_shard.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
     buffers_of,
-    packet_of,
     parameters_of,
     tree_map_only,
 )
@@ -63,19 +61,14 @@ class FakeRun:
 
     moments: tuple[Moment, ...]  # its stretches, in order
     activation_nbytes: int  # held when the forward has returned
-    # Floating-point operations of forward and backward, a multiplication and an addition as two
-    num_flops: int
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages from the operation that returns them until they die, and flops.
-
-    Not by torch's `FlopCounterMode`, whose hooks on modules keep graphs that a backward has done.
-    """
+    """Counts the bytes of storages from the operation that returns them until they die."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes = self.peak = self.num_flops = 0
+        self.nbytes = self.peak = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
@@ -91,10 +84,7 @@ class _LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if formula := flop_registry.get(packet_of(func)):
-            self.num_flops += formula(*args, **kwargs, out_val=result)
+        result = func(*args, **(kwargs or {}))
         for tensor in iter_tensors(result):
             storage = tensor.untyped_storage()
             if id(storage) not in self._known:
@@ -154,7 +144,7 @@ def _run(
             run.is_backward = True
             loss.backward()
             moments = run.finish()
-    return FakeRun(moments, activation_nbytes, run.live.num_flops)
+    return FakeRun(moments, activation_nbytes)
 
 
 class _Run:
