@@ -762,8 +762,8 @@ def test_running_out_of_memory_in_any_operation_of_opening(
 
 
 _COLLECTIVES: list[tuple[str, str, dict[str, bool], int]] = [
-    ("open", "all_gather", {"with_grads": True}, 9),  # one compares the flags
-    ("open", "all_gather", {"offload_to_cpu": True}, 5),
+    ("open", "all_gather", {"with_grads": True}, 8),
+    ("open", "all_gather", {"offload_to_cpu": True}, 4),
     ("open", "gather", {"rank0_only": True, "with_grads": True}, 8),
     ("open", "all_reduce", {"with_grads": True}, 1),
     ("close", "all_reduce", {}, 1),
