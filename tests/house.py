@@ -101,11 +101,11 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 21_269,
-    "lines of all": 30_813,
-    "lines of the longest module": 820,
-    "quick start: statements": 4_379,
-    "warm step: functions": 221,
+    "lines of the core": 21_199,
+    "lines of all": 30_696,
+    "lines of the longest module": 781,
+    "quick start: statements": 4_339,
+    "warm step: functions": 220,
     "stack reads": 4,
     "reference counts": 1,
     "attributes of a class, most": 36,
