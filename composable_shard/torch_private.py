@@ -91,21 +91,15 @@ bump_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
 use_count_of: Callable[[Tensor], int] = methodcaller("_use_count")
 
 
-number_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # while it is alive
-
-
 def storage_of(tensor: Tensor) -> int:
     """Return a number that stands for a tensor's storage while that is alive."""
-    return number_of(tensor.untyped_storage())
-
-
-# How many tensors, and storage objects of Python, share a storage, given its number.
-count_uses: Callable[[int], int] = torch._C._storage_Use_Count
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def storage_uses_of(tensor: Tensor) -> int:
     """Return how many tensors, and storage objects of Python, share a tensor's storage."""
-    return count_uses(storage_of(tensor)) - 1
+    return torch._C._storage_Use_Count(storage_of(tensor)) - 1
 
 
 # Lets each access to a storage's memory raise, and undoes it; given what `storage_of` returns.

@@ -1,5 +1,8 @@
 """Programs against the claims of `docs/architecture.md`: right by value, or refused by name.
 
+`assert_right` runs one in the workers, where an error ends the test. `outcome_of` asks from outside
+of them which of the two it is: a refusal is an error on every rank, and anything else fails.
+
 A program is what a user writes for one microbatch: a forward, a loss, a backward. It runs on a
 plain model in float64 whose gradients are then averaged over the ranks, and on the sharded copy.
 """
@@ -10,6 +13,7 @@ import copy
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from operator import or_
 from typing import Any
 
 import pytest
@@ -17,13 +21,36 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, no_sync, unshard_params
+from composable_shard.flat_param import LOCKED
 from composable_shard.flat_param.storage import Poison
-from tests.helpers import assert_within
+from tests.helpers import RankError, assert_within, run_ranks
 from tests.models import average_gradients, shard_children
 
 Program = Callable[[nn.Module, int], None]  # of a model and the number of a microbatch
 
 RTOL = 1e-9
+#: What autograd says of full values that nobody announced, and what ranks say of which some have
+#: read them where others have not.
+REFUSALS = (f"is at version {LOCKED}", "RuntimeError: the ranks are not in step: ")
+_WAITS = "after another rank had failed"  # of a rank whose collective fails when that has ended
+
+
+def outcome_of(run: Callable[..., None], *args: object, world_size: int = 2) -> str:
+    """Run a function on new ranks; return "right" or "refused", raise if it is neither."""
+    try:
+        run_ranks(world_size, run, *args)
+    except RankError as error:
+        if not is_refused(error, world_size):
+            raise
+        return "refused"
+    return "right"
+
+
+def is_refused(error: RankError, world_size: int) -> bool:
+    """Return whether every rank has raised one of `REFUSALS`, or waits for one that has."""
+    texts = [error.errors.get(rank, "") for rank in range(world_size)]
+    found = [any(refusal in text for refusal in REFUSALS) for text in texts]
+    return any(found) and all(map(or_, found, [_WAITS in text for text in texts]))
 
 
 def strategies(test: Any) -> Any:

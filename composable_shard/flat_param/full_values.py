@@ -58,7 +58,7 @@ from composable_shard.flat_param.entries import FlatEntry, zero_padding
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.storage import Poison, PoisonedGather, alloc_storage, free_storage
 from composable_shard.flat_param.unsharded import UnshardedParams
-from composable_shard.torch_private import set_versions, storage_of
+from composable_shard.torch_private import set_versions
 
 
 class FullState(Enum):
@@ -109,7 +109,6 @@ class FullValues:
         small_group: The ranks that hold all values once between forward and backward, if any.
         claims: Who needs the full values: units in forward, and `unshard` calls.
         params: The parameters that are views of the buffer.
-        storage: Number of the buffer's storage, see `count_uses`.
         is_locked: Their versions are not those of the values, see [Note: Locked versions].
         serves_graphs: A graph may read the values later, see [Note: Graphs of gradients].
     """
@@ -143,8 +142,6 @@ class FullValues:
         self.small_group: SmallGroup | None = None
         self.params = UnshardedParams(buffer, shard.layout)
         self.is_locked = True
-        self._memory = buffer.untyped_storage()  # kept: Python makes no object for each question
-        self.storage = storage_of(buffer)
         self.serves_graphs = False
         self.version_writes = -1
         self._written_back = -1  # guard.num_writes after the last writeback by hand

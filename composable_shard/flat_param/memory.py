@@ -268,7 +268,7 @@ class ExtendedValues(FullValues):
         return None
 
     def _start(self, when: str) -> Waitable:
-        self.nbytes, self.storage = self.buffer.nbytes, storage_of(self.buffer)
+        self.nbytes = self.buffer.nbytes
         return self._codec.start(f"the {when} gather of unit '{self.name}'")
 
     def _forget(self, state: FullState = FREED) -> None:

@@ -154,16 +154,16 @@ def set_unshard_in_backward(module: nn.Module, flag: bool) -> None:
 
     Args:
         module: A sharded module.
-        flag: Whether to gather. A forward that saves full parameters for its backward, though they
-            are not to be gathered, raises.
+        flag: Whether to gather. Where False is wrong, autograd raises in the backward: a tensor "is
+            at version 1000000000".
 
     Raises:
         ValueError: If it is not sharded.
     """
     (state,) = select_states(module, recurse=False)
-    is_new = state.learnt.reads_nothing is flag
+    is_new = state.reads_nothing is flag
     note_setting([state], f"set_unshard_in_backward({flag})", is_new)
-    state.learnt.expect(reads_nothing=not flag)
+    state.change("reads_nothing", not flag)
 
 
 def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:

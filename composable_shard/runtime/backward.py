@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from itertools import takewhile
 from typing import Any
@@ -18,24 +17,22 @@ from composable_shard.runtime.backward_pass import (
     let_buckets_go,
     reduce_buckets,
 )
-from composable_shard.runtime.reads import CallHooks, CallReads, Hooks, ReadHooks, choose_hooks
 from composable_shard.runtime.unit import (
     ShardState,
     TrainingState,
     gather_in_backward,
     num_calls,
 )
-from composable_shard.torch_private import current_backward_id, next_sequence_nr
+from composable_shard.torch_private import current_backward_id
 
 
 class CallReached:
-    """Announces one call of a unit to a backward: an output of it, or a read of its full values.
+    """Announces one call of a unit to a backward, which reaches an output of it.
 
     Keeps the unit alive as long as the graph, so that a backward works after `del model`.
 
     A call inside another one announces that first, if it was not yet. A loss may be made of what
-    the inner call returned alone; and where the outer one hides its output, ranks that read other
-    parameters of it would differ in which of the two they read first.
+    the inner call returned alone.
 
     Args:
         state: The unit, whose call begins.
@@ -44,7 +41,6 @@ class CallReached:
 
     Attributes:
         state, outer: The same.
-        reads: What the call's saved-tensor hooks know of it, if they were in force.
         backward_id: Of the last backward to which it was announced.
         end: `context.num_forwards` when the call has ended, -1 while it runs.
         runs_alone: Whether no other unit ran in this call, [Note: Buckets].
@@ -56,7 +52,6 @@ class CallReached:
         "backward_id",
         "end",
         "outer",
-        "reads",
         "runs_alone",
         "state",
     )
@@ -67,39 +62,11 @@ class CallReached:
         # [Note: End of a unit]
         self._start, self.end = state.call_number, end
         self.runs_alone = False
-        self.reads: CallReads | None = None
         self.backward_id = -1
 
     @property
-    def name(self) -> str:
-        """The unit's."""
-        return self.state.name
-
-    def announce_read(self) -> None:
-        """Make the unit ready for a read of its full values, see [Note: Reads]."""
-        state, reads = self.state, self.reads
-        if self.end == -1:
-            return  # the call still runs, and its unit has its values
-        if current_backward_id() == -1:
-            for handle in state.needed:
-                if handle.full.is_locked:
-                    raise RuntimeError(
-                        f"the full values of unit '{state.name}' were read in a graph outside of a "
-                        "backward, and they are freed. Call unshard(module) before."
-                    )
-            return
-        context = state.context
-        backward = None if context is None else context.backward
-        if reads is None or backward is None or self.backward_id != backward.graph_task_id:
-            if reads is not None:
-                reads.is_early = True
-            self()
-        elif state.training_state is not TrainingState.PRE_BACKWARD or state.borrowed:
-            self()
-
-    @property
     def is_announceable(self) -> bool:
-        """Whether a call inside may announce it: else only a read of its values does, or raises."""
+        """Whether a call inside may announce it: else only its own outputs do, or raise."""
         is_over = self.end != -1 and not self.state.is_in_scope
         return is_over and _count_writes(self.state) == self._num_writes
 
@@ -122,8 +89,6 @@ class CallReached:
             outer()
         if torch.is_grad_enabled():
             backward.make_graph(state)
-        if self.reads is not None:
-            backward.reads[self.reads] = None
         backward.reach(state, self._start, self.end)
         if state.buckets is not None:
             _reach_buckets(backward, state, self._start, runs_alone=self.runs_alone)
@@ -141,35 +106,6 @@ class CallReached:
         _unshard(backward, state)
 
 
-def begin_hooks(state: ShardState, announcement: CallReached, top: Hooks | None) -> None:
-    """Let autograd tell of the reads of the call's full values, see [Note: Reads]."""
-    needs_own, outer, others = choose_hooks(state.learnt, top)
-    state.is_checkpointed = others is not None
-    own = None
-    if needs_own:
-        starts = [(handle.full.output.data_ptr(), handle) for handle in state.needed]
-        extents = [(start, start + handle.full.nbytes, handle) for start, handle in starts]
-        announcement.reads = CallReads(state.learnt)
-        own = ReadHooks(announcement, extents, outer, others)
-    if own is not None or outer is not None:
-        state.hooks = CallHooks(own, outer)
-
-
-def end_hooks(state: ShardState, hooks: CallHooks) -> None:
-    """Take the hooks of a call out of force."""
-    hooks.end()
-    state.hooks = None
-    if hooks.own is None:
-        return
-    if hooks.own.others is None:
-        state.learnt.learn_refusal(sys.exc_info()[1], state.name)
-    reads = hooks.own.announcement.reads
-    if reads is not None:
-        reads.num_nodes = next_sequence_nr() - state.call_sequence_nr
-        if reads.num_nodes == 0:
-            state.learnt.learn(reads)  # no backward ever reaches a frozen unit
-
-
 def runs_alone(state: ShardState) -> bool:
     """Return whether no other unit ran in the last call of one with buckets, [Note: Buckets]."""
     has_units_inside = num_calls[0] != state.last_call
@@ -179,7 +115,7 @@ def runs_alone(state: ShardState) -> bool:
 def _unshard(backward: BackwardPass, state: ShardState) -> None:
     """Gather a unit for its backward, start the gathers of those to come, show its parameters."""
     gather_in_backward(backward.context, state, backward.prefetched, backward.following)
-    for handle in () if state.learnt.reads_nothing else state.needed:
+    for handle in () if state.reads_nothing else state.needed:
         handle.full.wait()
         handle.shown.show_unsharded()
     if trace.logs:
@@ -230,7 +166,7 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
     position = backward.positions[handle]
     backward.accumulates = True
     if state.buckets is not None and state.buckets.is_issued(handle):
-        state.learnt.runs_backwards = True
+        state.runs_backwards = True
         return  # [Note: Buckets]: a late gradient, of a nested backward, stays where it is
     if backward.early is not None:
         backward.early.note_accumulated(handle, index)
@@ -272,7 +208,7 @@ def _pack(
         return
     # A backward nested in this one, as reentrant checkpointing runs it, finishes a parameter that
     # this one, or another such, may use again.
-    state.learnt.runs_backwards |= current_backward_id() != backward.graph_task_id
+    state.runs_backwards |= current_backward_id() != backward.graph_task_id
     # A value that gave way to a gradient, on some ranks only, would be gathered for a recomputation
     # by these ranks alone.
     may_overwrite = (
@@ -280,7 +216,7 @@ def _pack(
         and handle.reshards_after_backward
         and not handle.full.serves_graphs
         and not any(state.backward_hooks)
-        and not state.learnt.runs_backwards
+        and not state.runs_backwards
         and (state in backward.recomputed or not state.is_checkpointed)
     )
     handle.grads.pack(index, may_overwrite=may_overwrite)

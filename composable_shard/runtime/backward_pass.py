@@ -43,9 +43,10 @@ from composable_shard.flat_param import (
     needs_reduction,
     settle_pending,
 )
-from composable_shard.runtime.reads import CallReads, learn_anew, warn_at_once, warn_of_reads
 from composable_shard.runtime.reduction_order import LATE, NO_TURNS, EarlyGradients, Turns
+from composable_shard.runtime.saved_values import warn_of_late_read
 from composable_shard.runtime.unit import (
+    IDLE,
     ShardState,
     StateRef,
     TreeContext,
@@ -105,9 +106,6 @@ def drop_aborted(context: TreeContext) -> None:
             handle.grads.drop()
     return_to_idle(context)
     context.has_aborted = False
-    learnt = {s.name: s.learnt for s in context.live_states() if s.needed}
-    warn_of_reads(learnt)  # unless the abort has
-    learn_anew(learnt)
 
 
 def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
@@ -133,13 +131,11 @@ def note_unreached_call(context: TreeContext) -> None:
     failed before it reached a unit.
     """
     context.most_open_calls = context.open_calls
-    # Perhaps a read that nobody announced has stopped a backward at its beginning.
-    learn_anew({state.name: state.learnt for state in context.live_states()})
     number, last = _next_backward_id(), context.probed_backward_id
     context.probed_backward_id = number
     others = [tree for tree in trees if tree is not context]
     is_of_others = any(max(o.last_backward_id, o.probed_backward_id) > last for o in others)
-    if any(state.learnt.refuses_hooks for state in context.live_states()):
+    if any(state.known_forwards.refuses_hooks for state in context.live_states()):
         return  # or that of a transform in a forward
     if not is_of_others and context.open_calls > 1 and context.last_backward_id < last < number - 1:
         names = [state.name for ref in context.armed if (state := ref()) is not None]
@@ -202,8 +198,7 @@ def find_late(
 def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]) -> None:
     """Forget an aborted backward, which the engine has dropped; show the sharded parameters.
 
-    Nothing here can block or fail. The next call deals with buffers and collectives in flight, and
-    with warnings that are errors; others come before the traceback of autograd's own error.
+    Nothing here can block or fail. The next call deals with buffers and collectives in flight.
     """
     context = context_ref()
     backward: Any = None if context is None else context.backward
@@ -212,7 +207,8 @@ def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]
     context.backward, context.has_aborted, context.open_calls = None, True, 0
     early_trees.pop(context, None)
     catch_up_before_next(context, backward.turns)
-    warn_at_once({state.name: state.learnt for state in context.live_states() if state.needed})
+    armed = [state for ref in context.armed if (state := ref()) is not None]
+    warn_of_late_read([s.name for s in armed if s.needed and s.training_state is IDLE])
     for state in context.live_states():
         for handle in state.handles:
             handle.grads.take_directly(False)
@@ -239,7 +235,6 @@ class BackwardPass:
         positions: The position of each of these, -1 for the end of the backward.
         counted: Handles whose accumulated gradients have been counted.
         recomputed: Units whose forward it has run again.
-        reads: What is to be learnt at its end, [Note: Reads].
         prefetched: Units whose gathers it issued ahead, until they run; True: the user chose them.
         early: Handles that are published before its end; None where none has hooks.
         makes_graph: Its own nodes are recorded, [Note: Graphs of gradients].
@@ -259,7 +254,6 @@ class BackwardPass:
         self.positions: dict[FlatParamHandle, int] = {}
         self.counted: set[FlatParamHandle] = set()
         self.recomputed: set[ShardState] = set()
-        self.reads: dict[CallReads, None] = {}
         self.prefetched: dict[ShardState, bool] = {}
         self.early: EarlyGradients | None = None
         self.makes_graph = False
@@ -547,8 +541,6 @@ class BackwardPass:
         for handle in self.counted:
             handle.grads.awaited.reset()
         self._mark_waiting()
-        for reads in self.reads:
-            reads.learnt.learn(reads)
         return_to_idle(self.context)
         # Until here an interrupt counts as an abort of the backward.
         self.context.backward, self.context.spans_calls = None, self._reaches_earlier_call

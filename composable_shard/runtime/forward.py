@@ -7,6 +7,7 @@ full parameters. What a transform records has no output to hook: see [Note: Grap
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import HAVE_VALUES, guard_kept_views, kept_tensors
+from composable_shard.flat_param import HAVE_VALUES
 from composable_shard.runtime.backward import (
     CallReached,
-    begin_hooks,
-    end_hooks,
     recompute,
     runs_alone,
 )
@@ -34,6 +33,7 @@ from composable_shard.runtime.initialization import (
     renew_context,
     share_context,
 )
+from composable_shard.runtime.saved_values import frees_values, kept_tensors, warn_of_views
 from composable_shard.runtime.tree import (
     called_modules,
     calling_modules,
@@ -57,7 +57,6 @@ from composable_shard.runtime.unit import (
 from composable_shard.torch_private import (
     are_transforms_active,
     base_of,
-    count_uses,
     current_backward_id,
     current_dual_level,
     is_in_function,
@@ -171,10 +170,10 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> 
         state.call_sequence_nr = next_sequence_nr()
         context.num_forwards += 1
         call.innermost = CallReached(state, call.innermost)
-        top = top_saved_tensors_hooks(False)
+        top, known = top_saved_tensors_hooks(False), state.known_forwards
         state.is_checkpointed = False
-        if top is not None or not state.learnt.is_trusted:
-            begin_hooks(state, call.innermost, top)
+        if top is not None or known.is_watched:
+            state.is_checkpointed = known.begin(state.name, state.needed, top)
     elif is_in_function():
         context.may_recompute.add(state.ref)
 
@@ -266,12 +265,13 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
         reached = None  # this call records no graph
     state.transition(TrainingState.IDLE)
     state.modules_to_run -= 1
-    is_armed = False
+    is_armed, known = False, state.known_forwards
+    has_hooks = known.hooks is not None
     try:
-        if state.hooks is not None:
-            end_hooks(state, state.hooks)
+        if has_hooks:
+            known.end(state.name, sys.exc_info()[1])
         if output is not None:
-            output, is_armed = _arm(context, state, module, output, reached)
+            output, is_armed = _arm(context, state, module, output, reached, is_looked_at=has_hooks)
     finally:
         if state.modules_to_run == 0 or is_leader:
             keeps = state.reshard_after_forward is False or (
@@ -305,14 +305,12 @@ def _arm(
     module: nn.Module,
     output: Any,
     reached: CallReached | None,
+    *,
+    is_looked_at: bool,
 ) -> tuple[Any, bool]:
     if current_dual_level() >= 0:
         _serve_graphs(state)  # [Note: Transforms]
     num_nodes = next_sequence_nr() - state.call_sequence_nr
-    num_uses = sum([count_uses(handle.full.storage) for handle in state.needed])
-    if (num_nodes, num_uses) not in state.learnt.num_uses:
-        num_uses -= guard_kept_views(state.needed, module)
-        state.learnt.num_uses.add((num_nodes, num_uses))
     # Of buffers that do not outlive every view, with values now.
     extents = [
         (start := full.output.data_ptr(), start + full.nbytes)
@@ -337,14 +335,38 @@ def _arm(
     if call is not None:
         call.output_sequence_nr = state.output_sequence_nr = next_sequence_nr()
     state.call_end = context.num_forwards
-    if (reached is None or reached.reads is None) and num_nodes not in state.learnt.num_nodes:
-        # [Note: Reads]: too late for hooks in this call. Most losses are kept on modules.
-        state.learnt.begin_anew(is_changed=True)
-        for handle in state.needed:
-            handle.full.params.note_late_reads()
-        newest = state.call_sequence_nr
-        tensors = [*tensors, *(t for t in kept_tensors(module) if not _is_older(t, newest))]
+    if state.known_forwards.keeps.get(num_nodes, True):
+        kept = _find_kept(state, module, extents, num_nodes, is_looked_at=is_looked_at)
+        tensors = [*tensors, *kept]
     return output, _register(context, state, tensors, reached)
+
+
+def _find_kept(
+    state: ShardState,
+    module: nn.Module,
+    extents: list[tuple[int, int]],
+    num_nodes: int,
+    *,
+    is_looked_at: bool,
+) -> list[Tensor]:
+    """Return the tensors that the call has left on modules, where most losses are kept.
+
+    Where the number of nodes is new, the next backward leaves the values alone, [Note: Aliases].
+    """
+    found = list(kept_tensors(module))
+    kept = [tensor for tensor in found if not _is_older(tensor, state.call_sequence_nr)]
+    known = state.known_forwards
+    if num_nodes in known.keeps:
+        return kept
+    for handle in state.needed:
+        handle.full.params.note_late_reads()
+    is_looked_at = is_looked_at or not frees_values(state.needed)
+    known.note(num_nodes, keeps=bool(kept), is_looked_at=is_looked_at)
+    if extents and not state.is_held:
+        params = {id(param) for handle in state.needed for param in handle.full.params.built}
+        views = [each for each in found if id(each) not in params and _is_within(extents, each)]
+        warn_of_views(state.name, views)
+    return kept
 
 
 def _register(
@@ -357,12 +379,6 @@ def _register(
     hook = hook or CallReached(state, None, context.num_forwards)
     hook.runs_alone = state.buckets is not None and runs_alone(state)
     is_armed = False
-    if hook.reads is not None:
-        # A unit inside announces it too, which ranks must expect alike, whatever they read here.
-        is_armed = hook.reads.num_reads > 0 or num_calls[0] != state.last_call
-        if hook.reads.note_outputs(state.name, tensors, state.call_sequence_nr):
-            for handle in state.needed:
-                handle.full.params.note_late_reads()
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:
             node.register_prehook(hook)
@@ -472,8 +488,7 @@ def _recover_interrupted_call(context: TreeContext) -> None:
     if context.has_aborted:
         drop_aborted(context)
     for other in reversed(context.entered_states() if context.entered else ()):
-        if other.hooks is not None:
-            end_hooks(other, other.hooks)
+        other.known_forwards.end(other.name, None)
         # A call that was interrupted past the hooks (KeyboardInterrupt) never ended.
         other.depth = 0
         if other.training_state is TrainingState.FORWARD:

@@ -42,8 +42,8 @@ from composable_shard.flat_param import (
 )
 from composable_shard.options import ReshardAfterForward, UnitOptions
 from composable_shard.runtime.casts import BufferBroadcast
-from composable_shard.runtime.reads import CallHooks, LearntReads
 from composable_shard.runtime.reduction_order import Buckets, ReductionOrder
+from composable_shard.runtime.saved_values import KnownForwards
 from composable_shard.tensor import WriteGuard
 from composable_shard.torch_private import backward_hooks_of
 
@@ -107,8 +107,9 @@ class TrainingState(Enum):
     UNSHARDED_PARAMS = auto()
 
 
+IDLE = TrainingState.IDLE
 _LEGAL = {
-    TrainingState.IDLE: {
+    IDLE: {
         TrainingState.FORWARD,
         TrainingState.PRE_BACKWARD,
         TrainingState.UNSHARDED_PARAMS,
@@ -164,7 +165,9 @@ class ShardState:
         call_sequence_nr: Number of the next autograd node when that call began.
         output_sequence_nr: Number of the next autograd node when it had returned.
         is_checkpointed: Non-reentrant checkpointing may run that call again.
-        learnt, hooks: Of its reads by autograd, and those of the running call, [Note: Reads].
+        known_forwards: What is known of them, [Note: Aliases].
+        reads_nothing: The user says that no backward reads its full parameters.
+        runs_backwards: A node of it runs a backward of its own, as reentrant checkpoints do.
         forward_order: The units that ran in the calls this unit led.
         load_call: What `note_load` noted of the last load_state_dict.
     """
@@ -201,8 +204,8 @@ class ShardState:
         self.last_call = self.call_number = self.call_end = -1
         self.call_sequence_nr = self.output_sequence_nr = 0
         self.is_checkpointed = False
-        self.learnt = LearntReads(parts)
-        self.hooks: CallHooks | None = None
+        self.known_forwards = KnownForwards()
+        self.reads_nothing = self.runs_backwards = False
         self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.context: TreeContext | None = None
         self.load_call: tuple[list[str], str] | None = None
@@ -279,7 +282,7 @@ class ShardState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or to a running step, for copies and pickles."""
-        state = {**self.__dict__, "learnt": self.learnt.fresh(), "hooks": None}
+        state = {**self.__dict__, "known_forwards": KnownForwards()}
         for name in ("context", "ref", "forward_order"):
             del state[name]
         state.update(
@@ -586,7 +589,7 @@ def gather_ahead(
         are_chosen: Whether the user chose them.
     """
     for target in targets:
-        if when == "backward" and target.learnt.reads_nothing:
+        if when == "backward" and target.reads_nothing:
             continue
         # Before its gathers: should one fail, the others are freed.
         prefetched[target] = are_chosen or prefetched.get(target, False)
@@ -625,7 +628,7 @@ def gather_in_backward(
             handle.adopt_changes()
         # Once registered it holds what is needed, though on some ranks a gradient may have taken
         # the place of a value meanwhile: all ranks must decide alike.
-        if handle.shown.state is Shown.SHARDED and not state.learnt.reads_nothing:
+        if handle.shown.state is Shown.SHARDED and not state.reads_nothing:
             handle.unshard(context.streams, "backward")
     chosen = state.backward_prefetch
     ahead = choose_ahead(state, prefetched, chosen, _follow(following, state.ref))

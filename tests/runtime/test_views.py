@@ -120,25 +120,25 @@ def _sharded_with(take: Callable[[Keeps, Tensor], Any], **options: Any) -> nn.Mo
 @pytest.mark.parametrize("form", KEEPING)
 @pytest.mark.parametrize("first", [0, 4])
 @distributed(2)
-def test_c16_kept_view_is_refused_by_name(form: str, first: int) -> None:
-    """C16: elementwise reads of freed memory, in the loss or later, in any step."""
+def test_c16_kept_view_is_warned_of_by_name(form: str, first: int) -> None:
+    """C16: in the forward that first keeps it; to read it may crash the process."""
     model = _sharded_with(lambda module, weight: None)
     x = rank_input(4, 6, dtype=torch.float64)
     for _ in range(first):
         model(x).square().mean().backward()
-    model[1].take = KEEPING[form]
-    y = model(x)
-    text = "a view of parameter '1.weight' of unit '1' that its forward kept is read"
-    for read in (lambda view: view * 2, torch.sum, lambda view: view.numpy(), torch.t):
-        with pytest.raises(RuntimeError, match=text):
-            read(_view_of(model[1]))
-    assert _view_of(model[1]).shape[1] == 6
-    assert "'1.weight'" in repr(_view_of(model[1]))
-    y.square().mean().backward()
-    with torch.no_grad():
-        model(x)
-    with pytest.raises(RuntimeError, match=text):
-        _ = _view_of(model[1]) + 1
+
+    def take(module: Keeps, weight: Tensor) -> Any:
+        _ = weight.sum()  # a loss that is not used, for one
+        return KEEPING[form](module, weight)
+
+    model[1].take = take
+    with pytest.warns(UserWarning, match=r"the forward of unit '1' keeps views.*\(\d, 6\)"):
+        model(x).square().mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(x).square().mean().backward()  # perhaps the one with hooks, to which it is new, too
+        warnings.simplefilter("error")
+        model(x).square().mean().backward()
 
 
 def _uses_kept_view(model: nn.Module, number: int) -> None:
@@ -163,18 +163,6 @@ def test_c16_kept_view_is_right_after_unshard(
         use_orig_params=use_orig_params,
         accumulates=accumulates,
     )
-
-
-@distributed(2)
-def test_c16_kept_view_of_kept_values_is_right_until_they_are_written() -> None:
-    """C16: where full values are never freed."""
-    model = _sharded_with(KEEPING["view"], strategy=ShardingStrategy.SHARD_GRAD_OP)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    y = model(rank_input(4, 6, dtype=torch.float64))
-    ((model[1].kept * 2).sum() + y.square().mean()).backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=r"a view of parameter '1.weight' of unit '1'"):
-        _ = model[1].kept * 2
 
 
 class _HoldsView(torch.autograd.Function):

@@ -1,0 +1,252 @@
+"""What autograd saves of a unit's full values, in forwards that nobody has looked at yet.
+
+[Note: Aliases]
+A gradient may take the place of its value once autograd is done with the parameter, see [Note:
+Packing in place]. Autograd does not connect an alias that has a version counter of its own
+(`w.t().data`) with the parameter, and would read the gradient through it in silence. So a backward
+packs in place only where every forward recorded as many nodes as one whose saved tensors were
+looked at. Saved-tensor hooks look, in a unit's first forward and in the one after a forward with an
+unknown number of nodes. A unit that has such an alias never packs in place again.
+
+The hooks are Python, called for each saved tensor: too slow for every forward. Where hooks of
+somebody else are in force autograd compares no versions. There these hooks stay, and compare them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from composable_shard.flat_param import LOCKED, FlatParamHandle, HiddenParam
+from composable_shard.tensor import FlatShard
+from composable_shard.torch_private import (
+    base_of,
+    is_traceable_wrapper_subclass,
+    never_compile,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_refusal,
+    top_saved_tensors_hooks,
+    version_of,
+)
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+LATE_READ = (
+    "was read after its unit had freed it: return what the loss is computed from in the output of "
+    "forward, or call unshard(module) before it"
+)
+_REFUSAL = (
+    "Its first forwards have saved-tensor hooks of this library. It takes none from now on: call "
+    "the model again, or from the beginning inside torch.autograd.graph."
+    "disable_saved_tensors_hooks(reason)."
+)
+_CHECKPOINT = "torch.utils.checkpoint"
+_PLAIN = {bool, int, float, str, set, type(None)}  # what most attributes of modules are
+
+
+class SavedValues:
+    """Saved-tensor hooks of one call of a unit, on top of those that are in force.
+
+    Args:
+        name: The unit's.
+        handles: Whose full values it computes with.
+        below: The hooks in force, which still get every tensor.
+        others: The topmost of these that are not of this class.
+    """
+
+    __slots__ = ("_below", "_extents", "_name", "others")
+
+    def __init__(
+        self,
+        name: str,
+        handles: Sequence[FlatParamHandle],
+        below: Hooks | None,
+        others: Hooks | None,
+    ) -> None:
+        self._name, self._below, self.others = name, below, others
+        self._extents = [
+            (start := handle.full.output.data_ptr(), start + handle.full.nbytes, handle)
+            for handle in handles
+        ]
+        push_saved_tensors_hooks(self._pack, self._unpack)
+
+    def end(self) -> None:
+        """Take the hooks out of force, also from beneath others.
+
+        Those that a user's forward hooks put in force are there until those end, after this.
+        """
+        above: list[Hooks] = []
+        while (top := top_saved_tensors_hooks(False)) is not None:
+            pop_saved_tensors_hooks()
+            if top[0] == self._pack:
+                break
+            above.append(top)
+        else:
+            # After an interrupt those below have ended first, and taken these out for their own.
+            above = [pair for pair in above if self._below is None or pair[0] != self._below[0]]
+        for pair in reversed(above):
+            push_saved_tensors_hooks(*pair)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        is_value = self._look_at(tensor)
+        # A node that saves its own output would keep itself alive. Whether graphs still read values
+        # the references to parameters tell: a view has one. Few classes of users have views.
+        if is_value and not is_traceable_wrapper_subclass(tensor):
+            alias: Tensor | None = tensor.view_as(tensor)
+        else:
+            alias = tensor if tensor.grad_fn is None else tensor.detach()
+        if self._below is None:
+            packed = alias
+        else:
+            packed, alias = self._below[0](tensor), alias if is_value else None
+        return packed, alias, -1 if alias is None else version_of(alias), is_value
+
+    def _unpack(self, saved: tuple[Any, Tensor | None, int, bool]) -> Tensor:
+        packed, alias, version, is_value = saved
+        is_valid = alias is None or version_of(alias) == version
+        if is_valid or self.others is not None:
+            found: Tensor = packed if self._below is None else self._below[1](packed)
+            if is_valid or _addresses(found) != _addresses(alias):
+                return found  # perhaps a copy that others have made
+        assert alias is not None
+        read = f" A full parameter of unit '{self._name}' {LATE_READ}." if is_value else ""
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{alias.dtype} {list(alias.shape)}] is at version {version_of(alias)}; "
+            f"expected version {version} instead.{read}"
+        )
+
+    def _look_at(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is of the unit's full values; note an alias of them."""
+        for address in _addresses(tensor):
+            for start, end, handle in self._extents:
+                if start <= address < end:
+                    if handle.requires_grad and not _is_connected(tensor, handle):
+                        handle.full.params.note_hidden_alias()
+                    return True
+        return False
+
+
+never_compile(SavedValues._pack)
+never_compile(SavedValues._unpack)
+
+
+def _is_connected(tensor: Tensor, handle: FlatParamHandle) -> bool:
+    """Return whether a parameter's gradient is complete only after a node that saved this."""
+    base = tensor if tensor.grad_fn is None else base_of(tensor)
+    if base is None or base.grad_fn is not None:
+        return True
+    return any(base is param for param in handle.full.params.built)
+
+
+def _addresses(tensor: Any) -> list[int]:
+    """Return where the data of a tensor is, of a wrapper that of all tensors inside."""
+    if isinstance(tensor, FlatShard):
+        return []  # of a unit at rest; to take it apart would count as a write
+    if is_traceable_wrapper_subclass(tensor):
+        inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [at for each in inside if isinstance(each, Tensor) for at in _addresses(each)]
+    try:
+        return [tensor.data_ptr()]
+    except RuntimeError:  # tensors without storage
+        return []
+
+
+class KnownForwards:
+    """What one unit knows of its forwards, by the number of autograd nodes that they record.
+
+    Attributes:
+        keeps: Of those whose saved tensors were looked at, whether they leave tensors on modules.
+        hooks: The hooks of the running call.
+        is_watched: The next forward has hooks.
+        refuses_hooks: A forward failed because of them.
+    """
+
+    __slots__ = ("hooks", "is_watched", "keeps", "refuses_hooks")
+
+    def __init__(self) -> None:
+        self.keeps: dict[int, bool] = {}
+        self.hooks: SavedValues | None = None
+        self.is_watched = True
+        self.refuses_hooks = False
+
+    def begin(self, name: str, handles: Sequence[FlatParamHandle], top: Hooks | None) -> bool:
+        """Put hooks in force if this call of a unit needs them; return whether others are."""
+        owner = None if top is None else getattr(top[0], "__self__", None)
+        others = owner.others if isinstance(owner, SavedValues) else top
+        # Checkpointing gathers a unit to run its forward again, so that nothing is compared.
+        compares = others is not None and getattr(others[0], "__module__", "") != _CHECKPOINT
+        is_refused = self.refuses_hooks or saved_tensors_hooks_refusal() is not None
+        if (self.is_watched or compares) and not is_refused and frees_values(handles):
+            self.hooks = SavedValues(name, handles, top, others)
+        return others is not None
+
+    def end(self, name: str, error: BaseException | None) -> None:
+        """Take the hooks of a call out of force; take none any more if they made it fail."""
+        hooks, self.hooks = self.hooks, None
+        if hooks is None:
+            return
+        hooks.end()
+        is_refusal = hooks.others is None and "saved tensor hooks" in str(error)
+        if isinstance(error, RuntimeError) and is_refusal and _REFUSAL not in str(error):
+            error.args = (f"{error}\nThis was raised in unit '{name}'. {_REFUSAL}",)
+        self.refuses_hooks |= is_refusal
+
+    def note(self, num_nodes: int, *, keeps: bool, is_looked_at: bool) -> None:
+        """Note that a forward recorded a number of nodes that was unknown."""
+        self.is_watched = not is_looked_at
+        if is_looked_at:
+            self.keeps[num_nodes] = keeps
+
+
+def warn_of_late_read(unreached: Sequence[str]) -> None:
+    """Warn after a failed backward: autograd's error names no unit, and its traceback comes later.
+
+    Args:
+        unreached: Units that the backward has not come to, in the order of their forwards. What was
+            recorded last runs first, so a node that read freed values is mostly of the last one.
+    """
+    if unreached:
+        with suppress(Warning):  # where it is an error, nothing can be raised
+            warnings.warn(
+                f"a backward failed before it reached unit '{unreached[-1]}'. If its error says "
+                f"that a tensor is at version {LOCKED}, a full parameter, of this unit perhaps, "
+                f"{LATE_READ}.",
+                stacklevel=2,
+            )
+
+
+def warn_of_views(name: str, views: Sequence[Tensor]) -> None:
+    """Warn of views of a unit's full values that its forward keeps on modules."""
+    if views:
+        warnings.warn(
+            f"the forward of unit '{name}' keeps views of full parameters on modules, of shapes "
+            f"{[tuple(view.shape) for view in views]}. To read them later may crash the process, "
+            "for the values are freed. Keep copies instead (`view.clone()`), or call "
+            "unshard(module) before.",
+            stacklevel=2,
+        )
+
+
+def frees_values(handles: Sequence[FlatParamHandle]) -> bool:
+    """Return whether a backward may find other than the values that a forward has read."""
+    return not all([handle.full.is_kept for handle in handles])
+
+
+def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that modules have as attributes, or in containers there."""
+    for each in module.modules():
+        for item in list(vars(each).values()):
+            if type(item) in _PLAIN:
+                continue
+            found = item if isinstance(item, (list, tuple)) else (item,)
+            if isinstance(item, Mapping):
+                found = list(item.values())
+            for value in found:
+                if isinstance(value, Tensor) and not isinstance(value, HiddenParam):
+                    yield value
