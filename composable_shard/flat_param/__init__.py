@@ -5,6 +5,7 @@ part, the unsharded buffer and its states), `shown` (which parameters modules sh
 (packing, reduction, `.grad`). Read `handle`, `full_values` and `gradients` first.
 """
 
+import composable_shard.flat_param.observers  # noqa: F401 -- answers to profilers
 from composable_shard.flat_param.entries import (
     FlatSlot,
     HiddenParam,
@@ -41,7 +42,6 @@ from composable_shard.flat_param.full_values import HAVE_VALUES, FullState
 from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import Extension, Precision, plan_layout
-from composable_shard.flat_param.observers import show_ranges
 from composable_shard.flat_param.owners import settle_owners
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown

@@ -172,7 +172,7 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> 
         call.innermost = CallReached(state, call.innermost)
         top, known = top_saved_tensors_hooks(False), state.known_forwards
         state.is_checkpointed = False
-        if top is not None or known.is_watched:
+        if top is not None or known.is_watched or known.keeps_hooks:
             state.is_checkpointed = known.begin(state.name, state.needed, top)
     elif is_in_function():
         context.may_recompute.add(state.ref)

@@ -20,11 +20,13 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from composable_shard.flat_param import LOCKED, FlatParamHandle, HiddenParam
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
     base_of,
+    current_node,
     is_traceable_wrapper_subclass,
     never_compile,
     pop_saved_tensors_hooks,
@@ -53,22 +55,26 @@ class SavedValues:
     """Saved-tensor hooks of one call of a unit, on top of those that are in force.
 
     Args:
+        known: Of the unit.
         name: The unit's.
         handles: Whose full values it computes with.
         below: The hooks in force, which still get every tensor.
         others: The topmost of these that are not of this class.
     """
 
-    __slots__ = ("_below", "_extents", "_name", "others")
+    __slots__ = ("_below", "_extents", "_known", "_name", "others")
 
     def __init__(
         self,
+        known: KnownForwards,
         name: str,
         handles: Sequence[FlatParamHandle],
+        *,
         below: Hooks | None,
         others: Hooks | None,
     ) -> None:
-        self._name, self._below, self.others = name, below, others
+        self._known, self._name = known, name
+        self._below, self.others = below, others
         self._extents = [
             (start := handle.full.output.data_ptr(), start + handle.full.nbytes, handle)
             for handle in handles
@@ -112,6 +118,9 @@ class SavedValues:
         if is_valid or self.others is not None:
             found: Tensor = packed if self._below is None else self._below[1](packed)
             if is_valid or _addresses(found) != _addresses(alias):
+                node = current_node() if is_value else None
+                if isinstance(node, BackwardCFunction):
+                    node.register_hook(self._copy_values)
                 return found  # perhaps a copy that others have made
         assert alias is not None
         read = f" A full parameter of unit '{self._name}' {LATE_READ}." if is_value else ""
@@ -120,6 +129,22 @@ class SavedValues:
             f"operation: [{alias.dtype} {list(alias.shape)}] is at version {version_of(alias)}; "
             f"expected version {version} instead.{read}"
         )
+
+    def _copy_values(self, gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...] | None:
+        """Return copies of the gradients of a user's function that are views of full values.
+
+        They may be used when another gradient has taken the place of the values, or these are
+        freed. The unit keeps its hooks from then on.
+        """
+        are_values = [
+            any(start <= at < end for at in _addresses(each) for start, end, _ in self._extents)
+            for each in gradients
+        ]
+        if not any(are_values):
+            return None
+        self._known.keeps_hooks = True
+        pairs = zip(gradients, are_values, strict=True)
+        return tuple(each.clone() if is_value else each for each, is_value in pairs)
 
     def _look_at(self, tensor: Tensor) -> bool:
         """Return whether a tensor is of the unit's full values; note an alias of them."""
@@ -146,7 +171,7 @@ def _is_connected(tensor: Tensor, handle: FlatParamHandle) -> bool:
 
 def _addresses(tensor: Any) -> list[int]:
     """Return where the data of a tensor is, of a wrapper that of all tensors inside."""
-    if isinstance(tensor, FlatShard):
+    if tensor is None or isinstance(tensor, FlatShard):
         return []  # of a unit at rest; to take it apart would count as a write
     if is_traceable_wrapper_subclass(tensor):
         inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -164,16 +189,17 @@ class KnownForwards:
         keeps: Of those whose saved tensors were looked at, whether they leave tensors on modules.
         hooks: The hooks of the running call.
         is_watched: The next forward has hooks.
+        keeps_hooks: All forwards have: a function of the user has given values as gradients.
         refuses_hooks: A forward failed because of them.
     """
 
-    __slots__ = ("hooks", "is_watched", "keeps", "refuses_hooks")
+    __slots__ = ("hooks", "is_watched", "keeps", "keeps_hooks", "refuses_hooks")
 
     def __init__(self) -> None:
         self.keeps: dict[int, bool] = {}
         self.hooks: SavedValues | None = None
         self.is_watched = True
-        self.refuses_hooks = False
+        self.refuses_hooks = self.keeps_hooks = False
 
     def begin(self, name: str, handles: Sequence[FlatParamHandle], top: Hooks | None) -> bool:
         """Put hooks in force if this call of a unit needs them; return whether others are."""
@@ -182,8 +208,12 @@ class KnownForwards:
         # Checkpointing gathers a unit to run its forward again, so that nothing is compared.
         compares = others is not None and getattr(others[0], "__module__", "") != _CHECKPOINT
         is_refused = self.refuses_hooks or saved_tensors_hooks_refusal() is not None
-        if (self.is_watched or compares) and not is_refused and frees_values(handles):
-            self.hooks = SavedValues(name, handles, top, others)
+        if (
+            (self.is_watched or self.keeps_hooks or compares)
+            and not is_refused
+            and frees_values(handles)
+        ):
+            self.hooks = SavedValues(self, name, handles, below=top, others=others)
         return others is not None
 
     def end(self, name: str, error: BaseException | None) -> None:
