@@ -110,7 +110,6 @@ refuse_reads: Callable[[int, str], None] | None = getattr(
 allow_reads: Callable[[int], None] | None = getattr(
     torch._C, "_clear_storage_data_ptr_access_error_msg", None
 )
-
 is_forward_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")

@@ -49,9 +49,9 @@ from tests.models import average_gradients, rank_input, square_mean
 
 PACKAGE = str(Path(composable_shard.__file__).parent)
 DIM = 6
-# Its saved-tensor hooks stay on autograd's stack where an interrupt cuts off their removal: the
-# next backward raises. The mechanism is going away.
-LEFT_OUT = "runtime/reads.py"
+# Saved-tensor hooks of a unit's first forwards stay on autograd's stack where an interrupt cuts off
+# their removal: the next backward raises.
+LEFT_OUT = "runtime/saved_values.py"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ part, the unsharded buffer and its states), `shown` (which parameters modules sh
 (packing, reduction, `.grad`). Read `handle`, `full_values` and `gradients` first.
 """
 
-import composable_shard.flat_param.observers  # noqa: F401 -- answers to profilers
+import composable_shard.flat_param.observers  # answers to profilers
 from composable_shard.flat_param.entries import (
     FlatSlot,
     HiddenParam,

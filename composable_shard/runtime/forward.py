@@ -33,7 +33,7 @@ from composable_shard.runtime.initialization import (
     renew_context,
     share_context,
 )
-from composable_shard.runtime.saved_values import frees_values, kept_tensors, warn_of_views
+from composable_shard.runtime.saved_values import frees_values, kept_tensors, refuse_views
 from composable_shard.runtime.tree import (
     called_modules,
     calling_modules,
@@ -358,14 +358,14 @@ def _find_kept(
     known = state.known_forwards
     if num_nodes in known.keeps:
         return kept
+    if extents and not state.is_held:
+        params = {id(param) for handle in state.needed for param in handle.full.params.built}
+        views = [each for each in found if id(each) not in params and _is_within(extents, each)]
+        refuse_views(state.name, views)
     for handle in state.needed:
         handle.full.params.note_late_reads()
     is_looked_at = is_looked_at or not frees_values(state.needed)
     known.note(num_nodes, keeps=bool(kept), is_looked_at=is_looked_at)
-    if extents and not state.is_held:
-        params = {id(param) for handle in state.needed for param in handle.full.params.built}
-        views = [each for each in found if id(each) not in params and _is_within(extents, each)]
-        warn_of_views(state.name, views)
     return kept
 
 

@@ -251,15 +251,17 @@ def warn_of_late_read(unreached: Sequence[str]) -> None:
             )
 
 
-def warn_of_views(name: str, views: Sequence[Tensor]) -> None:
-    """Warn of views of a unit's full values that its forward keeps on modules."""
+def refuse_views(name: str, views: Sequence[Tensor]) -> None:
+    """Refuse views of a unit's full values that its forward keeps on modules.
+
+    Raises:
+        RuntimeError: If there are any; to read them later may end the process.
+    """
     if views:
-        warnings.warn(
+        raise RuntimeError(
             f"the forward of unit '{name}' keeps views of full parameters on modules, of shapes "
-            f"{[tuple(view.shape) for view in views]}. To read them later may crash the process, "
-            "for the values are freed. Keep copies instead (`view.clone()`), or call "
-            "unshard(module) before.",
-            stacklevel=2,
+            f"{[tuple(view.shape) for view in views]}. They lose their values when the unit frees "
+            "them. Keep copies instead (`view.clone()`), or call unshard(module) before."
         )
 
 
