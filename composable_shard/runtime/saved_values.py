@@ -75,10 +75,7 @@ class SavedValues:
     ) -> None:
         self._known, self._name = known, name
         self._below, self.others = below, others
-        self._extents = [
-            (start := handle.full.output.data_ptr(), start + handle.full.nbytes, handle)
-            for handle in handles
-        ]
+        self._extents = _extents_of(handles)
         push_saved_tensors_hooks(self._pack, self._unpack)
 
     def end(self) -> None:
@@ -100,12 +97,8 @@ class SavedValues:
 
     def _pack(self, tensor: Tensor) -> Any:
         is_value = self._look_at(tensor)
-        # A node that saves its own output would keep itself alive. Whether graphs still read values
-        # the references to parameters tell: a view has one. Few classes of users have views.
-        if is_value and not is_traceable_wrapper_subclass(tensor):
-            alias: Tensor | None = tensor.view_as(tensor)
-        else:
-            alias = tensor if tensor.grad_fn is None else tensor.detach()
+        # A node that saves its own output would keep itself alive.
+        alias: Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
         if self._below is None:
             packed = alias
         else:
@@ -136,8 +129,11 @@ class SavedValues:
         They may be used when another gradient has taken the place of the values, or these are
         freed. The unit keeps its hooks from then on.
         """
+        # Where the values are now: those of the forward may have been freed, and a gradient may lie
+        # where they were.
+        extents = _extents_of([handle for _, _, handle in self._extents])
         are_values = [
-            any(start <= at < end for at in _addresses(each) for start, end, _ in self._extents)
+            any(start <= at < end for at in _addresses(each) for start, end, _ in extents)
             for each in gradients
         ]
         if not any(are_values):
@@ -159,6 +155,15 @@ class SavedValues:
 
 never_compile(SavedValues._pack)
 never_compile(SavedValues._unpack)
+
+
+def _extents_of(handles: Sequence[FlatParamHandle]) -> list[tuple[int, int, FlatParamHandle]]:
+    """Return where the full values are that are there: addresses `[start, end)`, and whose."""
+    return [
+        (start := handle.full.output.data_ptr(), start + handle.full.nbytes, handle)
+        for handle in handles
+        if handle.full.output.untyped_storage().nbytes()
+    ]
 
 
 def _is_connected(tensor: Tensor, handle: FlatParamHandle) -> bool:

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_shard import ShardingStrategy, fully_shard, get_states
 from composable_shard.flat_param import LOCKED
+from composable_shard.runtime.saved_values import KnownForwards, SavedValues
 from composable_shard.torch_private import top_saved_tensors_hooks
 from tests import claims
 from tests.helpers import distributed
@@ -555,6 +557,23 @@ def test_c1_read_that_nobody_announces_is_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _train_on_both(later, 4)
+
+
+def test_a_gradient_where_freed_values_were_is_no_view_of_them() -> None:
+    """To copy one, on the rank whose memory came to lie so, may be a collective of a DTensor."""
+    values = torch.ones(8, requires_grad=True)
+    full = SimpleNamespace(output=values.detach(), nbytes=values.nbytes)
+    handle: Any = SimpleNamespace(full=full, requires_grad=False)
+    hooks = SavedValues(KnownForwards(), "?", [handle], below=None, others=None)
+    hooks.end()
+    gradients = (values.detach()[2:], None)
+    copies = hooks._copy_values(gradients, None)
+    assert copies is not None
+    assert copies[0].data_ptr() != gradients[0].data_ptr()
+    full.output = torch.ones(8)  # a later gather has got other memory
+    assert hooks._copy_values(gradients, None) is None
+    full.output.untyped_storage().resize_(0)
+    assert hooks._copy_values(gradients, None) is None
 
 
 @distributed(2)
