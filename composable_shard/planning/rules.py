@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, cast
 
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from composable_shard.options import OptionsDict
@@ -280,7 +281,7 @@ def by_size(min_numel: int, **options: Unpack[OptionsDict]) -> list[tuple[Any, O
 def transformer_blocks(
     model: nn.Module, **options: Unpack[OptionsDict]
 ) -> list[tuple[Any, OptionsDict]]:
-    """Return rules for `shard_model`: the blocks of the model's repeated lists are units.
+    """Return rules for `shard_model`: blocks of repeated lists are units, and large embeddings.
 
     Such a list is a `ModuleList` or `Sequential` of two or more modules, all of one class, or of
     classes that the model names in `_no_split_modules`, as those of Hugging Face do. Lists inside
@@ -295,7 +296,7 @@ def transformer_blocks(
         options: Options of `fully_shard` for these units.
 
     Returns:
-        One pair for each list, alone or unpacked among other rules.
+        One pair for each list and each such embedding, alone or unpacked among other rules.
 
     Raises:
         ValueError: If there is no such list.
@@ -318,11 +319,26 @@ def transformer_blocks(
             "by_class(Layer), or an FQN glob as in [('layers.*', {})], or by_size(min_numel)."
         )
     largest = _block_numel(max(outermost.values(), key=_numel))
-    return [
-        (f"{escape_glob(name)}.*".lstrip("."), options.copy())
-        for name, size in sizes.items()
-        if size >= _MIN_BLOCK_SHARE * largest
-    ]
+    taken = [name for name, size in sizes.items() if size >= _MIN_BLOCK_SHARE * largest]
+    globs = [f"{escape_glob(name)}.*".lstrip(".") for name in taken]
+    blocks = [outermost[name] for name in taken]
+    globs += map(escape_glob, _embeddings_beside(blocks, model, largest))
+    return [(glob, options.copy()) for glob in globs]
+
+
+def _embeddings_beside(
+    blocks: Iterable[nn.Module], model: nn.Module, min_numel: float
+) -> Iterator[str]:
+    """Yield FQNs of large embeddings outside of the blocks whose weight no other module has."""
+    inside = {inner for each in blocks for inner in each.modules()}
+    holders: Counter[Tensor] = Counter(
+        param for each in model.modules() for param in each.parameters(recurse=False)
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module not in inside and module is not model:
+            is_large = module.weight.numel() >= min_numel
+            if is_large and module.max_norm is None and holders[module.weight] == 1:
+                yield name
 
 
 def escape_glob(fqn: str) -> str:

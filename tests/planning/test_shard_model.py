@@ -342,6 +342,27 @@ def test_transformer_blocks_takes_what_there_is() -> None:
     ]
 
 
+def test_transformer_blocks_makes_units_of_large_embeddings() -> None:
+    """Not of one that is small, tied, inside a block, or changed by its forward."""
+
+    def with_embedding(num_rows: int, **options: Any) -> Any:
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(4)))
+        return nn.Sequential(nn.Embedding(num_rows, 6, **options), layers, nn.Linear(6, num_rows))
+
+    assert transformer_blocks(with_embedding(7)) == [("1.*", {}), ("0", {})]  # 42 to 6 * 7
+    assert transformer_blocks(with_embedding(6)) == [("1.*", {})]
+    assert transformer_blocks(with_embedding(7, max_norm=1.0)) == [("1.*", {})]
+    tied = with_embedding(7)
+    tied[2].weight = tied[0].weight
+    assert transformer_blocks(tied) == [("1.*", {})]
+    inside = nn.ModuleList(nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 6)) for _ in range(2))
+    assert transformer_blocks(inside) == [("*", {})]
+
+    model = with_embedding(1000)
+    plan = shard_model(model, transformer_blocks(model), dry_run=True, world_size=4)
+    assert {unit.fqns: unit.numel for unit in plan.units}["0",] == 6000
+
+
 def test_transformer_blocks_asks_the_model_which_classes_are_blocks() -> None:
     """As Jamba's, which take turns; and a block that runs again and again, as ALBERT's."""
     model: Any = nn.ModuleDict({"layers": nn.Sequential(Layer(), _Attention(2))})
