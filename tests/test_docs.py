@@ -196,11 +196,11 @@ def _printed_losses(text: str) -> list[float]:
 class _ExpertLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
         self.experts = nn.Sequential(nn.Linear(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.experts(self.up(x).relu())
+        return x + self.experts(self.down(self.up(x).relu()))
 
 
 class _Transformer(nn.Module):
