@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 tutorials/04_average_weights.py
     python tutorials/04_average_weights.py                       # one rank
 
-The weights of the last step jump about, their average does not. Three things to see:
+The weights of the last step jump about; their average does not. Three things to see:
 
 1. The average is kept on the shards. It is elementwise, so each rank averages its own slices:
    no communication, and 1/N of the memory.

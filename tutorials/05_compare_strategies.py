@@ -3,10 +3,10 @@
     torchrun --standalone --nproc-per-node 2 tutorials/05_compare_strategies.py
     python tutorials/05_compare_strategies.py                    # one rank
 
-All strategies train alike: the losses are the same numbers. What differs is how much of the
-parameters, gradients and optimizer state each rank keeps, and how much it sends to the others in a
-step. Both are measured here: the bytes of the tensors' storages, and those of the collectives.
-Before training, `shard_model(..., dry_run=True)` prints the same figures, for any number of ranks.
+The losses are the same numbers under every strategy. The strategies differ in how much of the
+parameters, gradients and optimizer state each rank keeps, and in how much it sends in a step. This
+program measures both: the bytes of the tensors' storages, and the bytes of the collectives. Before
+training, `shard_model(..., dry_run=True)` prints the same figures, for any number of ranks.
 
 Expected output (two ranks; in P, the bytes of all parameters; digits vary with the ranks):
 

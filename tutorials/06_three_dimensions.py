@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 8 tutorials/06_three_dimensions.py
 
-Torch cuts the model into stages and each layer's matrices over the tensor-parallel ranks; what a
-rank then has is sharded over the data-parallel ranks. With `PipelineStage` from here each unit is
-reduced once a step, not once a microbatch. All ranks save one directory, as of the whole model.
+Torch cuts the model into stages, and each layer's matrices over the tensor-parallel ranks. Then
+`fully_shard` shards a rank's part over the data-parallel ranks. `PipelineStage` of this library
+reduces each unit once a step, not once a microbatch. All ranks save one directory.
 
 Expected output:
 

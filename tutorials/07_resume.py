@@ -2,10 +2,10 @@
 
     python tutorials/07_resume.py
 
-starts ranks four times: two that nobody disturbs; two, of which one is killed in step 7; two again,
-which go on; and one, which goes on from the same checkpoint. Each run looks for a checkpoint and
-takes the steps that are missing. The data of a step depend on the step alone, so that every run
-reads the same.
+starts ranks four times: two undisturbed ranks; two ranks, of which one is killed in step 7; two
+ranks that continue from the checkpoint; and one rank that continues from the same checkpoint. Each
+run looks for a checkpoint and takes the missing steps. The data depend only on the number of the
+step, so that every run reads the same.
 
 Expected output (digits may differ, the differences may not):
 

@@ -3,8 +3,8 @@
     python tutorials/10_plan_a_large_model.py
 
 The model is built on the meta device, where tensors have shapes but no memory. `estimate` takes one
-step of it on fake tensors, and says what a rank would hold and send, for any number of ranks: here
-with one sequence of 4,096 tokens for each, in bfloat16, at rest in fp32, and 80 GiB each.
+step of it on fake tensors, and says what a rank would hold and send, for any number of ranks. Here
+each rank has 80 GiB and one sequence of 4,096 tokens. It computes in bfloat16, with fp32 at rest.
 
 Expected output (GiB of one rank):
 

@@ -4,9 +4,9 @@
     python tutorials/12_chunked_loss.py                          # one rank
 
 The logits of a language model are often its largest tensor: tokens times vocabulary. A chunked loss
-never has all of them. It uses `head.weight` outside of the model's forward, where a sharded weight
-is one rank's slice, so the head is a unit of its own that stays gathered from `unshard` to
-`reshard`. Its gradients are reduced by the backward as those of any other unit.
+never has all of them. It uses `head.weight` outside of the model's forward, where a rank has only
+its shard of the weight. So the head is a unit of its own, which stays gathered from `unshard` to
+`reshard`. The backward reduces its gradients, as for any other unit.
 
 Expected output (two ranks):
 
