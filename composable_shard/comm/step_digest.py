@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,23 +14,11 @@ from torch import Tensor
 from composable_shard.comm import collectives
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.devices import Waitable
+from composable_shard.comm.groups import ShardGroup
 from composable_shard.comm.order import LATE_STEPS, describe, order_of
 from composable_shard.comm.watch import ADVICE, are
 
 _GroupTuple = tuple[dist.ProcessGroup, ...]
-
-
-class _HasGroups(Protocol):
-    """A ShardGroup: its module imports this one."""
-
-    @property
-    def group(self) -> dist.ProcessGroup: ...
-    @property
-    def groups(self) -> _GroupTuple: ...
-    @property
-    def joint_groups(self) -> _GroupTuple: ...
-    @property
-    def device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +40,7 @@ class StepFacts:
     """
 
     line: str
-    numbers: Sequence[tuple[_HasGroups, int]]
+    numbers: Sequence[tuple[ShardGroup, int]]
 
 
 class _StepRecord:
@@ -151,7 +138,7 @@ class FlagReduction:
 
     def __init__(
         self,
-        values: Sequence[tuple[_HasGroups, Sequence[int]]],
+        values: Sequence[tuple[ShardGroup, Sequence[int]]],
         *,
         highest: int,
         facts: StepFacts | None = None,
@@ -204,7 +191,7 @@ class FlagReduction:
 
 
 def _groups_of(
-    values: Sequence[tuple[_HasGroups, Sequence[int]]], key: _GroupTuple
+    values: Sequence[tuple[ShardGroup, Sequence[int]]], key: _GroupTuple
 ) -> list[dist.ProcessGroup]:
     """Return all process groups of the flat parameters whose flags travel together."""
     groups = {id(group): group for group, _ in values}  # few; to hash one takes long
