@@ -55,7 +55,7 @@ def choose_units(
     for rule in rules:
         new = _find(tree, rule, defaults, taken)
         if not new:
-            raise ValueError(_why_idle(tree, rule, _find(tree, rule, defaults, {}), taken))
+            raise ValueError(_why_idle(tree, rule, _find(tree, rule, defaults, {})))
         taken.update(new)
     units = []
     for module in tree.fqns:
@@ -84,28 +84,17 @@ def _find(
     return found
 
 
-def _why_idle(
-    tree: ModuleTree,
-    rule: Rule,
-    alone: Mapping[nn.Module, _Taken],
-    taken: Mapping[nn.Module, _Taken],
-) -> str:
+def _why_idle(tree: ModuleTree, rule: Rule, alone: Mapping[nn.Module, _Taken]) -> str:
     """Return the text for a rule that selects nothing, given what it would select alone."""
     if alone:
-        shadowing = dict.fromkeys(taken[module].rule for module in alone if module in taken)
-        names = listed([tree.fqn(module) for module in alone], _MAX_NAMES)
-        cause = f"select all of {names}: {' and '.join(shadowing)}"
-        if not shadowing:  # by_size counts what is left
-            cause = "leave too few parameters for it"
         return (
-            f"{rule.label} selects no module, as earlier rules {cause}. Remove it, or move it to "
+            f"{rule.label} selects only what earlier rules have selected. Remove it, or move it to "
             "the front."
         )
-    names = listed([name for name, _ in tree.root.named_children()], _MAX_NAMES)
     kinds = dict.fromkeys(type(module).__name__ for module in tree.root.modules())
     return (
-        f"{rule.label} selects no module of {type(tree.root).__name__}, which holds {names} and "
-        f"has the classes {listed([*kinds], _MAX_NAMES)}. Correct or remove it."
+        f"{rule.label} selects no module of {type(tree.root).__name__}, which has the classes "
+        f"{listed([*kinds], _MAX_NAMES)}. Correct or remove it."
     )
 
 
