@@ -82,7 +82,6 @@ BELOW = {
         "Estimate",
         "ShardingPlan",
         "by_class",
-        "by_size",
         "tabulate",
         "transformer_blocks",
     ],

@@ -6,7 +6,7 @@ Read `model_plan`, `rules` and `costs` first.
 from composable_shard.planning.description import DescribedUnit, Description, describe
 from composable_shard.planning.estimation import Estimate, estimate, tabulate
 from composable_shard.planning.model_plan import shard_model
-from composable_shard.planning.rules import by_class, by_size, transformer_blocks
+from composable_shard.planning.rules import by_class, transformer_blocks
 from composable_shard.planning.sharding_plan import ShardingPlan
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Estimate",
     "ShardingPlan",
     "by_class",
-    "by_size",
     "tabulate",
     "transformer_blocks",
 ]

@@ -19,7 +19,7 @@ from composable_shard.options import OptionsDict, UnitOptions
 from composable_shard.planning.costs import RankCounts, unit_cost
 from composable_shard.planning.description import listed
 from composable_shard.planning.fake_run import StepMemory, find_peaks, moments_of
-from composable_shard.planning.rules import Rule, Rules, Selection, parse_rules
+from composable_shard.planning.rules import Rule, Rules, parse_rules
 from composable_shard.planning.sharding_plan import PlannedUnit, ShardingPlan
 from composable_shard.runtime import ModuleTree, is_sharded
 
@@ -53,9 +53,9 @@ def choose_units(
         _merge(rule.label, {**defaults, **(rule.options or {})})
     taken: dict[nn.Module, _Taken] = {}
     for rule in rules:
-        new = _find(tree, rule, defaults, taken)
+        new = _find(tree, rule, taken)
         if not new:
-            raise ValueError(_why_idle(tree, rule, _find(tree, rule, defaults, {})))
+            raise ValueError(_why_idle(tree, rule, _find(tree, rule, {})))
         taken.update(new)
     units = []
     for module in tree.fqns:
@@ -67,21 +67,16 @@ def choose_units(
 
 
 def _find(
-    tree: ModuleTree,
-    rule: Rule,
-    defaults: Mapping[str, Any],
-    taken: Mapping[nn.Module, _Taken],
+    tree: ModuleTree, rule: Rule, taken: Mapping[nn.Module, _Taken]
 ) -> dict[nn.Module, _Taken]:
     """Return the modules that `rule` selects of those that no rule has selected yet."""
-    options = _merge(rule.label, {**defaults, **(rule.options or {})})
-    is_unit = {module: entry.options is not None for module, entry in taken.items()}
-    among = Selection(tree, frozenset(options.ignored_params or ()), is_unit)
-    found: dict[nn.Module, _Taken] = {}
-    for module in rule.selector.find(among):
+    return {
+        module: _Taken(rule.label, rule.options)
+        for module, fqns in tree.fqns.items()
         # The root has no unit around it that it could stay in.
-        if module not in taken and not (rule.options is None and module is tree.root):
-            found[module] = _Taken(rule.label, rule.options)
-    return found
+        if module not in taken and not (rule.options is None and module is tree.root)
+        if any(rule.is_match(fqn, module) for fqn in fqns)
+    }
 
 
 def _why_idle(tree: ModuleTree, rule: Rule, alone: Mapping[nn.Module, _Taken]) -> str:
@@ -149,7 +144,7 @@ def shard_model(
       selects the layers, `"layers.**"` also everything in them, `"**.mlp"` every mlp;
     - a predicate, called with an FQN and a module.
 
-    `by_class`, `by_size` and `transformer_blocks` make rules. The first rule that selects a module
+    `by_class` and `transformer_blocks` make rules. The first rule that selects a module
     decides; units may lie in units. `model` is the root unit, of all that is left: with the
     defaults, or with the options of a rule whose class or predicate selects it. A module with
     several FQNs forms one unit, and a rule for any of them selects it.

@@ -6,16 +6,15 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from composable_shard.options import OptionsDict
-from composable_shard.runtime import ModuleTree, has_forward
-from composable_shard.torch_private import parameters_of
+from composable_shard.runtime import has_forward
 
 # The keys are checked by parse_rules.
 Rules: TypeAlias = Mapping[Any, Mapping[str, Any] | None] | Sequence[Any]
@@ -25,39 +24,17 @@ _EXPECTED_RULES = (
     "glob or predicate) -> options or None"
 )
 _NO_POLICY = (
-    "In the place of an auto-wrap policy of FSDP1 write by_class(Layer), by_size(min_numel) or "
+    "In the place of an auto-wrap policy of FSDP1 write by_class(Layer) or "
     "transformer_blocks(model)."
 )
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The modules and parameters that a rule selects from."""
-
-    tree: ModuleTree
-    ignored: frozenset[nn.Parameter]  # parameters that the rule's units would not manage
-    # Modules that earlier rules selected, and whether they become units
-    taken: Mapping[nn.Module, bool]
-
-    def numel(self, params: Collection[nn.Parameter]) -> int:
-        """Return the elements of those parameters that are not ignored."""
-        return sum(param.numel() for param in params if param not in self.ignored)
-
-
-class Selector(Protocol):
-    """The left side of a rule."""
-
-    def find(self, among: Selection) -> Iterator[nn.Module]:
-        """Yield the modules it selects, whether earlier rules selected them or not."""
-        ...
-
-
-@dataclass(frozen=True)
 class Rule:
-    """A selector and the options of its units; None leaves its modules in the unit around them."""
+    """What selects modules, and their options; None leaves them in the unit around them."""
 
     label: str
-    selector: Selector
+    is_match: Callable[[str, nn.Module], bool]  # of an FQN and a module
     options: Mapping[str, Any] | None
 
 
@@ -72,8 +49,8 @@ def parse_rules(rules: object) -> list[Rule]:
                 f"{label}: expected a dict of options for fully_shard, or None for no unit of its "
                 f"own, got {type(options).__name__}"
             )
-        selector, text = _selector(key, label)
-        parsed.append(Rule(f"{label} ({text})", selector, options))
+        is_match, text = _selector(key, label)
+        parsed.append(Rule(f"{label} ({text})", is_match, options))
     return parsed
 
 
@@ -95,17 +72,17 @@ def _pairs(rules: object) -> Iterator[tuple[object, object]]:
         raise ValueError(f"{_EXPECTED_RULES}; got {got}. {_NO_POLICY}")
 
 
-def _selector(key: object, label: str) -> tuple[Selector, str]:
-    """Return how a rule finds modules, and its name."""
-    if isinstance(key, SizeSelector):
-        return key, f"by_size({key.min_numel})"
+def _selector(key: object, label: str) -> tuple[Callable[[str, nn.Module], bool], str]:
+    """Return how a rule knows modules, and its name."""
     if isinstance(key, str):
-        return _matching_glob(key), repr(key)
+        pattern = compile_glob(key)
+        # The root has no FQN: "**" selects everything in the model.
+        return (lambda fqn, _: bool(fqn and pattern.fullmatch(fqn))), repr(key)
     classes = key if isinstance(key, tuple) else (key,)
     if classes and all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
         names = ", ".join(each.__name__ for each in classes)
         text = f"({names})" if isinstance(key, tuple) else names
-        return _Matching(lambda _, module: isinstance(module, classes)), text
+        return (lambda _, module: isinstance(module, classes)), text
     if isinstance(key, (type, nn.Module)) or not callable(key):
         kind = f"the class {key.__name__}" if isinstance(key, type) else type(key).__name__
         raise ValueError(
@@ -117,7 +94,7 @@ def _selector(key: object, label: str) -> tuple[Selector, str]:
             f"{label}: expected a predicate that is called with an FQN and a module, "
             f"got {_name(key)}{inspect.signature(key)}. {_NO_POLICY}"
         )
-    return _Matching(cast("Callable[[str, nn.Module], bool]", key)), f"predicate {_name(key)}"
+    return cast("Callable[[str, nn.Module], bool]", key), f"predicate {_name(key)}"
 
 
 def _name(key: object) -> str:
@@ -139,23 +116,7 @@ def _is_predicate(key: Callable[..., object]) -> bool:
     return "recurse" not in signature.parameters  # FSDP1's
 
 
-# --- by class, FQN, predicate ---
-
-
-@dataclass(frozen=True)
-class _Matching:
-    is_match: Callable[[str, nn.Module], bool]
-
-    def find(self, among: Selection) -> Iterator[nn.Module]:
-        for module, fqns in among.tree.fqns.items():
-            if any(self.is_match(fqn, module) for fqn in fqns):
-                yield module
-
-
-def _matching_glob(glob: str) -> _Matching:
-    pattern = compile_glob(glob)
-    # The root has no FQN: "**" selects everything in the model.
-    return _Matching(lambda fqn, _: bool(fqn and pattern.fullmatch(fqn)))
+# --- globs ---
 
 
 _GLOB_TOKEN = re.compile(r"(?P<gap>(?:^|(?<=\.))\*\*\.)|\*\*|\*|\?|\[!?[^\].]+\]|.", re.DOTALL)
@@ -184,46 +145,7 @@ def _translate(token: re.Match[str]) -> str:
     return {"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(text, re.escape(text))
 
 
-# --- by size ---
-
-
-@dataclass(frozen=True)
-class SizeSelector:
-    """Modules whose parameters, less those of units inside them, have at least `min_numel`."""
-
-    min_numel: int
-
-    def find(self, among: Selection) -> Iterator[nn.Module]:
-        """Yield modules bottom-up; what one of them has no longer counts for those around it."""
-        inaccessible = _inside_attention(among.tree)
-        counted: set[nn.Parameter] = set()
-        pending: dict[nn.Module, dict[nn.Parameter, None]] = {}
-        for module in among.tree.fqns:
-            held = [pending.get(child, {}) for child in module.children()]
-            own = (param for param in parameters_of(module).values() if param is not None)
-            params = dict.fromkeys([*own, *(param for each in held for param in each)])
-            params = {param: None for param in params if param not in counted}
-            if module is among.tree.root:
-                return
-            is_unit = among.taken.get(module)
-            if is_unit is None and module not in inaccessible and has_forward(module):
-                is_unit = among.numel(params) >= self.min_numel
-                if is_unit:
-                    yield module
-            if is_unit:
-                counted.update(params)
-            pending[module] = params if not is_unit else {}
-
-
-def _inside_attention(tree: ModuleTree) -> set[nn.Module]:
-    """Return modules whose parameters are used without calling them."""
-    return {
-        inner
-        for module in tree.fqns
-        if isinstance(module, nn.MultiheadAttention)
-        for inner in module.modules()
-        if inner is not module
-    }
+# --- ready-made rules ---
 
 
 # A list of blocks this much smaller than the largest one's is part of a stem or a head.
@@ -252,30 +174,6 @@ def by_class(
             got = f"the class {wrong[0].__name__}"
         raise ValueError(f"expected by_class to be given module classes, got {got}")
     return [(classes if len(classes) > 1 else classes[0], options)]
-
-
-def by_size(min_numel: int, **options: Unpack[OptionsDict]) -> list[tuple[Any, OptionsDict]]:
-    """Return rules for `shard_model`: modules become units from the inside out, by size.
-
-    A module becomes a unit when the parameters in it that no unit has yet have `min_numel`
-    elements or more. A parameter counts once, ignored ones not at all. Containers without forward
-    and what is inside `nn.MultiheadAttention`, which never calls it, stay in the unit around them.
-    `size_based_auto_wrap_policy` of FSDP1 leaves `nn.MultiheadAttention` itself there too, and
-    counts a tied parameter in every module that has it.
-
-    Args:
-        min_numel: Elements from which on a module is worth a unit.
-        options: Options of `fully_shard` for these units.
-
-    Returns:
-        Pairs for `shard_model`, alone or unpacked among other rules.
-
-    Raises:
-        ValueError: If `min_numel` is not a positive integer.
-    """
-    if not isinstance(min_numel, int) or isinstance(min_numel, bool) or min_numel < 1:
-        raise ValueError(f"expected min_numel to be a positive integer, got {min_numel!r}")
-    return [(SizeSelector(min_numel), options)]
 
 
 def transformer_blocks(
@@ -316,7 +214,7 @@ def transformer_blocks(
         raise ValueError(
             f"no ModuleList or Sequential in {type(model).__name__} holds two or more modules that "
             "have parameters and are all of one class. Say which modules are the blocks: "
-            "by_class(Layer), or an FQN glob as in [('layers.*', {})], or by_size(min_numel)."
+            "by_class(Layer), or an FQN glob as in [('layers.*', {})]."
         )
     largest = _block_numel(max(outermost.values(), key=_numel))
     taken = [name for name, size in sizes.items() if size >= _MIN_BLOCK_SHARE * largest]

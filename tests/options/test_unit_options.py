@@ -26,7 +26,7 @@ from composable_shard import (
     shard_model,
 )
 from composable_shard.options import OptionsDict, StrategyName, UnitOptions
-from composable_shard.planning import by_class, by_size, transformer_blocks
+from composable_shard.planning import by_class, transformer_blocks
 
 PACKAGE = Path(composable_shard.__file__).parent
 STRATEGIES = PACKAGE / "options" / "strategies.py"
@@ -40,7 +40,7 @@ def test_fully_shard_takes_exactly_these_options() -> None:
     assert list(taken.items()) == [(field.name, field.default) for field in FIELDS]
 
 
-@pytest.mark.parametrize("function", [shard_model, estimate, by_class, by_size, transformer_blocks])
+@pytest.mark.parametrize("function", [shard_model, estimate, by_class, transformer_blocks])
 def test_editors_know_options_that_are_passed_on(function: Callable[..., object]) -> None:
     """`**options` have the names and types of `fully_shard`."""
     passed = [each for each in get_type_hints(function).values() if get_origin(each) is Unpack]

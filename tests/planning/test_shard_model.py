@@ -27,7 +27,7 @@ from composable_shard import (
     is_sharded,
     shard_model,
 )
-from composable_shard.planning import by_class, by_size, transformer_blocks
+from composable_shard.planning import by_class, transformer_blocks
 from composable_shard.planning.model_plan import choose_units
 from composable_shard.planning.rules import compile_glob, parse_rules
 from composable_shard.runtime.initialization import describe_options
@@ -176,7 +176,6 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "two rules": ([("out", {}), *by_class(Layer)], [*BLOCKS, "out"]),
     "by_class": (by_class(Layer), BLOCKS),
     "by_class of several": (by_class(Layer, nn.Linear), BLOCKS + LAYERS),
-    "by_size": (by_size(120), ["blocks.0.down", "blocks.1.down", "blocks.2.down"]),
 }
 
 
@@ -265,49 +264,6 @@ def test_a_cycle_of_modules_ends() -> None:
 # --- ready-made rules ---
 
 
-def test_by_size_counts_what_no_unit_has_yet() -> None:
-    """What is left of a module after its inner units must reach the size again."""
-    layer = _Layer(6)  # attention 108 + 42, experts 2 x (84 + 78), norm 12
-    model = nn.Sequential(layer, nn.Linear(1, 1))
-    assert _fqns(model, by_size(109)) == ["0.attention", "0.experts.0", "0.experts.1"]
-    assert _fqns(model, by_size(54)) == [
-        "0.attention.qkv",
-        *(f"0.experts.{index}.{name}" for index in range(2) for name in ("up", "down")),
-        "0",
-    ]
-    assert _fqns(model, by_size(486)) == ["0"]
-    assert _fqns(model, by_size(150)) == ["0.attention", "0.experts.0", "0.experts.1"]
-
-
-def test_by_size_counts_ties_once_and_ignored_parameters_never() -> None:
-    """Neither makes a module seem larger than its unit would be."""
-    model = _SharedLinear()  # left 12; right: the same Linear, and a bias of 3 of its own
-    assert _fqns(model, by_size(12)) == ["left.0"]
-    assert _fqns(model, by_size(3)) == ["left.0", "right.1"]
-    bias = model.right[1].bias
-    assert _fqns(model, by_size(3), ignored_params={bias}) == ["left.0"]
-    assert _fqns(model, by_size(3, ignored_params=[bias])) == ["left.0"]
-
-
-def test_by_size_counts_after_earlier_rules() -> None:
-    """Units of earlier rules are taken; modules that they leave in their parent's unit are not."""
-    model = Net()
-    assert _fqns(model, [("blocks.*.*", None), (Layer, {}), *by_size(48)]) == [
-        "inp",
-        *BLOCKS,
-        "out",
-    ]
-    rules = [("**.up", None), ("**.down", None), *by_size(232)]
-    assert _fqns(model, rules) == BLOCKS
-    assert _fqns(model, [("blocks.0.up", {}), *by_size(232)]) == ["blocks.0.up", *BLOCKS[1:]]
-
-
-def test_by_size_keeps_attention_together() -> None:
-    """MultiheadAttention reads its projection without calling it; it may be a unit itself."""
-    model = nn.TransformerEncoderLayer(4, 2, 4, bias=False)
-    assert _fqns(nn.Sequential(model), by_size(16)) == ["0.self_attn", "0.linear1", "0.linear2"]
-
-
 def test_transformer_blocks_finds_the_layers() -> None:
     """Neither experts inside of them, nor a stem or head that is a list as well."""
     model = _Causal()
@@ -383,7 +339,7 @@ def test_transformer_blocks_says_what_to_pass_where_there_is_no_list() -> None:
         assert str(caught.value) == (
             f"no ModuleList or Sequential in {type(model).__name__} holds two or more modules that "
             "have parameters and are all of one class. Say which modules are the blocks: "
-            "by_class(Layer), or an FQN glob as in [('layers.*', {})], or by_size(min_numel)."
+            "by_class(Layer), or an FQN glob as in [('layers.*', {})]."
         )
 
 
@@ -396,11 +352,6 @@ READY_REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "other class": (
         lambda: by_class(Layer, dict),  # type: ignore[arg-type]
         "expected by_class to be given module classes, got the class dict",
-    ),
-    "size 0": (lambda: by_size(0), "expected min_numel to be a positive integer, got 0"),
-    "size 1e8": (
-        lambda: by_size(1e8),  # type: ignore[arg-type]
-        "expected min_numel to be a positive integer, got 100000000.0",
     ),
     "no model": (
         lambda: transformer_blocks([Layer()]),  # type: ignore[arg-type]
@@ -465,7 +416,7 @@ EXPECTED_RULES = (
     "glob or predicate) -> options or None; got "
 )
 NO_POLICY = (
-    ". In the place of an auto-wrap policy of FSDP1 write by_class(Layer), by_size(min_numel) or "
+    ". In the place of an auto-wrap policy of FSDP1 write by_class(Layer) or "
     "transformer_blocks(model)."
 )
 
@@ -639,13 +590,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         ValueError,
         "rule 1 (predicate <lambda>) " + NET,
     ),
-    "size that nothing has": (
-        Net,
-        by_size(10**6),
-        {},
-        ValueError,
-        "rule 1 (by_size(1000000)) " + NET,
-    ),
     "shadowed rule": (
         Net,
         [("blocks.0", {}), (Layer, {}), ("blocks.[01]", {})],
@@ -659,13 +603,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         {},
         ValueError,
         "rule 2 ('blocks.*') " + SHADOWED,
-    ),
-    "too little left": (
-        lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))),
-        [("0.0", {}), *by_size(12)],
-        {},
-        ValueError,
-        "rule 2 (by_size(12)) " + SHADOWED,
     ),
     "container": (
         _with_container,
@@ -924,7 +861,6 @@ def _train_on_tokens(model: nn.Module) -> list[float]:
     "rules",
     [
         ALL,
-        by_size(120),
         {Layer: {}, nn.Linear: {"reshard_after_forward": True}},
         [("blocks.1", None), ("blocks.**.up", {}), ("out", {})],
         {},
