@@ -101,12 +101,12 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 21_199,
-    "lines of all": 30_712,
-    "lines of the longest module": 781,
-    "quick start: statements": 4_339,
-    "warm step: functions": 220,
-    "stack reads": 4,
+    "lines of the core": 20_741,
+    "lines of all": 30_135,
+    "lines of the longest module": 773,
+    "quick start: statements": 4_220,
+    "warm step: functions": 219,
+    "stack reads": 3,
     "reference counts": 1,
     "attributes of a class, most": 36,
     "methods of a class, most": 26,
