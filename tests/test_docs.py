@@ -482,6 +482,7 @@ def test_every_page_is_in_the_index() -> None:
 def test_the_readme_is_short() -> None:
     """It is a front page; manuals are in docs/."""
     assert len(README.read_text().splitlines()) <= 130
+    assert max(len(block.code.splitlines()) for block in _blocks(README)) <= 35
 
 
 def test_figures_of_the_readme_are_in_the_files_they_link_to() -> None:
@@ -509,6 +510,16 @@ def test_each_no_of_the_readme_has_a_source() -> None:
     for name in lacking:
         plain = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", name)
         assert re.search(rf"(?m)^\| {re.escape(plain)} \|.*https://", sources), plain
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_sentences_are_short(page: Path) -> None:
+    """A reader who reads once gets to the end of each; tables and code aside."""
+    prose = re.sub(r"\]\([^)]*\)", "]", _FENCED.sub("", page.read_text()))
+    prose = "\n".join(line for line in prose.splitlines() if line[:1] not in ("|", "#"))
+    for paragraph in re.split(r"\n\s*\n|\n(?=- |\d\. )", prose):
+        for sentence in re.split(r"(?<=[.:!?;])\s+", paragraph):
+            assert len(sentence.split()) <= 45, sentence
 
 
 def test_the_changelog_is_short() -> None:

@@ -4,7 +4,7 @@
     python tutorials/01_quick_start.py                        # one rank
 
 Sharding takes the lines with `fully_shard`; the rest is an ordinary training script. Start it a
-second time and it goes on from its checkpoint, on as many ranks as you like.
+second time and it goes on from its checkpoint, on any number of ranks.
 
 Expected output (two ranks; digits vary a little with the number of ranks):
 
@@ -58,7 +58,7 @@ def shard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def test(model: nn.Module, data: TensorDataset) -> float:
-    """Return the loss; a forward gathers, so that all ranks make as many."""
+    """Return the loss. A forward gathers, so all ranks run the same number of forwards."""
     inputs, targets = data.tensors
     return (model(inputs) - targets).square().mean().item()
 

@@ -62,7 +62,7 @@ def train(rank: int, num_ranks: int, folder: Path, is_killed: bool) -> None:
 
 
 def run(num_ranks: int, folder: Path, *, is_killed: bool = False) -> dict[int, float]:
-    """Train on so many ranks, as torchrun would start them; return the losses, if all went well."""
+    """Train on this number of ranks, as torchrun does; return the losses if all went well."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = (num_ranks, folder, is_killed)
     multiprocessing.start_processes(train, arguments, num_ranks, start_method="fork")

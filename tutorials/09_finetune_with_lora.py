@@ -91,7 +91,7 @@ def main() -> None:
         save_file(Transformer(CONFIG).state_dict(), "pretrained/model.safetensors")
     dist.barrier()
 
-    torch.manual_seed(0)  # adapters begin alike on all ranks
+    torch.manual_seed(0)  # adapters begin with the same values on all ranks
     model = Transformer(CONFIG)
     adapt(model)
     for layer in model.layers:

@@ -33,7 +33,7 @@ def parse_args(options: list[str], description: str = "") -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--ranks", type=int, default=1, help="start so many ranks, as torchrun would")
+    add("--ranks", type=int, default=1, help="start this number of ranks, as torchrun would")
     add("--layers", type=int, default=6, help="number of blocks; each is one unit of sharding")
     add("--dim", type=int, default=384, help="width of the model, a multiple of 64 (the heads)")
     add("--length", type=int, default=128, help="bytes per training sequence")

@@ -109,7 +109,7 @@ def train_reference(tokens: Tensor, world: World, args: argparse.Namespace) -> R
 @torch.no_grad()
 def evaluate(model: nn.Module, sequences: Tensor, world: World) -> float:
     """Return the mean loss over the sequences, which the ranks share among themselves."""
-    # A forward is a collective, so every rank has to make as many: pad with empty sequences.
+    # A forward is a collective, so every rank must run the same number: pad.
     missing = -len(sequences) % world.size
     share = F.pad(sequences, (0, 0, 0, missing), value=PADDING)[world.rank :: world.size]
     loss = sum(sequence_loss(model, part, "sum").item() for part in share.split(16))
@@ -135,7 +135,7 @@ def write_sentence(model: Transformer, world: World, args: argparse.Namespace) -
 def save(
     model: nn.Module, optimizer: torch.optim.Optimizer, journal: Journal, reference: Reference
 ) -> None:
-    """Save after so many steps; the step is the data position too, see `global_batch`."""
+    """Save after this number of steps; the step is the data position too, see `global_batch`."""
     start, args, step = time.perf_counter(), journal.args, len(journal.rows)
     extra = journal.state(reference)
     folder = save_checkpoint(
