@@ -3,7 +3,6 @@
 Read `unit` (a unit, a tree), `forward` and `backward_pass` first.
 """
 
-from composable_shard.runtime.backward_pass import note_setting
 from composable_shard.runtime.casts import (
     Boundary,
     BufferBroadcast,
@@ -14,15 +13,15 @@ from composable_shard.runtime.casts import (
     iter_tensors,
 )
 from composable_shard.runtime.forward import check_is_idle, post_forward, pre_forward
+from composable_shard.runtime.gathers import apply_policy, find_small_group, release_handle
 from composable_shard.runtime.initialization import (
-    join_owners,
     lazy_init,
     lazy_init_params,
-    part_joined_trees,
     place_buffers,
-    share_context,
     watch_meta_buffers,
 )
+from composable_shard.runtime.membership import join_owners, part_joined_trees, share_context
+from composable_shard.runtime.reducing import note_setting
 from composable_shard.runtime.reduction_order import Buckets
 from composable_shard.runtime.tree import (
     ModuleTree,
@@ -44,10 +43,4 @@ from composable_shard.runtime.tree import (
     select_states,
     tensor_groups,
 )
-from composable_shard.runtime.unit import (
-    ShardState,
-    TrainingState,
-    apply_policy,
-    find_small_group,
-    release_handle,
-)
+from composable_shard.runtime.unit import ShardState, TrainingState

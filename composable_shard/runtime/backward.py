@@ -13,16 +13,12 @@ from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.backward_pass import (
     BackwardPass,
     begin_backward,
-    early_trees,
     let_buckets_go,
     reduce_buckets,
 )
-from composable_shard.runtime.unit import (
-    ShardState,
-    TrainingState,
-    gather_in_backward,
-    num_calls,
-)
+from composable_shard.runtime.gathers import gather_in_backward
+from composable_shard.runtime.reducing import early_trees
+from composable_shard.runtime.unit import ShardState, TrainingState, num_calls
 from composable_shard.torch_private import current_backward_id
 
 

@@ -1,4 +1,4 @@
-"""One backward over a tree: which units end, what is reduced, how it ends, and how it fails.
+"""One backward over a tree: which units end, what is reduced, and how it ends.
 
 [Note: End of a unit]
 A unit's gradients are reduced and its parameters freed when nothing in the backward needs it any
@@ -7,214 +7,43 @@ must issue the same collectives in the same order. The forward can: the autograd
 what was recorded last. Calls of units are numbered as they begin. When the backward reaches the
 output of a call, every unit whose first call began after that one had ended is over, on all ranks.
 The remaining units end with the backward. A parameter without gradient counts as zero.
-
-[Note: End of backward]
-The autograd engine calls back at the end of a backward pass, but only if it succeeds. Only the
-engine holds the object that it would call. Once that object is dead without having been called,
-the backward was aborted, and its unpublished gradients are dropped as a whole.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from bisect import insort
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
-import torch
-
-from composable_shard.comm import (
-    FlagReduction,
-    Proposal,
-    ShardGroup,
-    StepFacts,
-    before_next_collective,
-    trace,
-)
-from composable_shard.comm import note_setting as enter_setting
+from composable_shard.comm import FlagReduction, trace
 from composable_shard.flat_param import (
     FlatParamHandle,
-    forget_pending,
     mark_pending,
     needs_reduction,
     settle_pending,
 )
-from composable_shard.runtime.reduction_order import LATE, NO_TURNS, EarlyGradients, Turns
-from composable_shard.runtime.saved_values import warn_of_late_read
-from composable_shard.runtime.unit import (
-    IDLE,
-    ShardState,
-    StateRef,
-    TreeContext,
+from composable_shard.runtime.aborted import drop_aborted, note_abort
+from composable_shard.runtime.gathers import (
     drop_prefetched,
     end_in_backward,
-    first_to_join,
-    may_part,
     release_after_backward,
     return_to_idle,
-    trees,
 )
-from composable_shard.torch_private import (
-    DisableTorchFunctionSubclass,
-    current_backward_id,
-    queue_callback,
+from composable_shard.runtime.reducing import (
+    defers_all_reduce,
+    early_trees,
+    find_buckets,
+    find_late,
+    find_unsynced,
+    reduces,
+    step_facts,
+    use_flags,
 )
-
-
-def catch_up_before_next(context: TreeContext, turns: Turns) -> None:
-    """Let this rank issue what others may have before they failed, before all else on its groups.
-
-    Nothing here can block or fail. [Note: Buckets]
-    """
-    ref = weakref.ref(context)
-
-    def run() -> None:
-        if (found := ref()) is not None:
-            drop_aborted(found)
-
-    states = [each for each in context.live_states() if each.buckets and each.buckets.is_under_way]
-    full = [handle for state in states if state.buckets for handle in state.buckets.take_expected()]
-    due = [h for each in full for h in (turns.take(each) if each in turns else [each])]
-    context.expected = due if states else None
-    groups = [handle.shard_group for state in states for handle in state.handles]
-    before_next_collective(run, [each for one in groups for each in one.groups])
-
-
-def drop_aborted(context: TreeContext) -> None:
-    """Drop what an aborted backward left in handles; already published gradients stay.
-
-    Gradients that `no_sync` kept unsharded are dropped too: the aborted pass may have added to
-    some of them.
-    """
-    if not context.has_aborted:
-        return
-    try:
-        context.has_aborted = False  # what it issues may come back here
-        _catch_up(context)
-    finally:
-        context.has_aborted = True  # until all is dropped
-    context.forget_graphs()
-    for state in context.live_states():
-        for handle in state.handles:
-            if not handle.full.is_locked:
-                handle.full.warn_of_edits(handle.shown.flat, "in a backward hook")
-            forget_pending(handle)
-            handle.grads.drop()
-    return_to_idle(context)
-    context.has_aborted = False
-
-
-def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
-    """Let the ranks find out where one of them does not set this, once they have compared units.
-
-    Args:
-        states: The units that it is set on.
-        what: The setter, and the value.
-        is_new: Whether that changes anything.
-    """
-    agreed = [state for state in states if state.context and state.context.has_agreed]
-    if agreed and is_new:
-        groups = [handle.shard_group for state in agreed for handle in state.handles]
-        text = f"{what} of unit '{agreed[0].name}'"
-        enter_setting(text, [each for one in groups for each in (one.group, *one.joint_groups)])
-
-
-def note_unreached_call(context: TreeContext) -> None:
-    """Note that more calls than ever wait for a backward; warn if one ran and reached none.
-
-    Autograd finds sharded parameters in no graph, so `loss.backward(inputs=params)` runs no node
-    at all, and nothing tells of it. But it takes a number, as every backward does, also one that
-    failed before it reached a unit.
-    """
-    context.most_open_calls = context.open_calls
-    number, last = _next_backward_id(), context.probed_backward_id
-    context.probed_backward_id = number
-    others = [tree for tree in trees if tree is not context]
-    is_of_others = any(max(o.last_backward_id, o.probed_backward_id) > last for o in others)
-    if any(state.known_forwards.refuses_hooks for state in context.live_states()):
-        return  # or that of a transform in a forward
-    if not is_of_others and context.open_calls > 1 and context.last_backward_id < last < number - 1:
-        names = [state.name for ref in context.armed if (state := ref()) is not None]
-        warnings.warn(
-            f"a backward has run since the last forward of units {names}, and reached none of "
-            "them: they have no gradients from it. If it raised an error, that is why. If it was "
-            "backward(inputs=...) with sharded parameters, leave inputs out, or call unshard("
-            "module) before the forward and pass the parameters that the module shows then.",
-            stacklevel=2,
-        )
-
-
-def _next_backward_id() -> int:
-    """Return the number that the next backward would have had; the one after it has the next."""
-    found: list[int] = []
-    with torch.enable_grad():
-        leaf = torch.zeros((), requires_grad=True)
-        leaf.register_hook(lambda _: found.append(current_backward_id()))
-        leaf.backward()
-    return found[0]
-
-
-def _catch_up(context: TreeContext) -> None:
-    """Issue the reductions that other ranks may have issued before a backward failed.
-
-    An error of it is not ours to raise: all of it is dropped. [Note: Buckets]
-    """
-    expected, context.expected = context.expected, None
-    if expected is None:
-        return
-    with suppress(Exception):
-        for handle in context.live_handles():
-            handle.grads.advance()
-        for handle in expected:
-            state = context.owner_of(handle)
-            handle.grads.issue(
-                context.streams,
-                context.scratch,
-                keep_unsharded=True,
-                is_deferred=state is not None and _defers_all_reduce(state, handle),
-            )
-            handle.grads.advance()
-
-
-def find_late(
-    context: TreeContext,
-    handles: list[FlatParamHandle],
-    used: list[list[int]],
-    turns: Collection[FlatParamHandle],
-) -> list[tuple[ShardState, FlatParamHandle]]:
-    """Return what is reduced once more, see [Note: Buckets]; but `turns` have been."""
-    found = [handle for handle, flags in zip(handles, used, strict=True) if LATE in flags]
-    late = [(state, handle) for handle in found if (state := context.owner_of(handle)) is not None]
-    for state, _ in late:
-        if state.buckets is not None:
-            state.buckets.note_late()
-    return [(state, handle) for state, handle in late if handle not in turns]
-
-
-def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]) -> None:
-    """Forget an aborted backward, which the engine has dropped; show the sharded parameters.
-
-    Nothing here can block or fail. The next call deals with buffers and collectives in flight.
-    """
-    context = context_ref()
-    backward: Any = None if context is None else context.backward
-    if context is None or backward is None or not backward.is_called_by(callback):
-        return
-    context.backward, context.has_aborted, context.open_calls = None, True, 0
-    early_trees.pop(context, None)
-    catch_up_before_next(context, backward.turns)
-    armed = [state for ref in context.armed if (state := ref()) is not None]
-    warn_of_late_read([s.name for s in armed if s.needed and s.training_state is IDLE])
-    for state in context.live_states():
-        for handle in state.handles:
-            handle.grads.take_directly(False)
-            if state.depth == 0 and not state.is_held:
-                handle.shown.show_sharded()
-
+from composable_shard.runtime.reduction_order import LATE, NO_TURNS, EarlyGradients
+from composable_shard.runtime.unit import ShardState, StateRef, TreeContext, first_to_join, may_part
+from composable_shard.torch_private import current_backward_id, queue_callback
 
 _EngineCallback = partial[None]
 
@@ -287,12 +116,12 @@ class BackwardPass:
                     self.waiting[handle] = None
                 if handle.guard.has_new_attributes:
                     handle.adopt_changes()
-                if _reduces(state, handle):
+                if reduces(state, handle):
                     self.reducing.add(handle)
                 if handle.has_early_hooks and self.early is None:
                     self.early = EarlyGradients(context.flag_reductions)
         context.has_regions = context.has_regions or len(context.may_recompute) > 0
-        buckets, order = _find_buckets(context), context.reduction_order
+        buckets, order = find_buckets(context), context.reduction_order
         self.asks_for_late = context.has_regions
         if order is not None:
             # What is late in a bucket is packed before the flags could see it where it was.
@@ -321,22 +150,11 @@ class BackwardPass:
         if not groups:
             return
         own = int(self.accumulates)
-        flags = self._reduce_flags([(group, [own]) for group in groups.values()], highest=1)
+        flags = FlagReduction([(group, [own]) for group in groups.values()], highest=1)
+        self.context.flag_reductions.append(flags)
         if not own:
             self.accumulates = any(any(values) for values in flags.finish())
         self.is_sure_to_reduce = self.accumulates
-
-    def _reduce_flags(
-        self,
-        values: Sequence[tuple[ShardGroup, Sequence[int]]],
-        *,
-        highest: int,
-        facts: StepFacts | None = None,
-        proposal: Proposal | None = None,
-    ) -> FlagReduction:
-        flags = FlagReduction(values, highest=highest, facts=facts, proposal=proposal)
-        self.context.flag_reductions.append(flags)
-        return flags
 
     def is_called_by(self, callback: weakref.ref[_EngineCallback]) -> bool:
         """Return whether this is the object that the engine calls at the end of this backward."""
@@ -442,7 +260,7 @@ class BackwardPass:
         if not handle.has_early_hooks or early.is_final(handle):
             return
         handle.grads.pack_rest(may_overwrite=not self._keeps_values(handle))
-        is_due = state.is_last_backward and not _defers_all_reduce(state, handle)
+        is_due = state.is_last_backward and not defers_all_reduce(state, handle)
         if is_due and not self._is_ending:
             may_change = (
                 state.ref in self.context.may_recompute
@@ -471,7 +289,7 @@ class BackwardPass:
             let_buckets_go(self.context)
         # One reduction in flight: ending the last one here bounds the buffers to two units.
         self._advance_in_flight()
-        context, is_deferred = self.context, _defers_all_reduce(state, handle)
+        context, is_deferred = self.context, defers_all_reduce(state, handle)
         handle.grads.issue(
             context.streams, context.scratch, keep_unsharded=keeps, is_deferred=is_deferred
         )
@@ -507,24 +325,27 @@ class BackwardPass:
             # Whose gradients are final must be known before the others are asked about.
             self._advance_in_flight()
             self.early.collect(is_ending=True)
-        unsynced = self._find_unsynced()
+        known = {*self.positions, *self._reduced, *self.turns}
+        due = self.reducing - known if self.accumulates else ()
+        unsynced = find_unsynced(self.context, due) if due else []
         handles = self._pack_rest([handle for _, handle in unsynced])
         if self.is_sure_to_reduce:
             # Other ranks may have done so already, and wait for it.
             self._issue_rest(unsynced)
         self.issue_turns(self.turns.rest() if self.turns else ())
-        buckets = _find_buckets(self.context)
+        buckets = find_buckets(self.context)
         is_asked = bool(buckets) or self.asks_for_late
         late = {h for h in self._reduced if any(h.grads.arrived)} if self.asks_for_late else ()
-        flags = self._reduce_flags(
+        flags = FlagReduction(
             [
-                (h.shard_group, _use_flags(h, h in buckets, late) if is_asked else h.grads.used)
+                (h.shard_group, use_flags(h, h in buckets, late) if is_asked else h.grads.used)
                 for h in handles
             ],
             highest=LATE if is_asked else 1,
             facts=step_facts(self.context),
             proposal=self.turns.propose() if self.turns else None,
         )
+        self.context.flag_reductions.append(flags)
         if not self.accumulates:
             # Another rank may, where this one skips a unit for example.
             self.accumulates = any(any(used) for used in flags.finish())
@@ -540,16 +361,13 @@ class BackwardPass:
         self.context.open_calls = 0
         for handle in self.counted:
             handle.grads.awaited.reset()
-        self._mark_waiting()
+        for handle in self.waiting:
+            mark_pending(handle)
         return_to_idle(self.context)
         # Until here an interrupt counts as an abort of the backward.
         self.context.backward, self.context.spans_calls = None, self._reaches_earlier_call
         # Last of all: a user's hook may raise, or step an optimizer.
         self._run_last_hooks(published)
-
-    def _mark_waiting(self) -> None:
-        for handle in self.waiting:
-            mark_pending(handle)
 
     def _pack_rest(self, unsynced: list[FlatParamHandle]) -> list[FlatParamHandle]:
         """Pack all gradients that are not; return the handles that are published at the end."""
@@ -571,30 +389,6 @@ class BackwardPass:
         ready = () if self.early is None else {handle for handle, _ in self.early.ready}
         handles = dict.fromkeys([*turns, *self._reduced, *still_open, *unsynced])
         return [handle for handle in handles if handle not in ready]
-
-    def _find_unsynced(self) -> list[tuple[ShardState, FlatParamHandle]]:
-        """Return the handles with gradients of earlier microbatches that this backward reduces too.
-
-        Only those that it does not reach itself, each with its unit.
-        """
-        if not self.accumulates:
-            return []
-        return [
-            (state, handle)
-            for state in self.context.live_states()
-            for handle in state.handles
-            if handle not in self.positions
-            and handle not in self._reduced
-            and handle not in self.turns
-            and handle in self.reducing
-            and (
-                handle.grads.is_unsynced
-                or (
-                    handle.grads.reduction.partial is not None
-                    and not _defers_all_reduce(state, handle)
-                )
-            )
-        ]
 
     def _issue_rest(self, others: list[tuple[ShardState, FlatParamHandle]]) -> None:
         """Reduce what the end of the backward has left open, and other handles."""
@@ -660,10 +454,6 @@ class BackwardPass:
                 del error  # its traceback has this frame: a cycle
 
 
-# Of which the running backward may have reduced buckets early, on some ranks: one at most.
-early_trees: dict[TreeContext, None] = {}
-
-
 def let_buckets_go(context: TreeContext | None = None) -> None:
     """Reduce what any rank may have reduced early, before anything else is issued, [Note: Buckets].
 
@@ -706,68 +496,3 @@ def begin_backward(context: TreeContext) -> BackwardPass:
         backward = BackwardPass(context)
         backward.begin()
     return backward
-
-
-def _reduces(state: ShardState, handle: FlatParamHandle) -> bool:
-    """Return whether a backward reduces the gradients of the handle, or leaves them unsharded.
-
-    A buffer that holds them unsharded anyway is reduced once, when nothing is put off.
-    """
-    if not handle.grads.is_persistent:
-        return state.requires_gradient_sync
-    return state.reduces_fully
-
-
-def _defers_all_reduce(state: ShardState, handle: FlatParamHandle) -> bool:
-    """Return whether a reduction over the shard group leaves out the copies of the shard."""
-    is_due = state.requires_all_reduce and state.is_last_backward
-    return not is_due and bool(handle.shard_group.replicate_groups)
-
-
-def _find_buckets(context: TreeContext) -> dict[FlatParamHandle, ShardState]:
-    """Return the handles that may be reduced before their unit's end, each with its unit."""
-    return {
-        handle: state
-        for state in context.live_states()
-        if state.buckets is not None
-        for handle in state.handles
-        if _reduces(state, handle)
-    }
-
-
-def _use_flags(handle: FlatParamHandle, is_bucket: bool, late: Collection[object]) -> Sequence[int]:
-    used = handle.grads.used
-    if not is_bucket:
-        return [LATE * each for each in used] if handle in late else used
-    params = [entry.unsharded for entry in handle.entries]
-    is_late = [param is not None and param.grad is not None for param in params]
-    if not any(is_late) and handle not in late:
-        return used
-    return [LATE * (each or own) for each, own in zip(used, is_late, strict=True)]
-
-
-def step_facts(context: TreeContext) -> StepFacts:
-    """Return what the program has done since the last backward, for all ranks to compare.
-
-    Whether it has written parameters, those that each rank holds whole how often, and whether it
-    has left gradients there. Of parameters that one rank owns, steps of optimizers count: only the
-    owner writes, and has gradients.
-    """
-    handles = [handle for state in context.live_states() for handle in state.handles]
-    owned = [bool(handle.layout.owners) and handle.shard_group.size > 1 for handle in handles]
-    pairs = list(zip(handles, owned, strict=True))
-    now = {h.guard: h.guard.num_steps if is_owned else h.guard.num_writes for h, is_owned in pairs}
-    before, context.writes = context.writes, now
-    new = [now[handle.guard] - before.get(handle.guard, now[handle.guard]) for handle in handles]
-    num_whole = sum(num for num, h in zip(new, handles, strict=True) if h.shard_group.size == 1)
-    with DisableTorchFunctionSubclass():  # [Note: Many getters]
-        shown = (
-            each for handle, is_owned in pairs if not is_owned for each in handle.shown.at_rest
-        )
-        has_gradients = any(each.sharded.grad is not None for each in shown)
-    line = (
-        f"a backward with{'' if any(new) else 'out'} writes to parameters since the last one (by "
-        f"optimizer.step() or edits){f', {num_whole} of them,' if num_whole else ','} and with "
-        f"{'' if has_gradients else 'no '}gradients of earlier ones"
-    )
-    return StepFacts(line, [(handle.shard_group, handle.number) for handle in handles])

@@ -9,65 +9,49 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import HAVE_VALUES
-from composable_shard.runtime.backward import (
-    CallReached,
-    recompute,
-    runs_alone,
+from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
+from composable_shard.runtime.backward import CallReached, recompute
+from composable_shard.runtime.gathers import (
+    begin_sequence,
+    choose_ahead,
+    drop_prefetched,
+    gather_ahead,
+    gather_kept,
+    is_first_call,
+    release_handle,
 )
-from composable_shard.runtime.backward_pass import drop_aborted, note_unreached_call
-from composable_shard.runtime.casts import iter_tensors, map_tensors
-from composable_shard.runtime.initialization import (
+from composable_shard.runtime.initialization import attach_or_refresh, initialize
+from composable_shard.runtime.membership import (
     adopt_contents,
-    attach_or_refresh,
-    initialize,
     join_connected,
     renew_context,
     share_context,
 )
-from composable_shard.runtime.saved_values import frees_values, kept_tensors, refuse_views
-from composable_shard.runtime.tree import (
-    called_modules,
-    calling_modules,
-    has_changed,
-    read_state,
-)
+from composable_shard.runtime.outputs import arm, serve_graphs
+from composable_shard.runtime.tree import called_modules, calling_modules, has_changed, read_state
 from composable_shard.runtime.unit import (
     ForwardCall,
     ShardState,
     TrainingState,
     TreeContext,
-    begin_sequence,
-    drop_prefetched,
-    gather_ahead,
-    gather_kept,
-    is_first_call,
     num_calls,
-    release_handle,
     tree_refs,
 )
 from composable_shard.torch_private import (
     are_transforms_active,
-    base_of,
     current_backward_id,
-    current_dual_level,
     is_in_function,
     next_sequence_nr,
     num_dispatch_modes,
     outside_transforms,
-    sequence_nr_of,
-    set_versions,
     top_saved_tensors_hooks,
     unobserved,
-    version_of,
 )
 
 # Before a forward
@@ -184,7 +168,8 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
     _check_forward_in_scope(state)
     for handle in needed:
         handle.shown.check_registered()
-    ahead = call.choose_ahead(state)
+    upcoming = call.order.advance(state.ref)
+    ahead = choose_ahead(state, call.prefetched, state.forward_prefetch, upcoming)
     for target in ahead:
         _refresh(target)
     if not state.is_in_pass:
@@ -271,7 +256,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
         if has_hooks:
             known.end(state.name, sys.exc_info()[1])
         if output is not None:
-            output, is_armed = _arm(context, state, module, output, reached, is_looked_at=has_hooks)
+            output, is_armed = arm(context, state, module, output, reached, is_looked_at=has_hooks)
     finally:
         if state.modules_to_run == 0 or is_leader:
             keeps = state.reshard_after_forward is False or (
@@ -286,152 +271,12 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     return output
 
 
-def _serve_graphs(state: ShardState) -> None:
-    for handle in state.needed:
-        handle.full.serve_graphs()
-
-
 def _leave_transforms(state: ShardState, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
     if out is not None and state.context is not None:
-        _serve_graphs(state)
+        serve_graphs(state)
     with outside_transforms():
         post_forward(state, module, args, None)
     return out
-
-
-def _arm(
-    context: TreeContext,
-    state: ShardState,
-    module: nn.Module,
-    output: Any,
-    reached: CallReached | None,
-    *,
-    is_looked_at: bool,
-) -> tuple[Any, bool]:
-    if current_dual_level() >= 0:
-        _serve_graphs(state)  # [Note: Transforms]
-    num_nodes = next_sequence_nr() - state.call_sequence_nr
-    # Of buffers that do not outlive every view, with values now.
-    extents = [
-        (start := full.output.data_ptr(), start + full.nbytes)
-        for handle in state.needed
-        if not (full := handle.full).is_kept and full.state in HAVE_VALUES
-    ]
-    tensors = (output,) if isinstance(output, Tensor) else _tensors(output)
-    if extents and any([_is_within(extents, tensor) for tensor in tensors]):
-        output = _map_output(partial(_copy_alias, extents), output)
-        tensors = _tensors(output)
-    if not torch.is_grad_enabled():
-        return output, False
-    # An input, or the output of a unit inside, may come through unchanged, perhaps on this rank
-    # only. With nodes of their own the backward reaches the units in the same order on all ranks.
-    call = context.call
-    newest = state.call_sequence_nr
-    if call is not None and call.output_sequence_nr > newest:
-        newest = call.output_sequence_nr
-    if any([_is_older(tensor, newest) for tensor in tensors]):
-        output = _map_output(partial(_renew_older, newest), output)
-        tensors = _tensors(output)
-    if call is not None:
-        call.output_sequence_nr = state.output_sequence_nr = next_sequence_nr()
-    state.call_end = context.num_forwards
-    if state.known_forwards.keeps.get(num_nodes, True):
-        kept = _find_kept(state, module, extents, num_nodes, is_looked_at=is_looked_at)
-        tensors = [*tensors, *kept]
-    return output, _register(context, state, tensors, reached)
-
-
-def _find_kept(
-    state: ShardState,
-    module: nn.Module,
-    extents: list[tuple[int, int]],
-    num_nodes: int,
-    *,
-    is_looked_at: bool,
-) -> list[Tensor]:
-    """Return the tensors that the call has left on modules, where most losses are kept.
-
-    Where the number of nodes is new, the next backward leaves the values alone, [Note: Aliases].
-    """
-    found = list(kept_tensors(module))
-    kept = [tensor for tensor in found if not _is_older(tensor, state.call_sequence_nr)]
-    known = state.known_forwards
-    if num_nodes in known.keeps:
-        return kept
-    if extents and not state.is_held:
-        params = {id(param) for handle in state.needed for param in handle.full.params.built}
-        views = [each for each in found if id(each) not in params and _is_within(extents, each)]
-        refuse_views(state.name, views)
-    for handle in state.needed:
-        handle.full.params.note_late_reads()
-    is_looked_at = is_looked_at or not frees_values(state.needed)
-    known.note(num_nodes, keeps=bool(kept), is_looked_at=is_looked_at)
-    return kept
-
-
-def _register(
-    context: TreeContext,
-    state: ShardState,
-    tensors: Sequence[Tensor],
-    hook: CallReached | None,
-) -> bool:
-    """Let the backward tell when it reaches outputs of the unit; return whether it may."""
-    hook = hook or CallReached(state, None, context.num_forwards)
-    hook.runs_alone = state.buckets is not None and runs_alone(state)
-    is_armed = False
-    for tensor in tensors:
-        if tensor.requires_grad and (node := tensor.grad_fn) is not None:
-            node.register_prehook(hook)
-            base = base_of(tensor)
-            if base is not None and not _is_older(base, state.call_sequence_nr) and base.grad_fn:
-                # An in-place operation on a view gives the view a new node, fed by its base's.
-                base.grad_fn.register_prehook(hook)
-            is_armed = True
-    if is_armed:
-        context.armed.pop(state.ref, None)
-        context.armed[state.ref] = None
-    return is_armed
-
-
-def _is_older(tensor: Tensor, sequence_nr: int) -> bool:
-    """Return whether autograd knew a tensor before it had recorded so many nodes."""
-    node = tensor.grad_fn
-    return tensor.requires_grad if node is None else sequence_nr_of(node) < sequence_nr
-
-
-def _renew_older(newest: int, tensor: Tensor) -> Tensor:
-    """Give an older tensor a new node, in place where it may be detached in place afterwards."""
-    if not _is_older(tensor, newest):
-        return tensor
-    # An op in place on leaves, views and subclasses means more, or is refused.
-    if type(tensor) is not Tensor or tensor.grad_fn is None or base_of(tensor) is not None:
-        return tensor.view_as(tensor)
-    version = version_of(tensor)
-    tensor.transpose_(0, 0)
-    # Nothing was written: what autograd has saved of it is valid.
-    set_versions((tensor,), (version,))
-    return tensor
-
-
-def _is_within(extents: list[tuple[int, int]], tensor: Tensor) -> bool:
-    try:  # here, without a call for each output
-        pointer = tensor.data_ptr()
-    except RuntimeError:
-        return False
-    return any([start <= pointer < end for start, end in extents])
-
-
-def _copy_alias(extents: list[tuple[int, int]], tensor: Tensor) -> Tensor:
-    return tensor.clone() if _is_within(extents, tensor) else tensor
-
-
-def _tensors(output: Any) -> Sequence[Tensor]:
-    """Return the tensors in an output, which mostly is one."""
-    return (output,) if isinstance(output, Tensor) else list(iter_tensors(output))
-
-
-def _map_output(change: Callable[[Tensor], Tensor], output: Any) -> Any:
-    return change(output) if isinstance(output, Tensor) else map_tensors(output, change)
 
 
 def _leave_pass(

@@ -1,0 +1,146 @@
+"""Backwards that failed, or reached no unit: what is dropped, and what is still issued.
+
+[Note: End of backward]
+The autograd engine calls back at the end of a backward pass, but only if it succeeds. Only the
+engine holds the object that it would call. Once that object is dead without having been called,
+the backward was aborted, and its unpublished gradients are dropped as a whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from composable_shard.comm import before_next_collective
+from composable_shard.flat_param import forget_pending
+from composable_shard.runtime.gathers import return_to_idle
+from composable_shard.runtime.reducing import defers_all_reduce, early_trees
+from composable_shard.runtime.reduction_order import Turns
+from composable_shard.runtime.saved_values import warn_of_late_read
+from composable_shard.runtime.unit import IDLE, TreeContext, trees
+from composable_shard.torch_private import current_backward_id
+
+
+def catch_up_before_next(context: TreeContext, turns: Turns) -> None:
+    """Let this rank issue what others may have before they failed, before all else on its groups.
+
+    Nothing here can block or fail. [Note: Buckets]
+    """
+    ref = weakref.ref(context)
+
+    def run() -> None:
+        if (found := ref()) is not None:
+            drop_aborted(found)
+
+    states = [each for each in context.live_states() if each.buckets and each.buckets.is_under_way]
+    full = [handle for state in states if state.buckets for handle in state.buckets.take_expected()]
+    due = [h for each in full for h in (turns.take(each) if each in turns else [each])]
+    context.expected = due if states else None
+    groups = [handle.shard_group for state in states for handle in state.handles]
+    before_next_collective(run, [each for one in groups for each in one.groups])
+
+
+def drop_aborted(context: TreeContext) -> None:
+    """Drop what an aborted backward left in handles; already published gradients stay.
+
+    Gradients that `no_sync` kept unsharded are dropped too: the aborted pass may have added to
+    some of them.
+    """
+    if not context.has_aborted:
+        return
+    try:
+        context.has_aborted = False  # what it issues may come back here
+        _catch_up(context)
+    finally:
+        context.has_aborted = True  # until all is dropped
+    context.forget_graphs()
+    for state in context.live_states():
+        for handle in state.handles:
+            if not handle.full.is_locked:
+                handle.full.warn_of_edits(handle.shown.flat, "in a backward hook")
+            forget_pending(handle)
+            handle.grads.drop()
+    return_to_idle(context)
+    context.has_aborted = False
+
+
+def note_unreached_call(context: TreeContext) -> None:
+    """Note that more calls than ever wait for a backward; warn if one ran and reached none.
+
+    Autograd finds sharded parameters in no graph, so `loss.backward(inputs=params)` runs no node
+    at all, and nothing tells of it. But it takes a number, as every backward does, also one that
+    failed before it reached a unit.
+    """
+    context.most_open_calls = context.open_calls
+    number, last = _next_backward_id(), context.probed_backward_id
+    context.probed_backward_id = number
+    others = [tree for tree in trees if tree is not context]
+    is_of_others = any(max(o.last_backward_id, o.probed_backward_id) > last for o in others)
+    if any(state.known_forwards.refuses_hooks for state in context.live_states()):
+        return  # or that of a transform in a forward
+    if not is_of_others and context.open_calls > 1 and context.last_backward_id < last < number - 1:
+        names = [state.name for ref in context.armed if (state := ref()) is not None]
+        warnings.warn(
+            f"a backward has run since the last forward of units {names}, and reached none of "
+            "them: they have no gradients from it. If it raised an error, that is why. If it was "
+            "backward(inputs=...) with sharded parameters, leave inputs out, or call unshard("
+            "module) before the forward and pass the parameters that the module shows then.",
+            stacklevel=2,
+        )
+
+
+def _next_backward_id() -> int:
+    """Return the number that the next backward would have had; the one after it has the next."""
+    found: list[int] = []
+    with torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        leaf.register_hook(lambda _: found.append(current_backward_id()))
+        leaf.backward()
+    return found[0]
+
+
+def _catch_up(context: TreeContext) -> None:
+    """Issue the reductions that other ranks may have issued before a backward failed.
+
+    An error of it is not ours to raise: all of it is dropped. [Note: Buckets]
+    """
+    expected, context.expected = context.expected, None
+    if expected is None:
+        return
+    with suppress(Exception):
+        for handle in context.live_handles():
+            handle.grads.advance()
+        for handle in expected:
+            state = context.owner_of(handle)
+            handle.grads.issue(
+                context.streams,
+                context.scratch,
+                keep_unsharded=True,
+                is_deferred=state is not None and defers_all_reduce(state, handle),
+            )
+            handle.grads.advance()
+
+
+def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]) -> None:
+    """Forget an aborted backward, which the engine has dropped; show the sharded parameters.
+
+    Nothing here can block or fail. The next call deals with buffers and collectives in flight.
+    """
+    context = context_ref()
+    backward: Any = None if context is None else context.backward
+    if context is None or backward is None or not backward.is_called_by(callback):
+        return
+    context.backward, context.has_aborted, context.open_calls = None, True, 0
+    early_trees.pop(context, None)
+    catch_up_before_next(context, backward.turns)
+    armed = [state for ref in context.armed if (state := ref()) is not None]
+    warn_of_late_read([s.name for s in armed if s.needed and s.training_state is IDLE])
+    for state in context.live_states():
+        for handle in state.handles:
+            handle.grads.take_directly(False)
+            if state.depth == 0 and not state.is_held:
+                handle.shown.show_sharded()

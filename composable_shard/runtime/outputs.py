@@ -1,0 +1,169 @@
+"""What a forward returns, or leaves on modules: what announces its unit to a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_shard.flat_param import HAVE_VALUES
+from composable_shard.runtime.backward import CallReached, runs_alone
+from composable_shard.runtime.casts import iter_tensors, map_tensors
+from composable_shard.runtime.saved_values import frees_values, kept_tensors, refuse_views
+from composable_shard.runtime.unit import ShardState, TreeContext
+from composable_shard.torch_private import (
+    base_of,
+    current_dual_level,
+    next_sequence_nr,
+    sequence_nr_of,
+    set_versions,
+    version_of,
+)
+
+
+def serve_graphs(state: ShardState) -> None:
+    """Keep the unit's full values for graphs that nobody announces."""
+    for handle in state.needed:
+        handle.full.serve_graphs()
+
+
+def arm(
+    context: TreeContext,
+    state: ShardState,
+    module: nn.Module,
+    output: Any,
+    reached: CallReached | None,
+    *,
+    is_looked_at: bool,
+) -> tuple[Any, bool]:
+    """Let a backward reach what a call returns or leaves on modules.
+
+    Return the output, without views of full values, and whether a backward may reach the call.
+    """
+    if current_dual_level() >= 0:
+        serve_graphs(state)  # [Note: Transforms]
+    num_nodes = next_sequence_nr() - state.call_sequence_nr
+    # Of buffers that do not outlive every view, with values now.
+    extents = [
+        (start := full.output.data_ptr(), start + full.nbytes)
+        for handle in state.needed
+        if not (full := handle.full).is_kept and full.state in HAVE_VALUES
+    ]
+    tensors = (output,) if isinstance(output, Tensor) else _tensors(output)
+    if extents and any([_is_within(extents, tensor) for tensor in tensors]):
+        output = _map_output(partial(_copy_alias, extents), output)
+        tensors = _tensors(output)
+    if not torch.is_grad_enabled():
+        return output, False
+    # An input, or the output of a unit inside, may come through unchanged, perhaps on this rank
+    # only. With nodes of their own the backward reaches the units in the same order on all ranks.
+    call = context.call
+    newest = state.call_sequence_nr
+    if call is not None and call.output_sequence_nr > newest:
+        newest = call.output_sequence_nr
+    if any([_is_older(tensor, newest) for tensor in tensors]):
+        output = _map_output(partial(_renew_older, newest), output)
+        tensors = _tensors(output)
+    if call is not None:
+        call.output_sequence_nr = state.output_sequence_nr = next_sequence_nr()
+    state.call_end = context.num_forwards
+    if state.known_forwards.keeps.get(num_nodes, True):
+        kept = _find_kept(state, module, extents, num_nodes, is_looked_at=is_looked_at)
+        tensors = [*tensors, *kept]
+    return output, _register(context, state, tensors, reached)
+
+
+def _find_kept(
+    state: ShardState,
+    module: nn.Module,
+    extents: list[tuple[int, int]],
+    num_nodes: int,
+    *,
+    is_looked_at: bool,
+) -> list[Tensor]:
+    """Return the tensors that the call has left on modules, where most losses are kept.
+
+    Where the number of nodes is new, the next backward leaves the values alone, [Note: Aliases].
+    """
+    found = list(kept_tensors(module))
+    kept = [tensor for tensor in found if not _is_older(tensor, state.call_sequence_nr)]
+    known = state.known_forwards
+    if num_nodes in known.keeps:
+        return kept
+    if extents and not state.is_held:
+        params = {id(param) for handle in state.needed for param in handle.full.params.built}
+        views = [each for each in found if id(each) not in params and _is_within(extents, each)]
+        refuse_views(state.name, views)
+    for handle in state.needed:
+        handle.full.params.note_late_reads()
+    is_looked_at = is_looked_at or not frees_values(state.needed)
+    known.note(num_nodes, keeps=bool(kept), is_looked_at=is_looked_at)
+    return kept
+
+
+def _register(
+    context: TreeContext,
+    state: ShardState,
+    tensors: Sequence[Tensor],
+    hook: CallReached | None,
+) -> bool:
+    """Let the backward tell when it reaches outputs of the unit; return whether it may."""
+    hook = hook or CallReached(state, None, context.num_forwards)
+    hook.runs_alone = state.buckets is not None and runs_alone(state)
+    is_armed = False
+    for tensor in tensors:
+        if tensor.requires_grad and (node := tensor.grad_fn) is not None:
+            node.register_prehook(hook)
+            base = base_of(tensor)
+            if base is not None and not _is_older(base, state.call_sequence_nr) and base.grad_fn:
+                # An in-place operation on a view gives the view a new node, fed by its base's.
+                base.grad_fn.register_prehook(hook)
+            is_armed = True
+    if is_armed:
+        context.armed.pop(state.ref, None)
+        context.armed[state.ref] = None
+    return is_armed
+
+
+def _is_older(tensor: Tensor, sequence_nr: int) -> bool:
+    """Return whether autograd knew a tensor before it had recorded so many nodes."""
+    node = tensor.grad_fn
+    return tensor.requires_grad if node is None else sequence_nr_of(node) < sequence_nr
+
+
+def _renew_older(newest: int, tensor: Tensor) -> Tensor:
+    """Give an older tensor a new node, in place where it may be detached in place afterwards."""
+    if not _is_older(tensor, newest):
+        return tensor
+    # An op in place on leaves, views and subclasses means more, or is refused.
+    if type(tensor) is not Tensor or tensor.grad_fn is None or base_of(tensor) is not None:
+        return tensor.view_as(tensor)
+    version = version_of(tensor)
+    tensor.transpose_(0, 0)
+    # Nothing was written: what autograd has saved of it is valid.
+    set_versions((tensor,), (version,))
+    return tensor
+
+
+def _is_within(extents: list[tuple[int, int]], tensor: Tensor) -> bool:
+    try:  # here, without a call for each output
+        pointer = tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return any([start <= pointer < end for start, end in extents])
+
+
+def _copy_alias(extents: list[tuple[int, int]], tensor: Tensor) -> Tensor:
+    return tensor.clone() if _is_within(extents, tensor) else tensor
+
+
+def _tensors(output: Any) -> Sequence[Tensor]:
+    """Return the tensors in an output, which mostly is one."""
+    return (output,) if isinstance(output, Tensor) else list(iter_tensors(output))
+
+
+def _map_output(change: Callable[[Tensor], Tensor], output: Any) -> Any:
+    return change(output) if isinstance(output, Tensor) else map_tensors(output, change)

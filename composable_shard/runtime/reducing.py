@@ -1,0 +1,127 @@
+"""Which gradients a backward reduces, and what all ranks compare about that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from composable_shard.comm import StepFacts
+from composable_shard.comm import note_setting as enter_setting
+from composable_shard.flat_param import FlatParamHandle
+from composable_shard.runtime.reduction_order import LATE
+from composable_shard.runtime.unit import ShardState, TreeContext
+from composable_shard.torch_private import DisableTorchFunctionSubclass
+
+# Of which the running backward may have reduced buckets early, on some ranks: one at most.
+early_trees: dict[TreeContext, None] = {}
+
+
+def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
+    """Let the ranks find out where one of them does not set this, once they have compared units.
+
+    Args:
+        states: The units that it is set on.
+        what: The setter, and the value.
+        is_new: Whether that changes anything.
+    """
+    agreed = [state for state in states if state.context and state.context.has_agreed]
+    if agreed and is_new:
+        groups = [handle.shard_group for state in agreed for handle in state.handles]
+        text = f"{what} of unit '{agreed[0].name}'"
+        enter_setting(text, [each for one in groups for each in (one.group, *one.joint_groups)])
+
+
+def find_late(
+    context: TreeContext,
+    handles: list[FlatParamHandle],
+    used: list[list[int]],
+    turns: Collection[FlatParamHandle],
+) -> list[tuple[ShardState, FlatParamHandle]]:
+    """Return what is reduced once more, see [Note: Buckets]; but `turns` have been."""
+    found = [handle for handle, flags in zip(handles, used, strict=True) if LATE in flags]
+    late = [(state, handle) for handle in found if (state := context.owner_of(handle)) is not None]
+    for state, _ in late:
+        if state.buckets is not None:
+            state.buckets.note_late()
+    return [(state, handle) for state, handle in late if handle not in turns]
+
+
+def reduces(state: ShardState, handle: FlatParamHandle) -> bool:
+    """Return whether a backward reduces the gradients of the handle, or leaves them unsharded.
+
+    A buffer that holds them unsharded anyway is reduced once, when nothing is put off.
+    """
+    if not handle.grads.is_persistent:
+        return state.requires_gradient_sync
+    return state.reduces_fully
+
+
+def defers_all_reduce(state: ShardState, handle: FlatParamHandle) -> bool:
+    """Return whether a reduction over the shard group leaves out the copies of the shard."""
+    is_due = state.requires_all_reduce and state.is_last_backward
+    return not is_due and bool(handle.shard_group.replicate_groups)
+
+
+def find_buckets(context: TreeContext) -> dict[FlatParamHandle, ShardState]:
+    """Return the handles that may be reduced before their unit's end, each with its unit."""
+    return {
+        handle: state
+        for state in context.live_states()
+        if state.buckets is not None
+        for handle in state.handles
+        if reduces(state, handle)
+    }
+
+
+def use_flags(handle: FlatParamHandle, is_bucket: bool, late: Collection[object]) -> Sequence[int]:
+    """Return for each parameter whether it got a gradient, and whether that came too late."""
+    used = handle.grads.used
+    if not is_bucket:
+        return [LATE * each for each in used] if handle in late else used
+    params = [entry.unsharded for entry in handle.entries]
+    is_late = [param is not None and param.grad is not None for param in params]
+    if not any(is_late) and handle not in late:
+        return used
+    return [LATE * (each or own) for each, own in zip(used, is_late, strict=True)]
+
+
+def find_unsynced(
+    context: TreeContext, due: Collection[FlatParamHandle]
+) -> list[tuple[ShardState, FlatParamHandle]]:
+    """Return which of some handles have gradients of earlier microbatches, each with its unit."""
+    return [
+        (state, handle)
+        for state in context.live_states()
+        for handle in state.handles
+        if handle in due
+        and (
+            handle.grads.is_unsynced
+            or (handle.grads.reduction.partial is not None and not defers_all_reduce(state, handle))
+        )
+    ]
+
+
+def step_facts(context: TreeContext) -> StepFacts:
+    """Return what the program has done since the last backward, for all ranks to compare.
+
+    Whether it has written parameters, those that each rank holds whole how often, and whether it
+    has left gradients there. Of parameters that one rank owns, steps of optimizers count: only the
+    owner writes, and has gradients.
+    """
+    handles = [handle for state in context.live_states() for handle in state.handles]
+    owned = [bool(handle.layout.owners) and handle.shard_group.size > 1 for handle in handles]
+    pairs = list(zip(handles, owned, strict=True))
+    now = {h.guard: h.guard.num_steps if is_owned else h.guard.num_writes for h, is_owned in pairs}
+    before, context.writes = context.writes, now
+    new = [now[handle.guard] - before.get(handle.guard, now[handle.guard]) for handle in handles]
+    num_whole = sum(num for num, h in zip(new, handles, strict=True) if h.shard_group.size == 1)
+    with DisableTorchFunctionSubclass():  # [Note: Many getters]
+        shown = (
+            each for handle, is_owned in pairs if not is_owned for each in handle.shown.at_rest
+        )
+        has_gradients = any(each.sharded.grad is not None for each in shown)
+    line = (
+        f"a backward with{'' if any(new) else 'out'} writes to parameters since the last one (by "
+        f"optimizer.step() or edits){f', {num_whole} of them,' if num_whole else ','} and with "
+        f"{'' if has_gradients else 'no '}gradients of earlier ones"
+    )
+    return StepFacts(line, [(handle.shard_group, handle.number) for handle in handles])
