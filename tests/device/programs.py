@@ -182,6 +182,7 @@ def failed_backward() -> None:
     for options in ({}, {"mesh": _mesh()}, {"offload_policy": ON_HOST}):
         model = shard_net(**options)
         optimizer = make_optimizer(model)  # a failed backward may leave full parameters shown
+        train_net(model, optimizer, num_steps=1)  # later backwards pack gradients in place
 
         def fail(*_: object) -> None:
             raise ZeroDivisionError
