@@ -36,6 +36,8 @@ from composable_shard.options import Granularity, OffloadPolicy, ShardingStrateg
 from composable_shard.tensor import (
     FlatShard,
     FlatShardOfDTensor,
+    ParamLabel,
+    ShardedParams,
     ShardSpec,
     WriteGuard,
     note_steps,
@@ -48,7 +50,7 @@ from composable_shard.torch_private import (
 GradientHook = Callable[["FlatParamHandle", int], None]
 
 
-class FlatParamHandle:
+class FlatParamHandle(ShardedParams):
     """One flat parameter: parameters of a unit that share dtypes, requires_grad and mesh.
 
     At rest it holds this rank's shard. `unshard` gathers the full values into one buffer, and
@@ -165,6 +167,16 @@ class FlatParamHandle:
     def rename(self, name: str) -> None:
         """Take the name of a unit that got another one."""
         self.name = self.full.name = self.grads.name = self.grads.reduction.name = name
+
+    def labels(self) -> list[ParamLabel]:
+        """Return those of the parameters, and of the flat parameter if there is one."""
+        flat = self.shown.flat
+        return [each.label for each in (self.entries if flat is None else [*self.entries, flat])]
+
+    def trained_shards(self) -> list[FlatShard]:
+        """Return the parameters at rest; none while they are frozen, or one flat parameter."""
+        is_trained = self.requires_grad and not self.shown.shows_flat
+        return [entry.sharded for entry in self.entries] if is_trained else []
 
     def describe_entries(self, options: str) -> list[str]:
         """Return a line for each parameter with all that the ranks must agree on."""

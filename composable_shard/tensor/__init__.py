@@ -16,6 +16,7 @@ from composable_shard.tensor.flat_shard import (
     wrap,
 )
 from composable_shard.tensor.gradient_rules import (
+    ShardedParams,
     Slices,
     group_slices,
     join_tree,

@@ -155,9 +155,6 @@ class FlatShard(Checkpointable):
             run = OP_RULES.on_whole(func, args, kwargs or {})
             if run is None:
                 raise error.refusal(is_trained) from None
-        except RuntimeError as error:
-            explain_devices(func, args, error)
-            raise
         return run()
 
     @classmethod
@@ -307,21 +304,6 @@ class FlatShard(Checkpointable):
     lerp_ = _direct("lerp_")
     mul_ = _direct("mul_")
     sub_ = _direct("sub_")
-
-
-def explain_devices(func: Any, args: tuple[Any, ...], error: RuntimeError) -> None:
-    """Raise an error that says more where the operands are not on one device."""
-    operands = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
-    devices = {item._local.device: item for item in operands if isinstance(item, FlatShard)}
-    if len(devices) > 1:
-        found = ", ".join(
-            f"a shard of '{item._shard_spec.label}' on {device}" for device, item in devices.items()
-        )
-        raise RuntimeError(
-            f"{getattr(func, 'overloadpacket', func)} needs its operands on one device, got "
-            f"{found}. Optimizer state that is not where the parameters are: "
-            "optimizer.load_state_dict(optimizer.state_dict()) moves it there."
-        ) from error
 
 
 def whole_of(shard: FlatShard) -> Tensor:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -31,7 +32,7 @@ from torch.optim.optimizer import (
 from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor.flat_shard import FlatShard
-from composable_shard.tensor.operands import describe_operands, note_write
+from composable_shard.tensor.operands import describe_operands, note_write, unsupported
 from composable_shard.tensor.reduction_rules import (
     HALF,
     is_inexact,
@@ -48,28 +49,22 @@ from composable_shard.tensor.shard_spec import ParamLabel
 from composable_shard.torch_private import OpOverload, foreach_norm
 
 
-class _Entry(Protocol):
-    @property
-    def label(self) -> ParamLabel: ...
-    @property
-    def sharded(self) -> FlatShard: ...
+class ShardedParams(ABC):
+    """What the rules ask of a handle.
 
+    Attributes:
+        layout: Who owns what.
+    """
 
-class _Shown(Protocol):
-    shows_flat: bool
-
-    @property
-    def flat(self) -> _Entry | None: ...
-
-
-class _Handle(Protocol):
-    requires_grad: bool
     layout: FlatLayout
 
-    @property
-    def shown(self) -> _Shown: ...
-    @property
-    def entries(self) -> Sequence[_Entry]: ...
+    @abstractmethod
+    def labels(self) -> list[ParamLabel]:
+        """Return those of the parameters, and of the flat parameter if there is one."""
+
+    @abstractmethod
+    def trained_shards(self) -> list[FlatShard]:
+        """Return the parameters at rest; none while they are frozen, or one flat parameter."""
 
 
 class _StepHooks:
@@ -79,7 +74,7 @@ class _StepHooks:
         self._hooks: list[Any] = []
         self._num_handles = 0
 
-    def keep_for(self, handle: _Handle) -> None:
+    def keep_for(self, handle: ShardedParams) -> None:
         """Keep the hooks for as long as the handle lives."""
         if not self._hooks:
             self._hooks.append(register_optimizer_step_pre_hook(_note_writes))
@@ -96,28 +91,28 @@ class _StepHooks:
 _step_hooks = _StepHooks()
 
 
-def note_steps(handle: _Handle) -> None:
+def note_steps(handle: ShardedParams) -> None:
     """Count steps as writes while the handle lives, if it has owned parameters."""
     if _has_owned(handle):
         _step_hooks.keep_for(handle)
 
 
-def join_tree(handles: Iterable[_Handle]) -> None:
+def join_tree(handles: Iterable[ShardedParams]) -> None:
     """Let the gradients of all handles of a tree know which of its parameters are owned.
 
     Their labels lead to the handles. A deep copy shares labels with the original, so trees that
     have a label in common are treated as one.
     """
     handles = list(handles)
-    entries = [e for each in handles for e in (*each.entries, each.shown.flat) if e is not None]
+    labels = [label for handle in handles for label in handle.labels()]
     owned = WeakSet(handle for handle in handles if _has_owned(handle))
-    for entry in entries:
-        owned.update(entry.label.owned or ())
-    for entry in entries:
-        entry.label.owned = owned
+    for label in labels:
+        owned.update(label.owned or ())
+    for label in labels:
+        label.owned = owned
 
 
-def _has_owned(handle: _Handle) -> bool:
+def _has_owned(handle: ShardedParams) -> bool:
     return bool(handle.layout.owners) and handle.layout.world_size > 1
 
 
@@ -128,8 +123,7 @@ def _trainable_owned(shards: Iterable[FlatShard]) -> Iterator[FlatShard]:
     """
     trees = {id(owned): owned for x in shards if (owned := x._shard_spec.label.owned)}
     for handle in {handle for owned in trees.values() for handle in owned}:
-        if handle.requires_grad and not handle.shown.shows_flat:
-            yield from (entry.sharded for entry in handle.entries)
+        yield from handle.trained_shards()
 
 
 def _note_writes(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -158,7 +152,10 @@ def _norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     shard = shard_of(func, args, option(func, args, kwargs, "dim"))
     name = "ord" if func is aten.linalg_vector_norm.default else "p"
     order = option(func, args, kwargs, name)
-    norm = norms_of([shard], 2.0 if order is None else float(order), kwargs.get("dtype"))[0]
+    order = 2.0 if order is None else float(order)
+    if order <= 0:
+        raise unsupported(func, args)  # no norm of the slices' norms: gathered
+    norm = norms_of([shard], order, kwargs.get("dtype"))[0]
     return shaped(shard, norm, option(func, args, kwargs, "keepdim"))
 
 
@@ -166,6 +163,8 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     order = float(option(func, args, kwargs, "ord"))
     dtype = option(func, args, kwargs, "dtype")
     shards = [item for item in args[0] if isinstance(item, FlatShard)]
+    if order <= 0:
+        raise unsupported(func, args)
     _check_all_ranks_have_them(shards)
     norms = iter(norms_of(shards, order, dtype))
     return [
@@ -265,38 +264,21 @@ def total_norms(slices: Slices, order: float) -> list[Tensor]:
 
 
 def _combined_norms(locals_: list[Tensor], order: float, groups: tuple[str, ...]) -> list[Tensor]:
-    device = locals_[0].device
-    norms = _local_norms(locals_, order)
+    device, norms = locals_[0].device, iter(_local_norms(locals_, order))
+    # Of an empty slice 0, filled in by the device: the host must not wait.
+    nothing = torch.zeros((), dtype=_exact(device), device=device)
+    values = torch.stack([next(norms).to(nothing) if x.numel() else nothing for x in locals_])
     if math.isinf(order):
-        sign = 1 if order > 0 else -1
-        values = _stack(locals_, norms, 0.0 if order > 0 else math.inf)
-        return list((sign * max_over(sign * values, groups)).unbind())
-    exponent = order if order != 0 else 1.0
-    powers = [norm.to(_exact(device)) ** exponent for norm in norms]
-    total = sum_over(_stack(locals_, powers, 0.0), groups)
-    return list((total ** (1.0 / exponent)).unbind())
+        return list(max_over(values, groups).unbind())
+    return list((sum_over(values**order, groups) ** (1.0 / order)).unbind())
 
 
 def _local_norms(locals_: list[Tensor], order: float) -> list[Tensor]:
     """Return the norms of the slices that are not empty, in order."""
     filled = [local for local in locals_ if local.numel()]
-    if not filled:
-        return []
-    if order == 0 or order < 0 or any(local.dtype in HALF for local in filled):
+    if any(local.dtype in HALF for local in filled):
         return [torch.linalg.vector_norm(local, order, dtype=wide(local.dtype)) for local in filled]
-    return list(foreach_norm(filled, order))
-
-
-def _stack(locals_: list[Tensor], values: list[Tensor], identity: float) -> Tensor:
-    """Return a value for each slice, in order: the values, and the identity for empty slices.
-
-    Args:
-        identity: What does not count. Filled in by the device: the host must not wait.
-    """
-    device = locals_[0].device
-    dtype, filled = _exact(device), iter(values)
-    nothing = torch.full((), identity, dtype=dtype, device=device)
-    return torch.stack([next(filled).to(dtype) if x.numel() else nothing for x in locals_])
+    return list(foreach_norm(filled, order)) if filled else []
 
 
 def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from composable_shard.tensor.flat_shard import (
     FlatShard,
-    explain_devices,
     is_trainable,
     lead,
     whole_of,
@@ -24,7 +23,6 @@ from composable_shard.tensor.operands import (
     unsupported,
     write_to_plain,
 )
-from composable_shard.tensor.pointwise_rules import copy
 from composable_shard.tensor.rule_table import NeedsWhole, Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import (
@@ -104,11 +102,7 @@ class _ListRule:
         except (AttributeError, RuntimeError):
             return NotImplemented
         self._note_writes(args)
-        try:
-            results = function(*operands, **kwargs)
-        except RuntimeError as error:
-            explain_devices(function, args, error)
-            raise
+        results = function(*operands, **kwargs)
         if not self._has_results:
             return None if results is None else args[0]
         shards = tuple(map(wrap, results, specs))
@@ -240,18 +234,3 @@ def run_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return NotImplemented
     rule = _FUNCTION_RULES[function]
     return NotImplemented if rule is None else rule.run(function, args, kwargs)
-
-
-def _foreach_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Copy item by item where a source is plain and full-size, else in one call."""
-    targets, sources, *others = args
-    if all(isinstance(source, FlatShard) for source in sources):
-        _copy_lists(func, args, kwargs)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        copy(aten.copy_.default, (target, source, *others), kwargs)
-
-
-_copy_lists = _ListRule(aten._foreach_copy_.default)
-
-RULES: dict[OpOverload, Rule] = {aten._foreach_copy_.default: _foreach_copy}

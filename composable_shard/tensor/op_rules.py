@@ -26,7 +26,7 @@ def register_op_rules() -> None:
     """
     if OP_RULES.families:
         return
-    for module in (pointwise_rules, list_rules, view_rules, reduction_rules, gradient_rules):
+    for module in (pointwise_rules, view_rules, reduction_rules, gradient_rules):
         OP_RULES.update(module.RULES)
     OP_RULES.families += [
         pointwise_rules.pointwise_family,

@@ -98,6 +98,22 @@ def _fill_value(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     return target
 
 
+def _put_where(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    """Run `x[mask] = number`, of one range, as Rprop does."""
+    target, (mask, *further), value, *others = args
+    if not isinstance(target, FlatShard) or further or value.dim():
+        raise unsupported(func, args)
+    if isinstance(mask, FlatShard):
+        (local, mask), _ = local_operands(func, (target, mask))
+    elif target.numel() == 1:  # torch has asked a mask without dims for its value
+        local, mask = target._local, mask[: target._local.numel()]
+    else:
+        raise unsupported(func, args)
+    note_write(target)
+    func(local, [mask], value, *others)
+    return target
+
+
 def _run(
     call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -300,6 +316,7 @@ RULES: dict[OpOverload, Rule] = {
     aten.zero_.default: partial(_run_in_place, Tensor.zero_),
     aten.fill_.Scalar: partial(_run_in_place, Tensor.fill_),
     aten.fill_.Tensor: _fill_value,
+    aten.index_put_.default: _put_where,
     aten.new_zeros.default: _new_filled,
     aten.new_ones.default: _new_filled,
     aten.new_full.default: _new_filled,

@@ -13,8 +13,8 @@ that one rank holds whole all ranks have a shard, mostly empty: it is a collecti
 Its gradient is on that rank alone, which would get a value that the others don't have: it raises,
 outside of an optimizer's step, which runs on that rank alone as a whole.
 
-A reduction over some dims, and what few call (a variance, the order of elements), run on whole
-tensors, [Note: Gathered operands].
+Sums and norms reduce the slices. Any other reduction (over some dims, a mean, a maximum, the order
+of elements) runs on whole tensors, [Note: Gathered operands].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard.comm import all_gather_uneven, all_reduce, resolve_group
+from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.tensor.flat_shard import FlatShard, wrap
 from composable_shard.tensor.operands import note_write, unsupported
 from composable_shard.tensor.rule_table import Rule
@@ -89,7 +89,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def shard_of(func: OpOverload, args: tuple[Any, ...], dims: Any = None) -> FlatShard:
     """Return the operand of a reduction over all dims; raise if `dims` leaves some out."""
     shard = args[0]
-    if not isinstance(shard, FlatShard) or _is_alone(shard._shard_spec):
+    if not isinstance(shard, FlatShard) or is_alone(shard._shard_spec):
         raise unsupported(func, args)
     if dims is not None and shard.dim():
         listed = [dims] if isinstance(dims, int) else list(dims)
@@ -102,7 +102,7 @@ def shard_of(func: OpOverload, args: tuple[Any, ...], dims: Any = None) -> FlatS
     return shard
 
 
-def _is_alone(spec: ShardSpec) -> bool:
+def is_alone(spec: ShardSpec) -> bool:
     """Whether no other rank has elements of the tensor."""
     return spec.is_alone and spec.tensor_parallel is None
 
@@ -139,23 +139,8 @@ def shaped(shard: FlatShard, value: Tensor, keepdim: Any) -> Tensor:
 def _sum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     shard = shard_of(func, args, option(func, args, kwargs, "dim"))
     dtype = kwargs.get("dtype") or (shard.dtype if is_inexact(shard.dtype) else torch.int64)
-    total = _total(shard, dtype).to(dtype)
-    return shaped(shard, total, option(func, args, kwargs, "keepdim"))
-
-
-def _total(shard: FlatShard, dtype: torch.dtype) -> Tensor:
-    return sum_over(shard._local.sum(dtype=wide(dtype)), reduction_groups(shard._shard_spec))
-
-
-def _mean(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
-    dtype = kwargs.get("dtype") or shard.dtype
-    if not is_inexact(dtype):
-        raise RuntimeError(
-            f"{func.overloadpacket} needs a floating-point or complex dtype, got {dtype}"
-        )
-    mean = (_total(shard, dtype) / shard.numel()).to(dtype)
-    return shaped(shard, mean, option(func, args, kwargs, "keepdim"))
+    total = sum_over(shard._local.sum(dtype=wide(dtype)), reduction_groups(shard._shard_spec))
+    return shaped(shard, total.to(dtype), option(func, args, kwargs, "keepdim"))
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
@@ -163,35 +148,13 @@ def is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _repeated(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Run max, min, any or all on the slices, and once more on the results of the ranks."""
-    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
-    spec, local = shard._shard_spec, shard._local
-    if spec.tensor_parallel is not None or (shard.is_complex() and func not in _TRUTHS):
-        raise unsupported(func, args)  # gathered, so that torch itself raises on all ranks
-    reduce = getattr(torch, schema_of(func).name.removeprefix("aten::"))
-    own = reduce(local).view(1) if local.numel() else reduce(local.new_zeros(1)).view(1)[:0]
-    numels = [min(numel, 1) for numel in spec.numels]
-    found = all_gather_uneven(own, numels, resolve_group(spec.group_name))
-    return shaped(shard, reduce(found), option(func, args, kwargs, "keepdim"))
-
-
 def _item(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return shard_of(func, args).full_tensor().item()
 
 
-_TRUTHS = (
-    *(aten.any.default, aten.any.dim, aten.any.dims),
-    *(aten.all.default, aten.all.dim, aten.all.dims),
-)
-_EXTREMES = (aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
-
 RULES: dict[OpOverload, Rule] = {
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum,
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean,
-    **dict.fromkeys((*_TRUTHS, *_EXTREMES), _repeated),
     aten._local_scalar_dense.default: _item,
 }
 

@@ -3,9 +3,8 @@
 [Note: Gathered operands]
 A few ops have no meaning on one rank's range, and users call them on parameters at rest all the
 same. They run on whole tensors, which every rank gathers: one all-gather for each shard. Results
-are plain tensors, the same on all ranks. Of a tensor that such an op writes each rank keeps its
-range. All other ops raise, and so do these where autograd needs them: gradients would be whole.
-Not `cat`, by which others flatten what they then reduce or broadcast.
+are plain tensors, the same on all ranks. All other ops raise, and every op that writes. Not `cat`,
+by which others flatten what they then reduce or broadcast.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
-from composable_shard.tensor.operands import note_write, schema_arguments, slice_given
-from composable_shard.tensor.reduction_rules import check_scope
+from composable_shard.tensor.operands import note_write, schema_arguments
+from composable_shard.tensor.reduction_rules import check_scope, is_alone
 from composable_shard.tensor.view_rules import Geometry, run_of
 from composable_shard.torch_private import OpOverload, is_in_step, schema_of, tree_map_only
 
 # By name, of all overloads.
 _READ = """
     sum mean nansum prod var std var_mean std_mean amax amin aminmax max min _foreach_max any all
-    count_nonzero logsumexp linalg_vector_norm norm argmax argmin topk sort kthvalue median
-    nanmedian mode histc _unique2 equal allclose
+    count_nonzero logsumexp linalg_vector_norm norm _foreach_norm argmax argmin topk sort kthvalue
+    median nanmedian mode histc _unique2 equal allclose
 """
-_WRITTEN = "index_put_ index_fill_ masked_fill_ tril_ triu_ eye"
-_READS, _WRITES = frozenset(_READ.split()), frozenset(_WRITTEN.split())
+_READS = frozenset(_READ.split())
 
 
 def on_gathered(
@@ -42,42 +40,29 @@ def on_gathered(
     [Note: Gathered operands]
     """
     name = schema_of(func).name.removeprefix("aten::")
-    if name not in _READS and name not in _WRITES:
-        return None
     operands = (args, tuple(kwargs.values()))
     shards = list(_shards(operands))
+    if name not in _READS:
+        return None
     if any(shard._shard_spec.owner is not None for shard in shards):
         if is_in_step():
             return None  # runs on the owner alone
         if all(shard._guard is None for shard in shards):
             check_scope(func, shards[0])
-    for shard in shards:
-        spec = shard._shard_spec
-        is_alone = spec.is_alone and spec.tensor_parallel is None
-        if is_alone or (shard.requires_grad and torch.is_grad_enabled()):
-            return None
-    target = kwargs.get("out", args[0]) if name in _WRITES else None
-    others = [each for each in _leaves(operands) if not isinstance(each, FlatShard)]
-    if others if target is None else not isinstance(target, FlatShard):
+    is_mixed = len(shards) < len(list(_leaves(operands)))
+    if is_mixed or any(is_alone(shard._shard_spec) for shard in shards):
         return None
-    return partial(_run_gathered, func, args, kwargs, target)
+    return partial(_run_gathered, func, args, kwargs)
 
 
-def _run_gathered(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], target: FlatShard | None
-) -> Any:
+def _run_gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gathered: dict[int, Tensor] = {}
 
     def gather(shard: FlatShard) -> Tensor:
         return gathered.setdefault(id(shard), shard.full_tensor())
 
     whole_args, options = tree_map_only(FlatShard, gather, (args, kwargs))
-    result = func(*whole_args, **options)
-    if target is None:
-        return result
-    note_write(target)
-    target._local.copy_(slice_given(gathered[id(target)], target._shard_spec))
-    return target
+    return func(*whole_args, **options)
 
 
 def on_whole(

@@ -113,7 +113,6 @@ _INITS: dict[str, Callable[[Tensor], Any]] = {
     "constant": lambda w: nn.init.constant_(w, 3.0),
     "ones": nn.init.ones_,
     "zeros": nn.init.zeros_,
-    "eye": nn.init.eye_,
     "orthogonal": nn.init.orthogonal_,
     "one row": lambda w: nn.init.ones_(w[3]),
 }

@@ -728,19 +728,6 @@ def test_a_shard_on_another_device_is_named() -> None:
 
 
 @distributed(2)
-def test_optimizer_state_on_another_device_is_named() -> None:
-    """And loading the state again is the remedy."""
-    model = _make_offloaded(PARAMS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    _plain_step(model, optimizer, 0)
-    buffer = optimizer.state[model.inp.weight]["momentum_buffer"]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        buffer._local = torch.empty(buffer._local.shape, device="cuda")
-    with pytest.raises(RuntimeError, match=r"'inp\.weight' on cuda:0.*optimizer\.load_state_dict"):
-        _plain_step(model, optimizer, 1)
-
-
-@distributed(2)
 def test_state_made_before_sharding_goes_to_the_host() -> None:
     """shard_optimizer_state puts it where the parameter is."""
     torch.manual_seed(0)

@@ -163,7 +163,7 @@ def test_reductions_that_are_not_defined_raise_on_every_rank() -> None:
     """Before any collective: a rank with an empty slice must not wait for the others."""
     integers = shard(torch.zeros(1, dtype=torch.int64))
     for reduce in (Tensor.norm, Tensor.mean, lambda x: torch._foreach_norm([x], 2)):
-        with pytest.raises(RuntimeError, match=r"floating-point"):
+        with pytest.raises(RuntimeError, match=r"floating[- ]point"):
             reduce(integers)
     with pytest.raises(RuntimeError, match="ComplexFloat"):
         shard(torch.zeros(1, dtype=torch.complex64)).amax()
