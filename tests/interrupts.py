@@ -220,10 +220,8 @@ class _InterruptedRun:
     def _zero(self, moment: int) -> None:
         optimizer = self.optimizers[self.sharded]
         match moment % 5:
-            case 0 | 1:
+            case 0 | 1 | 2:
                 optimizer.zero_grad()
-            case 2:
-                optimizer.zero_grad(set_to_none=False)
             case 3:
                 self.sharded.zero_grad()
             case _:

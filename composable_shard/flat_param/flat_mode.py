@@ -8,7 +8,7 @@ which drops what was set to None since, and ends with `mark_pending`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -23,7 +23,6 @@ from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
     flat_spec,
-    forget_pending_of,
     hide_pending,
     reduced_gradient,
     show_pending,
@@ -48,11 +47,13 @@ def mark_pending(handle: FlatParamHandle) -> None:
         return
     if shown.shows_flat and shown.flat is not None:
         flat = shown.flat.sharded
-        grads.marks.append((flat, show_pending(flat), used))
+        show_pending(flat)
+        grads.marks.append((flat, used))
         return
     for index in used:
         param = handle.entries[index].sharded
-        grads.marks.append((param, show_pending(param), [index]))
+        show_pending(param)
+        grads.marks.append((param, [index]))
 
 
 def keep_left_gradients(handle: FlatParamHandle) -> None:
@@ -70,35 +71,29 @@ def keep_left_gradients(handle: FlatParamHandle) -> None:
 
 
 def settle_pending(handle: FlatParamHandle) -> None:
-    """Undo `mark_pending`; drop what was dropped since, or set to zero."""
-    grads = handle.grads
+    """Undo `mark_pending`; drop what was dropped since."""
     with torch.no_grad():
-        while grads.marks:
-            param, state, indices = grads.marks.pop()
-            is_kept = hide_pending(param, state)
-            if is_kept and not state.is_zeroed:
-                continue
-            for index in indices:
-                _drop_one(handle, index, keeps_zeros=is_kept)
+        while handle.grads.marks:
+            param, indices = handle.grads.marks.pop()
+            if not hide_pending(param):
+                _drop(handle, indices)
 
 
 def forget_pending(handle: FlatParamHandle) -> None:
     """Let `.grad` at rest stand for nothing, whatever of `mark_pending` was done."""
     for each in handle.shown.at_rest:
-        forget_pending_of(each.sharded)
+        hide_pending(each.sharded)
     handle.grads.marks.clear()
 
 
-def _drop_one(handle: FlatParamHandle, index: int, *, keeps_zeros: bool) -> None:
-    """Drop what waits of the gradient of parameter `index`, or make it zeros."""
+def _drop(handle: FlatParamHandle, indices: Iterable[int]) -> None:
+    """Drop what waits of the gradients of some parameters."""
     grads, partial = handle.grads, handle.grads.reduction.partial
-    if keeps_zeros and grads.views is not None and grads.arrived[index]:
-        grads.views[index].zero_()
-    if partial is not None:
-        start, end = grads.layout.local_range(index, handle.shard_group.rank)
-        partial[start:end].zero_()
-    if not keeps_zeros:
+    for index in indices:
         grads.arrived[index] = grads.was_used[index] = False
+        if partial is not None:
+            start, end = grads.layout.local_range(index, handle.shard_group.rank)
+            partial[start:end].zero_()
     if grads.views is not None and True not in grads.arrived:
         grads.close()
         grads.free_buffers()
@@ -120,8 +115,7 @@ def drop_pending(handle: FlatParamHandle) -> None:
     """Drop all that waits; `.grad` is what was reduced before."""
     settle_pending(handle)
     with torch.no_grad():
-        for index in range(len(handle.entries)):
-            _drop_one(handle, index, keeps_zeros=False)
+        _drop(handle, range(len(handle.entries)))
 
 
 def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:

@@ -40,7 +40,7 @@ from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import FlatShard, PendingState, refuse_graphs, set_gradient
+from composable_shard.tensor import FlatShard, refuse_graphs, set_gradient
 from composable_shard.torch_private import version_of
 
 
@@ -93,7 +93,7 @@ class FlatGradients:
         self.arrived, self.was_used = ([False] * len(layout.numels) for _ in range(2))
         self.reduced: Tensor | None = None
         self.is_unsynced = self.is_direct = self.has_graph = self.is_bound = self._is_plain = False
-        self.marks: list[tuple[FlatShard, PendingState, list[int]]] = []
+        self.marks: list[tuple[FlatShard, list[int]]] = []
         self.awaited = AwaitedGradients(len(layout.numels))
         self.host: HostGradient | None = None
         self._own = OwnBuffer()

@@ -34,8 +34,6 @@ from composable_shard.tensor.operands import (
     slice_given,
 )
 from composable_shard.tensor.pending import (
-    PendingState,
-    forget_pending_of,
     hide_pending,
     reduced_gradient,
     refuse_graphs,

@@ -125,21 +125,12 @@ def _deleted(model: nn.Module, _: Optimizer) -> None:
         del param.grad
 
 
-def _zeroed_data(model: nn.Module, _: Optimizer) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.data.zero_()
-
-
 DROPS: dict[str, Callable[[nn.Module, Optimizer], object]] = {
     "optimizer.zero_grad()": lambda _, optimizer: optimizer.zero_grad(),
-    "optimizer.zero_grad(False)": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
     "model.zero_grad()": lambda model, _: model.zero_grad(),
-    "model.zero_grad(False)": lambda model, _: model.zero_grad(set_to_none=False),
     "grad = None": _none_in_a_loop,
     "if grad: grad = None": _none_where_there_is_one,
     "del grad": _deleted,
-    "grad.data.zero_()": _zeroed_data,
 }
 
 
@@ -170,21 +161,18 @@ def test_c7_dropped_by_every_way_to_zero_gradients(
     )
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, ShardingStrategy.SHARD_OPTIM])
 @distributed(4)
-def test_c7_dropped_with_a_deferred_all_reduce(
-    strategy: ShardingStrategy, set_to_none: bool
-) -> None:
+def test_c7_dropped_with_a_deferred_all_reduce(strategy: ShardingStrategy) -> None:
     """Case 7: shards whose all-reduce was put off are dropped too, and one by one."""
 
     def script(model: nn.Module, optimizer: Optimizer, keep: Keeps, step: int) -> None:
         with keep(model):
             _run_microbatch(model, 3 * step, 1000.0)
         model[0].weight.grad = None
-        model[2].zero_grad(set_to_none)
+        model[2].zero_grad()
         if step == 1:
-            optimizer.zero_grad(set_to_none)
+            optimizer.zero_grad()
         with keep(model):
             _run_microbatch(model, 3 * step + 1)
         _run_microbatch(model, 3 * step + 2)
@@ -206,11 +194,9 @@ def test_c7_dropped_in_part_and_on_top_of_reduced_ones(
         model[2].zero_grad()
         if use_orig_params:
             model[0].weight.grad = None
-            model[0].bias.grad.zero_()
+            model[0].bias.grad = None
         with keep(model):
             _run_microbatch(model, 5 * step + 2)
-        optimizer_view = [param.grad is not None for param in model.parameters()]
-        assert all(optimizer_view)
         _run_microbatch(model, 5 * step + 3)
 
     _assert_like_plain(script, strategy=strategy, use_orig_params=use_orig_params)
@@ -501,6 +487,7 @@ def test_c7_a_closure_inside_a_step_drops_and_reduces() -> None:
 
 USES: dict[str, Callable[[nn.Module], object]] = {
     "norm": lambda model: model[0].weight.grad.norm(),
+    "zero_grad(set_to_none=False)": lambda model: model.zero_grad(set_to_none=False),
     "mul_": lambda model: model[0].weight.grad.mul_(2.0),
     "div": lambda model: model[0].weight.grad / 2,
     "to_local": lambda model: model[0].weight.grad.to_local(),
