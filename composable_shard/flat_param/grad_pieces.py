@@ -41,6 +41,7 @@ from composable_shard.tensor import (
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     make_wrapper,
+    storage_of,
     storage_uses_of,
 )
 
@@ -299,13 +300,11 @@ def write_gradient(view: Tensor, gradient: Tensor, factor: Tensor | None) -> Non
 
 def move_out_gradients(params: Sequence[FlatShard], memory: Tensor) -> None:
     """Give gradients of sharded parameters that are views of `memory` memory of their own."""
-    start = memory.untyped_storage().data_ptr()
+    storage = storage_of(memory)
     for param in params:
         grad = param.grad
-        if isinstance(grad, FlatShard):
-            local = grad._local
-            if local.numel() and local.untyped_storage().data_ptr() == start:
-                rebind(grad, local.clone(), grad._shard_spec, grad._guard)
+        if isinstance(grad, FlatShard) and storage_of(grad._local) == storage:
+            rebind(grad, grad._local.clone(), grad._shard_spec, grad._guard)
 
 
 def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:

@@ -16,9 +16,7 @@ from composable_shard.flat_param.entries import ParamEntry, zero_gaps
 from composable_shard.tensor import (
     FlatShard,
 )
-from composable_shard.torch_private import (
-    storage_uses_of,
-)
+from composable_shard.torch_private import storage_of, storage_uses_of
 
 
 class HostGradient:
@@ -65,9 +63,10 @@ class HostGradient:
         Args:
             shown: The sharded parameters that have the `.grad`s.
         """
-        start = self.memory.untyped_storage().data_ptr()
-        locals_ = [p.grad._local for p in shown if isinstance(p.grad, FlatShard)]
-        is_taken = any(local.untyped_storage().data_ptr() == start for local in locals_)
+        storage = storage_of(self.memory)
+        is_taken = any(
+            isinstance(p.grad, FlatShard) and storage_of(p.grad._local) == storage for p in shown
+        )
         if not is_taken and storage_uses_of(self.memory) > 1:
             self._memory.pop(0)  # somebody keeps gradients of an earlier step
         self._incoming = self._buffer(int(is_taken))

@@ -21,7 +21,13 @@ from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
 from composable_shard.tensor.operands import note_write, schema_arguments
 from composable_shard.tensor.reduction_rules import check_scope, is_alone
 from composable_shard.tensor.view_rules import Geometry, run_of
-from composable_shard.torch_private import OpOverload, is_in_step, schema_of, tree_map_only
+from composable_shard.torch_private import (
+    OpOverload,
+    is_in_step,
+    schema_of,
+    storage_of,
+    tree_map_only,
+)
 
 # By name, of all overloads.
 _READ = """
@@ -161,7 +167,7 @@ def _view_of(shard: FlatShard, view: Tensor) -> Tensor:
 def _is_view(result: Tensor, shard: FlatShard) -> bool:
     if result.dtype != shard.dtype or not result.numel():
         return False
-    return result.untyped_storage().data_ptr() == shard._local.untyped_storage().data_ptr()
+    return storage_of(result) == storage_of(shard._local)
 
 
 def _wrap_distributed(result: DTensor, shards: list[FlatShard], is_elementwise: bool) -> Tensor:
