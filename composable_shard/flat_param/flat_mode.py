@@ -128,8 +128,8 @@ def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
     found: list[Tensor | None] = []
     for index, has_arrived in enumerate(grads.arrived):
         value = None
-        if grads.views is not None and has_arrived:
-            value = (grads.views[index] / grads.prescale).to(handle.local_shard.dtype)
+        if grads.views is not None and grads.packing is not None and has_arrived:
+            value = (grads.views[index] / grads.packing.scale).to(handle.local_shard.dtype)
         found.append(value)
     partial = grads.reduction.partial
     if partial is None:

@@ -399,13 +399,8 @@ class FullValues:
         else:
             self.lock()
 
-    def end_gradients(self, own: Tensor | None = None) -> None:
-        """Free the memory of gradients that took the place of the values, if any did.
-
-        A buffer of gradients that is given ends with them.
-        """
-        if own is not None:
-            free_storage(own)
+    def end_gradients(self) -> None:
+        """Free the memory of gradients that took the place of the values, if any did."""
         if self.state is HOLDS_GRADIENTS:
             self._forget()
             if trace.logs:

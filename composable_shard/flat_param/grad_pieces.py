@@ -22,6 +22,7 @@ ours share the buffer's storage; it is left to them, and another one is made.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -174,6 +175,29 @@ def move_shard(shard: Tensor, old: FlatLayout, new: FlatLayout, rank: int) -> Te
         if numel:
             moved[start:end] = shard[slice(*old.local_range(index, rank))]
     return moved
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How gradients are packed, which is known once there are buffers for them.
+
+    Attributes:
+        places: Those of the values, in dense shapes, under the versions of the parameters.
+        is_plain: Gradients are packed as they come: none is a DTensor, nothing is frozen.
+        may_share: They may take the places of the values, see [Note: Packing in place].
+        is_cast: They are packed in another dtype than the values'.
+        scale: What they are multiplied with while they are packed.
+        factor: The same in 0 dimensions, None for 1.
+        num_terms: How many shards' memory their reduction needs.
+    """
+
+    places: list[Tensor]
+    is_plain: bool
+    may_share: bool
+    is_cast: bool
+    scale: float
+    factor: Tensor | None
+    num_terms: int
 
 
 class OwnBuffer:

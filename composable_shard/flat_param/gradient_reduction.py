@@ -69,6 +69,7 @@ class FlatReduction:
     """The reduction of one flat gradient, see [Note: Two stages].
 
     Attributes:
+        shard_group: The ranks that share the flat parameter, and those that hold copies.
         name: The unit's, for messages.
         divide_factor: What the sum over all data-parallel ranks is divided by; None: their number.
         main_dtype: Of `partial`, and of results that need no further reduction.
@@ -80,7 +81,7 @@ class FlatReduction:
 
     def __init__(self, shard_group: ShardGroup, layout: FlatLayout) -> None:
         self.main_dtype = self.output_dtype = torch.get_default_dtype()
-        self._shard_group = shard_group
+        self.shard_group = shard_group
         self._layout = layout
         self._num_ranks = shard_group.num_ranks
         self.own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
@@ -111,7 +112,7 @@ class FlatReduction:
         The second stage travels in the dtype of the first. A main dtype that is narrower than that
         of the gradients on the way is for the result, which is rounded to it once.
         """
-        group, self.main_dtype = self._shard_group, main_dtype
+        group, self.main_dtype = self.shard_group, main_dtype
         is_wider = not group.replicate_groups and reduce_dtype != main_dtype
         self.output_dtype = (
             torch.promote_types(reduce_dtype, main_dtype) if is_wider else reduce_dtype
@@ -187,7 +188,7 @@ class FlatReduction:
         with stream:
             output = self._issue(buffer, scratch, scale, output)
             scattered = self._end_first_stage()
-            if self._shard_group.replicate_groups:
+            if self.shard_group.replicate_groups:
                 self._buffer_read = StreamPoint(stream)
             if scattered is not None:
                 self._begin_second_stage(scattered)
@@ -198,7 +199,7 @@ class FlatReduction:
     def _issue(
         self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None
     ) -> Tensor:
-        group = self._shard_group
+        group = self.shard_group
         if self._hook is not None:
             # Nothing was packed there, and a hook may take blocks of elements together.
             for start, end in self._layout.padding_ranges():
@@ -222,7 +223,7 @@ class FlatReduction:
         if self._hook is None:
             assert self._reduce_scatter is not None
             return self._reduce_scatter.start(output, buffer, scratch, scale, name=self.name)
-        group, key = self._shard_group.reduce_group or self._shard_group.group, self._keys[0]
+        group, key = self.shard_group.reduce_group or self.shard_group.group, self._keys[0]
         numels = self._layout.uneven_numels
         stage = ReductionStage(
             "reduce_scatter", buffer, output, group, scale, key, numels, self.name
@@ -231,7 +232,7 @@ class FlatReduction:
         return PendingReduction(work, stage.output, stage.gradient, None, stage.scale)
 
     def _issue_all_reduce(self, output: Tensor, scratch: Tensor | None = None) -> None:
-        groups = list(zip(self._shard_group.replicate_groups, self._keys[1:], strict=True))
+        groups = list(zip(self.shard_group.replicate_groups, self._keys[1:], strict=True))
         *earlier, last = groups
         for each in earlier:
             self._start_all_reduce(output, *each, scratch).wait()
@@ -261,7 +262,7 @@ class FlatReduction:
         if isinstance(self._all_reduce, ExchangedAllReduce):
             self._all_reduce.advance()
         output = self._end_first_stage()
-        if output is not None and self._shard_group.replicate_groups:
+        if output is not None and self.shard_group.replicate_groups:
             self._begin_second_stage(output)
 
     def _end_first_stage(self) -> Tensor | None:
@@ -272,7 +273,7 @@ class FlatReduction:
         return output
 
     def _begin_second_stage(self, output: Tensor) -> None:
-        if self._is_deferred or not self._shard_group.replicate_groups:
+        if self._is_deferred or not self.shard_group.replicate_groups:
             return
         if self.partial is not None:
             output.add_(self.partial)
@@ -291,7 +292,7 @@ class FlatReduction:
         output, self.output = self.output, None
         if output is None:
             return None
-        if self._done is None and self._scatter and not self._shard_group.replicate_groups:
+        if self._done is None and self._scatter and not self.shard_group.replicate_groups:
             self._end_first_stage()  # the only one
         elif self._done is None:
             self.advance()
@@ -315,7 +316,7 @@ class FlatReduction:
         if self._all_reduce is not None:
             collectives.abandon(self._all_reduce)
         self._scatter = self._all_reduce = None
-        group = self._shard_group
+        group = self.shard_group
         for each in (*(group.group,) * (group.size > 1), *group.replicate_groups):
             collectives.settle(each)  # what an interrupt may have lost
         if self._reduce_stream is not None:

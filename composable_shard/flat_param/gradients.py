@@ -25,6 +25,7 @@ from composable_shard.flat_param.grad_pieces import (
     AwaitedGradients,
     GradPieces,
     OwnBuffer,
+    Packing,
     check_has_place,
     copy_arrived,
     local_gradient,
@@ -59,17 +60,15 @@ class FlatGradients:
         arrived: Which parameters' gradients are in the buffer.
         was_used: Which got one in earlier rounds since the last `publish`.
         views: Those of the round, by parameter in its dense shape; None between rounds.
-        prescale: What gradients are multiplied with while they are packed.
         reduced: Shape `(layout.shard_numel,)`, or None before the first `finish`.
         reduction: Reduces the buffer.
         is_persistent: See [Note: Persistent gradients].
-        can_share: Gradients may be packed in place.
         is_direct: Gradients go into the open round as they arrive, see `take_directly`.
         is_unsynced: Gradients were left to a later reduction, and perhaps dropped on some ranks.
         has_graph: Gradients came with a graph (create_graph), which is not kept.
         marks: Parameters whose `.grad` stands for what waits; positions of those it is about.
-        is_bound: There are buffers for gradients.
         awaited: Counts the parameters whose gradient this backward has accumulated.
+        packing: How gradients are packed; None where there are no buffers for them.
         layout: That of the parameters, in which those that are frozen may have no elements.
         pieces: Cuts the reduced shard into the parameters' gradients.
         host: Where gradients are offloaded.
@@ -83,30 +82,25 @@ class FlatGradients:
         *,
         is_persistent: bool,
     ) -> None:
-        self.name, self._shown = "?", shown
+        self._shown = shown
         self._full: FullValues | None = None  # whose buffer is used, once there are own ones
         self.reduction = FlatReduction(shard_group, layout)
         self.is_persistent = is_persistent
         self.layout = layout
-        self._shard_group = shard_group
         self.pieces = GradPieces(layout, shard_group.rank)
         self.arrived, self.was_used = ([False] * len(layout.numels) for _ in range(2))
         self.reduced: Tensor | None = None
-        self.is_unsynced = self.is_direct = self.has_graph = self.is_bound = self._is_plain = False
+        self.is_unsynced = self.is_direct = self.has_graph = False
         self.marks: list[tuple[FlatShard, list[int]]] = []
         self.awaited = AwaitedGradients(len(layout.numels))
         self.host: HostGradient | None = None
         self._own = OwnBuffer()
-        self.can_share = self._can_be_scratch = True
-        self._shared_views: list[Tensor] = []  # of the values; they share the parameters' versions
         self.views: list[Tensor] | None = None
-        self.prescale, self._num_terms = 1.0, 0  # `_take_scratch` needs so many shards' memory
-        self._factor: Tensor | None = None  # the same, in 0 dimensions; None for 1
+        self.packing: Packing | None = None
 
     def bind(
         self,
         full: FullValues,
-        shared_views: list[Tensor],
         reduce_dtype: torch.dtype,
         *,
         is_pinned: bool,
@@ -114,19 +108,14 @@ class FlatGradients:
     ) -> None:
         """Make the own buffer and its views anew; drops what was in flight, casts what waits.
 
-        Args:
-            full: The full values, in whose place gradients may be packed.
-            shared_views: The buffer's part for each parameter, in the dense shape.
-            reduce_dtype: The own buffer's.
-            is_pinned: Whether host memory for offloaded gradients is pinned.
-            before: Where gradients wait: this object, or that of another layout.
+        Gradients wait in `before`: in this object, or in that of another layout.
         """
         views, arrived, was_used = before.views, before.arrived, before.was_used
-        layouts, prescale = (before.layout, self.layout), before.prescale
+        layouts, old = (before.layout, self.layout), before.packing
         shards = before.reduction.partial, before.reduced
         self._own = OwnBuffer()  # the old one may hold what waits
         self._forget()
-        group, self._full = self._shard_group, full
+        group, self._full = self.reduction.shard_group, full
         values, main_dtype, copies = full.output, full.shard.values.dtype, full.shard.copies
         self.host = None
         if copies is not None:
@@ -138,36 +127,45 @@ class FlatGradients:
         # Cast later it is the same: a wider dtype has all values of the gradients'. What a class
         # of parameters encodes is bytes, in which no gradient has a place.
         is_wider = torch.promote_types(values.dtype, reduce_dtype) == reduce_dtype
-        may_widen = values.is_floating_point() and is_wider
-        self.can_share, self._can_be_scratch = is_whole and (may_widen or not is_cast), not is_cast
+        may_share = is_whole and (not is_cast or (values.is_floating_point() and is_wider))
         self._make_own(values.new_empty(self.layout.padded_numel, dtype=reduce_dtype))
-        self._num_terms = self.reduction.scratch_parts(in_place=self.is_persistent)
-        self._shared_views = shared_views
-        self.prescale, factor = packing_scale(group, reduce_dtype, is_cast=is_cast)
-        self._factor = None if self.prescale == 1.0 else factor
-        is_parallel = any(each.spec.tensor_parallel for each in self._shown.entries)
-        self._is_plain = is_whole and not is_parallel
-        self.is_bound, self.was_used = True, was_used
+        scale, factor = packing_scale(group, reduce_dtype, is_cast=is_cast)
+        self.packing = Packing(
+            full.params.views,
+            is_plain=is_whole
+            and not any(each.spec.tensor_parallel for each in self._shown.entries),
+            may_share=may_share,
+            is_cast=is_cast,
+            scale=scale,
+            factor=None if scale == 1.0 else factor,
+            num_terms=self.reduction.scratch_parts(in_place=self.is_persistent),
+        )
+        self.was_used = was_used
         self.reduction.partial, self.reduced = (
             each if each is None else move_shard(each, *layouts, group.rank).to(self._own.result)
             for each in shards
         )
-        if views is not None:
+        if views is not None and old is not None:
             alloc_storage(self._own.buffer)
             self.views = self._own.make_views(self._shown.entries, self.layout)
             self.arrived = arrived
-            copy_arrived(self.views, views, arrived, self.prescale / prescale)
+            copy_arrived(self.views, views, arrived, scale / old.scale)
 
     def _make_own(self, buffer: Tensor) -> None:
         ends_in_place = self.is_persistent and self.reduction.output_dtype == buffer.dtype
-        part = self.layout.shard_range(self._shard_group.rank) if ends_in_place else None
+        part = self.layout.shard_range(self.reduction.shard_group.rank) if ends_in_place else None
         self._own.replace(buffer, part)
         free_storage(buffer)
 
     def release(self) -> None:
         """Give up the buffers, of parameters that are frozen now; published gradients stay."""
         self._forget()
-        self._own, self._shared_views, self.is_bound = OwnBuffer(), [], False
+        self._own, self._full, self.packing = OwnBuffer(), None, None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether there are buffers for gradients."""
+        return self.packing is not None
 
     @property
     def used(self) -> list[bool]:
@@ -175,15 +173,10 @@ class FlatGradients:
         return list(map(or_, self.was_used, self.arrived)) if any(self.arrived) else self.was_used
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits, is in flight, or is reduced and not published."""
-        waiting = self.views, self.reduced, self.reduction.output, self.reduction.partial
-        return not self.is_unsynced and all(each is None for each in waiting)
-
-    @property
     def is_in_place(self) -> bool:
         """Whether a round packs gradients in the place of the values."""
-        return self.views is not None and self.views is self._shared_views
+        packing = self.packing
+        return packing is not None and self.views is packing.places
 
     def postpone(self) -> None:
         """Note that a backward leaves gradients to a later reduction."""
@@ -194,26 +187,24 @@ class FlatGradients:
     def pack(self, index: int, *, may_overwrite: bool) -> None:
         """Move the accumulated gradient of parameter `index` into the reduce buffer.
 
-        Args:
-            index: Position of the parameter.
-            may_overwrite: Whether the backward does not need the parameter's value any more,
-                see [Note: Packing in place].
+        With `may_overwrite` it may take the place of the value, see [Note: Packing in place].
 
         Raises:
             RuntimeError: If a nested backward has used a value that was overwritten.
         """
-        entry, full = self._shown.entries[index], self._full
+        entry, full, packing = self._shown.entries[index], self._full, self.packing
         unsharded = entry.unsharded
         gradient = unsharded.grad  # type: ignore[union-attr]
         if gradient is None:
             return
         assert full is not None
+        assert packing is not None
         self.has_graph = self.has_graph or gradient.requires_grad
         if self.views is None:
             self._begin_round()
         # Dropped at once: a unit never holds its gradients twice.
         set_gradient(unsharded, None)  # type: ignore[arg-type]
-        if not self._is_plain:
+        if not packing.is_plain:
             gradient = local_gradient(gradient, entry.spec)
             check_has_place(self.layout, index, entry)
         if full.state is HOLDS_GRADIENTS and self.arrived[index]:
@@ -225,7 +216,7 @@ class FlatGradients:
         if self.views is None:
             self._open(
                 in_place=may_overwrite
-                and self.can_share
+                and packing.may_share
                 and not full.is_kept
                 and (full.state is CURRENT or full.state is STALE)
                 and not full.claims
@@ -234,26 +225,28 @@ class FlatGradients:
             )
         view = self.views[index]  # type: ignore[index]
         if self.arrived[index]:
-            view.add_(gradient, alpha=self.prescale)
+            view.add_(gradient, alpha=packing.scale)
         else:
-            write_gradient(view, gradient, self._factor)
+            write_gradient(view, gradient, packing.factor)
             self.arrived[index] = True
 
     def take_directly(self, flag: bool) -> None:
         """Choose whether gradients go into the open round unseen by the runtime, until it ends."""
-        self.is_direct = flag and self.views is not None and self._is_plain
+        packing = self.packing
+        is_plain = packing is not None and packing.is_plain
+        self.is_direct = flag and self.views is not None and is_plain
 
     def pack_further(self, index: int, gradient: Tensor | None) -> bool:
         """Pack a gradient into the open round, or return False where `pack` must be called."""
-        views = self.views
-        if gradient is None or views is None or self.arrived[index]:
+        views, packing = self.views, self.packing
+        if gradient is None or views is None or packing is None or self.arrived[index]:
             return False
         if gradient.is_sparse or is_grad_enabled():
             return False
-        if self._factor is None:
+        if packing.factor is None:
             views[index].copy_(gradient)
         else:
-            mul(gradient, self._factor, out=views[index])
+            mul(gradient, packing.factor, out=views[index])
         self.arrived[index] = True
         return True
 
@@ -264,8 +257,11 @@ class FlatGradients:
             with torch.no_grad():  # those of create_graph have a graph, the buffer has none
                 for index in range(len(self.arrived)):
                     self.pack(index, may_overwrite=may_overwrite)
-        if self.views is self._shared_views and self._is_plain and self._full is not None:
-            params = self._full.params
+        full, packing = self._full, self.packing
+        if full is None or packing is None or self.views is not packing.places:
+            return
+        if packing.is_plain:
+            params = full.params
             expected = [*map(add, params.versions, self.arrived)]
             if params.aliases.are_hidden or [*map(version_of, params.watched)] != expected:
                 params.check_overwritten(expected)
@@ -285,10 +281,10 @@ class FlatGradients:
         if self.is_persistent and self.reduced is not None:
             # An earlier round of this backward left it in the buffer.
             self.reduced = self.reduced.clone()
-        if in_place and self._full is not None:
+        if in_place and self._full is not None and self.packing is not None:
             self._full.hold_gradients(are_packed=True)
             self._full.params.aliases.overwritten = self.arrived
-            self.views = self._shared_views
+            self.views = self.packing.places
         else:
             alloc_storage(self._own.buffer)
             own, entries = self._own, self._shown.entries
@@ -296,10 +292,10 @@ class FlatGradients:
 
     def move_out(self) -> None:
         """Move gradients packed in place to the own buffer: the values are wanted again."""
-        if not self.is_in_place:
-            return
-        self._open(in_place=False)
-        copy_arrived(self._own.views, self._shared_views, self.arrived, 1.0)
+        packing = self.packing
+        if packing is not None and self.views is packing.places:
+            self._open(in_place=False)
+            copy_arrived(self._own.views, packing.places, self.arrived, 1.0)
 
     def issue(
         self,
@@ -314,15 +310,11 @@ class FlatGradients:
         A reduce-scatter of `layout.padded_numel` elements over the shard group, and an all-reduce
         of `layout.shard_numel` over the ranks that hold copies, as far as there are such; on the
         reduce stream where there are streams. Parameters without a gradient contribute zeros.
-
-        Args:
-            streams: The side streams of an accelerator.
-            scratch: The tree's.
-            keep_unsharded: Whether the full values are still needed.
-            is_deferred: Whether to put the all-reduce off.
+        `is_deferred` puts the all-reduce off; with `keep_unsharded` the full values stay.
         """
-        full = self._full
+        full, packing = self._full, self.packing
         assert full is not None
+        assert packing is not None
         self.pack_rest(may_overwrite=not keep_unsharded)
         self.is_unsynced = False
         if self.views is None:
@@ -335,18 +327,20 @@ class FlatGradients:
                 if not has_arrived:
                     view.zero_()
         if trace.logs:
-            trace.record("issue_reduce", self.name)
-        if self.views is self._shared_views and not self._can_be_scratch:
+            trace.record("issue_reduce", self.reduction.name)
+        if self.views is packing.places and packing.is_cast:
             self._widen(full)
         output, numel = self._own.part, self.reduction.own_numel
         if output is None and self.is_persistent:
             output = self._own.result_of(numel)
         self.reduction.start(
-            full.output if self.views is self._shared_views else self._own.buffer,
-            self._take_scratch(full, scratch, may_share=not (full.is_kept or keep_unsharded)),
+            full.output if self.views is packing.places else self._own.buffer,
+            self._take_scratch(
+                full, packing, scratch, may_share=not (full.is_kept or keep_unsharded)
+            ),
             streams,
             output=output,
-            prescale=self.prescale,
+            prescale=packing.scale,
             is_deferred=is_deferred,
         )
         self.close()
@@ -359,20 +353,20 @@ class FlatGradients:
         self.views = self._own.views  # not those of the values any more
 
     def _take_scratch(
-        self, full: FullValues, pool: ScratchPool, *, may_share: bool
+        self, full: FullValues, packing: Packing, pool: ScratchPool, *, may_share: bool
     ) -> Tensor | None:
         """Return the one of the two buffers that does not hold the gradients, or other memory."""
-        if self._num_terms == 0 or self.reduction.hook_name:
+        if packing.num_terms == 0 or self.reduction.hook_name:
             return None
-        numel = self._num_terms * self.reduction.own_numel
+        numel, own = packing.num_terms * self.reduction.own_numel, self._own.buffer
         if self.is_persistent:
-            return pool.take(numel, self._own.buffer)
-        is_in_place = self.views is self._shared_views
-        scratch = self._own.buffer if is_in_place else full.output
-        may_share = is_in_place or (may_share and self._can_be_scratch)
-        may_share = may_share and self._num_terms == self._shard_group.size
+            return pool.take(numel, own)
+        is_in_place = self.views is packing.places
+        scratch = own if is_in_place else full.output
+        may_share = is_in_place or (may_share and not packing.is_cast)
+        may_share = may_share and packing.num_terms == self.reduction.shard_group.size
         if not may_share or numel > scratch.numel():  # as with an uneven shard, and a large one
-            return scratch.new_empty(numel, dtype=self._own.buffer.dtype)
+            return scratch.new_empty(numel, dtype=own.dtype)
         if not is_in_place:
             full.hold_gradients(are_packed=False)
         alloc_storage(scratch)
@@ -382,22 +376,21 @@ class FlatGradients:
         """Wait until the reduction in flight, if any, needs no buffer; free the buffers."""
         if self.reduction.output is None:
             return
-        if not self._shard_group.replicate_groups:
+        if not self.reduction.shard_group.replicate_groups:
             self.finish()
         else:
             try:
                 self.reduction.advance()
             finally:
-                if self._shard_group.size > 1:
+                if self.reduction.shard_group.size > 1:
                     self.free_buffers()
 
     def free_buffers(self) -> None:
         """Free the buffers; persistent ones stay."""
-        own = None if self.is_persistent else self._own.buffer
+        if not self.is_persistent:
+            free_storage(self._own.buffer)
         if self._full is not None:
-            self._full.end_gradients(own)
-        elif own is not None:
-            free_storage(own)
+            self._full.end_gradients()
 
     def finish(self) -> None:
         """Wait for the reduction in flight, if any, free the buffers, add to `reduced`.
@@ -411,7 +404,7 @@ class FlatGradients:
         finally:
             self.free_buffers()
         if trace.logs:
-            trace.record("wait_reduce", self.name)
+            trace.record("wait_reduce", self.reduction.name)
         if output is not None and output.dtype != self.reduction.main_dtype:
             if self.is_persistent:
                 output = self._own.result_of(self.reduction.own_numel).copy_(output)
@@ -424,10 +417,7 @@ class FlatGradients:
             self.reduced = None
 
     def publish(self, used: list[bool]) -> None:
-        """Set, or add to, `.grad` of the parameters shown at rest; forget `reduced`.
-
-        Args:
-            used: Which parameters any rank used.
+        """Set, or add to, `.grad` of the parameters that any rank used; forget `reduced`.
 
         Raises:
             RuntimeError: If a parameter's existing `.grad` is not a shard like the parameter.
@@ -466,7 +456,7 @@ class FlatGradients:
             return None
         if whole is None:
             return [None]
-        zero_gaps(whole, self.layout, self._shard_group.rank)  # nothing was packed there
+        zero_gaps(whole, self.layout, self.reduction.shard_group.rank)  # nothing was packed there
         return [shown.flat.slice_of(whole)]
 
     def drop(self) -> None:
@@ -497,9 +487,10 @@ class FlatGradients:
 
 def in_layout(layout: FlatLayout, grads: FlatGradients) -> FlatGradients:
     """Return gradients of another layout, with what users have set; to be bound to what waits."""
-    group, is_persistent = grads._shard_group, grads.is_persistent
-    other = FlatGradients(layout, group, grads._shown, is_persistent=is_persistent)
-    other.name = other.reduction.name = grads.name
+    other = FlatGradients(
+        layout, grads.reduction.shard_group, grads._shown, is_persistent=grads.is_persistent
+    )
+    other.reduction.name = grads.reduction.name
     other.marks, other.has_graph = grads.marks, grads.has_graph
     other.is_unsynced = grads.is_unsynced
     other.reduction.take_options(grads.reduction)

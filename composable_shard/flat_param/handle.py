@@ -166,7 +166,7 @@ class FlatParamHandle(ShardedParams):
 
     def rename(self, name: str) -> None:
         """Take the name of a unit that got another one."""
-        self.name = self.full.name = self.grads.name = self.grads.reduction.name = name
+        self.name = self.full.name = self.grads.reduction.name = name
 
     def labels(self) -> list[ParamLabel]:
         """Return those of the parameters, and of the flat parameter if there is one."""
@@ -287,11 +287,11 @@ class FlatParamHandle(ShardedParams):
             self.grads.release()
 
     def _bind_gradients(self) -> None:
-        views, before = self.full.params.views, self.grads
+        before = self.grads
         layout = _gradient_layout(self)
         self.grads = before if layout == before.layout else in_layout(layout, before)
         dtype = self.precision.reduces_in(self.shard.values.dtype)
-        self.grads.bind(self.full, views, dtype, is_pinned=self.memory.is_pinned, before=before)
+        self.grads.bind(self.full, dtype, is_pinned=self.memory.is_pinned, before=before)
 
     def adopt_changes(self) -> None:
         """Take over what was done to the parameters: data, dtype, device, requires_grad, hooks.
@@ -478,7 +478,9 @@ class FlatParamHandle(ShardedParams):
 def _gradient_layout(handle: FlatParamHandle) -> FlatLayout:
     """Return the layout in which what is frozen has no elements, as far as nothing waits."""
     flags, grads = trainable_flags(handle.shown), handle.grads
-    if handle.guard.is_backward_running or not grads.is_idle:
+    waiting = grads.views, grads.reduced, grads.reduction.output, grads.reduction.partial
+    is_idle = not grads.is_unsynced and all(each is None for each in waiting)
+    if handle.guard.is_backward_running or not is_idle:
         flags = list(map(or_, flags, map(bool, grads.layout.numels)))
     return handle.layout if handle.shown.flat is not None else handle.layout.keep(flags)
 

@@ -28,17 +28,21 @@ def _wait_gather(full: FullValues) -> str | None:
 
 
 def _reduction(grads: FlatGradients) -> str:
-    return "reduce_scatter" if grads._shard_group.size > 1 else "all_reduce"
+    return "reduce_scatter" if grads.reduction.shard_group.size > 1 else "all_reduce"
 
 
 def _reduce(grads: FlatGradients) -> str | None:
-    return None if grads._shard_group.num_ranks == 1 else f"{_reduction(grads)} {grads.name}"
+    return (
+        None
+        if grads.reduction.shard_group.num_ranks == 1
+        else f"{_reduction(grads)} {grads.reduction.name}"
+    )
 
 
 def _wait_reduce(grads: FlatGradients) -> str | None:
     if grads.reduction.output is None:
         return None
-    return f"wait {_reduction(grads)} {grads.name}"
+    return f"wait {_reduction(grads)} {grads.reduction.name}"
 
 
 _NAMES: tuple[tuple[type, str, Callable[[Any], str | None]], ...] = (

@@ -266,7 +266,7 @@ def test_a_rank_alone_publishes_what_it_packed() -> None:
     full, shown = _alone(module)
     full.params.build(shown.entries)
     grads = FlatGradients(full.shard.layout, _shard_group(), shown, is_persistent=False)
-    grads.bind(full, full.params.views, torch.float32, is_pinned=False, before=grads)
+    grads.bind(full, torch.float32, is_pinned=False, before=grads)
     expected: list[Tensor] = []
     for index, entry in enumerate(shown.entries):
         assert entry.unsharded is not None
