@@ -8,7 +8,6 @@ part, the unsharded buffer and its states), `shown` (which parameters modules sh
 import composable_shard.flat_param.observers  # answers to profilers
 from composable_shard.flat_param.entries import (
     FlatSlot,
-    HiddenParam,
     ModuleItems,
     ParamEntry,
     Slot,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from composable_shard.layout import FlatLayout
 from composable_shard.options import HIDDEN
 from composable_shard.tensor import (
+    DIRECT_OPS,
     FlatShard,
     FlatShardOfDTensor,
     ParamLabel,
@@ -21,11 +22,9 @@ from composable_shard.tensor import (
     rebind,
 )
 from composable_shard.torch_private import (
-    DisableTorchFunctionSubclass,
     buffers_of,
     flat_weights_names_of,
     flat_weights_of,
-    make_wrapper,
     modules_of,
     parameters_of,
     post_accumulate_hooks_of,
@@ -247,7 +246,6 @@ class ParamEntry:
     sharded: FlatShard  # the original Parameter object; spec.shape
     spec: ShardSpec
     slots: tuple[Slot, ...] = ()  # every place that shows it; several if tied
-    made_hidden: HiddenParam | None = None  # `hidden`, once it was needed
     # spec.shape, a view of the unsharded buffer; printing it without storage would crash
     unsharded: nn.Parameter | None = field(default=None, repr=False)
     shard_view: Tensor | None = None  # (spec's local numel,) view of the local shard
@@ -267,16 +265,9 @@ class ParamEntry:
         start, end = spec.layout.local_range(spec.index, spec.rank)
         return shard[start:end]
 
-    @property
-    def hidden(self) -> HiddenParam:
-        """What stands for the parameter where it is hidden; few units ever hide theirs."""
-        if self.made_hidden is None:
-            self.made_hidden = HiddenParam(self.sharded)
-        return self.made_hidden
-
-    def hidden_at(self, place: ModuleItems | None) -> HiddenParam | None:
+    def hidden_at(self, place: ModuleItems | None) -> FlatShard | None:
         """Return what a slot holds where the parameter is hidden: None where it is registered."""
-        return self.hidden if place is None else None
+        return self.sharded if place is None else None
 
     def add_slots(self, slots: tuple[Slot, ...]) -> None:
         """Let the parameter be shown in further places."""
@@ -328,79 +319,33 @@ class FlatEntry(ParamEntry):
     used: list[bool] = field(default_factory=list)  # whose gradients are in its `.grad`
 
 
-class HiddenParam(Tensor):
-    """What modules have in the place of a hidden original: a size, and errors for other uses.
+class _HiddenShard(FlatShard):
+    """An original parameter while the flat parameter is shown instead.
 
     [Note: Hidden originals]
-    The modules register None meanwhile: names keep their order, and no list of parameters has the
-    originals. A layer that found None would compute without its weight, as norms do. So there is a
-    plain attribute, which is found first. The shard itself would be a trap: after `.to()` or
-    `to_empty()` its slice is that of before until the next forward.
-    """
-
-    _hidden: FlatShard
-
-    @staticmethod
-    def __new__(cls, hidden: FlatShard) -> HiddenParam:
-        """Stand for a parameter."""
-        self: HiddenParam = make_wrapper(cls, hidden.shape)
-        self._hidden = hidden
-        return self
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override] # a plain attribute in the stub
-        """The parameter's."""
-        return self._hidden.dtype
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Tell the size, raise for anything else."""
-        if func not in _SIZES:
-            cls.__torch_dispatch__(func, types, args, kwargs)
-        with DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch's stub lacks `func`
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> NoReturn:
-        """Raise: there are no values."""
-        given = [*args, *(kwargs or {}).values()]
-        flat = [item for arg in given for item in (arg if isinstance(arg, list | tuple) else [arg])]
-        label = next((str(item) for item in flat if isinstance(item, HiddenParam)), "?")
-        raise RuntimeError(
-            f"parameter '{label}' has no values of its own: its unit shows one flat parameter "
-            f"(use_orig_params=False). {HIDDEN}"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return type(self), (self._hidden,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HiddenParam:
-        return type(self)(copy.deepcopy(self._hidden, memo))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # as FlatShard's
-        return str(self._hidden._shard_spec.label)
-
-
-_SIZES = {
-    *(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "ndim", "shape")),
-    *(getattr(Tensor, name) for name in ("dim", "numel", "size")),
-}
-
-
-class _HiddenShard(FlatShard):
-    """An original parameter while the flat parameter is shown instead: it has no gradient.
-
-    An optimizer that holds it would step nothing, silently.
+    It has no gradient: an optimizer that holds it would step nothing, silently. Modules register
+    None in its place, so that names keep their order, and have it as a plain attribute, which is
+    found first: a layer that found None would compute without its weight, as norms do. No op runs
+    on it: after `.to()` or `to_empty()` its slice is that of before until the next forward.
     """
 
     _reason = (
         "its unit shows one flat parameter (use_orig_params=False). Build the optimizer from "
         "model.parameters() after fully_shard, or call register_orig_params(module) first."
     )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub lacks `func`
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Raise: its values may be of before."""
+        given = [*args, *(kwargs or {}).values()]
+        flat = [item for arg in given for item in (arg if isinstance(arg, list | tuple) else [arg])]
+        hidden = next(item for item in flat if isinstance(item, _HiddenShard))
+        raise RuntimeError(
+            f"parameter '{hidden._shard_spec.label}' has no values of its own: {hidden._reason} "
+            f"{HIDDEN}"
+        )
 
     @property
     def grad(self) -> Tensor | None:
@@ -434,6 +379,10 @@ class _HiddenShard(FlatShard):
 
 class _HiddenShardOfDTensor(_HiddenShard, FlatShardOfDTensor):
     """A hidden original parameter that was a DTensor."""
+
+
+for _name in DIRECT_OPS:  # they would not come to the dispatcher
+    setattr(_HiddenShard, _name, getattr(Tensor, _name))
 
 
 class _HiddenFlat(_HiddenShard):

@@ -221,7 +221,7 @@ class FlatParamHandle(ShardedParams):
             "offload": self.offload,
             "requires_grad": self.requires_grad,
             "has_fixed_owners": self.has_fixed_owners,
-            "entries": [(entry.sharded, entry.slots, entry.made_hidden) for entry in self.entries],
+            "entries": [(entry.sharded, entry.slots) for entry in self.entries],
             "parts": (
                 self.full.small_group,
                 self.grads.reduction.divide_factor,
@@ -236,8 +236,8 @@ class FlatParamHandle(ShardedParams):
         self.__dict__.update(state)
         self.entries = [
             # The parameter's own spec: optimizers compare specs by identity first.
-            ParamEntry(sharded, sharded._shard_spec, slots, hidden)
-            for sharded, slots, hidden in state["entries"]
+            ParamEntry(sharded, sharded._shard_spec, slots)
+            for sharded, slots in state["entries"]
         ]
         if flat is not None:
             sharded, used = flat

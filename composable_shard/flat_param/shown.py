@@ -119,7 +119,7 @@ class ShownParams:
                 at_rest = entry.hidden_at(place) if self.shows_flat else entry.sharded
                 self._slots.append((container, key, at_rest, entry.unsharded))
                 if self.shows_flat and place is not None:
-                    self._hidden.append((place.module, key, entry.hidden))
+                    self._hidden.append((place.module, key, entry.sharded))
         if self.shows_flat and self.flat is not None:
             slot = self.flat_slot
             self._slots.append((slot.take(), slot.name, self.flat.sharded, None))
@@ -199,7 +199,7 @@ class ShownParams:
             for _, key, place in entry.slots:
                 module = None if place is None else place.module()
                 if module is not None and flag:
-                    vars(module)[key] = entry.hidden
+                    vars(module)[key] = entry.sharded
                 elif module is not None:
                     vars(module).pop(key, None)
 

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from composable_shard.flat_param import LOCKED, FlatParamHandle, HiddenParam
+from composable_shard.flat_param import LOCKED, FlatParamHandle
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
     base_of,
@@ -285,5 +285,5 @@ def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
             if isinstance(item, Mapping):
                 found = list(item.values())
             for value in found:
-                if isinstance(value, Tensor) and not isinstance(value, HiddenParam):
+                if isinstance(value, Tensor) and not isinstance(value, FlatShard):
                     yield value

@@ -5,6 +5,7 @@ Read `shard_spec` (which range), `flat_shard` (the tensor) and `pointwise_rules`
 """
 
 from composable_shard.tensor.flat_shard import (
+    DIRECT_OPS,
     DTensorSlots,
     FlatShard,
     FlatShardOfDTensor,

@@ -293,17 +293,15 @@ class FlatShard(Checkpointable):
     #: `grad` of torch itself, without what subclasses do; faster than its getter as a function.
     own_grad = Tensor.grad
     is_sparse = False  # without a call of torch: optimizers ask each gradient
-    # [Note: Direct ops]
-    add = _direct("add")
-    sqrt = _direct("sqrt")
-    __truediv__ = _direct("__truediv__")
-    add_ = _direct("add_")
-    addcdiv_ = _direct("addcdiv_")
-    addcmul_ = _direct("addcmul_")
-    div_ = _direct("div_")
-    lerp_ = _direct("lerp_")
-    mul_ = _direct("mul_")
-    sub_ = _direct("sub_")
+
+
+# [Note: Direct ops]
+DIRECT_OPS = (
+    *("add", "sqrt", "__truediv__", "add_", "addcdiv_", "addcmul_", "div_"),
+    *("lerp_", "mul_", "sub_"),
+)
+for _name in DIRECT_OPS:
+    setattr(FlatShard, _name, _direct(_name))
 
 
 def whole_of(shard: FlatShard) -> Tensor:
