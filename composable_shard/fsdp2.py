@@ -3,9 +3,8 @@
     from composable_shard.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 in the place of `from torch.distributed.fsdp import ...`, and likewise the functions and options of
-`torch.distributed.checkpoint.state_dict`. Here `fully_shard` changes the class of a
-module, as FSDP2 does, so that it has FSDP2's methods. All functions of `composable_shard` work on
-such modules too. The policies are torch's own classes.
+`torch.distributed.checkpoint.state_dict`. Here `fully_shard` changes a module's class, as FSDP2
+does. All functions of `composable_shard` work on such modules too. The policies are torch's own.
 """
 
 from __future__ import annotations
@@ -27,17 +26,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from composable_shard import construct, module_api, options
+from composable_shard import construct, module_api, options, state_dict
 from composable_shard.comm import then_call_hook
 from composable_shard.module_api import UnshardWork as UnshardHandle
 from composable_shard.module_api import register_forward_method as register_fsdp_forward_method
-from composable_shard.options import Granularity
-from composable_shard.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -59,6 +51,9 @@ __all__ = [
 _M = TypeVar("_M", bound=nn.Module | Iterable[nn.Module])
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
+get_model_state_dict = state_dict.get_model_state_dict
+set_model_state_dict = state_dict.set_model_state_dict
+set_optimizer_state_dict = state_dict.set_optimizer_state_dict
 _LET_GO = "_fsdp_let_go"  # attribute: the hook by which the next forward ends an unshard()
 
 
@@ -162,7 +157,7 @@ def _check_no_spmd(modules: list[nn.Module], mesh: DeviceMesh) -> None:
             )
 
 
-def _granularity_of(param: nn.Parameter, placement: Any) -> Granularity:
+def _granularity_of(param: nn.Parameter, placement: Any) -> options.Granularity:
     """Return the cuts that come nearest to one of FSDP2's placements."""
     if hasattr(placement, "mesh_info"):
         raise NotImplementedError(
@@ -197,8 +192,7 @@ def _restore(cls: type) -> nn.Module:
 class FSDPModule:
     """A module that `fully_shard` was called on, with the methods of FSDP2's class.
 
-    Each calls the function of `composable_shard` that says more; those with `recurse` also count
-    for units inside.
+    Each calls the function of `composable_shard` that says more; `recurse` means units inside too.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -372,6 +366,12 @@ for _name, _text in _CHANGES_NOTHING.items():
     setattr(FSDPModule, _name, _warning(_name, _text))
 for _name, _text in _REFUSED.items():
     setattr(FSDPModule, _name, _refusing(_text))
+
+
+def get_optimizer_state_dict(model: nn.Module, optimizers: Any, *, options: Any = None) -> Any:
+    """Return optimizers' state; new ones get it first, as in torch, for `dcp.load` to fill."""
+    options = options or StateDictOptions()
+    return state_dict.get_optimizer_state_dict(model, optimizers, options=options)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -326,6 +326,24 @@ def test_all_reduce_hook_of_a_unit_without_parameters_and_of_one_rank() -> None:
         other.set_all_reduce_hook(lambda gradient: gradient.zero_())
 
 
+@distributed(2)
+def test_a_run_resumes_by_torchs_checkpoints_without_options(tmp_path: Path) -> None:
+    """`dcp.load` finds state to load into in an optimizer that has not stepped, as in torch."""
+    model = fsdp2.fully_shard(seeded(Net))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    optimizer.step()
+    saved = fsdp2.get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optimizer": saved}, checkpoint_id=tmp_path / "dcp")
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"optimizer": fsdp2.get_optimizer_state_dict(model, fresh)}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    fsdp2.set_optimizer_state_dict(model, fresh, state["optimizer"])
+    for param in model.parameters():
+        moment = optimizer.state[param]["exp_avg"].to_local()
+        assert_equal(fresh.state[param]["exp_avg"].to_local(), moment, "exp_avg")
+
+
 @pytest.mark.parametrize("from_first", [False, True])
 @distributed(2)
 def test_whole_state_of_model_and_optimizer_moves_to_another_model(
