@@ -189,6 +189,11 @@ def transformer_blocks(
     hundredth of the parameters of its blocks. Only where there is no such list does one of a single
     module count, which runs again and again (ALBERT).
 
+    An `nn.Embedding` around these lists becomes a unit where it has at least as many parameters as
+    a block and shares none with another module. The root then doesn't hold it from its forward to
+    its backward, for three more collectives in a step, one of them a second gather of it. Take its
+    pair out of the list where another module's forward reads its weight.
+
     Args:
         model: The model.
         options: Options of `fully_shard` for these units.
