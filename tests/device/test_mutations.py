@@ -82,8 +82,6 @@ UNFOUND = {
     "FlatReduction._issue_all_reduce": "a mesh whose ranks have no common group: eight ranks",
     "FlatGradients.issue": "a reduction put off until its unit is gathered again; no program is "
     "known: what a call gathers ahead and skips is freed at its end",
-    "HostGradient.receive": "a gradient that comes late in a backward, whose first is on its way "
-    "to the host; no program has one",
     "HostGradient.drop": "the next backward waits for what is left; this one gives memory back",
     "ExtendedValues._issue": "one rank: nothing is in flight, the wait writes the values",
 }
