@@ -280,6 +280,11 @@ class ParamEntry:
         """
         take_place(original, self.sharded)
         self.sharded = original  # type: ignore[assignment]
+        if self.shard_view is None or original.dtype != self.shard_view.dtype:
+            raise RuntimeError(
+                f"parameter '{self.label}' has {original.dtype} after it was sharded, not that of "
+                "its shard; please report this"
+            )
 
     def view_in(self, shard: Tensor, guard: WriteGuard) -> None:
         """Make the sharded parameter a view of its part of a new shard."""

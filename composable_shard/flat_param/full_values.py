@@ -54,7 +54,7 @@ from composable_shard.comm import (
     gather_in,
     trace,
 )
-from composable_shard.flat_param.entries import zero_padding
+from composable_shard.flat_param.entries import FlatEntry, zero_padding
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.storage import Poison, PoisonedGather, alloc_storage, free_storage
 from composable_shard.flat_param.unsharded import UnshardedParams
@@ -364,6 +364,11 @@ class FullValues:
             self.writes = -1
 
     # Edits
+
+    def warn_of_edits(self, flat: FlatEntry | None, where: str) -> None:
+        """Warn of edits of the parameters that are about to be lost, once."""
+        are_lost = not self.is_kept or self.has_separate_shard
+        self.params.warn_of_edits(flat, where, are_lost=are_lost)
 
     @property
     def can_write_back(self) -> bool:

@@ -442,7 +442,7 @@ class FlatParamHandle(ShardedParams):
             or params.aliases.are_hidden
             or (flat is not None and flat.unsharded is not None)
         ):
-            params.warn_of_edits(flat, where)
+            full.warn_of_edits(flat, where)
 
     def fix_owners(self) -> None:
         """Let parameters that are owned whole stay where they are for good."""
@@ -469,6 +469,10 @@ class FlatParamHandle(ShardedParams):
                 f"parameters {names} are on the meta device. Call model.to_empty(device={device}) "
                 "and initialise them (reset_parameters()) or load them before the first forward."
             )
+
+    def check_pinned(self) -> None:
+        """Check that an offloaded shard is in the memory that it was given."""
+        self.memory.check_pinned(self.shard.values, self.name)
 
 
 def _gradient_layout(handle: FlatParamHandle) -> FlatLayout:

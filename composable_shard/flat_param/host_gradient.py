@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from composable_shard.comm import (
-    HOST,
     HostCopies,
     alloc_host,
 )
@@ -40,6 +39,7 @@ class HostGradient:
         self._copies = copies
         self._memory: list[Tensor] = []  # each (numel,); `.grad`s are views of the first
         self._incoming: Tensor | None = None  # the one that gets this backward's gradients
+        self._further: list[Tensor] = []  # what further rounds of this backward add, (numel,) each
         self._in_flight: list[tuple[Any, Tensor]] = []  # events and sources
 
     @property
@@ -73,12 +73,12 @@ class HostGradient:
         return self._incoming
 
     def receive(self, shard: Tensor, shown: Iterable[FlatShard]) -> None:
-        """Start copying a reduced shard, shape `(numel,)`; wait to add a late one of a backward."""
+        """Start copying a reduced shard, shape `(numel,)`; a further one is added to it later."""
         if self._incoming is None:
             self.copy(self.begin(shown), shard)
         else:
-            self.wait()
-            self._incoming.add_(shard.to(HOST))
+            self._further.append(alloc_host(self._numel, self._dtype, is_pinned=self._is_pinned))
+            self.copy(self._further[-1], shard)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Start copying into a part of the memory."""
@@ -100,6 +100,10 @@ class HostGradient:
         """Return this backward's gradients, complete, shape `(numel,)`; None if none came."""
         self.wait()
         incoming, self._incoming = self._incoming, None
+        further, self._further = self._further, []
+        for shard in further:
+            assert incoming is not None
+            incoming.add_(shard)
         return incoming
 
     def pieces_of(
@@ -132,5 +136,5 @@ class HostGradient:
 
     def drop(self) -> None:
         """Forget what came, after an error, once nothing writes to the memory any more."""
-        self._incoming = None
+        self._incoming, self._further = None, []
         self.wait()

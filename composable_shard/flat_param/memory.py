@@ -390,7 +390,7 @@ class MemoryPlan:
             )
 
     def check_pinned(self, shard: Tensor, name: str) -> None:
-        """Check that an offloaded shard is in the memory that it was given."""
+        """Check that a shard is in the memory that it was given, see `check_pinned` of handles."""
         if self.is_pinned and not shard.is_meta and not shard.is_pinned():
             raise RuntimeError(
                 f"expected the shard of parameter '{name}' in pinned memory, and it is not, "

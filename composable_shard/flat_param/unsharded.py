@@ -324,16 +324,20 @@ class UnshardedParams:
                 f"of values. {_LATER}"
             )
 
-    def warn_of_edits(self, flat: FlatEntry | None, where: str) -> None:
+    def warn_of_edits(self, flat: FlatEntry | None, where: str, *, are_lost: bool) -> None:
         """Warn of edits that are about to be lost, once."""
         names = self.edited(flat)
         if not names:
             return
         self.forget_edits(flat)
+        outcome = (
+            "are lost: the full values are freed without being written back"
+            if are_lost
+            else "stay only because the full values are never freed here: elsewhere they are lost"
+        )
         warnings.warn(
-            f"the edits of {names} {where} are lost where full values are freed, which does not "
-            "write them back. Edit parameters inside unshard_params(module), or call "
-            "writeback(module) before reshard(module).",
+            f"the edits of {names} {where} {outcome}. Edit parameters inside "
+            "unshard_params(module), or call writeback(module) before reshard(module).",
             stacklevel=3,
         )
 

@@ -61,7 +61,7 @@ def drop_aborted(context: TreeContext) -> None:
     for state in context.live_states():
         for handle in state.handles:
             if not handle.full.is_locked:
-                handle.full.params.warn_of_edits(handle.shown.flat, "in a backward hook")
+                handle.full.warn_of_edits(handle.shown.flat, "in a backward hook")
             forget_pending(handle)
             handle.grads.drop()
     return_to_idle(context)

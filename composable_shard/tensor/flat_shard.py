@@ -104,9 +104,11 @@ class FlatShard(Checkpointable):
     [Note: Whole shards]
     A parameter of granularity "param" is whole on its owner, and empty on the other ranks. On the
     owner every op runs locally on the tensor in its shape, and accepts plain tensors of that shape;
-    reductions to one value do so in optimizer steps only, [Note: Scope of a reduction]. Results
-    with plain tensors are plain. On the other ranks elementwise ops run on the empty shard, and an
-    op that needs values raises. Where one rank holds everything, each shard is whole.
+    reductions to one value do so in optimizer steps only, [Note: Scope of a reduction]. Elementwise
+    results of the same shape are FlatShards again, and so are contiguous views, so that writes to
+    them are noted; other results are plain tensors. On the other ranks elementwise ops run on the
+    empty shard, and an op that needs values raises. Where one rank holds everything, each shard is
+    whole.
     """
 
     _local: Tensor  # (end - start,); a parameter's is a view of its handle's local shard

@@ -165,11 +165,7 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     shards = [item for item in args[0] if isinstance(item, FlatShard)]
     if order <= 0:
         raise unsupported(func, args)
-    remedy = (
-        "Clip gradients with composable_shard.clip_grad_norm_ in place of torch.nn.utils'; take "
-        "norms of other tensors one by one, x.norm(), or of x.to_local()."
-    )
-    _check_all_ranks_have_them("this takes the norms of", shards, remedy)
+    _check_all_ranks_have_them(shards)
     norms = iter(norms_of(shards, order, dtype))
     return [
         next(norms)
@@ -179,7 +175,7 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     ]
 
 
-def _check_all_ranks_have_them(what: str, shards: Sequence[FlatShard], remedy: str) -> None:
+def _check_all_ranks_have_them(shards: Sequence[FlatShard]) -> None:
     """Check that a list of gradients can be the same one on every rank.
 
     Where some gradients of the tree are on their owner alone, every rank that has any of it raises.
@@ -187,8 +183,10 @@ def _check_all_ranks_have_them(what: str, shards: Sequence[FlatShard], remedy: s
     names = sorted(param._shard_spec.label.fqn for param in _trainable_owned(shards))
     if names:
         raise RuntimeError(
-            f"{what} a list of tensors, which all ranks do together, and the gradient of parameter "
-            f"'{names[0]}' (granularity=\"param\") is on its owner alone. {remedy}"
+            "the norms of a list of tensors are taken by all ranks together, and the gradient of "
+            f"parameter '{names[0]}' (granularity=\"param\") is on its owner alone. Clip gradients "
+            "with composable_shard.clip_grad_norm_ in place of torch.nn.utils'; take norms of "
+            "other tensors one by one, x.norm(), or of x.to_local()."
         )
 
 
@@ -287,8 +285,7 @@ def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Unscale gradients for GradScaler, and tell every rank if any of them found an inf or NaN."""
     grads, found_inf, inverse_scale = args
     shards = [grad for grad in grads if isinstance(grad, FlatShard)]
-    remedy = "Use composable_shard.ShardedGradScaler in the place of torch's."
-    _check_all_ranks_have_them("this looks for infs and NaNs in", shards, remedy)
+    _check_all_ranks_check(shards)
     for shard in shards:
         note_write(shard)
     locals_ = [grad._local if isinstance(grad, FlatShard) else grad for grad in grads]
@@ -301,6 +298,26 @@ def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     }
     for name in names:
         all_reduce(found_inf, resolve_group(name), dist.ReduceOp.MAX).wait()
+
+
+def _check_all_ranks_check(shards: Sequence[FlatShard]) -> None:
+    """Check that all ranks call this with a list that tells of their owned gradients too."""
+    reached = {
+        (reduction_groups(shard._shard_spec), shard.dtype)
+        for shard in shards
+        if shard._shard_spec.owner is None
+    }
+    missing = sorted(
+        param._shard_spec.label.fqn
+        for param in _trainable_owned(shards)
+        if (reduction_groups(param._shard_spec), param.dtype) not in reached
+    )
+    if missing:
+        raise RuntimeError(
+            f"the gradient of parameter '{missing[0]}' (granularity=\"param\") is on its owner "
+            "alone, and torch's GradScaler would look for infs and NaNs on some ranks only. Use "
+            "composable_shard.ShardedGradScaler in its place."
+        )
 
 
 RULES: dict[OpOverload, Rule] = {

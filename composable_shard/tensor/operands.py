@@ -110,10 +110,18 @@ def owner_error(func: OpOverload, specs: Iterable[ShardSpec]) -> NeedsWhole | No
 def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> None:
     """Raise if two operands are shards of different ranges; compares by identity first."""
     if other is not first and other != first:
-        raise owner_error(func, (first, other)) or NeedsWhole(
+        is_moved = first.owner is not None and first.label.fqn == other.label.fqn
+        remedy = "Use p.full_tensor() to combine different parameters."
+        if is_moved:
+            remedy = (
+                "The parameter was given to another rank after the other was made from it: build "
+                "an optimizer that makes its state at once (Adagrad) after the outermost "
+                "fully_shard."
+            )
+        raise (None if is_moved else owner_error(func, (first, other))) or NeedsWhole(
             f"{func.overloadpacket} needs shards of one and the same range, got "
             f"{_describe_spec(first)} and {_describe_spec(other)}.",
-            "Use p.full_tensor() to combine different parameters.",
+            remedy,
         )
 
 

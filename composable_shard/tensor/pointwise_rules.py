@@ -86,6 +86,18 @@ def local_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any], 
     return operands, spec
 
 
+def _fill_value(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `fill_` with a 0-dim tensor, whose dtype counts for nothing."""
+    target, value = args
+    if not isinstance(target, FlatShard):
+        raise write_to_plain(func, target, args)
+    if isinstance(value, FlatShard) or value.dim():
+        raise unsupported(func, args)
+    note_write(target)
+    func(target._local, value)
+    return target
+
+
 def _put_where(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
     """Run `x[mask] = number`, of one range, as Rprop does."""
     target, (mask, *further), value, *others = args
@@ -303,8 +315,7 @@ RULES: dict[OpOverload, Rule] = {
     aten.copy_.default: copy,
     aten.zero_.default: partial(_run_in_place, Tensor.zero_),
     aten.fill_.Scalar: partial(_run_in_place, Tensor.fill_),
-    # Its dtype counts for nothing, and a slice has a dim where the parameter has none.
-    aten.fill_.Tensor: partial(_run_in_place, Tensor.copy_),
+    aten.fill_.Tensor: _fill_value,
     aten.index_put_.default: _put_where,
     aten.new_zeros.default: _new_filled,
     aten.new_ones.default: _new_filled,

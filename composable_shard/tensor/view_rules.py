@@ -6,11 +6,10 @@ shape of the whole, or a range of rows. Any other view (a column, a transposed m
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from composable_shard.tensor.flat_shard import FlatShard, wrap
 from composable_shard.tensor.operands import unsupported
@@ -21,40 +20,61 @@ from composable_shard.torch_private import OpOverload
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """Which elements of a dense tensor a view selects, in memory order."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    start: int
+
+    def apply(
+        self, func: OpOverload, numel: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Geometry:
+        """Return the geometry after a view op, worked out on a tensor without data."""
+        base = torch.empty(numel, device="meta").as_strided(self.shape, self.stride, self.start)
+        view = func(base, *args, **kwargs)
+        return Geometry(view.shape, view.stride(), view.storage_offset())
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether the elements lie side by side in memory, each once."""
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size != 1 and self.shape.numel():
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
     shard: FlatShard = args[0]
     spec = shard._shard_spec
-    # Worked out on a tensor without data.
-    view = func(torch.empty_strided(spec.shape, spec.stride, device="meta"), *args[1:], **kwargs)
-    is_same = view.shape == spec.shape and view.stride() == spec.stride
-    if spec.tensor_parallel is not None and is_same:
+    before = Geometry(shard.shape, spec.stride, 0)
+    after = before.apply(func, shard.numel(), args[1:], kwargs)
+    if spec.tensor_parallel is not None and after == before:
         return type(shard)(shard._local, spec, guard=shard._guard)
-    if spec.tensor_parallel is not None or not _is_one_run(view):
+    if spec.tensor_parallel is not None or not after.is_one_run:
         raise unsupported(func, args)
-    part = replace(
-        spec,
-        shape=view.shape,
-        dense_shape=view.shape,
-        dense_stride=view.stride(),
-        start=spec.start + view.storage_offset(),
+    return run_of(shard, after)
+
+
+def run_of(shard: FlatShard, geometry: Geometry) -> FlatShard:
+    """Return the shard of the elements that `geometry` selects, which lie side by side."""
+    spec = replace(
+        shard._shard_spec,
+        shape=geometry.shape,
+        dense_shape=geometry.shape,
+        dense_stride=geometry.stride,
+        start=shard._shard_spec.start + geometry.start,
     )
     local = shard._local
-    if part.numel != shard.numel():
-        start, end = part.local_range
-        begin = start + view.storage_offset() - spec.local_range[0] if end > start else 0
+    if spec.numel != shard.numel():
+        start, end = spec.local_range
+        begin = start + geometry.start - shard._shard_spec.local_range[0] if end > start else 0
         local = local[begin : begin + end - start]
-    return FlatShard(local, part, guard=shard._guard)
-
-
-def _is_one_run(view: Tensor) -> bool:
-    """Return whether the elements of a view lie side by side in memory, each once."""
-    expected = 1
-    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
-        if size != 1 and view.numel():
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return FlatShard(local, spec, guard=shard._guard)
 
 
 def _view_as_real(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:

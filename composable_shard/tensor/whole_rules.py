@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard.tensor.flat_shard import FlatShard, whole_of
+from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
 from composable_shard.tensor.operands import note_write, schema_arguments
 from composable_shard.tensor.reduction_rules import check_scope, is_alone
+from composable_shard.tensor.view_rules import Geometry, run_of
 from composable_shard.torch_private import (
     OpOverload,
     is_in_step,
@@ -57,7 +58,17 @@ def on_gathered(
     is_mixed = len(shards) < len(list(_leaves(operands)))
     if is_mixed or any(is_alone(shard._shard_spec) for shard in shards):
         return None
-    return partial(_run, func, args, kwargs, FlatShard.full_tensor)
+    return partial(_run_gathered, func, args, kwargs)
+
+
+def _run_gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gathered: dict[int, Tensor] = {}
+
+    def gather(shard: FlatShard) -> Tensor:
+        return gathered.setdefault(id(shard), shard.full_tensor())
+
+    whole_args, options = tree_map_only(FlatShard, gather, (args, kwargs))
+    return func(*whole_args, **options)
 
 
 def on_whole(
@@ -72,10 +83,10 @@ def on_whole(
         spec = shard._shard_spec
         if shard.requires_grad and spec.owner is not None and not spec.is_alone:
             return None  # as on the other ranks, which would be waited for
-    return partial(_run, func, args, kwargs, whole_of)
+    return partial(_run, func, args, kwargs)
 
 
-def _leaves(value: Any) -> Iterator[Tensor]:
+def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, list | tuple):
         for item in value:
             yield from _leaves(item)
@@ -84,39 +95,84 @@ def _leaves(value: Any) -> Iterator[Tensor]:
 
 
 def _shards(value: Any) -> Iterator[FlatShard]:
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, FlatShard))
+    if isinstance(value, FlatShard):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _shards(item)
 
 
-def _run(
-    func: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    take: Callable[[FlatShard], Tensor],
-) -> Any:
-    """Run an op on what `take` makes of shards; return the shards that it writes as they are."""
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for shard in _written(func, args, kwargs):
+        note_write(shard)
+    originals: dict[int, Tensor] = {}
+    whole_args = _unwrap(args, originals)
+    whole_kwargs = {name: _unwrap(value, originals) for name, value in kwargs.items()}
+    result = func(*whole_args, **whole_kwargs)
+    shards = list(_shards((args, tuple(kwargs.values()))))
+    is_elementwise = torch.Tag.pointwise in func.tags
+    if isinstance(result, list | tuple):
+        return type(result)(_wrap(item, shards, originals, is_elementwise) for item in result)
+    return _wrap(result, shards, originals, is_elementwise)
+
+
+def _written(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[FlatShard]:
     for position, argument in enumerate(schema_arguments(func)):
         if argument.is_write:
             value = kwargs.get(argument.name)
-            for shard in _shards(args[position] if position < len(args) else value):
-                note_write(shard)
-    wholes: dict[FlatShard, Tensor] = {}
-
-    def whole(shard: FlatShard) -> Tensor:
-        if shard not in wholes:
-            wholes[shard] = take(shard)
-        return wholes[shard]
-
-    whole_args, options = tree_map_only(FlatShard, whole, (args, kwargs))
-    result = func(*whole_args, **options)
-    shards = {id(tensor): shard for shard, tensor in wholes.items()}
-    return tree_map_only(Tensor, partial(_as_shard, shards), result)
+            yield from _shards(args[position] if position < len(args) else value)
 
 
-def _as_shard(shards: dict[int, FlatShard], result: Tensor) -> Tensor:
-    """Return the shard whose whole tensor is a result; a view is plain, and counts as a write."""
-    if id(result) in shards:
-        return shards[id(result)]
-    for shard in () if isinstance(result, DTensor) else shards.values():
-        if shard._guard is not None and storage_of(result) == storage_of(shard._local):
-            shard._guard.count_write()  # writes into a plain view are not seen
+def _unwrap(value: Any, originals: dict[int, Tensor]) -> Any:
+    """Replace shards by whole tensors, and remember what each stands for."""
+    if isinstance(value, FlatShard):
+        whole = whole_of(value)
+        originals[id(whole)] = value
+        return whole
+    if isinstance(value, list | tuple):
+        return type(value)(_unwrap(item, originals) for item in value)
+    return value
+
+
+def _wrap(
+    result: Any, shards: list[FlatShard], originals: dict[int, Tensor], is_elementwise: bool
+) -> Any:
+    """Return what stands for a result: what was written, a view, a shard, or the plain result."""
+    if not isinstance(result, Tensor) or id(result) in originals:
+        return originals.get(id(result), result)
+    if isinstance(result, DTensor):
+        return _wrap_distributed(result, shards, is_elementwise)
+    for shard in shards:
+        if _is_view(result, shard):
+            return _view_of(shard, result)
+    specs = [shard._shard_spec for shard in shards]
+    if is_elementwise and result.shape == specs[0].shape and all(s == specs[0] for s in specs):
+        return wrap(specs[0].flatten(result), specs[0])
     return result
+
+
+def _view_of(shard: FlatShard, view: Tensor) -> Tensor:
+    """Return a view of a whole shard's memory as a shard; as it is where it can be none."""
+    start = int(view.storage_offset() - shard._local.storage_offset())
+    geometry = Geometry(view.shape, view.stride(), start)
+    if geometry.is_one_run:
+        return run_of(shard, geometry)
+    if shard._guard is not None:
+        shard._guard.count_write()  # later writes into a plain view are not seen
+    return view
+
+
+def _is_view(result: Tensor, shard: FlatShard) -> bool:
+    if result.dtype != shard.dtype or not result.numel():
+        return False
+    return storage_of(result) == storage_of(shard._local)
+
+
+def _wrap_distributed(result: DTensor, shards: list[FlatShard], is_elementwise: bool) -> Tensor:
+    spec = shards[0]._shard_spec
+    mesh = (result.device_mesh, tuple(result.placements))
+    if not (is_elementwise and result.shape == spec.shape and mesh == spec.tensor_parallel):
+        return result
+    return wrap(spec.flatten(result.to_local()), spec)

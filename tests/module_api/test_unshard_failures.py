@@ -471,7 +471,7 @@ def test_host_memory_is_warned_of_once() -> None:
 
 
 _LOST = (
-    "are lost where full values are freed, which does not write them back. Edit parameters inside "
+    "are lost: the full values are freed without being written back. Edit parameters inside "
     "unshard_params(module), or call writeback(module) before reshard(module)."
 )
 
@@ -506,7 +506,7 @@ def test_edits_by_hand_on_one_rank_stay_with_a_warning() -> None:
     unshard(model)
     with torch.no_grad():
         model.out.weight.zero_()
-    message = r"\['out.weight'\] between unshard and reshard are lost where full values"
+    message = r"\['out.weight'\] between unshard and reshard stay only because the full"
     with pytest.warns(UserWarning, match=message):
         reshard(model)
     assert model.out.weight.to_local().abs().sum() == 0

@@ -658,6 +658,25 @@ def _only_muon(model: nn.Module) -> list[Optimizer]:
 
 
 @distributed(2, 3)
+def test_torchs_scaler_serves_where_every_rank_has_a_gradient() -> None:
+    """One optimizer over shared and owned gradients: the shared ones make all ranks take part."""
+    model = Net()
+    shard_blocks(model, granularity=matrices_whole)
+    optimizers, scaler = adamw(model), GradScaler("cpu", init_scale=4.0)
+    for step in range(2):
+        before = [param.full_tensor() for param in model.parameters()]  # type: ignore[operator]
+        scaler.scale(loss_of(model, step)).backward()
+        grad = model.out.weight.grad
+        if step == 1 and grad is not None:
+            grad[0].fill_(float("nan"))
+        _scaled_step(optimizers, scaler, model)
+        for param, old in zip(model.parameters(), before, strict=True):
+            assert isinstance(param, FlatShard)
+            assert torch.equal(param.full_tensor(), old) == (step == 1)
+    assert scaler.get_scale() == 2.0
+
+
+@distributed(2, 3)
 def test_torchs_scaler_raises_where_a_rank_may_have_none() -> None:
     """On every rank: those with gradients name ours, torch itself refuses on the others."""
     model = nn.Linear(5, 4, bias=False)
