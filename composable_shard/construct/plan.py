@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -49,11 +46,10 @@ from composable_shard.torch_private import (
     buffers_of,
     parameters_of,
     post_accumulate_hooks_of,
+    use_count_of,
 )
 
 FLAT_PARAM_NAME = "_flat_param"
-# What was noted on a node, for as long as it lives.
-_notes: Callable[[Any], dict[object, Any]] = attrgetter("metadata")
 
 
 @dataclass(slots=True)  # by the hundred thousand in a plan: fewer objects for the collector
@@ -324,24 +320,13 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
                 "only dense tensors and DTensors can be sharded"
                 f"{own * (param.layout is torch.strided)}. Pass it in ignored_params."
             )
-        if original.extension is None and _is_in_live_graph(param):
+        if use_count_of(param) > 1:
             raise RuntimeError(
                 f"parameter '{fqn}' is part of a live autograd graph: delete outputs of earlier "
                 "forwards before fully_shard. Of a weight that pruning or an old-style weight_norm "
                 "has computed keep no graph: layer.weight = layer.weight.detach()."
             )
     _check_devices(originals, shard_group)
-
-
-def _is_in_live_graph(param: Tensor) -> bool:
-    """Return whether a graph, or a hook on it, keeps the node that accumulates the gradient.
-
-    Parameters keep theirs weakly: without a graph, each question makes a new one.
-    """
-    if not param.requires_grad:
-        return False  # a graph reads its value alone
-    _notes(get_gradient_edge(param).node)[_notes] = True
-    return _notes in _notes(get_gradient_edge(param).node)
 
 
 def _check_forwards_write_nothing(modules: Iterable[nn.Module]) -> None:
