@@ -109,7 +109,6 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "method": (lambda: _encoder().encode(X), RuntimeError, WHOLE, "table.weight"),
     "weight": (lambda: torch.ones(2, 8) @ _param().t(), RuntimeError, WHOLE, "head.weight"),
     "rows": (lambda: list(_param()), RuntimeError, WHOLE, "head.weight"),
-    "sum of rows": (lambda: _param().sum(0), RuntimeError, WHOLE, "head.weight"),
     "DDP": (lambda: DistributedDataParallel(_encoder()), RuntimeError, WHOLE, "table.weight"),
     "LBFGS": (lambda: _step_with(torch.optim.LBFGS), RuntimeError, WHOLE, "head.weight"),
     "Adafactor": (lambda: _step_with(torch.optim.Adafactor), RuntimeError, WHOLE, "head.weight"),
