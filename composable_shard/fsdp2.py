@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
+from functools import wraps
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -362,10 +363,13 @@ def _refusing(remedy: str) -> Callable[..., None]:
     return refuse
 
 
-for _name, _text in _CHANGES_NOTHING.items():
-    setattr(FSDPModule, _name, _warning(_name, _text))
-for _name, _text in _REFUSED.items():
-    setattr(FSDPModule, _name, _refusing(_text))
+for _name, _method in {
+    **{name: _warning(name, why) for name, why in _CHANGES_NOTHING.items()},
+    **{name: _refusing(remedy) for name, remedy in _REFUSED.items()},
+}.items():
+    _theirs = getattr(torch.distributed.fsdp.FSDPModule, _name, None)
+    # With torch's signature, where it has this one, for `help` and editors.
+    setattr(FSDPModule, _name, _method if _theirs is None else wraps(_theirs, (), ())(_method))
 
 
 def get_optimizer_state_dict(model: nn.Module, optimizers: Any, *, options: Any = None) -> Any:

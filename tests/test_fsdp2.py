@@ -39,7 +39,6 @@ from tests.helpers import assert_equal, distributed, needs_torch
 from tests.models import Net, assert_at_rest, collectives_of, full_tensor_of, loss_of, seeded
 
 METHODS = [name for name in vars(torch_fsdp2.FSDPModule) if not name.startswith("_")]
-OF_NO_EFFECT = {*fsdp2._CHANGES_NOTHING, *fsdp2._REFUSED}  # whatever the arguments
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def test_the_policy_of_a_newer_torch_is_taken_unless_it_chooses_by_parameter() -
         fsdp2.fully_shard(nn.Linear(3, 5), mp_policy=policy)
 
 
-@pytest.mark.parametrize("name", sorted({*METHODS} - OF_NO_EFFECT))
+@pytest.mark.parametrize("name", METHODS)
 def test_each_method_takes_the_same_arguments(name: str) -> None:
     """By name, in order, with the same defaults."""
     theirs, ours = (
