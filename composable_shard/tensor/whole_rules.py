@@ -46,10 +46,10 @@ def on_gathered(
     [Note: Gathered operands]
     """
     name = schema_of(func).name.removeprefix("aten::")
-    operands = (args, tuple(kwargs.values()))
-    shards = list(_shards(operands))
     if name not in _READS:
         return None
+    operands = (args, tuple(kwargs.values()))
+    shards = list(_shards(operands))
     if any(shard._shard_spec.owner is not None for shard in shards):
         if is_in_step():
             return None  # runs on the owner alone
