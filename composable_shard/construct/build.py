@@ -27,9 +27,7 @@ from composable_shard.flat_param import (
     show_flat,
 )
 from composable_shard.layout import FlatLayout, cut_buckets
-from composable_shard.options import (
-    UnitOptions,
-)
+from composable_shard.options import UnitOptions
 from composable_shard.runtime import (
     Buckets,
     BufferBroadcast,

@@ -20,9 +20,7 @@ from composable_shard.construct.plan import (
     as_modules,
     plan_unit,
 )
-from composable_shard.flat_param import (
-    settle_owners,
-)
+from composable_shard.flat_param import settle_owners
 from composable_shard.options import (
     DEFAULT_STRATEGY,
     CheckOrder,

@@ -29,9 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard.comm import (
-    ShardGroup,
-)
+from composable_shard.comm import ShardGroup
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (

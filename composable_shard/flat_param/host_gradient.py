@@ -13,9 +13,7 @@ from composable_shard.comm import (
     alloc_host,
 )
 from composable_shard.flat_param.entries import ParamEntry, zero_gaps
-from composable_shard.tensor import (
-    FlatShard,
-)
+from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import storage_of, storage_uses_of
 
 

@@ -32,11 +32,9 @@ def _reduction(grads: FlatGradients) -> str:
 
 
 def _reduce(grads: FlatGradients) -> str | None:
-    return (
-        None
-        if grads.reduction.shard_group.num_ranks == 1
-        else f"{_reduction(grads)} {grads.reduction.name}"
-    )
+    if grads.reduction.shard_group.num_ranks == 1:
+        return None
+    return f"{_reduction(grads)} {grads.reduction.name}"
 
 
 def _wait_reduce(grads: FlatGradients) -> str | None:

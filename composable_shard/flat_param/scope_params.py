@@ -16,14 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.flat_param.entries import (
-    ParamEntry,
-)
+from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import DTensorSlots, ParamLabel, user_attributes
-from composable_shard.torch_private import (
-    pre_accumulate_hooks_of,
-)
+from composable_shard.torch_private import pre_accumulate_hooks_of
 
 
 class ScopeParams:

@@ -56,9 +56,9 @@ def unshard_params(
 
     All ranks must pass the same flags. One all-gather for each handle (`rank0_only`: one gather),
     none for a handle that is unsharded already; `with_grads` takes one more, and one small
-    all-reduce. On exit `writeback` takes one
-    all-reduce of a few bytes for each process group, and nothing else; with `rank0_only` one
-    scatter for each handle, and a broadcast to the ranks that hold copies of shards.
+    all-reduce. On exit `writeback` takes one all-reduce of a few bytes for each process group, and
+    nothing else; with `rank0_only` one scatter for each handle, and a broadcast to the ranks that
+    hold copies of shards.
 
     Args:
         module: A sharded module, or one with sharded modules below it.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from composable_shard.flat_param import (
-    keep_left_gradients,
-)
+from composable_shard.flat_param import keep_left_gradients
 from composable_shard.runtime import (
     ShardState,
     TrainingState,

@@ -17,9 +17,7 @@ from composable_shard.state_dict.model_tensors import (
     canonical,
     params_by_fqn,
 )
-from composable_shard.tensor import (
-    is_owned_by_other_rank,
-)
+from composable_shard.tensor import is_owned_by_other_rank
 
 Optimizers = Optimizer | Iterable[Optimizer]
 States = dict[str, dict[str, Any]]

@@ -12,12 +12,8 @@ from torch.optim import Optimizer
 
 from composable_shard.optim import find_scalar_keys
 from composable_shard.options import StateDictOptions
-from composable_shard.state_dict.gathering import (
-    scatter_full,
-)
-from composable_shard.state_dict.model_tensors import (
-    ModelRanks,
-)
+from composable_shard.state_dict.gathering import scatter_full
+from composable_shard.state_dict.model_tensors import ModelRanks
 from composable_shard.state_dict.optimizer_groups import (
     Group,
     Optimizers,

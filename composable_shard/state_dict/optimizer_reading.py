@@ -19,9 +19,7 @@ from composable_shard.state_dict.gathering import (
     copied,
     gather_full,
 )
-from composable_shard.state_dict.model_tensors import (
-    ModelRanks,
-)
+from composable_shard.state_dict.model_tensors import ModelRanks
 from composable_shard.state_dict.optimizer_groups import (
     Group,
     Optimizers,

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from composable_shard.options import WHOLE_NEEDED
-from composable_shard.torch_private import (
-    OpOverload,
-)
+from composable_shard.torch_private import OpOverload
 
 Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 WholeRule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Callable[[], Any] | None]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from composable_shard.torch_private import (
-    current_backward_id,
-)
+from composable_shard.torch_private import current_backward_id
 
 _MAX_READS = 4  # that are waited for one by one; older ones have long been done
 
