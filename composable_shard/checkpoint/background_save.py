@@ -1,4 +1,4 @@
-"""Saves in the background, and what waits for them."""
+"""Saves that run in the background, and the calls that wait for them."""
 
 from __future__ import annotations
 

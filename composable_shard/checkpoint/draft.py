@@ -1,11 +1,12 @@
-"""What the ranks bring to a save, checked and shared out: which rank writes which piece.
+"""Plan a save: check what the ranks hold, and choose the rank that writes each piece.
 
 [Note: Owners]
 Ranks may own different parameters: pipeline stages, expert-parallel ranks. A checkpoint holds what
-any rank has. A name that several ranks have must stand for one tensor. It does where the ranks
-share the tensor: each names the process groups that it shares it with, and groups of one tensor
-join. Copies that no group joins (a tied weight of two stages, a parameter that no unit manages)
-must have equal values, of which samples are compared. Anything else would be lost without a word.
+any rank has. If several ranks have a tensor of one name, it must be the same tensor. Ranks that
+share a tensor through a process group name the group; groups of one tensor are joined. Copies that
+no group joins (a tied weight of two stages, a parameter that no unit manages) must have equal
+values; samples of them are compared. Without this check one of two different tensors would be lost
+silently.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ModelOwners:
         return {name: self.of(fqn, tensors[name]) for fqn, name in named if name is not None}
 
     def of_optimizer(self, tree: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Owners]:
-        """Return the owners of an encoded optimizer's tensors, those of options included."""
+        """Return the owners of an encoded optimizer's tensors, tensors in its options included."""
         found = dict.fromkeys(tensors, self._model)
         for fqn, state in tree["state"].items():
             for name in filter(None, map(json_tree.tensor_name, state.values())):
@@ -135,8 +136,8 @@ class Draft:
     world_size: int  # number of ranks
     # Ranks with each piece, and the numbers of their lines
     holders: dict[_Piece, list[tuple[int, int]]] = field(default_factory=dict)
-    # Ranks with a tensor by name, those that share it together; only of tensors that not all of
-    # their ranks share.
+    # By name, the ranks that hold a tensor, grouped by who shares it; only tensors that some of
+    # these ranks do not share.
     copies: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
@@ -197,7 +198,7 @@ class _Parts:
         return group
 
     def find_copies(self) -> dict[str, list[list[int]]]:
-        """Return the ranks with a tensor, those that share it together, where not all do."""
+        """Return the ranks that hold a tensor, grouped by who shares it, where not all share it."""
         copies = {}
         for name, by_group in self._ranks.items():
             joined: dict[str, list[int]] = {}
@@ -228,7 +229,7 @@ def check_copies(draft: Draft, samples: list[dict[str, Any]]) -> None:
 
 
 def merge_trees(trees: list[Any]) -> dict[str, Any]:
-    """Return the values of all ranks; of those that several have, the lowest rank's.
+    """Return the values of all ranks. Where several ranks have a value, the lowest rank's counts.
 
     Parameter groups are joined, because ranks may own different parameters.
     """
@@ -247,7 +248,7 @@ def merge_trees(trees: list[Any]) -> dict[str, Any]:
 
 
 def _check_numbers(found: list[dict[str, Any]], groups: list[dict[str, Any]], rank: int) -> None:
-    """Check that a rank steps with the numbers of those before it what they step too."""
+    """Check that ranks that step the same parameter use the same numbers."""
     homes = {fqn: group for group in found for fqn in group["params"]}
     for group in groups:
         for fqn in group["params"]:
@@ -262,7 +263,7 @@ def _check_numbers(found: list[dict[str, Any]], groups: list[dict[str, Any]], ra
 
 
 def _has_float(value: Any) -> bool:
-    """Return whether an encoded option is a number with a fraction, or holds some."""
+    """Return whether an encoded option is a float, or contains one."""
     if isinstance(value, dict | list):
         return any(map(_has_float, value.values() if isinstance(value, dict) else value))
     return isinstance(value, float)
@@ -305,7 +306,7 @@ def share_pieces(draft: Draft) -> list[list[int]]:
         dtype: torch.dtype = getattr(torch, tensors[name]["dtype"])
         return int((end - start) * dtype.itemsize)
 
-    # Those without a choice first.
+    # Pieces that only one rank holds come first.
     for piece in sorted(holders, key=lambda piece: (len(holders[piece]) > 1, -nbytes(piece))):
         rank, index = min(holders[piece], key=lambda holder: (loads[holder[0]], holder))
         loads[rank] += nbytes(piece)

@@ -21,9 +21,9 @@ takes over from the checkpoint that it loads: `keep_last` removes no checkpoint 
 
 [Note: Checksums]
 A chunk, with zeros after it, is a matrix of 64-bit words with 128 columns. Its checksum is the
-CRC-32 of the sums (mod 2**64) of its columns and then of its rows. It costs a fifth of the time
-that the CRC-32 of all bytes takes. Damage of one word or one row, zeros or rows of another place
-change some sum.
+CRC-32 of the sums (mod 2**64) of its columns and then of its rows. It takes a fifth of the
+time of a CRC-32 of all bytes. Damage to one word or one row, zeroed memory and misplaced rows each
+change at least one sum.
 """
 
 from __future__ import annotations

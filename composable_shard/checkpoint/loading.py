@@ -86,8 +86,8 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
 ) -> LoadedCheckpoint:
     """Load a checkpoint into any sharding and world size; call it on all ranks.
 
-    Each rank reads only its own shards. All of it is read and verified on all ranks before anything
-    changes, and then read again, straight into its place, so that a load takes no memory but for
+    Each rank reads only its own shards. All ranks read and verify everything before anything
+    changes, and then read it again, directly into its place. So a load allocates memory only for
     state that an optimizer does not have yet. A model or optimizer with code of its own in a load
     (`_load_from_state_dict`, hooks) is read once, into host memory. Parameters and buffers on the
     meta device get memory on the mesh's device and their values, one flat parameter at a time, so

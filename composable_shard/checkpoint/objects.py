@@ -1,13 +1,13 @@
-"""The parts of a run beside model and optimizers: schedulers, scalers, random number generators.
+"""The other parts of a run: schedulers, scalers, random number generators.
 
 [Note: Wrapped state]
-Optimizer state of a class that wraps other tensors, as quantised state does, consists of tensors
-(codes, scales, lookup tables) with layouts of their own, which only the class knows. So each rank's
-part of it is saved apart: the region that it is of, the name of its class, and all tensors in it.
-Ranks that hold the same regions get every bit back. For others the class turns the parts into plain
-values, which is not what was saved, and needs `strict=False`. Shards that are too small to be
-quantised are saved in the same way, as another rank's may not be. The class is one that the program
-has allowed by `torch.serialization.add_safe_globals`.
+Quantised optimizer state is a tensor subclass that wraps other tensors (codes, scales, lookup
+tables). Only the class knows their layouts. So each rank's part is saved separately: its region,
+the name of its class, and all tensors in it. A rank that loads the same region gets every bit back.
+For another region the class converts the parts into plain values; these are not the saved bits, so
+this needs `strict=False`. Shards that are too small to be quantised are saved in the same way,
+because another rank's shard may be quantised. The program must have allowed the class by
+`torch.serialization.add_safe_globals`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from composable_shard.tensor import FlatShard, find_places, local_part, region_o
 from composable_shard.torch_private import is_traceable_wrapper_subclass, schedulers_in
 
 OneOrMore = Any  # an object, or a list or dict of objects
-Change = tuple[Callable[[Any], object], Any]  # what gives an object another state, and that one
+Change = tuple[Callable[[Any], object], Any]  # a load function, and the state that it loads
 
 
 def as_dict(objects: OneOrMore) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def check_names(
 def stage_objects(
     reader: CheckpointReader, kind: str, objects: dict[str, Any], *, is_strict: bool
 ) -> list[Change]:
-    """Return how to give schedulers or a scaler their new states."""
+    """Return functions that load the new states of schedulers or a scaler, with the states."""
     saved = reader.metadata.tree.get(kind)
     if kind == "scaler" and bool(objects) != bool(saved):
         text = (
@@ -120,7 +120,7 @@ def _scheduler_problem(scheduler: LRScheduler, state: dict[str, Any], kind: str 
 
 
 def optimizer_kinds(optimizers: dict[str, Optimizer]) -> dict[str, list[Any]]:
-    """Return the name of each optimizer's class, and those of its options."""
+    """Return the name of each optimizer's class, and the names of its options."""
     return {n: [type(each).__name__, sorted(each.defaults)] for n, each in optimizers.items()}
 
 
@@ -131,19 +131,19 @@ def check_kinds(reader: CheckpointReader, optimizers: dict[str, Optimizer]) -> N
         saved_kind, saved_options = saved.get(name, [kind, options])
         if saved_kind != kind and saved_options != options:
             raise ValueError(
-                f"the state of an optimizer in {reader.folder} is that of {saved_kind}, and "
+                f"the state of an optimizer in {reader.folder} is of class {saved_kind}, and "
                 f"{kind} was passed. Build the optimizer that was saved, or pass strict=False."
             )
 
 
 def kind_of(scheduler: Any) -> str:
-    """Return the name of a scheduler's class, with those of the schedulers it is made of."""
+    """Return the name of a scheduler's class, and the names of the schedulers inside it."""
     parts = ", ".join(map(kind_of, schedulers_in(scheduler)))
     return type(scheduler).__name__ + (f" of ({parts})" if parts else "")
 
 
 def _num_groups(state: Any) -> list[int]:
-    """Return for how many parameter groups a scheduler has rates, and those it is made of."""
+    """Return the numbers of parameter groups of a scheduler and of the schedulers inside it."""
     if isinstance(state, dict):
         own = [len(rates)] if isinstance(rates := state.get("base_lrs"), list) else []
         return own + [number for part in state.values() for number in _num_groups(part)]
@@ -203,14 +203,14 @@ def _to_tensor(state: bytes) -> Tensor:
 
 
 def wraps_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer makes its state in the way of torchao's; same on all ranks."""
+    """Return whether an optimizer makes its state as torchao's do; the same on all ranks."""
     return callable(getattr(optimizer, "_new_buffer", None))
 
 
 def take_parts(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Take this rank's parts of wrapped state out of an optimizer's. [Note: Wrapped state]
 
-    Return them by FQN, and by a text that tells name and region.
+    Return them by FQN, and by a text with the state's name and its region.
     """
     taken: dict[str, dict[str, Any]] = {}
     for fqn, values in state.items():
@@ -248,8 +248,8 @@ def read_parts(
     """Read this rank's part of a parameter's wrapped state, by name.
 
     Args:
-        as_saved: Whether the optimizer takes state of the saved class.
-        is_strict: Whether nothing but the saved state will do.
+        as_saved: Whether the optimizer accepts state of the saved class.
+        is_strict: Refuse to convert the state; only the saved bits are accepted.
     """
     region = region_of(target)
     found: dict[str, Tensor] = {}

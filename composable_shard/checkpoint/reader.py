@@ -1,13 +1,13 @@
 """Read regions of the tensors of a checkpoint: no more bytes than needed, each one verified.
 
 [Note: Two passes]
-A load that held what it reads until everything is verified would need as much memory as this rank's
-part of the run. So a first pass verifies all bytes, and keeps only what has no memory yet in the
-run (the state of an optimizer that has taken no step). When all ranks agree that everything fits, a
-second pass reads the rest into its place, from the same open files. It checks it again only if size
-and times of a file tell that it has been written meanwhile. Only a file that can't be read a second
-time cuts a load off in the middle. Models and optimizers with code of their own in a load, which
-must see all values, are kept in the first pass.
+A load that kept everything until all of it is verified would need memory for a second copy of this
+rank's part of the run. So the first pass verifies all bytes and keeps only values without memory in
+the run (the state of an optimizer that has taken no step). When all ranks agree that everything
+fits, a second pass reads the other values into their places, from the same open files. It verifies
+a file again only if the file's size or times have changed. A load can stop in the middle only if a
+file can't be read a second time. A model or optimizer that runs its own code in a load must see all
+values, so the first pass keeps them.
 """
 
 from __future__ import annotations
@@ -184,11 +184,11 @@ class CheckpointReader:
         return self.read(name).view(self.metadata.tensors[name].shape)
 
     def verify(self, name: str, region: Region) -> None:
-        """Read what `read` would read, and keep nothing."""
+        """Verify the bytes that `read` would read, without keeping them."""
         self._read_region(name, region, None)
 
     def read_again(self, fill: Callable[[], None]) -> None:
-        """Call what reads what has been verified. [Note: Two passes]"""
+        """Call a function that reads verified bytes a second time. [Note: Two passes]"""
         self._is_verified = self._is_unchanged()
         fill()
         if self._is_verified and not self._is_unchanged():
@@ -222,7 +222,7 @@ class CheckpointReader:
         return stored
 
     def _read_region(self, name: str, target: Region, output: Tensor | None) -> None:
-        """Read and verify elements; without an output, only that."""
+        """Read and verify elements; without an output, verify only."""
         stored = self._find(name)
         num_found = sum(self._read_piece(stored, piece, target, output) for piece in stored.pieces)
         if num_found < target.numel:
@@ -303,7 +303,7 @@ class CheckpointReader:
         return found
 
     def _read_chunks(self, piece: Piece, number: int, output: memoryview) -> None:
-        """Read whole chunks from the one of a number on, and verify them."""
+        """Read consecutive whole chunks, starting at chunk `first`, and verify them."""
         path, descriptor, _ = self._open(piece.file)
         chunk_nbytes = self.metadata.chunk_nbytes
         position = piece.offset + number * chunk_nbytes

@@ -64,7 +64,7 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, An
 
 
 def _cannot_be_written(value: Any) -> str:
-    """Return why no load could write a value of a model, or an empty text."""
+    """Return why a load could not write a model's value; empty if it could."""
     if not isinstance(value, Tensor) or isinstance(value, FlatShard | DTensor):
         return ""
     if value.is_inference() and not torch.is_inference_mode_enabled():
@@ -78,7 +78,7 @@ def _cannot_be_written(value: Any) -> str:
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
-    """Return a key that only tied plain tensors share."""
+    """Return a key that is equal for tied plain tensors and different for others."""
     if not isinstance(value, Tensor) or isinstance(value, FlatShard | DTensor):
         return None
     if value.layout is not torch.strided or value.is_meta or value.numel() == 0:
@@ -108,7 +108,7 @@ class StagedModel:
     state: dict[str, Any]  # by name, without extra state; empty after `apply`
     extra: dict[str, Any]  # what modules' `set_extra_state` get, by name
     meta: ModelTensors | None  # the model's tensors, if any is on the meta device
-    # Names in the checkpoint, and the tensors of `state` that `fill` reads them into
+    # Names in the checkpoint, and the tensors of `state` into which `fill` reads them
     places: list[tuple[str, Tensor]]
 
     @classmethod
@@ -195,7 +195,7 @@ class StagedModel:
             given = {each.index: local_part(self._take(each.names)) for each in own}
             materialize(handle, given if len(given) == len(handle.entries) else None)
             handle.guard.note_write(own[0].names[0])
-            for index, part in given.items():  # those that `materialize` did not take
+            for index, part in given.items():  # values that `materialize` did not take
                 handle.entries[index].slice_of(handle.local_shard).copy_(part)
         device = tensors.handles[0].shard_group.device
         tensors.fill_computed(device)
@@ -218,8 +218,8 @@ def _find_meta(
         return None
     if not handles_of(model):
         raise RuntimeError(
-            "the model is on the meta device, and has no sharded unit whose mesh tells its device. "
-            "Call model.to_empty(device=...) before load_checkpoint."
+            "the model is on the meta device, and has no sharded unit, whose mesh would name the "
+            "device. Call model.to_empty(device=...) before load_checkpoint."
         )
     found = ModelTensors(model, "load_checkpoint can't run")
     try:
@@ -257,7 +257,7 @@ class StagedOptimizer:
     ) -> StagedOptimizer:
         """Verify this rank's part, and read what `fill` will not; changes nothing.
 
-        State of a parameter's shape is read in the parameter's sharding, other state whole.
+        State of a parameter's shape is sharded as the parameter is; other state is read whole.
         """
         groups = json_tree.decode(tree["param_groups"], reader.read_whole)
         wanted = {fqn for group in view for fqn in group.fqns}
@@ -322,7 +322,7 @@ def _no_tensor(name: str) -> Any:
 
 
 def _mismatch(reader: CheckpointReader, name: str | None, target: Any, is_strict: bool) -> str:
-    """Return why a value of the checkpoint does not fit, or an empty text."""
+    """Return why a value of the checkpoint does not fit; empty if it fits."""
     if name is None or not isinstance(target, Tensor):
         is_same = name is None and not isinstance(target, Tensor)
         return "" if is_same else "is a tensor on one side only"
@@ -340,7 +340,7 @@ def _mismatch(reader: CheckpointReader, name: str | None, target: Any, is_strict
     return ""
 
 
-# By what they are names of: those of this rank, and those in the checkpoint.
+# By kind of name: the names of this rank, and the names in the checkpoint.
 _NameLists = dict[str, tuple[Iterable[str], Iterable[str]]]
 
 

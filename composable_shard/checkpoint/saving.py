@@ -139,9 +139,9 @@ def _describe(
             for name, each in named.items()
         }
     tree["scheduler_kinds"] = {name: kind_of(each) for name, each in objects["scheduler"].items()}
-    # The other ranks' is checked, and not saved.
+    # Other ranks' `extra` is checked, but not saved.
     tree["extra"] = json_tree.encode(extra, "extra", tensors if rank == 0 else {})
-    # Only the rank that wrote it reads it, so it is not in the tree, which all ranks read.
+    # Not in the tree, which all ranks read: only the rank that wrote it reads it.
     text = json.dumps(json_tree.encode(get_rng_state(), "rng", {})).encode()
     tensors[rng_name(rank)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return tree, tensors

@@ -29,7 +29,7 @@ def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Ch
 
 
 def read_model(reader: CheckpointReader, *, with_ties: bool) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of the model's state, verified; of tied tensors the first or all."""
+    """Yield the name and verified value of each tensor of the model; of tied tensors one or all."""
     seen: set[str | None] = set()
     for fqn, encoded in find_stored(reader, "model").items():
         name = json_tree.tensor_name(encoded)
@@ -56,7 +56,7 @@ def tensors_of(reader: CheckpointReader, kind: str) -> dict[str, StoredTensor]:
 
 
 def verify(reader: CheckpointReader) -> None:
-    """Compare all bytes with their checksums; hold none of them."""
+    """Compare all bytes with their checksums, without keeping them."""
     for name, stored in reader.metadata.tensors.items():
         reader.verify(name, whole(stored.shape))
 
@@ -67,7 +67,7 @@ def write_state(
     optimizers: Mapping[str, Any],
     step: int,
 ) -> str:
-    """Save a model's state, and that of optimizers by name, as `save_checkpoint` does."""
+    """Save the state of a model, and of optimizers by name, as `save_checkpoint` does."""
     tensors: dict[str, Tensor] = {}
     tree: dict[str, Any] = {
         "model": {fqn: json_tree.encode(v, f"model/{fqn}", tensors) for fqn, v in model.items()},

@@ -1,9 +1,9 @@
-"""Write a checkpoint directory: which rank writes which part, and all of it or nothing.
+"""Write a checkpoint directory, split between the ranks, completely or not at all.
 
 [Note: One save]
-Rank 0 gathers every rank's list of tensor regions and assigns each region to one rank: a replicated
-shard to the replica with the least to write, a plain tensor, which may differ (buffers), to the
-lowest rank that holds it. Then
+Rank 0 gathers every rank's list of tensor regions and assigns each region to one rank. A replicated
+shard goes to the replica with the least to write. A plain tensor goes to the lowest rank that holds
+it, because its values may differ between ranks (buffers). Then
 1. rank 0 locks the run's directory, and makes one in it under a temporary name;
 2. every rank writes its file there, and reports offsets and checksums;
 3. rank 0 writes the metadata, renames the directory, and replaces the file `latest`;
@@ -60,9 +60,9 @@ from composable_shard.tensor import local_part
 
 LOCK_TIMEOUT_S = 300.0
 _LOCK_INTERVAL_S = 0.02
-_HOLDER_NBYTES = 200  # of the text about who has the lock
+_HOLDER_NBYTES = 200  # of the text that names the job with the lock
 _BUFFER_NBYTES = 16 * CHUNK_NBYTES  # bytes copied from a device at a time
-_WRITE_NBYTES = 4 * CHUNK_NBYTES  # written and summed up while a cache of the processor has them
+_WRITE_NBYTES = 4 * CHUNK_NBYTES  # written and summed while they are in the processor's cache
 
 
 @dataclass
@@ -224,7 +224,7 @@ def _prepare(path: Path, step: int, lock: _Lock) -> str:
     ]
     name = folder_name(step, max(attempts, default=-1) + 1)
     if parse_folder_name(name) is None:
-        raise RuntimeError(f"{path} has no name left for step {step}: remove those of {name[:13]}")
+        raise RuntimeError(f"{path} has no name left for step {step}: remove some of {name[:13]}")
     files.make_folder(path / temporary_name(name), is_new=True)
     return name
 
@@ -305,7 +305,7 @@ def _publish(
         files.sync_path(path)
         if os.path.lexists(pointer):
             _remove(pointer)
-        # An entry of this name is that of a removed one, of another run perhaps.
+        # An entry of this name belongs to a removed checkpoint, perhaps of another run.
         earlier = read_history(path).items()
         known = [each for each in earlier if each[0] != name and (path / each[0]).is_dir()]
         lines = [f"{each} {run}\n" for each, run in [(name, plan.run), *known]]
@@ -332,9 +332,9 @@ def _remove(path: Path) -> None:
 
 
 def _remove_old(group: HostGroup, path: Path, published: str, keep_last: int) -> None:
-    """Keep the published checkpoint and those its run wrote last before it; remove the others.
+    """Keep the published checkpoint and the last ones of its run before it; remove the others.
 
-    Each rank removes its own file, because to free its memory takes a third of the time of a write.
+    Each rank removes its own file, because removing takes a third of the time of writing.
     """
     hidden: list[str] = group.on_first(lambda: _hide_old(path, published, keep_last))
     if not hidden:
@@ -354,7 +354,7 @@ def _remove_old(group: HostGroup, path: Path, published: str, keep_last: int) ->
 def _hide_old(path: Path, published: str, keep_last: int) -> list[str]:
     """Rename the directories to remove: half a checkpoint must not look like a whole one.
 
-    The order is that of `latest`, not of clocks, which may go backwards.
+    The order is the one in `latest`, because clocks may go backwards.
     """
     history = read_history(path)
     run, places = history.get(published, ""), {name: -i for i, name in enumerate(history)}

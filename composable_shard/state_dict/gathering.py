@@ -18,7 +18,7 @@ from composable_shard.tensor import FlatShard, ShardSpec
 
 
 def copied(value: Any, device: torch.device | None) -> Any:
-    """Return a whole copy of a value, on the device or where it is; what is no tensor as it is."""
+    """Return a whole copy of a tensor; `device` None keeps its device. Other values stay."""
     if isinstance(value, FlatShard | DTensor):
         value = value.full_tensor()
     if not isinstance(value, Tensor):

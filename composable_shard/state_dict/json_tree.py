@@ -2,7 +2,8 @@
 
 Decoding executes nothing. It returns numbers, strings, lists, tuples, dicts, sets, bytes, dtypes,
 `collections.Counter` (torch's schedulers have some), and tensors that the caller looks up by name.
-What comes back is equal to what was encoded; of a subclass, such as a named tuple, the plain class.
+Decoded values are equal to the encoded ones. A subclass, such as a named tuple, becomes the plain
+class.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
     if mark == "__float__":
         return float(content)
     if mark == "__dtype__":
-        return torch.empty(0, dtype=getattr(torch, content)).dtype  # of nothing else in torch
+        return torch.empty(0, dtype=getattr(torch, content)).dtype  # no other attributes of torch
     if mark == "__bytes__":
         return base64.b64decode(content, validate=True)
     if mark in ("__dict__", "__counter__"):
@@ -134,9 +135,9 @@ def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
 
 
 def merge(first: Any, second: Any, depth: int) -> Any:
-    """Return an encoded tree with the entries of both; the first's wins where both have one.
+    """Return an encoded tree with the entries of both; where both have one, the first's.
 
-    Dicts are joined on `depth` levels; below that a value is whole.
+    Dicts are joined down to `depth` levels; below that, values are not joined.
     """
     if depth == 0 or not (isinstance(first, dict) and isinstance(second, dict)):
         return first

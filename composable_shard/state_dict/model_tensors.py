@@ -93,7 +93,7 @@ class ManagedParam:
 
 
 def handles_of(module: nn.Module, around: ShardState | None = None) -> list[FlatParamHandle]:
-    """Return the handles whose parameters `module` shows, also those of units outside of it.
+    """Return the handles whose parameters `module` shows, including handles of units outside of it.
 
     `around` is the unit that `module` is a part of, if it is none itself.
     """
@@ -137,7 +137,7 @@ def by_handle(
 def mesh_groups(handles: list[FlatParamHandle]) -> list[dist.ProcessGroup]:
     """Return groups that reach all ranks of handles when a message passes through one by one.
 
-    First those of the data-parallel meshes, then the axes of the tensor-parallel ones.
+    First the groups of the data-parallel meshes, then the axes of the tensor-parallel meshes.
     """
     groups = [group for handle in handles for group in handle.shard_group.joint_groups]
     return list(dict.fromkeys([*groups, *tensor_groups(handles)]))
@@ -272,7 +272,7 @@ class ModelTensors:
         self._computed: dict[str, Tensor] = {}
 
     def ranks(self, group: dist.ProcessGroup | None) -> Ranks:
-        """Return the ranks that share the model, or those of a group."""
+        """Return the ranks that share the model, or the ranks of a group."""
         groups = mesh_groups(self.handles) if group is None else [group]
         return Ranks(groups, self.handles[0].shard_group.device)
 
@@ -311,7 +311,7 @@ class ModelTensors:
 def _compute_buffers(
     model: nn.Module, lost: Iterable[ManagedParam | OtherTensor]
 ) -> dict[str, Tensor]:
-    """Return values of buffers on the meta device by name, as far as their modules can tell.
+    """Return values of buffers on the meta device by name, where their modules can compute them.
 
     A module without parameters computes its buffers by its own `reset_parameters`, or by the
     `_init_weights` of a model of transformers around it. It runs on a copy on the CPU; a buffer

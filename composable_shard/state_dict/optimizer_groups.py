@@ -112,7 +112,7 @@ def own_tensors(groups: Iterable[Group]) -> States:
 def names_by_handle(groups: list[Group]) -> dict[FlatParamHandle, dict[int, str]]:
     """Return the names of the optimizers' managed parameters, by handle and index.
 
-    In an order that is the same on all ranks, which gather and scatter handle by handle.
+    The order is the same on all ranks, which gather and scatter handle by handle.
     """
     managed = {member.fqn: member.managed for group in groups for member in group.members}
     named = ((managed[fqn], fqn) for group in groups for fqn in group.fqns)
@@ -124,7 +124,8 @@ def group_kinds(
 ) -> dict[tuple[str, torch.dtype], list[int]]:
     """Return the indices of a handle's parameters that have each kind of state: (name, dtype).
 
-    From the parameters' names by index, and the dtypes of each one's sharded state by name.
+    Takes the parameters' names by index, and the dtypes of each parameter's sharded state by
+    name.
     """
     kinds: dict[tuple[str, torch.dtype], list[int]] = {}
     for index, fqn in names.items():

@@ -1,4 +1,4 @@
-"""How optimizers load state of any form by parameter name."""
+"""Load optimizer state of any form by parameter name."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def prepare_load(
 
     def load() -> None:
         for handle in ranks.handles:
-            handle.fix_owners()  # whoever has a parameter has its state
+            handle.fix_owners()  # a rank that has a parameter has its state
         for optimizer in optimizers:
             _load(optimizer, groups, given)
 
@@ -108,7 +108,7 @@ def prepare_load(
 
 
 def cut_state(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> States:
-    """Return the state in a dict by name, cut like the optimizer's parameters, as it loads it."""
+    """Return the state in a dict by name, cut as the optimizer's parameters are."""
     ranks = ModelRanks(model)
     with ranks.agreed():
         given = _Given(view_optimizers(model, [optimizer]), is_given_away=False)
@@ -174,7 +174,7 @@ class _Given:
         extra = [fqn for fqn in dict.fromkeys([*homes, *state_dict["state"]]) if fqn not in known]
         if is_strict and (missing or extra):
             raise ValueError(
-                f"the optimizers' parameters are not those of the state dict: missing {missing}, "
+                f"the optimizers and the state dict have different parameters: missing {missing}, "
                 f"unexpected {extra}. Pass StateDictOptions(strict=False) to ignore this."
             )
         self.options = [self._options_of(i, homes, saved) for i in range(len(self._groups))]
@@ -283,7 +283,7 @@ class _Given:
 
         def describe() -> list[Any]:
             self._check_is_whole()
-            # A dtype stands for state that is cut like its parameter, and is sent below.
+            # A dtype stands for state that is cut like its parameter; the values follow below.
             rest = {
                 fqn: {k: v.tensor.dtype if isinstance(v, _Whole) else v for k, v in state.items()}
                 for fqn, state in self.states.items()
@@ -318,14 +318,14 @@ class _Given:
 
 
 def _quantised_as(own: Any, local: Tensor) -> Tensor:
-    """Return values in the form of an optimizer's own, which may be quantised."""
+    """Return values in the form of the optimizer's own state, which may be quantised."""
     like = own._local if isinstance(own, FlatShard) else local
     is_same = type(like) is type(local) or not is_traceable_wrapper_subclass(like)
     return local if is_same else cloned(like).copy_(local)
 
 
 def _moved_to(own: Any, value: Any) -> Any:
-    """Return an option on the device of the optimizer's own, where both are tensors."""
+    """Return an option on the device of the optimizer's own option, if both are tensors."""
     is_tensor = isinstance(own, Tensor) and isinstance(value, Tensor)
     return value.to(own.device) if is_tensor else value
 

@@ -16,8 +16,8 @@ _MAX_NUMEL = 16  # of tensors whose elements are in messages
 def pack(value: Any, tensors: dict[str, Tensor]) -> list[Any]:
     """Return JSON that stands for a nested value; collect its tensors by name.
 
-    A tensor of more than 16 elements is described without them. ValueError for what is no value of
-    a checkpoint.
+    A tensor of more than 16 elements is described without its elements. Raises ValueError for
+    values that no checkpoint can hold.
     """
     tree = json_tree.encode(value, "", tensors)
     told = {

@@ -37,9 +37,9 @@ def iter_full_params(
     """Yield the name and full value of each parameter, for an inference engine or an export.
 
     A bucket is the parameters of one unit, or one parameter of a unit larger than `max_nbytes`.
-    Besides its shards a rank holds at most two buckets, as long as the
-    caller keeps no value, and their copies where `dtype` or `device` differ. One all-gather for
-    each bucket. Call it and read it to the end on all ranks, and run no step meanwhile.
+    Besides its shards a rank holds at most two buckets, and copies of their values if `dtype` or
+    `device` differ, as long as the caller keeps no value. One all-gather for each bucket. Call it
+    and read it to the end on all ranks, and run no step meanwhile.
 
     Args:
         model: A model with sharded units, outside of forward, backward and `unshard_params`.

@@ -1,12 +1,11 @@
-"""What torch's own functions for state dicts get of sharded models.
+"""What torch's own state-dict functions get from sharded models.
 
 [Note: Torch's functions]
-`torch.distributed.checkpoint.state_dict` makes values whole that are DTensors or ShardedTensors.
-Of any other tensor it asks nothing but its class: no op and no attribute is read between the call
-of `state_dict()`, which has no arguments, and the return to the user. So only the frames of the
-running functions tell what a user has asked for. They are looked at in a state-dict hook of units,
-where torch asks a module whether it renames parameters, and there optimizers get hooks for one
-call, which make their state whole or cut it.
+`torch.distributed.checkpoint.state_dict` gathers DTensors and ShardedTensors. Of any other tensor
+it reads only the class: it calls `state_dict()` without arguments and returns the values without
+another op or attribute. So only the interpreter's frames say which options a user has passed. A
+state-dict hook of units reads them. Torch also asks each module whether it renames parameters;
+there optimizers get hooks for one call, which gather or cut their state.
 """
 
 from __future__ import annotations

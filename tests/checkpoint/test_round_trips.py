@@ -135,7 +135,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, model, optimizer, step=1)
     for make in (torch.optim.Adagrad, torch.optim.Adamax, torch.optim.SGD):
         other: Any = make(model.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=f"is that of AdamW, and {make.__name__} was passed"):
+        with pytest.raises(ValueError, match=f"is of class AdamW, and {make.__name__} was passed"):
             load_checkpoint(tmp_path, model, other)
         assert other.param_groups[0]["lr"] == 0.1
     adam = torch.optim.Adam(model.parameters())
