@@ -2,10 +2,10 @@
 
 [Note: Formats]
 A checkpoint (of `save_checkpoint`) has the model and optimizers. A directory of DCP has them under
-"model" and "optimizer", or "optim", as `dcp.save({"model": ..., "optimizer": ...})` writes the
-dicts of `get_model_state_dict` and `get_optimizer_state_dict`, those of FSDP2 too. A directory of
-safetensors has the model's tensors alone. What is not a tensor in a directory of DCP is pickled:
-read those alone that you trust.
+"model" and "optimizer", or "optim": `dcp.save({"model": ..., "optimizer": ...})` writes it, given
+the dicts of `get_model_state_dict` and `get_optimizer_state_dict`, FSDP2's included. A directory of
+safetensors has only the model's tensors. A directory of DCP pickles everything that is not a
+tensor: read only directories that you trust.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORMATS = ("checkpoint", "dcp", "safetensors")
 
 
 def find_format(path: Path, step: int | None = None) -> str:
-    """Return in which of `FORMATS` a directory is."""
+    """Return which of `FORMATS` a directory has."""
     if (path / ".metadata").is_file():
         return "dcp"
     if find_checkpoint(path, step) is not None:
@@ -63,11 +63,11 @@ def convert(
 ) -> None:
     """Write a saved model in another format; see [Note: Formats].
 
-    All of it is in host memory, but to safetensors from a checkpoint only one file's tensors.
+    Holds everything in host memory; from a checkpoint to safetensors, only one file's tensors.
 
     Args:
         source: A directory of any format.
-        target: A directory; for a checkpoint that of all, in which it gets one of its own.
+        target: A directory. A checkpoint becomes a new directory in it.
         to: One of `FORMATS`.
         step: Which checkpoint to read, or the step of the one that is written; default: the last,
             or 0.
@@ -159,7 +159,7 @@ def _read_dcp(path: Path) -> tuple[Iterable[tuple[str, Any]], dict[str, Any]]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return nested dicts with lists for those that have the numbers from 0 on as keys."""
+    """Return nested dicts, with a list for each dict whose keys are 0, 1, 2, ..."""
     if not isinstance(value, dict):
         return value
     inside = {key: _with_lists(each) for key, each in value.items()}
@@ -170,7 +170,7 @@ def _with_lists(value: Any) -> Any:
 def describe_checkpoint(
     path: str | os.PathLike[str], *, step: int | None = None, lists_tensors: bool = False
 ) -> str:
-    """Return what is in a checkpoint, all of which is verified, as lines of text.
+    """Verify a checkpoint, and return its contents as lines of text.
 
     Raises:
         ValueError: If there is none, or if a file is damaged, naming it.

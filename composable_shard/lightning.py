@@ -1,4 +1,4 @@
-"""Lightning's `Trainer(strategy=ShardedStrategy(...))` shards a module that knows nothing of it."""
+"""A strategy for Lightning: `Trainer(strategy=ShardedStrategy(...))` shards any module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from composable_shard.tensor import FlatShard
 
 _AVERAGING = getattr(callbacks, "WeightAveraging", ())  # not in old versions
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_OWN = "the model of this checkpoint"  # in the place of the module's own state dict
+_OWN = "the model of this checkpoint"  # stands for the module's own state dict
 
 
 class ShardedStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's types are not known here
@@ -64,7 +64,7 @@ class ShardedStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's types a
         return True
 
     def setup_environment(self) -> None:
-        """Make the process group; shard now if a callback is about to copy the module."""
+        """Make the process group; shard now if a callback will copy the module."""
         super().setup_environment()
         # A callback of Lightning's copies the module before `setup`.
         if any(isinstance(each, _AVERAGING) for each in self.lightning_module.trainer.callbacks):
@@ -122,10 +122,10 @@ class ShardedStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's types a
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Save model and optimizers as `save_checkpoint` does, and all else as its `extra`.
+        """Save model and optimizers as `save_checkpoint` does, and everything else as its `extra`.
 
-        Called on all ranks. Shards of other models in it, as an average of the weights, become
-        whole: one gather for each, and all of them in host memory.
+        Called on all ranks. Shards of other models in it, such as an average of the weights, are
+        gathered one by one into host memory.
         """
         has_optimizers = checkpoint.pop("optimizer_states", None) is not None
         extra = {
@@ -142,7 +142,7 @@ class ShardedStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's types a
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Load model and optimizers into their shards; return all else."""
+        """Load model and optimizers into their shards; return everything else."""
         module = self.lightning_module
         path = self.broadcast(os.fspath(checkpoint_path))
         optimizers = self._by_number() if module.trainer.state.fn == "fit" else {}

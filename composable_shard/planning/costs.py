@@ -1,17 +1,17 @@
-"""Cost of a unit for a rank: bytes that it holds, bytes that it sends in a step.
+"""What a unit costs a rank: the bytes that it holds, and the bytes that it sends in a step.
 
 [Note: Costs]
-All of it follows from the layout, the mesh, the strategy and the dtypes. A *payload* is the
-full-size buffer of a collective. Of a gather or reduce-scatter over n ranks each rank sends
-`(n - 1) / n` of the payload, of an all-reduce twice that, as a ring does it. Not counted: memory
-that is freed again within a pass, save for `gathered_nbytes`, scratch memory for the terms of a
-reduction on the CPU, a unit's gathers of parameters that another unit manages, the byte with which
-a backward with buckets of sharded gradients begins, and those of early hooks. `num_collectives`
-leaves out the all-reduce of flags, one for each backward and mesh.
+The costs follow from the layout, the mesh, the strategy and the dtypes. A *payload* is the
+full-size buffer of a collective. In a ring gather or reduce-scatter over n ranks each rank sends
+`(n - 1) / n` of the payload; in an all-reduce twice that. Not counted: memory that is freed again
+within a pass (except `gathered_nbytes`), scratch memory for the terms of a reduction on the CPU, a
+unit's gathers of parameters that another unit manages, the byte with which a backward with buckets
+of sharded gradients begins, and the bytes of early hooks. `num_collectives` leaves out the
+all-reduce of flags, one for each backward and mesh.
 
-Shards may differ in size: bytes held are those of the first rank. They are those of the device and
-the host together; `host_nbytes` says how much of them is on the host. There, the further backward
-passes of a step need one more gradient shard.
+Shards may differ in size: the bytes held are the first rank's. They count the device and the host
+together; `host_nbytes` is the part on the host. On the host, each further backward of a step needs
+one more gradient shard.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RankCounts:
     Attributes:
         shard: Ranks that share a flat parameter.
         replicate: Sizes of the groups that hold copies of a shard.
-        joint: Sizes of the groups that all data-parallel ranks are reached through.
+        joint: Sizes of the groups that together reach all data-parallel ranks.
     """
 
     shard: int
@@ -61,7 +61,7 @@ class RankCounts:
 
     @classmethod
     def of_shape(cls, shape: Sequence[int], facts: StrategyFacts) -> RankCounts:
-        """Return the counts for ranks that don't exist, `(shard,)` or `(replicate, shard)`."""
+        """Return the counts of `(shard,)` or `(replicate, shard)` ranks, which need not exist."""
         *outer, inner = shape
         everyone = (prod(shape),) if prod(shape) > 1 else ()
         if facts.is_replicated:
@@ -69,7 +69,7 @@ class RankCounts:
         return cls(inner, tuple(size for size in outer if size > 1), everyone)
 
     def __str__(self) -> str:
-        """Return the ranks that share, after those that hold copies: "4" or "2x4"."""
+        """Return "4", or "2x4" for two copies of four shards."""
         return "x".join(map(str, (*self.replicate, self.shard)))
 
 
@@ -86,7 +86,7 @@ class Cost:
         num_collectives: Gathers and reductions of a step.
         gathered_nbytes: Full parameters beyond those at rest, while they are gathered.
         packed_nbytes: Full gradients, from the first of a unit's until they are reduced; 0 where
-            they have a buffer for good.
+            they have a buffer that stays.
     """
 
     param_nbytes: int = 0
@@ -132,13 +132,13 @@ class FlatParamCost:
     requires_grad: bool = True
     reshard_after_forward: bool | int = True  # True, False, or the size of a small group
     rank: int = 0  # which of the ranks that share it; bytes held are this one's
-    trainable: FlatLayout | None = None  # the layout without what was frozen since; None: the same
+    trainable: FlatLayout | None = None  # `layout` without frozen parameters; None: the same
 
     @property
     def param_nbytes(self) -> int:
         """Parameters at rest: the shard, and where it is kept the unsharded buffer around it.
 
-        An offloaded shard is beside that buffer, or beside a copy that the device keeps.
+        An offloaded shard comes on top of that buffer, or of the copy that the device keeps.
         """
         shard, wire_dtype = self._shard_nbytes, self._wire_dtype
         offload = self.options.offload_policy
@@ -155,7 +155,7 @@ class FlatParamCost:
     def grad_nbytes(self) -> int:
         """Gradients after a backward: shards, or the buffer that all of them stay in.
 
-        Offloaded shards are beside that buffer.
+        Offloaded shards come on top of that buffer.
         """
         shard = self._grad_shard_numel * self.main_dtype.itemsize
         is_offloaded = self.options.offload_policy.is_active
@@ -192,12 +192,12 @@ class FlatParamCost:
         for key, nbytes, number in self._collectives():
             payloads[key] += nbytes * number
         for size in self.ranks.joint if self.requires_grad else ():
-            # A flag for each parameter tells which ranks used it.
+            # A flag for each parameter says whether this rank used it.
             payloads["all_reduce", size] += len(self.layout.numels)
         return +payloads
 
     def _collectives(self) -> Iterator[tuple[_Kind, int, int]]:
-        """Yield the kinds of gathers and reductions, the bytes of each, and how many there are."""
+        """Yield kind, bytes and number of each gather and reduction of a step."""
         shard, small = self.ranks.shard, self.reshard_after_forward
         gather, layout, wire_dtype = ("all_gather", shard), self.layout, self._wire_dtype
         if layout.is_even:
@@ -207,7 +207,7 @@ class FlatParamCost:
         else:
             wire = wire_nbytes(wire_dtype, layout.span)
         if shard > 1 and self._is_kept:
-            # Else never written; but a step counts as a write to whole parameters of any kind.
+            # Otherwise never written; a step counts as a write to whole parameters of any kind.
             is_written = self.requires_grad or (self.layout.owners and not self._shows_flat)
             yield gather, wire, int(bool(is_written))
         elif shard > 1:
@@ -227,19 +227,19 @@ class FlatParamCost:
 
     @property
     def gathered_nbytes(self) -> int:
-        """The full parameters, where they are not held at rest."""
+        """The full parameters, if they are not held at rest."""
         return 0 if self._is_kept else self.layout.padded_numel * self._param_dtype.itemsize
 
     @property
     def packed_nbytes(self) -> int:
-        """The full gradients before their reduction, where they don't stay."""
+        """The full gradients before their reduction, if they don't stay."""
         if not self.requires_grad or self._keeps_gradients:
             return 0
         return self._grads.padded_numel * self._reduce_dtype.itemsize
 
     @property
     def cost(self) -> Cost:
-        """All of it, with one forward and backward in a step."""
+        """The sum of all costs, with one forward and backward in a step."""
         return Cost(
             self.param_nbytes,
             self.grad_nbytes,
@@ -297,7 +297,7 @@ class FlatParamCost:
 
 
 def unit_cost(plan: Plan, ranks: RankCounts, *, reshard_after_forward: bool | int) -> Cost:
-    """Return the cost of a unit that `fully_shard` is going to form."""
+    """Return the cost of a unit that `fully_shard` would form."""
     groups = group_params(plan, ranks.shard)
     costs = [
         FlatParamCost(

@@ -34,28 +34,30 @@ _NUMBERS = range(6, 14)  # columns that are aligned to the right
 
 @dataclass(frozen=True)
 class DescribedUnit:
-    """One unit of a sharded model. Bytes are this rank's, but for `total_nbytes`.
+    """One unit of a sharded model. Bytes are this rank's, except `total_nbytes`.
 
     Attributes:
-        fqns: The FQNs of its modules, as seen from the module that was described; "" for that one.
+        fqns: The FQNs of its modules below the described module; "" for that module itself.
         class_name: The class of its first module.
         strategy: Its strategy.
-        keeps: What it keeps gathered between forward and backward where the module is called as a
-            whole: "nothing", "all" or "1/n".
+        keeps: The part of the full parameters that it keeps between forward and backward, if the
+            described module is called as a whole: "nothing", "all" or "1/n".
         granularities: How finely its parameters may be cut, each kind once.
-        dtypes: Of the shard, and where they differ those of the full parameters and of reductions.
+        dtypes: The dtype of the shard; where they differ, also of the full parameters and of
+            reductions.
         ranks: How many ranks share it, and how many hold copies.
         group: The name of the process group that shares it.
         num_params: Parameters that it manages.
-        numel: Elements of these.
+        numel: Elements of these parameters.
         padding_numel: Elements of its flat parameters that belong to no parameter.
         param_nbytes: Parameters at rest, padding included.
         gathered_nbytes: Full parameters beyond those at rest, while they are gathered.
         grad_nbytes: Gradients after a backward, padding included.
-        optimizer_nbytes: The optimizer's state: what it holds now where one was given, else the
+        optimizer_nbytes: The state that the given optimizer holds now; without an optimizer, the
             two moments of AdamW.
         total_nbytes: Parameters, gradients and AdamW's moments of the ranks that share the unit.
-        ahead: Names of the units whose gathers it starts, None where the last order says.
+        ahead: Names of the units whose gathers it starts; None: the units that came next in the
+            last call.
     """
 
     fqns: tuple[str, ...]
@@ -90,7 +92,7 @@ class Description:
         model_name: The name of the model's class.
         units: The units, outermost first.
         warnings: What looks wrong, one sentence each.
-        has_optimizer: The bytes of the optimizer are those that it holds now.
+        has_optimizer: Whether the optimizer's bytes are the state that it holds now.
     """
 
     model_name: str
@@ -144,7 +146,7 @@ _BYTES = ("param_nbytes", "gathered_nbytes", "grad_nbytes", "optimizer_nbytes", 
 
 
 def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Description:
-    """Return what the units in a sharded module are and hold, and what looks wrong.
+    """Describe the units in a sharded module: what they hold, and what looks wrong.
 
     Local: nothing is gathered or sent, and nothing changes; each rank describes its own bytes.
 

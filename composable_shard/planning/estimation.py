@@ -1,4 +1,4 @@
-"""`estimate`: what training a model takes on any number of ranks, without any of them."""
+"""`estimate`: the memory and traffic of training on any number of ranks, in one process."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ _HEADINGS = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """What each rank holds and sends in training; bytes are those of the first rank.
+    """What each rank holds and sends in training; the bytes are the first rank's.
 
     Attributes:
         plan: The units and their costs.
-        strategy: That of the root unit.
+        strategy: The root unit's strategy.
         parameter_nbytes: Parameters at rest, padding included.
         gradient_nbytes: Gradients after a backward, padding included.
         optimizer_nbytes: The optimizer's state.
         host_nbytes: Of these three, what is offloaded to host memory.
-        activation_nbytes: Held for the backward when a forward has returned; 0 without a batch.
+        activation_nbytes: Activations that are kept for the backward when a forward has returned; 0
+            without a batch.
         peak_forward_nbytes: The most held at once in a forward, [Note: Peaks].
         peak_backward_nbytes: Likewise in a backward.
         wire_nbytes_per_step: Bytes that a rank sends in a step.
@@ -70,7 +71,7 @@ class Estimate:
         return highest - self.host_nbytes
 
     def fits(self, memory_nbytes: float) -> bool:
-        """Return whether a device with so much memory is enough."""
+        """Return whether a step fits into this many bytes of device memory."""
         return self.total_nbytes <= memory_nbytes
 
     def __str__(self) -> str:
@@ -117,7 +118,7 @@ def estimate(  # noqa: PLR0913 -- what a plan depends on, each by name
     device_type: str = "cuda",
     **options: Unpack[OptionsDict],
 ) -> Estimate:
-    """Estimate what training a model takes: bytes per rank, at rest and at the peaks, and sent.
+    """Estimate the bytes that training a model takes per rank: at rest, at the peaks, and sent.
 
     Nothing is allocated, sent or changed, and no process group is needed: the model may be on the
     meta device.
@@ -138,15 +139,15 @@ def estimate(  # noqa: PLR0913 -- what a plan depends on, each by name
         batch: What one rank's forward is called with: a tensor, a tuple of arguments or a dict of
             keyword arguments, of which only shapes and dtypes count. None: activations are left
             out.
-        device_type: That of any accelerator, or "cpu" with the gloo backend.
+        device_type: The type of any accelerator, or "cpu" with the gloo backend.
         options: Options of `fully_shard` for all units: `strategy`, `mp_policy`, ...
 
     Returns:
         An `Estimate`; its `str()` is a table.
 
     Raises:
-        ValueError: As `shard_model`; for an optimizer that is not known, for a number of ranks
-            that makes no sense, and for a mesh among the options, which needs ranks.
+        ValueError: As `shard_model`; for an optimizer that is not known, for an invalid number of
+            ranks, and for a mesh among the options, which needs ranks.
     """
     if optimizer not in _NUM_STATES:
         raise ValueError(f"expected optimizer to be one of {list(_NUM_STATES)}, got {optimizer!r}")
@@ -167,7 +168,7 @@ def estimate(  # noqa: PLR0913 -- what a plan depends on, each by name
     num_states = _NUM_STATES[optimizer]
     optimizer_nbytes = cost.optimizer_nbytes * num_states // 2
     kept = sum(unit.cost.grad_nbytes for unit in report.units if not unit.cost.packed_nbytes)
-    # The largest unit's memory for terms is there at the end of the backward only.
+    # The largest unit's memory for terms is held only at the end of the backward.
     largest, *others = sorted((unit.kept_terms for unit in memory.values()), reverse=True)
     rest = cost.param_nbytes + optimizer_nbytes + kept + max(others, default=largest)
     forward, backward = find_peaks(memory, moments)

@@ -1,19 +1,19 @@
 """A step of a plain model on fake tensors, and what a rank holds at the peaks of a step.
 
 [Note: Fake run]
-A fake tensor has shape, dtype and device, and no memory. Operations on fake tensors compute nothing
-but shapes, so a model of any size runs, also one on the meta device. Every storage that an
-operation returns counts from then until it dies. Parameters, buffers and the batch don't count; a
-gradient counts until it is complete, for then it goes into a buffer of its unit. Activation
+A fake tensor has a shape, a dtype and a device, but no memory. Operations on fake tensors compute
+only shapes, so a model of any size runs, also one on the meta device. Every storage that an
+operation returns counts until it is freed. Parameters, buffers and the batch don't count. A
+gradient counts until it is complete; then it goes into a buffer of its unit. Activation
 checkpointing, tied weights and modules that run twice are seen as they are.
 
 [Note: Peaks]
-At every moment of a step a rank holds, beside parameters at rest and the optimizer's state,
+At every moment of a step a rank holds, in addition to parameters at rest and optimizer state,
 
-- units that are gathered: the one that computes, those around it, those gathered ahead;
-- in a backward, the gradients of each unit that it has reached: in the place of values where dtypes
-  and strategy let them, else beside these; the buffer of the reduction in flight, one at a time;
-  and the shards of gradients that were reduced before;
+- units that are gathered: the one that computes, the units around it, and units gathered ahead;
+- in a backward, the gradients of each unit that it has reached (in the memory of the values where
+  dtypes and strategy allow it, otherwise in addition to the values); the buffer of the one
+  reduction in flight; and the shards of gradients that were reduced before;
 - activations, and a gradient that is not complete, [Note: Fake run].
 
 Terms that are summed on the CPU take memory there, [Note: Low-precision sums].
@@ -48,7 +48,7 @@ Event = Literal["start", "forward", "returned", "backward"]
 
 @dataclass(frozen=True)
 class Moment:
-    """A stretch of a step, which begins with an event."""
+    """A part of a step, from one event to the next."""
 
     event: Event  # a unit's forward begins, or returns, or its backward begins; or the step does
     module: nn.Module  # the unit's module; the model for the step
@@ -57,14 +57,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class FakeRun:
-    """What a step has done."""
+    """The record of one step."""
 
-    moments: tuple[Moment, ...]  # its stretches, in order
+    moments: tuple[Moment, ...]  # its parts, in order
     activation_nbytes: int  # held when the forward has returned
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages from the operation that returns them until they die."""
+    """Counts the bytes of storages from the operation that returns them until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,9 +108,9 @@ def run_fake_step(
 ) -> FakeRun:
     """Run a forward and a backward of a model that is not sharded, see [Note: Fake run].
 
-    The model is as before. If its output has a `loss` that is differentiated, a scalar output is
-    too, and of any other the sum of all floating-point tensors in it. The modules that become units
-    compute in the dtypes of their policies.
+    The model stays unchanged. The backward starts from the output's `loss` if it has one, from a
+    scalar output, or else from the sum of all floating-point tensors in the output. Modules that
+    become units compute in the dtypes of their policies.
     """
     try:
         return _run(model, policies, *_as_arguments(batch))
@@ -156,20 +156,20 @@ class _Run:
         self._depths: dict[nn.Module, int] = {}
 
     def note(self, event: Event, module: nn.Module) -> None:
-        """Begin a new stretch."""
+        """Begin a new part of the step."""
         if self._moments:
             self._peaks.append(self.live.restart_peak())
         self._moments.append((event, module))
 
     def finish(self) -> tuple[Moment, ...]:
-        """End the last stretch."""
+        """End the last part."""
         self._peaks.append(self.live.restart_peak())
         pairs = zip(self._moments, self._peaks, strict=True)
         return tuple(Moment(event, module, peak) for (event, module), peak in pairs)
 
     @contextmanager
     def watch(self, module: nn.Module, policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Note what a unit does, and cast what goes in and comes out."""
+        """Record a unit's forward and backward, and cast its inputs and outputs."""
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._enter(module)
@@ -215,7 +215,7 @@ def _fake_values(
 ) -> Iterator[Iterable[Tensor]]:
     """Put fake parameters and buffers into the modules, in the dtypes in which they compute.
 
-    Until the end of the backward, which may run parts of the forward again.
+    They stay until the end of the backward, which may run parts of the forward again.
     """
     dtypes: dict[Tensor, torch.dtype | None] = {}
     for module in model.modules():  # outer units first: inner ones override
@@ -246,7 +246,7 @@ def _fake_values(
 
 
 def _fake_like(tensor: Tensor) -> Tensor:
-    """Return one as large, on the device of the fake parameters."""
+    """Return a fake tensor like it, on the device of the fake parameters."""
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return fake.requires_grad_(tensor.requires_grad)
 
@@ -281,11 +281,13 @@ class StepMemory:
 
     gathered: int  # its full parameters, beyond those at rest
     packed: int = 0  # its full gradients, which are freed when they are reduced
-    shard: int = 0  # what is left of them then
-    terms: int = 0  # of the sum, where it is taken on the CPU
-    # Likewise, of gradients that have a buffer for good; all units share this memory
+    shard: int = 0  # what remains of them after that
+    terms: int = 0  # memory of the sum, if it is computed on the CPU
+    # Likewise, for gradients that have a buffer that stays; all units share this memory
     kept_terms: int = 0
-    is_in_place: bool = False  # gradients take the place of values, as they are or until cast
+    is_in_place: bool = (
+        False  # gradients lie in the memory of the values, as they are or until cast
+    )
     is_freed: bool = True  # the full parameters are freed when its forward has returned
     prefetch_nbytes: int = 0
 
@@ -293,7 +295,7 @@ class StepMemory:
     def of(
         cls, cost: Cost, ranks: RankCounts, *, is_freed: bool, prefetch_nbytes: int, is_cpu: bool
     ) -> StepMemory:
-        """Return what a unit of these costs takes."""
+        """Return the memory of a unit with these costs."""
         packed, size = cost.packed_nbytes, max((ranks.shard, *ranks.replicate))
         is_exchange = is_cpu and 1 < size <= MAX_EXCHANGE_SIZE
         kept = cost.grad_nbytes if is_exchange and not packed else 0
@@ -301,7 +303,8 @@ class StepMemory:
             gathered=cost.gathered_nbytes,
             packed=packed,
             shard=cost.grad_nbytes if packed else 0,
-            # Of two ranks the output receives the other's term, unless it is a part of the buffer.
+            # With two ranks the output receives the other's term, unless it is a part of the
+            # buffer.
             terms=packed if is_exchange and ranks.shard > 2 else 0,
             kept_terms=kept // 2 if ranks.shard == 2 else kept,
             is_in_place=0 < cost.gathered_nbytes <= packed,
@@ -378,16 +381,16 @@ class _Step:
         )
 
     def enter(self, module: nn.Module) -> None:
-        """Gather a unit for its forward, and others ahead."""
+        """Gather a unit for its forward, and other units ahead."""
         self._gather(module, self._forward)
 
     def leave(self, module: nn.Module) -> None:
-        """Free a unit whose forward has returned, if it is."""
+        """Free a unit whose forward has returned, if its options say so."""
         if self._units[module].is_freed:
             self._gathered.pop(module, None)
 
     def reach(self, module: nn.Module, place: int) -> None:
-        """End the units that are over, and gather one for its backward, and others ahead."""
+        """End finished units; gather a unit for its backward, and other units ahead."""
         if module in self._ended:
             return
         end = self._returns.get(module, place)
@@ -406,7 +409,7 @@ class _Step:
         self._reduced += unit.shard
 
     def _gather(self, module: nn.Module, order: _Order) -> None:
-        """Gather a unit, and those that go along, see [Note: Gathers of small units]."""
+        """Gather a unit, and the units gathered with it, see [Note: Gathers of small units]."""
         self._gathered[module] = None
         self._ahead.discard(module)
         nbytes = 0
@@ -424,7 +427,7 @@ class _Step:
 
 
 class _Order:
-    """The units in the order in which they come the first time."""
+    """The units in the order of their first use."""
 
     def __init__(self, moments: Sequence[Moment], event: str) -> None:
         names = (each.module for each in moments if each.event == event)

@@ -1,4 +1,4 @@
-"""`shard_model`: say once, for a whole model, which modules are units with which options."""
+"""`shard_model`: choose the units of a whole model, and their options, by rules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Taken:
 def choose_units(
     tree: ModuleTree, rules: Sequence[Rule], defaults: Mapping[str, Any]
 ) -> list[Unit]:
-    """Let the first rule that selects a module decide; return the units, inner ones first."""
+    """Choose units: the first rule that selects a module decides. Return inner units first."""
     _merge("the defaults", defaults)
     for rule in rules:
         _merge(rule.label, {**defaults, **(rule.options or {})})
@@ -69,7 +69,7 @@ def choose_units(
 def _find(
     tree: ModuleTree, rule: Rule, taken: Mapping[nn.Module, _Taken]
 ) -> dict[nn.Module, _Taken]:
-    """Return the modules that `rule` selects of those that no rule has selected yet."""
+    """Return the modules that `rule` selects and no earlier rule has selected."""
     return {
         module: _Taken(rule.label, rule.options)
         for module, fqns in tree.fqns.items()
@@ -80,7 +80,7 @@ def _find(
 
 
 def _why_idle(tree: ModuleTree, rule: Rule, alone: Mapping[nn.Module, _Taken]) -> str:
-    """Return the text for a rule that selects nothing, given what it would select alone."""
+    """Return the error text for a rule that selects nothing, given what it would select alone."""
     if alone:
         return (
             f"{rule.label} selects only what earlier rules have selected. Remove it, or move it to "
@@ -94,7 +94,7 @@ def _why_idle(tree: ModuleTree, rule: Rule, alone: Mapping[nn.Module, _Taken]) -
 
 
 def _merge(owner: str, given: Mapping[Any, Any]) -> UnitOptions:
-    """Return the defaults of `fully_shard` with these options, and say whose are not valid."""
+    """Return the defaults of `fully_shard` with these options; `owner` names them in errors."""
     try:
         return UnitOptions().override(given)
     except ValueError as error:
@@ -145,24 +145,24 @@ def shard_model(
     - a predicate, called with an FQN and a module.
 
     `by_class` and `transformer_blocks` make rules. The first rule that selects a module
-    decides; units may lie in units. `model` is the root unit, of all that is left: with the
-    defaults, or with the options of a rule whose class or predicate selects it. A module with
+    decides; units may lie in units. `model` is the root unit and manages all other parameters. It
+    takes the defaults, or the options of a rule whose class or predicate selects it. A module with
     several FQNs forms one unit, and a rule for any of them selects it.
 
         shard_model(model, {Layer: {}, "head": {"reshard_after_forward": False}})
         shard_model(model, transformer_blocks(model), dry_run=True, world_size=64)
 
-    All units are checked before the first one is formed: a call that is refused leaves the model as
-    it was. Only running out of memory leaves the units formed so far.
+    All units are checked before the first one is formed, so a refused call leaves the model
+    unchanged. If memory runs out, the units formed so far stay.
 
     Args:
         model: The model; no module in it is sharded yet.
         rules: A mapping or a sequence of pairs.
-        dry_run: Change nothing: write the table of units, with the bytes that a rank will hold and
-            send, to stdout, on rank 0 where there are ranks, and return it. Needs no process group;
-            the model may be on the meta device.
-        world_size: For a dry run, the number of ranks of every unit. Default: that of the mesh
-            or of the process group, 1 without either.
+        dry_run: Change nothing. Rank 0 prints the table of units, with the bytes that a rank will
+            hold and send; all ranks return it. Needs no process group; the model may be on the meta
+            device.
+        world_size: For a dry run, the number of ranks of every unit. Default: the size of the mesh
+            or of the process group, or 1 without either.
         defaults: Options of `fully_shard` for all units.
 
     Returns:
@@ -201,7 +201,7 @@ class CheckedUnit:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """All that one `shard_model` call is going to do; nothing has been changed yet."""
+    """The changes that one `shard_model` call will make; none has been made yet."""
 
     tree: ModuleTree
     checked: list[CheckedUnit]  # the units, inner ones first
@@ -227,9 +227,9 @@ def plan_model(
     """Choose and check the units of a model; changes nothing.
 
     Args:
-        shape: The ranks, `(shard,)` or `(replicate, shard)`; None for those of the mesh or of the
-            process group, one without either.
-        has_ranks: The ranks must exist, for they are going to form the units.
+        shape: The ranks, `(shard,)` or `(replicate, shard)`; None for the ranks of the mesh
+            or of the process group, or one rank without either.
+        has_ranks: Whether the ranks must exist, because they will form the units.
     """
     parsed = parse_rules(rules)
     tree = ModuleTree(model)
@@ -248,7 +248,7 @@ class _Ranks:
         self._groups: dict[tuple[int, bool], ShardGroup | None] = {}
 
     def get(self, options: UnitOptions) -> tuple[ShardGroup | None, RankCounts]:
-        """Return the group, None where a dry run has to do without, and its size."""
+        """Return the group and its size; the group is None in a dry run without ranks."""
         mesh, facts = options.mesh, options.strategy.facts
         key = id(mesh), facts.is_replicated
         if key not in self._groups:
@@ -285,7 +285,7 @@ def _check_unsharded(tree: ModuleTree) -> None:
 
 
 def _check_units(tree: ModuleTree, units: Sequence[Unit], groups: _Ranks) -> list[CheckedUnit]:
-    """Run all checks of `fully_shard` on every unit, as if those before it were formed already."""
+    """Run all checks of `fully_shard` on every unit, as if the units before it existed."""
     checked: list[CheckedUnit] = []
     managed: set[int] = set()
     inner: set[nn.Module] = set()
@@ -293,7 +293,7 @@ def _check_units(tree: ModuleTree, units: Sequence[Unit], groups: _Ranks) -> lis
         options = unit.options
         shard_group, ranks = groups.get(options)
         if not groups.must_exist:
-            # A dry run on the meta device is about a model that will be real.
+            # In a dry run, a model on the meta device stands for a real one.
             options = replace(options, sync_module_states=False)
         try:
             plan = plan_unit([unit.module], options, ranks.shard, shard_group, inner, managed)
@@ -307,7 +307,7 @@ def _check_units(tree: ModuleTree, units: Sequence[Unit], groups: _Ranks) -> lis
 
 
 def _plan_owners(checked: Sequence[CheckedUnit]) -> dict[nn.Parameter, int]:
-    """Balance all parameters that will be owned whole, as one tree, before any unit is formed."""
+    """Choose the owners of all parameters that will be owned whole, before any unit is formed."""
     pools: dict[object, list[CheckedUnit]] = {}
     for each in checked:
         group = each.shard_group
@@ -354,7 +354,7 @@ def _frees(tree: ModuleTree, each: CheckedUnit) -> bool | int:
 def step_memory(
     planned: ModelPlan, units: Sequence[PlannedUnit], *, is_cpu: bool
 ) -> dict[nn.Module, StepMemory]:
-    """Return what each unit takes while a step runs, by its module."""
+    """Return the memory of each unit in a step, by its module."""
     return {
         each.unit.module: StepMemory.of(
             unit.cost,

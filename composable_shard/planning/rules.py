@@ -1,4 +1,4 @@
-"""Rules that select modules and give them options, and the ready-made ones."""
+"""Rules that select modules and give them options; ready-made rules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_POLICY = (
 
 @dataclass(frozen=True)
 class Rule:
-    """What selects modules, and their options; None leaves them in the unit around them."""
+    """A selector and options; options None leave the modules in the unit around them."""
 
     label: str
     is_match: Callable[[str, nn.Module], bool]  # of an FQN and a module
@@ -73,7 +73,7 @@ def _pairs(rules: object) -> Iterator[tuple[object, object]]:
 
 
 def _selector(key: object, label: str) -> tuple[Callable[[str, nn.Module], bool], str]:
-    """Return how a rule knows modules, and its name."""
+    """Return a rule's test for an FQN and a module, and the rule's name."""
     if isinstance(key, str):
         pattern = compile_glob(key)
         # The root has no FQN: "**" selects everything in the model.
@@ -126,8 +126,8 @@ def compile_glob(glob: str) -> re.Pattern[str]:
     """Return the pattern that fully matches the FQNs that `glob` selects.
 
     `*` stands for any characters of one component, `?` for one, `[ab]` and `[!ab]` for one of a
-    set; `**` for any characters across components. As a component before others it may also stand
-    for nothing.
+    set; `**` for any characters across components. As a component before others, `**` may also
+    stand for no component.
 
     Example: "layers.*" selects layers.0 and not layers.0.up; "layers.**" both; "**.up" selects up
     and layers.0.up.
@@ -148,7 +148,7 @@ def _translate(token: re.Match[str]) -> str:
 # --- ready-made rules ---
 
 
-# A list of blocks this much smaller than the largest one's is part of a stem or a head.
+# A list whose blocks are this much smaller than the largest list's is part of a stem or a head.
 _MIN_BLOCK_SHARE = 0.01
 
 
@@ -165,7 +165,7 @@ def by_class(
         Pairs for `shard_model`, alone or unpacked among other rules.
 
     Raises:
-        ValueError: If no class or something other than module classes is given.
+        ValueError: If no class is given, or an argument is not a module class.
     """
     wrong = [cls for cls in classes if not (isinstance(cls, type) and issubclass(cls, nn.Module))]
     if wrong or not classes:
@@ -181,18 +181,19 @@ def transformer_blocks(
 ) -> list[tuple[Any, OptionsDict]]:
     """Return rules for `shard_model`: blocks of repeated lists are units, and large embeddings.
 
-    Such a list is a `ModuleList` or `Sequential` of two or more modules, all of one class, or of
-    classes that the model names in `_no_split_modules`, as those of Hugging Face do. Lists inside
-    the blocks of another list don't count, and where there are lists of modules that consist of
-    modules, lists of single layers don't either. Of the rest, the list with the most parameters is
-    taken, and all those beside it (a decoder's beside an encoder's) whose blocks have at least a
-    hundredth of the parameters of its blocks. Only where there is no such list does one of a single
-    module count, which runs again and again (ALBERT).
+    A repeated list is a `ModuleList` or `Sequential` of two or more modules, all of one class, or
+    of classes that the model names in `_no_split_modules`, as Hugging Face's models do. Lists
+    inside the blocks of another list don't count. Lists of single layers don't count if there are
+    lists of modules that contain modules. The list with the most parameters is taken. Other lists
+    beside it (a decoder's beside an encoder's) are taken if their blocks have at least a hundredth
+    of the parameters of its blocks. A list of one module, which runs again and again (ALBERT),
+    counts only if there is no other list.
 
-    An `nn.Embedding` around these lists becomes a unit where it has at least as many parameters as
+    An `nn.Embedding` outside of these lists becomes a unit if it has at least as many parameters as
     a block and shares none with another module. The root then doesn't hold it from its forward to
-    its backward, for three more collectives in a step, one of them a second gather of it. Take its
-    pair out of the list where another module's forward reads its weight.
+    its backward. This costs three more collectives in a step; one of them is a second gather of the
+    embedding. If another module's forward reads the embedding's weight, take its pair out of the
+    list.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""What `shard_model` would do, unit by unit, as a table."""
+"""The plan of `shard_model`, unit by unit, as a table."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """One unit that `shard_model` is going to form.
+    """One unit that `shard_model` will form.
 
     Attributes:
         fqns: The FQNs of the unit's module, several where it is shared; `("",)` for the root.
         class_name: The name of its class.
-        rule: The rule that took it; "defaults" for a root that no rule took.
-        num_params: Parameters that the unit will manage: none of units inside it, none ignored.
+        rule: The rule that selected it; "defaults" for a root that no rule selected.
+        num_params: Parameters that the unit will manage, without units inside it and ignored
+            parameters.
         numel: Elements of these parameters.
         ranks: How many ranks will share them, and how many will hold copies.
         cost: The cost of the unit for a rank.
@@ -64,14 +65,14 @@ class ShardingPlan:
     """The units of a model, in the order in which they will be formed, the root last.
 
     `str(plan)` is a table. A parameter of several modules counts in the first unit that has it.
-    Bytes sent are those of a step with one forward and one backward that reach every unit once.
+    Bytes sent are for a step in which one forward and one backward reach every unit once.
 
     Attributes:
         model_name: The name of the model's class.
         units: The units.
         peak_gathered_nbytes: The most full parameters, beyond those at rest, that a rank holds at
-            once in a forward that runs the units in the order of the modules: of the unit that
-            computes, of those around it, of what is gathered ahead, and of those that are kept.
+            once in a forward that runs the units in the order of the modules. This counts the unit
+            that computes, the units around it, units gathered ahead, and units that are kept.
     """
 
     model_name: str
@@ -130,7 +131,7 @@ def _short(value: Any) -> str:
 def format_table(
     rows: Sequence[Sequence[str]], numbers: Container[int], *, has_total: bool = True
 ) -> str:
-    """Return rows as aligned text, the headings and a total at the end set off by rules.
+    """Return rows as aligned text, with rules below the headings and above the total.
 
     The columns of numbers are aligned to the right.
     """
@@ -149,6 +150,6 @@ def format_table(
 
 
 def format_nbytes(nbytes: float) -> str:
-    """Return bytes in a unit that suits them: "512 B", "1.5 MiB"."""
+    """Return bytes with a binary prefix: "512 B", "1.5 MiB"."""
     power = min(max(int(nbytes).bit_length() - 1, 0) // 10, len(_UNITS) - 1)
     return f"{nbytes:.0f} B" if power == 0 else f"{nbytes / 1024**power:.1f} {_UNITS[power]}"

@@ -47,10 +47,11 @@ def get_model_state_dict(
     """Return the parameters and persistent buffers of a model by name; call it on all ranks.
 
     By default the values are FlatShards that share memory with the parameters, without
-    communication. With `full_state_dict` they are whole plain tensors in new memory, on the first
-    rank only if `rank0_only`. That takes one gather for each flat parameter, one after another, so
-    that a device holds at most one of them besides the result. Nothing is gathered where a strategy
-    keeps full values that are current. Inside `unshard_params` the values are the scope's.
+    communication. With `full_state_dict` they are whole plain tensors in new memory; with
+    `rank0_only`, on the first rank only. This takes one gather for each flat parameter, one after
+    another, so a device holds at most one flat parameter besides the result. Full values that a
+    strategy keeps, and that are current, are not gathered. Inside `unshard_params` the values are
+    the scope's.
 
     Args:
         model: A model, sharded or not.
@@ -114,7 +115,7 @@ def _make_full(
 
 
 def converted(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """Return a tensor on a device and in a dtype, None for its own; anything else as it is."""
+    """Return a tensor on a device and in a dtype, where given; return other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     value = value if device is None else value.to(device)
@@ -188,7 +189,7 @@ def check_values(
 
 @contextmanager
 def _raising_everywhere(model: nn.Module) -> Iterator[None]:
-    """Raise on all ranks if a model's own code raises in a load on any, and say what that means.
+    """If a model's own code raises in a load on any rank, raise on all ranks.
 
     Everything has been checked before, so that only such code can raise. One all-gather of 31 bytes
     for each process group.

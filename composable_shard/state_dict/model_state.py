@@ -1,7 +1,7 @@
 """The hooks behind a model's own `state_dict()` and `load_state_dict()`.
 
 [Note: State dicts]
-At rest a state dict holds a FlatShard for every managed parameter, also where modules show gathered
+At rest a state dict holds a FlatShard for every managed parameter, even if modules show full
 values. Inside `unshard_params` it holds the scope's values. The values share memory with the
 parameters. A unit that shows a flat parameter has no state dict: an error says so on every rank.
 
@@ -64,7 +64,7 @@ def find_problems(
 ) -> list[str]:
     """Return all problems of a state dict for `module`, in torch's words; changes nothing.
 
-    Modules that translate state dicts, by a method or hook of their own, check their part.
+    A module that translates state dicts by its own method or hook checks its part itself.
 
     Args:
         state_dict: May hold other modules' values too.
@@ -101,7 +101,7 @@ def find_problems(
 def _find_name_problems(
     expected: Mapping[str, Any], given: Mapping[str, Any], checked: set[str]
 ) -> list[str]:
-    # Old state dicts have no count of batches; batch norm then counts from zero.
+    # State dicts of old versions have no count of batches; batch norm then counts from zero.
     needed = [name for name in expected if not name.endswith("num_batches_tracked")]
     missing = [name for name in needed if name in checked and name not in given]
     extra = [name for name in given if name in checked and name not in expected]
@@ -112,7 +112,7 @@ def _find_name_problems(
 
 
 def runs_own_code(model: nn.Module) -> bool:
-    """Return whether code that is not torch's sees, or changes, the values of a load."""
+    """Return whether code outside of torch reads or changes the values of a load."""
     return any(_translates(each) or load_post_hooks_of(each) for each in model.modules())
 
 
@@ -173,7 +173,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def adopt_new_data(state: ShardState, *_: Any) -> None:
-    """Adopt memory that `to_empty` and the like gave parameters, so that state dicts share it.
+    """Adopt new memory of parameters (from `to_empty`, for example), so that state dicts share it.
 
     A state-dict pre-hook of each module of a unit.
     """
@@ -269,7 +269,7 @@ def _is_done(state: ShardState, module: nn.Module, prefix: str, missing_keys: li
         known, done = state.load_call
         if known is missing_keys and prefix.startswith(done):
             return True
-    # Those of units outside, too, that share what is in the module.
+    # Including handles of units outside that share parameters of the module.
     hooks = [hook for each in module.modules() for hook in load_pre_hooks_of(each).values()]
     for hook in (getattr(hook, "hook", hook) for hook in hooks):
         if getattr(hook, "func", None) is load_values:
@@ -293,9 +293,9 @@ def agree_on_values(
     prefix: str,
     problems: list[str],
 ) -> None:
-    """Check that no rank has found a problem, and that all ranks give values sharded the same way.
+    """Check that no rank has found a problem, and that all ranks give equally sharded values.
 
-    Nor may ranks give values of different parameters: each would keep other values than the rest.
+    Ranks that give values for different parameters are refused too: their replicas would differ.
     Two all-gathers of 31 bytes for each process group.
     """
     handles = list(dict.fromkeys(param.handle for param in params.values()))
@@ -327,7 +327,7 @@ def agree_on_values(
         )
 
 
-# What to call where only rank 0 has values.
+# What to call if only rank 0 has values.
 FROM_FIRST = (
     "To load what only the first rank has, call set_model_state_dict(model, state_dict, "
     "options=StateDictOptions(broadcast_from_rank0=True)) on all ranks, with {} on the others."
