@@ -294,7 +294,7 @@ def test_l_advice_about_arguments_in_the_other_order(tmp_path: Path) -> None:
         (lambda: save_pretrained(folder, model), "save_pretrained(model, directory)"),
     ]
     for call, right in calls:
-        with pytest.raises(TypeError, match=f"in the other order. Write {re.escape(right)}"):
+        with pytest.raises(TypeError, match=f"are swapped. Write {re.escape(right)}"):
             call()
     assert not folder.exists()
 

@@ -24,9 +24,9 @@ from composable_shard.comm import collectives
 from composable_shard.comm.calls import function_called
 from composable_shard.comm.order import order_of
 
-# A NotImplementedError is a RuntimeError too, so it stands first.
+# First, because a NotImplementedError is a RuntimeError too.
 _KINDS = (ValueError, NotImplementedError, RuntimeError)
-UNITS = "the comparison of the units"  # the identity of what `compare_lines` may meet
+UNITS = "the comparison of the units"  # the identity that `compare_lines` may meet
 _DIGEST_NBYTES = 31  # one more makes a message of 32
 
 
@@ -36,7 +36,7 @@ def all_bytes(
     """Return every rank's bytes; two all-gathers, the first one of their lengths."""
     lengths = _gather_rows(group, device, len(data).to_bytes(8, "little"), what)
     sizes: list[int] = lengths.view(torch.int64).flatten().tolist()
-    # Of at least one byte, as a buffer without any is refused.
+    # At least one byte: backends refuse empty buffers.
     local = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[: len(data)].to(device)
     joined: Tensor = collectives.all_gather_uneven(local, sizes, group, what=what).cpu()
     return [bytes(part.tolist()) for part in joined.split(sizes)]
@@ -47,7 +47,7 @@ def _gather_rows(
 ) -> Tensor:
     """Return every rank's bytes, all of one length; shape `(ranks, bytes)`, on the CPU.
 
-    Without a Python object for each rank, because there may be thousands.
+    No Python object is made for each rank, because there may be thousands.
     """
     local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     output = local.new_empty(group.size() * len(data))
@@ -60,7 +60,7 @@ def _digest_of(data: bytes) -> bytes:
 
 
 class Ranks:
-    """Ranks that reach each other through process groups. Call its methods on all of them."""
+    """Ranks that reach each other through process groups. All of them must call its methods."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         # A message reaches all ranks when it passes through the groups one by one
@@ -77,7 +77,7 @@ class Ranks:
 
         Args:
             message: A JSON value; tuples become lists.
-            what: What it is for, for messages. Default: the function that the program has called.
+            what: The purpose, for error texts. Default: the function that the program has called.
 
         Returns:
             The messages in rank order, only this rank's if all are the same; the joined flag.
@@ -102,7 +102,7 @@ class Ranks:
 
     @property
     def num_collectives(self) -> int:
-        """How many they have issued; 0 where they do not share one group, so can't know it."""
+        """Number of collectives that they have issued; 0 if they do not share one group."""
         return order_of(self.groups[0]).num_issued if len(self.groups) == 1 else 0
 
     def all_messages(self, message: Any) -> list[Any]:
@@ -149,8 +149,8 @@ class Ranks:
 
         Args:
             flags: Of the same length on all ranks.
-            problem: The error that this rank is about to raise. It sends its flags, but may return
-                them as they are.
+            problem: The error that this rank will raise. It then sends its flags, but may return
+                without the other ranks' flags.
         """
         sent = torch.tensor(flags, dtype=torch.uint8, device=self.device)
         if problem is None:
@@ -162,12 +162,12 @@ class Ranks:
                 work = collectives.all_reduce(sent, group, dist.ReduceOp.MAX)
                 if isinstance(problem, Exception):
                     work.wait()
-                # Ctrl-C: nothing must keep this rank from ending.
+                # Ctrl-C: this rank must be able to end.
         return [int(flag) for flag in flags]
 
 
 def describe_problem(problem: Exception, rank: int) -> list[Any]:
-    """Return what `raise_found` raises on all ranks."""
+    """Return a message from which `raise_found` raises on all ranks."""
     kind = next((each for each in _KINDS if isinstance(problem, each)), RuntimeError)
     is_plain = type(problem) in _KINDS
     return [
@@ -178,7 +178,7 @@ def describe_problem(problem: Exception, rank: int) -> list[Any]:
 
 
 def raise_found(messages: list[Any], own: Exception | None) -> None:
-    """Raise what `describe_problem` has described; a message is None where a rank has none."""
+    """Raise the problems from `describe_problem`; None stands for a rank without one."""
     found = sorted(message for message in messages if message is not None)
     if not found:
         return
@@ -192,10 +192,11 @@ def raise_found(messages: list[Any], own: Exception | None) -> None:
 
 
 def compare_lines(ranks: Ranks, lines: list[str]) -> None:
-    """Check that all ranks bring the same lines, before something is sent that they describe.
+    """Check that all ranks have the same lines, before they send the tensors that the lines
+    describe.
 
-    One all-gather of 32 bytes for each process group: as lazy init sends its lines, which ranks
-    that have nothing to send here may have reached already.
+    One all-gather of 32 bytes for each process group, the same as in lazy init, because ranks that
+    send nothing here may have reached lazy init already.
     """
     messages, _ = ranks.compare([lines, []], False, what=UNITS)
     raise_difference([each for each, _ in messages])
@@ -204,7 +205,7 @@ def compare_lines(ranks: Ranks, lines: list[str]) -> None:
 def raise_difference(all_lines: list[list[str]]) -> None:
     """Raise if the ranks describe their units differently, naming the first difference.
 
-    Each rank has one line for each parameter; only one rank's come if all are the same.
+    Each rank has one line for each parameter. If all are the same, `lines` has one rank's only.
     """
     longest = max(len(lines) for lines in all_lines)
     for index in range(longest):

@@ -1,18 +1,19 @@
-"""The algorithms of all-gathers and reduce-scatters: point-to-point ones, and the backend's.
+"""Algorithms for all-gathers and reduce-scatters: by point-to-point messages, and by the backend.
 
 [Note: Low-precision sums]
 A backend sums 16-bit terms in 16 bits and rounds at each rank. An exchange sends the terms
-unchanged, and each rank sums those of its shard in fp32, or in the output's dtype. Without an
+unchanged, and each rank sums the terms of its shard in fp32, or in the output's dtype. Without an
 exchange, an all-to-all does the same. It moves the bytes of a reduce-scatter, but needs memory for
-the terms and a message to each rank, so the group must not be too large. So does an all-reduce by
-messages; one of the backend sums as the backend does.
+the terms and a message to each rank, so the group must not be too large. An all-reduce by messages
+works in the same way; the backend's own all-reduce rounds as the backend does.
 
 [Note: Uneven shards]
-NCCL has collectives for lists of any sizes. Gloo exchanges uneven shards as it does equal ones.
-Without an exchange a gather is a broadcast from each rank, and the terms of a sum travel by
-all-to-all: at 10 ranks and 64 kB to 16 MB this took 0.03 to 0.9 of the time of a reduce to each
-rank. A shard much larger than the mean would take too much memory for terms: the sum is a reduce
-to each rank then. Padded to the largest, shards take 2 to 40 times as long. (benchmarks/uneven.py)
+NCCL has collectives for lists of any sizes. An exchange over gloo sends uneven shards as it sends
+equal ones. Without an exchange a gather is a broadcast from each rank, and the terms of a sum
+travel by all-to-all: at 10 ranks and 64 kB to 16 MB this took 0.03 to 0.9 of the time of a reduce
+to each rank. If one shard is much larger than the mean, the terms would need too much memory; then
+the sum is a reduce to each rank. Shards padded to the largest take 2 to 40 times as long.
+(benchmarks/uneven.py)
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _add_up(output: Tensor, terms: Tensor) -> None:
     if is_all:
         output.copy_(terms[0])
     for term in terms[1:] if is_all else [terms]:
-        # On CPU torch makes a copy of the term in the output's dtype: of a little at a time.
+        # On CPU torch copies the term into the output's dtype: a small part at a time.
         chunks = term.split(_CHUNK_NUMEL)
         for own, chunk in zip(output.split(_CHUNK_NUMEL), chunks, strict=True):
             own.add_(chunk)
@@ -75,7 +76,7 @@ class PendingReduction:
     ) -> None:
         self.output, self._work, self._scale, self._group = output, work, scale, group
         self._input = input  # kept: the backend reads it until the work is done
-        self._terms = terms  # our shard's terms, still to be added up; or the one that is
+        self._terms = terms  # our shard's terms, not yet added up; or the one that is
 
     def finish(self) -> Tensor:
         """Wait for the reduction and return its output, shape `(shard_numel,)`."""
@@ -97,7 +98,7 @@ class PendingReduction:
 
 
 class GatherAlgorithm:
-    """Gathers one shard of each rank into buffers that keep their identity, by the backend.
+    """Gathers one shard of each rank by the backend, always between the same buffers.
 
     A new algorithm is a class derived from this one, and a line in `_choose_gather`.
     """
@@ -118,7 +119,7 @@ class GatherAlgorithm:
 
 
 class UnevenGather(GatherAlgorithm):
-    """By the backend, parts of any sizes: a broadcast from each rank, of which NCCL makes one."""
+    """Gathers parts of any sizes by the backend: a broadcast from each rank, which NCCL joins."""
 
     def start(self) -> Waitable:
         """Start gathering."""
@@ -138,7 +139,7 @@ class UnevenGather(GatherAlgorithm):
 
 
 class _ExchangedGather(GatherAlgorithm):
-    """From rank to rank, each shard straight to its place."""
+    """Gathers by messages from rank to rank, each shard directly to its place."""
 
     def __init__(
         self, output: Tensor, parts: Sequence[Tensor], shard: Tensor, group: dist.ProcessGroup
@@ -166,7 +167,7 @@ def _choose_gather(
 
 
 class AllGather:
-    """An all-gather between buffers that keep their identity: made ready once, started often."""
+    """An all-gather between fixed buffers: prepared once, started many times."""
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class AllGather:
 
         Args:
             when: What the values are for, the same on all ranks.
-            is_rare: A function of the user's asks for it, and not a step.
+            is_rare: Whether a function that the program called asks for it, rather than a step.
         """
         if trace.logs:
             trace.record("all_gather", self._group_name, self._nbytes)
@@ -219,7 +220,7 @@ class AllGather:
 
 
 class SumAlgorithm:
-    """Sums a tensor over the ranks of a group, of which each keeps its part, by the backend.
+    """Sums a tensor over the ranks of a group by the backend; each rank keeps its part.
 
     A new algorithm is a class derived from this one, and a line in `_choose_sum`.
     """
@@ -235,7 +236,7 @@ class SumAlgorithm:
         self._mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
     def scratch_parts(self, *, in_place: bool) -> int:
-        """Return how many shards' memory it wants for the ranks' terms, see `ReduceScatter`."""
+        """Return the scratch memory for the ranks' terms, in shards, see `ReduceScatter`."""
         return 0
 
     def start(
@@ -255,12 +256,12 @@ class SumAlgorithm:
 
 
 class UnevenSum(SumAlgorithm):
-    """By the backend, parts of any sizes: a reduce to each rank, of which NCCL makes one."""
+    """Sums parts of any sizes by the backend: a reduce to each rank, which NCCL joins."""
 
     def start(
         self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float
     ) -> PendingReduction:
-        """Start summing; other ranks' parts of `input` hold anything afterwards."""
+        """Start summing; afterwards other ranks' parts of `input` are undefined."""
         parts = cut_in_parts(input, self._group, self._numels)
         own = parts[self._rank]
         own_term = None if own.data_ptr() == output.data_ptr() else own[None]
@@ -268,7 +269,7 @@ class UnevenSum(SumAlgorithm):
         return PendingReduction(work, output, input, own_term, scale, self._group)
 
     def reduce_in_place(self, parts: Sequence[Tensor]) -> Waitable:
-        """Start summing each part over the ranks, in place on the rank that it belongs to."""
+        """Start summing each part over the ranks, in place on the rank that owns the part."""
         group = self._group
         if self._is_nccl:
             own = [parts[self._rank]]
@@ -283,7 +284,7 @@ class UnevenSum(SumAlgorithm):
 
 
 class _ExchangedSum(SumAlgorithm):
-    """From rank to rank, summed by each; of two ranks the output receives the other's term."""
+    """Sums by messages from rank to rank; with two ranks the output receives the other's term."""
 
     def scratch_parts(self, *, in_place: bool) -> int:
         return self._size if self._size > 2 else int(in_place)
@@ -300,7 +301,7 @@ class _ExchangedSum(SumAlgorithm):
             terms = scratch.view(self._size, own.numel())
             receives = {rank: terms[rank] for rank in slices}
         else:
-            # In place the output is one of the two terms already.
+            # In place, the output already is one of the two terms.
             terms, receiver = (own, output) if scratch is None else (scratch, scratch)
             receives = dict.fromkeys(slices, receiver)
         for parts in (slices, receives) if input.is_complex() else ():
@@ -314,7 +315,7 @@ class _ExchangedSum(SumAlgorithm):
 
 
 class _AllToAllSum(SumAlgorithm):
-    """By an all-to-all of the terms, summed by each rank."""
+    """Sums by an all-to-all of the terms, which each rank adds up."""
 
     def scratch_parts(self, *, in_place: bool) -> int:
         return self._size
@@ -324,7 +325,7 @@ class _AllToAllSum(SumAlgorithm):
     ) -> PendingReduction:
         assert scratch is not None
         terms = scratch.view(self._size, output.numel())
-        # As bytes, which every backend carries.
+        # As bytes, which every backend can send.
         sent, received = (tensor.view(-1).view(torch.uint8) for tensor in (input, terms))
         splits: tuple[list[int], list[int]] = ([], [])
         if self._numels is not None:
@@ -359,7 +360,7 @@ def _choose_sum(
 
 
 class ReduceScatter:
-    """Sums over the ranks of a group of which each keeps its part: made ready once."""
+    """A reduce-scatter, prepared once and started many times."""
 
     def __init__(
         self,
@@ -380,11 +381,11 @@ class ReduceScatter:
         self._exchange = make_exchange(group, self._order, device)
 
     def scratch_parts(self, *, in_place: bool) -> int:
-        """Return how many shards' memory it wants for the ranks' terms.
+        """Return the scratch memory for the ranks' terms, in shards.
 
         Args:
-            in_place: Whether the output can't receive a term: it is this rank's part of the input,
-                or has another dtype.
+            in_place: Whether the output can't receive a term, because it is this rank's part of the
+                input or has another dtype.
         """
         return self._algorithm.scratch_parts(in_place=in_place)
 
@@ -403,11 +404,11 @@ class ReduceScatter:
 
         Args:
             output: Shape `(shard_numel,)`, this rank's part of the sum; it may be its part of
-                `input`. Where its dtype is wider, terms that are summed here are summed, and
-                scaled, in it.
+                `input`. If its dtype is wider, sums that are computed here are added up and scaled
+                in it.
             input: Shape `(group.size() * shard_numel,)`.
             scratch: Memory for as many shards as `scratch_parts` says, None for none.
-            scale: What the sum is multiplied with.
+            scale: The factor for the sum.
             name: What is reduced, for messages.
         """
         if self._size == 1:

@@ -1,10 +1,10 @@
 """Which function a program has called, read off the frames of the interpreter.
 
-Where no unit is what a collective is for, it is the function that the program has called: the
-frames of the interpreter tell. A function's name comes with those of its arguments that are
-numbers and flags, because all ranks must give them alike: `clip_grad_norm_(max_norm=1.0)` on one
-rank and `clip_grad_norm_(max_norm=2.0)` on another are two different collectives. Strings such as
-paths, and tensors, may differ.
+A collective that no unit asks for is named after the function that the program has called, found in
+the frames of the interpreter. The name includes arguments that are numbers and flags, because they
+must be the same on all ranks: `clip_grad_norm_(max_norm=1.0)` on one rank and
+`clip_grad_norm_(max_norm=2.0)` on another are two different collectives. Strings, such as paths,
+and tensors may differ.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PLAIN = (bool, int, float)
 def find_call(frame: FrameType | None) -> tuple[str, bool, FrameType | None]:
     """Return what a program has called: the function, whether it is ours, and the caller's frame.
 
-    An empty name where it has called neither this library nor torch.
+    The name is empty if it has called neither this library nor torch.
     """
     name, ours = "", None
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package == _PACKAGE:
-            # A shard has it that leads lists, on some ranks perhaps: the op is the same.
+            # On some ranks a `LeadingShard` may be first in a list: the op is the same.
             ours = ours if frame.f_code.co_name == "__torch_function__" else frame
         elif package == _TORCH:
             name = name or f"{frame.f_code.co_name}()"
@@ -51,7 +51,7 @@ def _name_of(frame: FrameType) -> str:
 def function_called(*, with_arguments: bool = True) -> str:
     """Return the library's function that the program has called.
 
-    With numbers and flags, but not where the ranks are about to compare these.
+    With numbers and flags, except for functions that compare these between the ranks.
     """
     name = find_call(sys._getframe(1))[0]
     return name if with_arguments else f"{name.partition('(')[0]}()"

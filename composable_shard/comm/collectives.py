@@ -39,7 +39,7 @@ def _note(
         kind: For the log.
         nbytes: Of the full-size payload.
         what: What it is for; None to name the function that the program has called.
-        digest_nbytes: Sent beside it.
+        digest_nbytes: Bytes of the digest that are sent with it.
     """
     if trace.logs:
         trace.record(kind, group.group_name, nbytes)
@@ -59,14 +59,15 @@ def _door(
     is_uneven: bool = False,
     scratch: Tensor | None = None,
 ) -> dist.ProcessGroup | MessageGroup:
-    """Return whose verbs issue what was noted; the backend's once the ranks have compared it.
+    """Return the object that issues the noted collective: messages, or the backend after an
+    exchange.
 
     Args:
         group: Its ranks.
         device: Of the tensors.
         order: Of the group.
         is_rare: A function of the user's asks for it, and not a step.
-        is_uneven: The ranks' parts differ in size, which a backend's verbs refuse.
+        is_uneven: Whether the ranks' parts differ in size, which a backend's verbs refuse.
         scratch: See `MessageGroup`.
     """
     if not is_exchange(group, device):
@@ -77,14 +78,14 @@ def _door(
 
 
 def _started(work: Waitable, group: dist.ProcessGroup) -> Waitable:
-    """Return what a verb has started, such that errors of a backend say what each rank does."""
+    """Wrap a started collective so that errors of a backend say what each rank does."""
     return Works([work], group) if isinstance(work, dist.Work) else work
 
 
 def announce(
     group: dist.ProcessGroup, device: torch.device, kind: str, nbytes: int, what: str
 ) -> None:
-    """Enter a collective that somebody else is about to issue in a step; ranks that differ fail."""
+    """Enter a collective that a comm hook will issue in a step; ranks that differ fail."""
     order = order_of(group)
     order.note(identify(what, kind, nbytes, is_of_step=True))
     order.check_always()
@@ -147,7 +148,7 @@ def scatter(
 
 
 def scratch_parts(group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return how many times a tensor's memory its all-reduce needs beside it."""
+    """Return the scratch memory of an all-reduce, in multiples of the tensor's memory."""
     return int(is_exchange(group, device))
 
 
@@ -164,7 +165,7 @@ def all_reduce(
 
     Args:
         what: What it is for, for messages; None to name the function that was called.
-        digest_nbytes: How many bytes are no payload, for the log: [Note: Digest of a step].
+        digest_nbytes: Number of bytes that are the digest, for the log: [Note: Digest of a step].
         scratch: Memory of as many elements, for an `ExchangedAllReduce`.
     """
     order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what, digest_nbytes)
@@ -204,6 +205,6 @@ def all_gather_uneven(
     padded = local.new_zeros(largest)
     padded[: local.numel()] = local
     output = local.new_empty(largest * group.size())
-    # As bytes: not every backend carries every dtype (bool, float8, complex).
+    # As bytes: not every backend can send every dtype (bool, float8, complex).
     all_gather(output.view(torch.uint8), padded.view(torch.uint8), group, what=what).wait()
     return torch.cat([part[:n] for part, n in zip(output.split(largest), numels, strict=True)])

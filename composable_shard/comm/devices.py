@@ -1,12 +1,12 @@
 """Streams, copies between a device and pinned host memory, and how a device communicates.
 
 [Note: Streams and memory]
-Gathers run on one side stream, reductions on another, both beside the compute stream, which is the
-current one wherever the library is called. The host never waits: a stream does. Nothing is told to
-the allocator about other streams (`record_stream`), which would delay frees until some later
-point. Instead:
+Gathers run on one side stream and reductions on another, both beside the compute stream, which is
+the current stream of the calling code. Streams wait for each other; the host never waits. The
+allocator is not told about uses on other streams (`record_stream`), because that would delay frees.
+Instead:
 
-- Memory goes back to the stream that it was allocated on, and is handed out again there at once.
+- Freed memory belongs to the stream on which it was allocated, which may use it again at once.
 - Work on a side stream begins with a wait for the compute stream. So memory of a side stream that
   compute reads may be freed as soon as that compute has been issued.
 - Memory of the compute stream that a side stream reads is kept until the compute stream has waited
@@ -14,9 +14,9 @@ point. Instead:
 
 [Note: Copies and waits]
 A copy between device and pinned host memory runs beside the Python code that starts it. Until it is
-waited for, its target must not be read, nor its source written or freed. `HostCopies` is all that
-says when a copy runs and who waits for it. Where the device is the CPU the copies run at once; that
-nothing relies on it is tested with copies that run only when they are waited for.
+waited for, its target must not be read, nor its source written or freed. Only `HostCopies` decides
+when a copy runs and who waits for it. On the CPU copies run at once; tests use copies that run only
+when they are waited for, to prove that no code relies on it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Streams:
 
 
 class StreamPoint:
-    """All that was issued on a stream so far; to wait for it costs the host no time."""
+    """The work issued on a stream so far. Waiting for it does not block the host."""
 
     __slots__ = ("_event",)
 
@@ -56,7 +56,7 @@ class StreamPoint:
 
 
 def make_streams(device: torch.device) -> Streams | None:
-    """Return side streams; None where the device has none, and works are waited for instead."""
+    """Return side streams; None on the CPU, where works are waited for instead."""
     if device.type in ("cpu", "meta"):
         return None
     return Streams(torch.Stream(device, priority=-1), torch.Stream(device, priority=-1))
@@ -71,9 +71,9 @@ def alloc_host(numel: int, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
 
 
 class HostCopies:
-    """Copies that are done when the call returns: the device is the CPU.
+    """Copies on the CPU, which are done when the call returns.
 
-    An event is what `copy_to_device` or `copy_to_host` returns; what it is, is the class's affair.
+    `copy_to_device` and `copy_to_host` return an event, whose type the class chooses.
     """
 
     def copy_to_device(self, target: Tensor, host: Tensor) -> Any:
@@ -81,17 +81,17 @@ class HostCopies:
         target.copy_(host)
 
     def copy_to_host(self, host: Tensor, source: Tensor) -> Any:
-        """Start copying what the current stream makes of `source`; return an event.
+        """Start copying `source` after the work of the current stream; return an event.
 
         The caller keeps `source` until `is_done`.
         """
         host.copy_(source)
 
     def wait_on_device(self, event: Any) -> None:
-        """Let what the current stream does from now on come after the copy."""
+        """Make later work of the current stream wait for the copy."""
 
     def wait_on_host(self, event: Any) -> None:
-        """Return when the copy is done."""
+        """Block until the copy is done."""
 
     def is_done(self, event: Any) -> bool:
         """Return whether the copy is done, without waiting."""
@@ -132,12 +132,12 @@ class StreamCopies(HostCopies):
 
 
 def copies_for(device: torch.device) -> HostCopies:
-    """Return what copies between the host and a device."""
+    """Return the copies between the host and a device."""
     return HostCopies() if device.type in ("cpu", "meta") else StreamCopies(device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether what is issued becomes part of a graph, so that the host can't wait for it."""
+    """Return whether a graph is being captured, so that the host can't wait for issued work."""
     asks = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return asks is not None and bool(asks())
 
@@ -152,7 +152,7 @@ def cut_in_parts(
 ) -> Sequence[Tensor]:
     """Return a view of each rank's part of a tensor, along the first dimension.
 
-    The parts have `numels` elements, after which the tensor may go on; None for equal parts.
+    The parts have `numels` elements; the tensor may be longer. None for equal parts.
     """
     if numels is None:
         return tensor.view(group.size(), -1).unbind()
@@ -160,7 +160,7 @@ def cut_in_parts(
 
 
 def payload(tensor: Tensor, numels: Sequence[int] | None) -> int:
-    """Return the bytes of the full-size tensor, without what lies behind the last part."""
+    """Return the bytes of the full-size tensor up to the end of the last part."""
     return tensor.nbytes if numels is None else sum(numels) * tensor.itemsize
 
 
@@ -173,7 +173,7 @@ def is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
     Gloo copies what its all-gather sends and receives through buffers of its own, and its
     reduce-scatter takes two to three times as long as an exchange and a local sum. Sending every
     shard straight from and to where it belongs took 0.4 to 0.9 of the time of the best collective
-    at 2 and 4 ranks and 64 kB to 32 MB. With many ranks the number of messages would tell.
+    at 2 and 4 ranks and 64 kB to 32 MB. With many ranks the number of messages would dominate.
     """
     if device.type != "cpu" or not 1 < group.size() <= MAX_EXCHANGE_SIZE:
         return False
@@ -183,12 +183,13 @@ def is_exchange(group: dist.ProcessGroup, device: torch.device) -> bool:
     return found
 
 
-# For the CPU: a gather that is not prepared, as one over a small group, asks each time.
+# For the CPU: gathers that are not prepared, for example over a small group, ask each time.
 _has_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend for a device; empty where there is none, as after `cpu()`."""
+    """Return the name of the backend for a device; empty if there is none, for example after
+    `cpu()`."""
     try:
         return str(backend_of(group, device).name()).lower()
     except RuntimeError:
@@ -203,13 +204,13 @@ class Waitable(Protocol):
 
 
 class Then:
-    """Works, and what is done when they are done; once, and what it holds is freed then."""
+    """Works and a function that runs once after them; then all references are dropped."""
 
     def __init__(self, works: Sequence[Waitable], action: Callable[[], object]) -> None:
         self._works, self._actions = works, [action]
 
     def wait(self) -> None:
-        """Wait for all of them, then do the rest."""
+        """Wait for all works, then call the function."""
         actions, self._actions = self._actions, []
         for work in self._works:
             work.wait()
@@ -221,6 +222,6 @@ DONE = Then([], lambda: None)
 
 
 def abandon(work: Waitable) -> None:
-    """Wait until the work's buffers are free for other use; the collective's errors are ignored."""
+    """Wait until the work's buffers are free for other use; ignore the collective's errors."""
     with suppress(Exception):  # of any kind: the work may be a user's
         work.wait()

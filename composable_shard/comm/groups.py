@@ -1,4 +1,4 @@
-"""Which ranks share a unit, and the process groups between them."""
+"""The ranks that share a unit, and their process groups."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ _Groups = tuple[dist.ProcessGroup, ...]
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks that share a flat parameter, and those that hold copies of the same shard.
+    """The ranks that share a flat parameter, and the ranks that hold copies of a shard.
 
     Deep copies and pickles refer to process groups by name.
 
     Attributes:
-        group: The shard group. Where nothing is sharded, any group this rank is in.
-        rank: This rank's number within the shard group, never within the world.
+        group: The shard group. If nothing is sharded, any group that this rank is in.
+        rank: This rank's number within the shard group, not within the world.
         size: Ranks that share the flat parameter; 1 where each rank holds all of it.
-        device: Where the ranks compute.
-        replicate_groups: Summing a shard over these groups, one after another, sums it over all
-            ranks that hold a copy of it. Each has more than one rank.
-        joint_groups: What goes from rank to rank of these groups, one after another, reaches all
-            data-parallel ranks. Each has more than one rank.
-        pipeline_group: That of the axis "pp" of the mesh that the mesh is part of, if it has one:
-            its ranks own other parameters.
-        reduce_group: The ranks of the shard group once more, if reductions have a group of theirs.
+        device: The device on which the ranks compute.
+        replicate_groups: A sum over these groups, one after another, is the sum over all ranks that
+            hold a copy of the shard. Each has more than one rank.
+        joint_groups: A message through these groups, one after another, reaches all data-parallel
+            ranks. Each has more than one rank.
+        pipeline_group: The group of the axis "pp" of the mesh that the unit's mesh is part of, if
+            there is one. Its ranks own other parameters.
+        reduce_group: A second group of the same ranks, if reductions have one of their own.
     """
 
     group: dist.ProcessGroup
@@ -61,13 +61,13 @@ class ShardGroup:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh | None, *, is_replicated: bool = False) -> ShardGroup:
-        """Return the groups of a mesh; without one, of all ranks on the accelerator or CPU.
+        """Return the groups of a mesh; without a mesh, of all ranks on the accelerator or CPU.
 
-        A 1-D mesh shares the flat parameter. A 2-D mesh `(replicate, shard)` shares it along its
-        second axis and holds copies along the first.
+        The ranks of a 1-D mesh share the flat parameter. A 2-D mesh `(replicate, shard)` shares it
+        along its second axis and holds copies along the first.
 
         Args:
-            is_replicated: Every rank of the mesh holds all of it instead.
+            is_replicated: Whether every rank of the mesh holds the whole flat parameter instead.
         """
         begin_watch()
         if mesh is None:
@@ -103,7 +103,7 @@ class ShardGroup:
         return cls(inner, rank, size, device, replicate, joint, pipeline_group=stages)
 
     def check_host_collectives(self) -> None:
-        """Check that the ranks can also communicate what is on the host."""
+        """Check that the ranks can also send tensors in host memory."""
         for group in (self.group, *self.joint_groups):
             try:
                 backend_of(group, torch.device("cpu"))
@@ -116,10 +116,10 @@ class ShardGroup:
                 ) from None
 
     def with_reduce_group(self) -> ShardGroup:
-        """Return the same with a process group of its own for reductions, if ranks share a unit.
+        """Return the same ranks with a separate group for reductions, if ranks share a unit.
 
-        All of them must call this together the first time: an all-gather of 31 bytes, and a group
-        is made, which ends with the shard group.
+        The first call makes a group, which ends with the shard group; all ranks must make it
+        together. It issues an all-gather of 31 bytes.
         """
         if self.size == 1:
             return self
@@ -129,13 +129,13 @@ class ShardGroup:
 
     @property
     def groups(self) -> _Groups:
-        """All on which a unit's values and gradients travel."""
+        """All groups that send a unit's values and gradients."""
         own = (self.reduce_group,) if self.reduce_group else ()
         return self.group, *own, *self.replicate_groups
 
     @property
     def ranks(self) -> Ranks:
-        """All data-parallel ranks, to agree with."""
+        """All data-parallel ranks, for agreement."""
         return Ranks(self.joint_groups, self.device)
 
     @property
@@ -196,7 +196,7 @@ class ShardGroup:
 
 @dataclass(frozen=True)
 class SmallGroup:
-    """So many consecutive ranks of a shard group, this one among them; see [Note: Small group]."""
+    """Consecutive ranks of a shard group, this rank included; see [Note: Small group]."""
 
     group: dist.ProcessGroup
     rank: int
@@ -206,8 +206,8 @@ class SmallGroup:
     def of(cls, shard_group: ShardGroup, size: int) -> SmallGroup:
         """Return this rank's group of `size`, a divisor of the shard group's.
 
-        All ranks of the shard group must call this together the first time: an all-gather of 31
-        bytes, and one group is made for each part of it.
+        The first call makes one group for each part of the shard group, whose ranks must call it
+        together. It issues an all-gather of 31 bytes.
         """
         ranks = dist.get_process_group_ranks(shard_group.group)
         first = shard_group.group.rank() // size * size
@@ -242,7 +242,7 @@ def _restore(
 
 
 def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the group of the axis "pp" beside the mesh, if it is part of one with such an axis."""
+    """Return the group of the axis "pp", if the mesh is part of a mesh with such an axis."""
     root = root_mesh_of(mesh)
     names = root.mesh_dim_names or ()
     if _PIPELINE_AXIS not in names or _PIPELINE_AXIS in (mesh.mesh_dim_names or ()):
@@ -252,7 +252,7 @@ def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def _inherit_timeout(group: dist.ProcessGroup) -> None:
-    """Let no rank wait longer than the job says: torch lets groups of a mesh wait 30 minutes."""
+    """Give a mesh's groups the job's timeout; torch's default for them is 30 minutes."""
     world = dist.group.WORLD
     timeout = None if world is None else inherit_timeout(group, world)
     if timeout is not None:
@@ -265,7 +265,7 @@ def _is_ascending(mesh: DeviceMesh) -> bool:
 
 
 def _joint_groups(axes: list[dist.ProcessGroup], mesh: DeviceMesh, device: torch.device) -> _Groups:
-    """Return the mesh's axes, or in their place the one group that there is of all ranks."""
+    """Return the groups of the mesh's axes, or the one group of all ranks if it exists."""
     groups = tuple(group for group in axes if group.size() > 1)
     world = dist.group.WORLD
     if len(groups) < 2 or world is None or mesh.size() != world.size():
@@ -277,8 +277,8 @@ def _joint_groups(axes: list[dist.ProcessGroup], mesh: DeviceMesh, device: torch
     return (world,)
 
 
-# By the group that asked first, with which they end, purpose and ranks: units that are alike share
-# a group, which is costly to make.
+# Groups are costly to make, so equal units share one. The key is the group that asked first (they
+# end with it), the purpose and the ranks.
 _made_groups: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
 ] = WeakKeyDictionary()
@@ -287,16 +287,16 @@ _made_groups: WeakKeyDictionary[
 def _group_for(
     purpose: str, ranks: list[int], asking: _Groups, device: torch.device
 ) -> dist.ProcessGroup:
-    """Return a process group that only these ranks know of; the first call makes it.
+    """Return a process group that only these ranks know; the first call makes it.
 
-    Others may make theirs meanwhile. Torch names it after its ranks and the number of groups that a
-    rank knows: ranks that know different numbers would wait for each other.
+    Other ranks may make other groups meanwhile. Torch names a group after its ranks and the number
+    of groups that a rank knows, so ranks that know different numbers would wait for ever.
 
     Args:
         purpose: Each has a group of its own.
         ranks: Of the group.
-        asking: All ranks that make a group now, over these groups one after another.
-        device: Where they communicate now.
+        asking: Groups that together reach all ranks that make a group now.
+        device: The device of their messages now.
     """
     known_groups, key = _made_groups.setdefault(asking[0], {}), (purpose, tuple(ranks))
     if key in known_groups:
@@ -369,13 +369,13 @@ def _init_one_process() -> None:
     )
 
 
-_PIPELINE_AXIS = "pp"  # as torchtitan and torch's documentation call it
+_PIPELINE_AXIS = "pp"  # its name in torchtitan and in torch's documentation
 _logger = logging.getLogger("composable_shard")
-# What launchers tell each process: torchrun and its like, Slurm, Open MPI, MPICH.
+# Variables of launchers: torchrun, Slurm, Open MPI, MPICH.
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
-# To make a mesh takes longer the more ranks there are, and each unit needs one. Weak, so that a
-# process group ends with the units that use it.
+# Making a mesh takes longer with more ranks, and each unit needs one. Weak, so that a process group
+# ends with the units that use it.
 _groups_of_world: WeakKeyDictionary[
     dist.ProcessGroup, WeakValueDictionary[tuple[str, bool], ShardGroup]
 ] = WeakKeyDictionary()

@@ -1,11 +1,11 @@
-"""Communication hooks, which run instead of reductions, and gathers in other dtypes than shards.
+"""Communication hooks that replace reductions, and gathers in another dtype than the shards'.
 
 [Note: Comm hooks]
-`register_comm_hook` says when a hook is called, and what it does. The library multiplies the sum of
-the first stage, [Note: Two stages], with `stage.scale`, so that a divide factor counts with every
-hook, and microbatches that postpone the second stage need nothing special. Until what a hook
-returned has been waited for, `gradient` and `output` stay as they are. On an accelerator the hook
-and its `wait()` run on the reduce stream.
+The docstring of `register_comm_hook` says when a hook is called, and what it must do. The library
+multiplies the sum of the first stage, [Note: Two stages], with `stage.scale`, so that a divide
+factor counts with every hook, and microbatches that postpone the second stage need nothing special.
+Until what a hook returned has been waited for, `gradient` and `output` stay as they are. On an
+accelerator the hook and its `wait()` run on the reduce stream.
 
 [Note: Quantised wire]
 A shard is cut into blocks of `BLOCK_NUMEL` elements, from its own start; the last one may be
@@ -24,10 +24,10 @@ In fp32 the error is at most half the distance between 8-bit numbers there, time
 
 each times 1 + 2**-14 at most, for the rounding of scale, quotient and product to fp32. A scale is
 never below 2**-126, the smallest normal number: blocks whose absmax is below `top * 2**-126` have
-that larger step. Zero is exact. A block in which something is not finite comes back as NaN, all of
-it: a scale could not tell which element it was, and a model that has diverged must not look whole.
+that larger step. Zero is exact. A block with an element that is not finite becomes NaN as a whole:
+one scale can't mark the element, and a model that has diverged must not look healthy.
 
-Shards of fp64 are rounded to fp32 before; what is beyond its range counts as not finite.
+Shards of fp64 are rounded to fp32 first; values beyond its range count as not finite.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def encode(values: Tensor, encoded: Tensor, dtype: torch.dtype) -> None:
         chunk = _in_blocks(values[element_range]).float()
         low, high = chunk.aminmax(dim=1)
         scale = torch.maximum(high, low.neg_()).div_(_TOP[dtype])
-        # NaN, which all arithmetic hands on, where something is not finite.
+        # NaN if an element is not finite; arithmetic passes NaN on.
         bounded = scale.clamp(_MIN_SCALE, _MAX_SCALE)
         scale = torch.where(scale.isfinite(), bounded, torch.nan)
         scales[block_range] = scale
-        # What a cast makes of NaN is up to the machine; the scale makes it NaN again.
+        # A cast of NaN depends on the machine; the scale makes the result NaN.
         quotient = chunk.div(scale[:, None]).nan_to_num_(0.0)
         _in_blocks(numbers[element_range]).copy_(
             quotient if dtype.is_floating_point else quotient.round_()
@@ -110,7 +110,7 @@ def decode(encoded: Tensor, output: Tensor, dtype: torch.dtype) -> None:
 
 
 def round_trip(values: Tensor, dtype: torch.dtype, output_dtype: torch.dtype) -> Tensor:
-    """Return what the ranks compute with, shape `(numel,)`, where a shard holds `values`."""
+    """Return the values that ranks compute with, shape `(numel,)`, if a shard holds `values`."""
     encoded = values.new_empty(encoded_nbytes(values.numel()), dtype=torch.uint8)
     encode(values, encoded, dtype)
     output = torch.empty_like(values, dtype=output_dtype)
@@ -119,16 +119,16 @@ def round_trip(values: Tensor, dtype: torch.dtype, output_dtype: torch.dtype) ->
 
 
 def _parts(encoded: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if numel == 0:  # a part of nothing need not be aligned
+    if numel == 0:  # an empty part need not be aligned
         return encoded.new_empty(0, dtype=dtype), encoded.new_empty(0, dtype=torch.float32)
     scales = encoded[_payload_nbytes(numel) :].view(torch.float32)
     return encoded[:numel].view(dtype), scales
 
 
 def _chunks(values: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Cut values into ranges of whole blocks and, at the end, a shorter one; by block, by element.
+    """Cut values into whole blocks and a shorter last one; yield ranges of blocks and of elements.
 
-    On CPU torch makes copies in between of all that it is given at a time.
+    On CPU torch copies its whole argument, so values are processed in chunks.
     """
     numel = values.numel()
     step = _CHUNK_NUMEL if values.device.type == "cpu" else max(numel, 1)
@@ -202,7 +202,7 @@ def as_received(wire_dtype: torch.dtype, shard: Tensor, dtype: torch.dtype) -> T
 
 
 class StageKey:
-    """Stands for one stage of one flat parameter: for weak references, compared by identity."""
+    """Identifies one stage of one flat parameter: compared by identity, weakly referenceable."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,20 +211,20 @@ class ReductionStage:
 
     Attributes:
         kind: `"reduce_scatter"` or `"all_reduce"`.
-        gradient: What this rank adds. For a reduce-scatter the unsharded gradient, shape
+        gradient: This rank's term of the sum. For a reduce-scatter the unsharded gradient, shape
             `(padded_numel,)`, all parameters of a handle in the order of the layout, with zeros
-            between: its r-th of `group.size()` parts goes to rank r of the group. For an
-            all-reduce a shard, or with `NO_SHARD` the unsharded gradient. A hook may overwrite it.
-        output: Where the sum goes. For a reduce-scatter shape `(shard_numel,)`, perhaps this rank's
-            part of `gradient`; its dtype may be a wider one than that of `gradient`. For an
-            all-reduce `gradient` itself.
+            between: its r-th of `group.size()` parts goes to rank r of the group. For an all-reduce
+            a shard, or with `NO_SHARD` the unsharded gradient. A hook may overwrite it.
+        output: Receives the sum. For a reduce-scatter shape `(shard_numel,)`, perhaps this rank's
+            part of `gradient`; its dtype may be wider than that of `gradient`. For an all-reduce
+            `gradient` itself.
         group: The ranks to sum over.
-        scale: What the library multiplies the output with afterwards. The gradient may have been
-            multiplied with some of the divisor before.
-        key: The same for a flat parameter and stage in every step, for what a hook keeps of it:
-            in a `weakref.WeakKeyDictionary` it goes when the unit does.
-        numels: Elements of each rank's part of `gradient`, one part behind the other from its
-            start, where they differ; None where all are `gradient.numel() // group.size()`.
+        scale: The library multiplies the output by this factor afterwards. A part of the divisor
+            may have been applied to the gradient before.
+        key: The same object for a flat parameter and stage in every step. A hook may keep its own
+            state by this key in a `weakref.WeakKeyDictionary`; it ends with the unit.
+        numels: Elements of each rank's part of `gradient`, one part after another, if they differ;
+            None if all are `gradient.numel() // group.size()`.
         unit: Name of the unit.
     """
 
@@ -247,10 +247,10 @@ CommHook = Callable[[Any, ReductionStage], Waitable | None]
 
 
 def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
-    """Call a hook; return what to wait for.
+    """Call a hook; return its work.
 
-    A user's may call collectives of the backend, which carry no identity. So the ranks exchange
-    before it what it is about to reduce. [Note: First steps]
+    A hook may call the backend's collectives, which carry no identity. So the ranks first exchange
+    which stage the hook will reduce. [Note: First steps]
     """
     if hook is not then_call_hook:
         gradient = stage.gradient
@@ -267,7 +267,7 @@ def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
 
 
 class _HookWork:
-    """What a hook returned, whose errors say what the ranks do; None: it is done."""
+    """A hook's work, whose errors say what the ranks do; None: it is done."""
 
     def __init__(self, work: Waitable | None, group: dist.ProcessGroup) -> None:
         self._work, self._group = work, group
@@ -282,7 +282,7 @@ class _HookWork:
 def then_call_hook(
     state: tuple[Callable[[Tensor], object], str], stage: ReductionStage
 ) -> Waitable:
-    """Reduce as by default, and call a function on the mean.
+    """Reduce as by default, then call a function with the mean.
 
     Args:
         state: The function, and the kind of stage after which it is called.

@@ -23,11 +23,11 @@ from composable_shard.torch_private import backend_of, timeout_of
 
 
 class HostGroup(Ranks):
-    """All ranks of the default process group, or this process alone, for work in the background.
+    """All ranks of the default process group, or one process without a group, for background work.
 
-    A thread's messages must not change the order of training's collectives. So this group has a
-    process group of its own, and its messages are not counted as collectives of training. Call all
-    methods but `is_first` on all ranks in the same order, from one thread at a time.
+    A background thread must not change the order of training's collectives. So it has its own
+    process group, whose messages are not counted as collectives of training. Call all methods
+    except `is_first` on all ranks in the same order, from one thread at a time.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -45,11 +45,11 @@ class HostGroup(Ranks):
 
     @property
     def has_failed(self) -> bool:
-        """Whether one of its messages has failed on this rank: then all later ones do."""
+        """Whether a message has failed on this rank; then all later ones fail too."""
         return self._group is not None and order_of(self._group).failure is not None
 
     def continue_run(self, run: str) -> None:
-        """Take the name of an earlier run over; "" leaves the name as it is."""
+        """Take over the name of an earlier run; "" keeps the name."""
         self.run = run or self.run
 
     def take_pending(self, save: Any) -> Any:
@@ -108,7 +108,7 @@ class HostGroup(Ranks):
         return output.flatten()
 
     def _collect(self, tensor: Tensor, parts: list[Tensor]) -> None:
-        """Send a tensor to rank 0, where `parts` receive those of all ranks."""
+        """Send a tensor to rank 0, which receives all ranks' tensors in `parts`."""
         outputs = [parts] if self.is_first else []
         self._messages().gather(outputs, [tensor], dist.GatherOptions()).wait()
 
@@ -118,7 +118,7 @@ class HostGroup(Ranks):
         self._messages().broadcast([tensor], options).wait()
 
     def _messages(self) -> MessageGroup:
-        """Return what sends messages, which carry an identity as those of training do."""
+        """Return the verbs that send its messages; they carry identities, as in training."""
         assert self._group is not None
         order = order_of(self._group)
         order.note(identify(function_called(with_arguments=False), "message", 0))
@@ -129,9 +129,9 @@ def get_host_group() -> HostGroup:
     """Return the group of all ranks of the default process group.
 
     The first call makes it, on all ranks, with the timeout of the default group. Without a default
-    process group it is this process alone. Each call counts as a collective of the default group,
-    so that ranks that differ find out; one all-gather tells whether any rank has seen the group
-    fail, which is then made anew.
+    process group it has one rank. Each call counts as a collective of the default group, so that
+    ranks that differ find out. One all-gather says whether the group has failed on any rank; then a
+    new one is made.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     known = _groups.get(os.getpid())
@@ -145,7 +145,8 @@ def get_host_group() -> HostGroup:
     if known is None or not is_usable:
         group = None
         if world is not None:
-            # Named, if a rank does not come: to make a group says nothing.
+            # An exchange that is named in errors: making a group raises none if a rank does not
+            # come.
             Ranks([world], _device_of(world)).all_messages(None)
             group = dist.new_group(backend="gloo", timeout=timeout_of(world))
         before = None if known is None else known[1]
@@ -165,8 +166,8 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return HOST
 
 
-# By process, as one that was forked is a run of its own: the one in use with its default group,
-# which a program may destroy and make anew.
+# By process, because a forked process is a run of its own: the group in use, with its default
+# group, which a program may destroy and make again.
 _groups: dict[int, tuple[dist.ProcessGroup | None, HostGroup]] = {}
 
 
@@ -175,5 +176,5 @@ def _to_tensor(value: Any) -> Tensor:
 
 
 def _from_tensor(data: Tensor) -> Any:
-    # Not `bytes(storage)`, which asks for one byte at a time.
+    # Not `bytes(storage)`, which reads one byte at a time.
     return json.loads(ctypes.string_at(data.data_ptr(), data.numel()))

@@ -1,4 +1,4 @@
-"""Exchanges of identities, by which ranks know that they are about to issue the same collective."""
+"""Exchanges of identities: ranks check that they will issue the same collective."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from composable_shard.comm.watch import fail
 def make_exchange(
     group: dist.ProcessGroup, order: GroupOrder, device: torch.device
 ) -> Callable[[bool], None] | None:
-    """Return what comes before each collective of a group's backend; None for messages.
+    """Return the exchange before each collective of a group's backend; None for messages.
 
-    None too for torch's fake backend, which has no other ranks.
+    Also None for torch's fake backend, which has no other ranks.
     """
     backend = backend_name(group, device)
     if backend == "fake" or is_exchange(group, device):
@@ -31,17 +31,18 @@ def make_exchange(
 def exchange_identity(
     group: dist.ProcessGroup, order: GroupOrder, device: torch.device, is_rare: bool
 ) -> None:
-    """Wait until all ranks are about to issue the collective that was entered last.
+    """Wait until all ranks are ready to issue the collective that was entered last.
 
     [Note: First steps]
-    Before a backend's collective the ranks exchange the identity of what they are about to issue,
-    and its position: 16 bytes, always, so it can't fail as collectives of other sizes do. If they
-    differ, all ranks raise, and nothing was written. The host waits for it. So it ends when twice
-    as many as have come since it began have come again without another one, which all ranks see at
-    the same position. It begins again when a step of any rank has had a new one, as after a change
-    of structure: the flags of its backward tell all ranks. `check_order="always"` keeps it on. It
-    always comes before what is rare: not a step asks for it, but a function that the program has
-    called, and before collectives of gloo, which aborts the process where sizes differ.
+    Before a backend's collective the ranks exchange its identity and position: always 16 bytes, so
+    that the exchange itself can't fail because sizes differ. If the identities differ, all ranks
+    raise before anything is written. The host waits for each exchange, so exchanges end at some
+    point: let n be the number of collectives up to the last new identity; after n more without a
+    new one, all ranks stop at the same position. Exchanges begin again after a step in which any
+    rank had a new identity, for example after a change of structure; the flags of the backward
+    announce it. `check_order="always"` keeps them on. Two kinds of collectives always have an
+    exchange: collectives of functions that the program calls, and collectives of gloo, which aborts
+    the process if sizes differ.
     """
     if not (is_rare or order.is_checked) or group.size() == 1 or is_capturing(device):
         return

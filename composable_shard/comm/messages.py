@@ -1,14 +1,14 @@
-"""Collectives as messages from rank to rank over gloo, with the verbs of a process group of c10d.
+"""Collectives made of messages between ranks over gloo, with the verbs of c10d's process groups.
 
 [Note: All-reduces by messages]
-Gloo's own all-reduce aborts the process where ranks bring tensors of different sizes, and sums up
-wrong ones of the same size. Messages carry the identity of their collective, so ranks that differ
-wait, and find out. [Note: Identity of a collective]
+Gloo's own all-reduce aborts the process if ranks pass tensors of different sizes, and silently sums
+unrelated tensors of equal size. Messages carry the identity of their collective, so ranks that
+differ wait and find out. [Note: Identity of a collective]
 
-Between two ranks, and for a few bytes, each rank sends all of its tensor to each other one and all
-of them sum up in the order of ranks. Otherwise each rank sums up one part of the tensor and sends
-it to the others: that takes as many bytes as a ring, but a second round of messages. `advance`
-starts it, so it runs beside what comes next.
+With two ranks, or few bytes, each rank sends its whole tensor to every other rank, and all ranks
+add up in the order of ranks. Otherwise each rank sums one part of the tensor and sends it to the
+others: this takes the bytes of a ring, but a second round of messages. `advance` starts the second
+round, which then runs beside the next computation.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 
 class _InFlight(list[dist.Work]):
-    """Collectives and messages that are waited for even if they are dropped, as after an error.
+    """Collectives and messages that are waited for even if they are dropped, for example after an
+    error.
 
-    A message in flight without its buffer: gloo closes the connection.
+    If the buffer of a message in flight is freed, gloo closes the connection.
     """
 
     def end(self) -> None:
-        """Wait for those that nobody has waited for, not for long; errors are ignored."""
+        """Wait a short time for works that nobody has waited for; ignore errors."""
         for work in self:
             if not work.is_completed():  # a message can't be waited for twice
                 with suppress(RuntimeError):
@@ -48,7 +49,7 @@ class _InFlight(list[dist.Work]):
 
 
 class Works:
-    """Several collectives or messages, those with one tag, that are waited for together."""
+    """Collectives, or messages with one tag, that are waited for together."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Works:
         self._group, self.tag, self._timeout = group, tag, timeout
 
     def wait(self) -> None:
-        """Wait for each of them, once; an error says what each rank of the group does."""
+        """Wait for each work once; an error says what each rank of the group does."""
         works = self.posted
         try:
             for work in works:
@@ -77,7 +78,7 @@ class Works:
             raise
 
     def abandon(self) -> None:
-        """Wait until the buffers are free for other use, not for long; errors are ignored."""
+        """Wait a short time until the buffers are free for other use; ignore errors."""
         self.posted.end()
 
 
@@ -94,8 +95,8 @@ def exchange(
     ranks took 0.7 to 1.5 ms instead of 0.2 to 0.5 ms.
 
     Args:
-        order: The group's; the messages belong to the collective that was entered last.
-        tag: That of an earlier exchange, to which they belong instead.
+        order: The group's order; the messages belong to the collective that was entered last.
+        tag: The tag of an earlier exchange, to which the messages belong instead.
     """
     if tag is None:
         issued = order.issued
@@ -115,7 +116,7 @@ def exchange(
         # message, which goes on to write, or leave sends that no rank receives.
         works.posted.extend(messages)
     except BaseException as error:
-        works.posted.clear()  # not all were started: who waited for the others would wait in vain
+        works.posted.clear()  # not all were started, so a wait for the others would never end
         if isinstance(error, RuntimeError):
             fail(error, group)
         raise
@@ -123,12 +124,12 @@ def exchange(
 
 
 def settle(group: dist.ProcessGroup) -> None:
-    """Wait for a collective that was interrupted before whoever started it had it.
+    """Wait for a collective whose start was interrupted before the caller got its work.
 
-    Before memory that it may write is given back.
+    Call it before memory that the collective may write is freed.
     """
     ref = order_of(group).posted
-    posted = None if ref is None else ref()  # one that is gone has been waited for
+    posted = None if ref is None else ref()  # a work that was freed has been waited for
     if isinstance(posted, Works):
         posted.abandon()
     elif posted is not None:
@@ -147,7 +148,7 @@ _COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], object]] = {
 
 
 class ExchangedAllReduce:
-    """One that has been started, see [Note: All-reduces by messages]."""
+    """An all-reduce in flight, see [Note: All-reduces by messages]."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class ExchangedAllReduce:
     ) -> None:
         """Start reducing a contiguous tensor; the collective has been entered in the group's order.
 
-        The scratch memory, of as many elements as the tensor, is free again after `advance`.
+        The scratch memory has as many elements as the tensor, and is free again after `advance`.
         """
         self._group, self._op, self._order = group, op, order
         real = as_real(tensor).view(-1)
@@ -167,7 +168,7 @@ class ExchangedAllReduce:
         others = [rank for rank in range(size) if rank != self._rank]
         self._parts: dict[int, Tensor] | None = None
         if size > 2 and tensor.nbytes > _MAX_SMALL_NBYTES:
-            # So many elements for each, fewer for the last ones, or none.
+            # Elements of each rank's part; the last ranks have fewer, or none.
             step = -(-real.numel() // size)
             self._parts = {rank: real[rank * step : (rank + 1) * step] for rank in range(size)}
         self._own = real if self._parts is None else self._parts[self._rank]
@@ -181,7 +182,7 @@ class ExchangedAllReduce:
         self._works = exchange(sends, receives, group, order)
 
     def advance(self) -> None:
-        """Wait for the other ranks' terms and sum up; give the scratch memory back."""
+        """Wait for the other ranks' terms and add them up; release the scratch memory."""
         if self._terms is None:
             return
         self._works.wait()
@@ -194,7 +195,7 @@ class ExchangedAllReduce:
             self._works = exchange(sends, others.items(), self._group, self._order, tag)
 
     def _combine(self, terms: list[Tensor]) -> None:
-        """Write the result of the terms, in the order of ranks: the same bits on all ranks."""
+        """Add up the terms in the order of ranks, so that all ranks get the same bits."""
         combine, own = _COMBINE[self._op], self._own
         if len(terms) == 1:
             combine(own, terms[0])
@@ -218,13 +219,13 @@ class ExchangedAllReduce:
 class MessageGroup:
     """The verbs of a process group that the library calls, for any sizes of the ranks' parts.
 
-    Each returns what must be waited for, and sends messages that belong to the collective that was
-    entered last in the group's order.
+    Each verb returns a work. Its messages belong to the collective that was entered last in the
+    group's order.
 
     Args:
-        group: Whose ranks exchange messages.
+        group: The ranks that exchange messages.
         order: Of the group.
-        scratch: Memory for an all-reduce, as many elements as its tensor has.
+        scratch: Memory for an all-reduce, with as many elements as its tensor.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class MessageGroup:
         inputs: Sequence[Tensor],
         options: dist.GatherOptions,
     ) -> Works:
-        """Collect each rank's tensor on rank 0, which alone has outputs."""
+        """Collect each rank's tensor on rank 0; only rank 0 passes outputs."""
         if not outputs:
             return self._exchange([(0, inputs[0])], [])
         parts = outputs[0]
@@ -251,7 +252,7 @@ class MessageGroup:
         inputs: Sequence[Sequence[Tensor]],
         options: dist.ScatterOptions,
     ) -> Works:
-        """Give each rank its part of what rank 0 has, which alone has inputs."""
+        """Send each rank its part; only rank 0 passes inputs."""
         if not inputs:
             return self._exchange([], [(0, outputs[0])])
         parts = inputs[0]

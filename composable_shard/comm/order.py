@@ -1,21 +1,21 @@
-"""Which collectives this rank has issued on each process group, in order.
+"""The collectives that this rank has issued on each process group, in order.
 
 [Note: Identity of a collective]
-Collectives match by their order alone. Ranks that run units in another order, or of which one
-calls a function that the others don't, would compute with the wrong values, or wait for each other.
-So every collective has an identity: what it is for ("the forward gather of unit 'layers.1'"), its
-kind and its bytes, in short a number of 32 bits, the same on all ranks.
+Backends match collectives only by their order. If ranks run units in different orders, or one rank
+calls a function that the others don't, they would compute with wrong values or wait for ever. So
+every collective has an identity, a 32-bit number that is the same on all ranks: a hash of its
+purpose ("the forward gather of unit 'layers.1'"), its kind and its bytes.
 
-- Messages from rank to rank carry identity and position in their tags. Messages of different
-  collectives never meet: instead of wrong values, or of an abort where the sizes differ, the ranks
-  wait, and find out for what: [Note: Watch].
+- Messages from rank to rank carry identity and position in their tags, so messages of different
+collectives never match. Ranks that differ wait and then find out why, [Note: Watch], instead of
+reading wrong values or aborting because sizes differ.
 
-- Collectives of a backend, as NCCL's, carry nothing. In the first steps the ranks exchange
-  identities before each of them. [Note: First steps] Gloo's abort the process where sizes differ,
-  so there the ranks always exchange them.
+- Collectives of a backend, such as NCCL, carry no identity. In the first steps the ranks exchange
+identities before each of them. [Note: First steps] Gloo aborts the process if sizes differ, so
+ranks always exchange identities before its collectives.
 
-- Each backward compares a digest of what was issued since the last one, before it publishes
-  gradients. [Note: Digest of a step]
+- Each backward compares a digest of the collectives since the last backward, before it publishes
+gradients. [Note: Digest of a step]
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MAX_ISSUED = 1 << 16  # between two backwards: a program may only evaluate
 _NUM_RECENT = 64
 LATE_STEPS = 2  # with one the host would wait for the device in most steps
 
-# By identity. There are as many as a program has collectives of different kinds.
-_known: dict[int, tuple[str, str, int]] = {}  # what `identify` was told
+# By identity. A program has few different collectives.
+_known: dict[int, tuple[str, str, int]] = {}  # the arguments of `identify`
 _of_steps: set[int] = set()
 _OF_STEP = 1 << 32
 
@@ -50,14 +50,14 @@ def identify(what: str, kind: str, nbytes: int, *, is_of_step: bool = False) -> 
     """Return the identity of a collective, see [Note: Identity of a collective].
 
     Args:
-        what: What it is for.
+        what: Its purpose.
         kind: The kind of collective; "" for a setting, `note_setting`.
         nbytes: Of the full-size payload.
         is_of_step: All data-parallel ranks issue it in their steps, [Note: Digest of a step].
     """
     identity = zlib.crc32(_text(what, kind, nbytes).encode())
     if is_of_step:
-        # Bytes left out: those of shards that have copies may differ between the copies' groups.
+        # Without bytes: copies of a shard may have different padding in their groups.
         identity += _OF_STEP * (zlib.crc32(what.encode()) | 1)
         if kind:
             _of_steps.add(identity)
@@ -66,7 +66,7 @@ def identify(what: str, kind: str, nbytes: int, *, is_of_step: bool = False) -> 
 
 
 def describe(identity: int) -> str:
-    """Return what `identify` was told."""
+    """Return the purpose, kind and bytes that `identify` got."""
     return _text(*_known[identity]) if identity in _known else "a collective"
 
 
@@ -87,7 +87,8 @@ class GroupOrder:
         self.posted: ReferenceType[Waitable] | None = None
         self._before_next: list[Callable[[], object]] = []
         self.last_step: list[int] = []  # of the last step, what all data-parallel ranks issue
-        # Whether identities go ahead of a backend's collectives, and of gloo's [Note: First steps]
+        # Whether identities are exchanged before a backend's collectives, and before gloo's [Note:
+        # First steps]
         self.is_exchanged = self.is_checked = True
         self._is_always_exchanged = self._is_always_checked = False
         self._agreed: set[int] = set()  # on all ranks, since exchanges began the last time
@@ -104,7 +105,7 @@ class GroupOrder:
         self.issued.append(identity)
 
     def run_before_next(self, run: Callable[[], object]) -> None:
-        """Run something before the next collective, which it may issue itself."""
+        """Call a function before the next collective; it may issue that collective itself."""
         self._before_next.append(run)
         self.room = -1
 
@@ -118,7 +119,7 @@ class GroupOrder:
             self.fold()
 
     def fold(self) -> int:
-        """Begin to count calls anew, as each step does; return a digest of the last ones."""
+        """Begin the record of a new step; return a digest of the last one."""
         self.last_step = [identity for identity in self.issued if identity >= _OF_STEP]
         digest = zlib.crc32(array("Q", [each >> 32 for each in self.last_step]).tobytes())
         before, self._num_known = self._num_known, len(_of_steps)
@@ -129,7 +130,7 @@ class GroupOrder:
         return digest
 
     def note_agreed(self) -> None:
-        """Note that all ranks are about to issue the last collective: exchanged, and the same."""
+        """Note that all ranks have exchanged the last identity, and it is the same."""
         identity = self.issued[-1]
         if identity not in self._agreed:
             self._agreed.add(identity)
@@ -140,7 +141,7 @@ class GroupOrder:
         self.is_checked = self.is_exchanged or self._is_always_checked
 
     def check_always(self) -> None:
-        """Let `is_checked` be: some collectives of the group are gloo's."""
+        """Keep exchanging identities, because some collectives of the group run on gloo."""
         self._is_always_checked = self.is_checked = True
 
     def exchange_again(self, *, always: bool = False) -> None:
@@ -151,15 +152,15 @@ class GroupOrder:
         self._is_always_exchanged = self._is_always_exchanged or always
 
     def take_late(self, step: Any, received: Tensor) -> tuple[Any, Tensor] | None:
-        """Return a step and what the ranks have sent of it, on the CPU; None where it is to come.
+        """Return a step and the ranks' joined digest of it, on the CPU; None while it is not there.
 
-        From an accelerator it comes `LATE_STEPS` late. All ranks must act on it in one step, so
-        the host does wait where the device is further behind than that.
+        From an accelerator it comes `LATE_STEPS` later. All ranks must act on it in the same step,
+        so the host waits if the device is further behind.
         """
         if received.device.type == "cpu":
             return step, received
         if is_capturing(received.device):
-            return None  # no event may be asked
+            return None  # events can't be queried during capture
         host = torch.empty_like(received, device="cpu", pin_memory=True)
         host.copy_(received, non_blocking=True)
         event = torch.Event(received.device)
@@ -174,11 +175,11 @@ class GroupOrder:
 
     @property
     def num_issued(self) -> int:
-        """How many collectives this rank has issued on the group."""
+        """Number of collectives that this rank has issued on the group."""
         return self.num_folded + len(self.issued)
 
     def recent(self) -> list[tuple[int, int, str]]:
-        """Return the last collectives: number on the group, call of the step, what it is."""
+        """Return the last collectives: number on the group, number in the step, description."""
         issued = (self._recent + list(self.issued))[-_NUM_RECENT:]
         first, folded = self.num_issued - len(issued), self.num_folded
         return [
@@ -187,12 +188,12 @@ class GroupOrder:
         ]
 
 
-# By group: not by its name, which comes again after destroy_process_group.
+# By group, not by name: a name is used again after destroy_process_group.
 _orders: WeakKeyDictionary[dist.ProcessGroup, GroupOrder] = WeakKeyDictionary()
 
 
 def order_of(group: dist.ProcessGroup) -> GroupOrder:
-    """Return what this rank has issued on a process group."""
+    """Return the order of collectives of a process group."""
     order = _orders.get(group)
     if order is None:
         order = _orders[group] = GroupOrder()
@@ -205,7 +206,7 @@ def all_orders() -> list[tuple[dist.ProcessGroup, GroupOrder]]:
 
 
 def before_next_collective(run: Callable[[], object], groups: Iterable[dist.ProcessGroup]) -> None:
-    """Run something before what is issued next on any of these groups."""
+    """Call a function before the next collective on any of these groups."""
     for group in dict.fromkeys(groups):
         order_of(group).run_before_next(run)
 
@@ -217,9 +218,9 @@ def exchange_always(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def note_setting(what: str, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Enter into the order of collectives what all ranks must do, though they send nothing.
+    """Enter a call that all ranks must make, although it sends nothing, into the order.
 
-    If one of them does not, the ranks differ in the next message or digest.
+    If a rank does not make it, the ranks differ in the next message or digest.
     """
     identity = identify(what, "", 0, is_of_step=True)
     for group in dict.fromkeys(groups):

@@ -1,4 +1,4 @@
-"""What a backward's flags are, and the digest of the step that travels with them."""
+"""The flags that a backward reduces, and the digest of the step that is sent with them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _GroupTuple = tuple[dist.ProcessGroup, ...]
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a rank would do from the next step on, if all ranks would do the same."""
+    """A change that a rank would make from the next step on, if all ranks agree."""
 
     digest: int  # of it, 32 bits
-    accept: Callable[[], None]  # called on all ranks, if they have sent the same
+    accept: Callable[[], None]  # called on all ranks if they have sent the same
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a program has done since the last backward.
+    """Facts about the program since the last backward.
 
     Attributes:
-        line: In words, the same on all ranks.
+        line: The facts in words, the same on all ranks.
         numbers: For each flat parameter the ranks that share it or have copies, and
             `handle.number`.
     """
@@ -44,20 +44,21 @@ class StepFacts:
 
 
 class _StepRecord:
-    """What the ranks of a mesh compare when a backward ends.
+    """The record that the ranks of a mesh compare when a backward ends.
 
     [Note: Digest of a step]
-    The flag reduction that every backward makes carries four bytes more and their complements. The
-    maximum over the ranks is the same as each rank's own only if all ranks have the same: no rank
-    publishes gradients otherwise. The digest is that of the collectives that all data-parallel
-    ranks issue in a step, and of facts that only a program can make different: whether parameters
-    were written since the last backward, whether there are gradients of earlier ones, and which
-    model this is: two of one class have units of the same names. A proposal has a digest of its
-    own, in which ranks may differ. A byte says whether a rank has issued something new, so that all
-    of them exchange identities again. [Note: First steps]
+    The flag reduction of every backward carries a digest of four bytes and its complement. The
+    maximum over the ranks equals each rank's own bytes only if all ranks have the same digest;
+    otherwise no rank publishes gradients. The digest covers the collectives that all data-parallel
+    ranks issue in a step, and facts that the program determines: whether parameters were written
+    since the last backward, whether gradients of earlier backwards exist, and which model this is
+    (two models of one class have units of the same names). A proposal has a separate digest, in
+    which ranks may differ. One byte says whether a rank has issued a new collective; then all ranks
+    exchange identities again. [Note: First steps]
 
-    An accelerator's host looks two backwards later, at the same one on all ranks, when the device
-    is mostly past it. The gradients of two steps have been published by then; the third's are not.
+    On an accelerator the host reads the result two backwards later, in the same backward on all
+    ranks, when the device has usually passed it. By then the gradients of two steps are published;
+    those of the third are not.
     """
 
     NBYTES = 8
@@ -69,7 +70,7 @@ class _StepRecord:
         facts: StepFacts,
         proposal: Proposal | None,
     ) -> None:
-        """Begin a new step of the groups, and sum up the last one."""
+        """Begin a new step of the groups, and digest the last one."""
         orders = [order_of(group) for group in dict.fromkeys(groups)]
         digest = zlib.crc32(facts.line.encode())
         has_news = False
@@ -85,7 +86,7 @@ class _StepRecord:
             self.sent += _with_complement(proposal.digest)
 
     def lines(self) -> list[str]:
-        """Return all of it as text, for the error."""
+        """Return the record as lines of text, for the error."""
         issued = [describe(each).rpartition(" (")[0] for each in chain(*self._issued)]
         model = ", ".join(map(str, self._numbers))
         model = f"a backward of the model whose first call was at collective {model}"
@@ -103,7 +104,7 @@ def _with_complement(digest: int) -> list[int]:
 
 
 def _is_same(received: Sequence[int]) -> bool:
-    """Return whether all ranks have sent the same, of the maximum of what they sent."""
+    """Return whether all ranks have sent the same, given the maximum."""
     half = _StepRecord.NBYTES // 2
     return all(a + b == 255 for a, b in zip(received[:half], received[half:], strict=True))
 
@@ -111,7 +112,7 @@ def _is_same(received: Sequence[int]) -> bool:
 def _describe_difference(
     lines: Sequence[Sequence[str]], ranks: Sequence[int], *, is_late: bool
 ) -> str:
-    """Return a text about the first line in which ranks differ, of `_StepRecord.lines`."""
+    """Return a text about the first line of `_StepRecord.lines` in which ranks differ."""
     step, ending = "that ends with this backward", "No gradient was published"
     if is_late:
         step = f"that ended {LATE_STEPS} backwards ago"

@@ -15,7 +15,7 @@ from composable_shard.torch_private import is_profiling
 
 
 class Event(NamedTuple):
-    """One thing the engine did.
+    """One action of the library.
 
     `kind` is `issue_gather`, `wait_gather`, `free`, `compute`, `issue_reduce`, `wait_reduce`,
     `gradient_hooks` (with the name of a unit), or `all_gather`, `reduce_scatter`, `all_reduce`,
@@ -27,11 +27,11 @@ class Event(NamedTuple):
     nbytes: int = 0
 
 
-logs: list[list[Event]] = []  # of the `trace_events` blocks that are open; mostly none is
+logs: list[list[Event]] = []  # one for each open `trace_events` block; usually none
 
 
 class _LoggedEvents(list[Event]):
-    """Writes events to a logger in place of keeping them."""
+    """Writes events to a logger instead of keeping them."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__()
@@ -43,15 +43,15 @@ class _LoggedEvents(list[Event]):
 
 
 class Profiling:
-    """Whether a profiler has been found to run."""
+    """Whether a profiler runs."""
 
     def __init__(self) -> None:
         self.asks = is_profiling  # whether one runs now; a function of C
         self.is_found = False
-        self.switches: list[Callable[[bool], Any]] = []  # called with that when it changes
+        self.switches: list[Callable[[bool], Any]] = []  # called with the new value when it changes
 
     def change(self) -> None:
-        """Note that a profiler runs, or runs no more."""
+        """Note that a profiler has started or stopped."""
         self.is_found = not self.is_found
         for switch in self.switches:
             switch(self.is_found)
@@ -62,9 +62,10 @@ profiling = Profiling()
 
 @contextmanager
 def log_events(logger: logging.Logger | None = None) -> Iterator[None]:
-    """Write what happens in the enclosed block to a logger, at level DEBUG, one line each.
+    """Write the events of the enclosed block to a logger, at level DEBUG, one line each.
 
-    Gathers, reductions, waits and frees by the unit's name, and each collective with its bytes.
+    Events are gathers, reductions, waits and frees, with the unit's name, and each collective with
+    its bytes.
 
     Args:
         logger: Default: `composable_shard.events`.

@@ -1,15 +1,16 @@
-"""What all ranks do when a collective of one fails, or when they wait for each other.
+"""Errors that say what each rank was doing, when a collective fails or ranks wait for ever.
 
 [Note: Watch]
-A thread looks twice a second whether this rank issues collectives. When none has come for a second,
-it writes into the store of the default process group what the rank last issued and which line of
-the program runs: its statement. It also answers when another rank asks. A rank whose collective
-fails asks, waits a few seconds for the statements, and raises an error made of all of them: the
-same on each rank. A rank that does not answer is gone.
+A thread checks twice a second whether this rank issues collectives. If it has issued none for a
+second, the thread writes a statement into the store of the default process group: the last
+collective, and the running line of the program. It also answers requests of other ranks. A rank
+whose collective fails sends a request, waits a few seconds for the statements, and raises an error
+made of all of them, the same on each rank. A rank that does not answer is gone.
 
-Where statements show two different collectives at the same position of a process group, its ranks
-wait for each other for good. Then the thread closes the group's connections, so that all of them
-raise at once and not at the group's timeout. With a backend that can't do that it logs the error.
+If statements show two different collectives at the same position of a process group, its ranks
+would wait for ever. Then the thread closes the group's connections, so that all ranks raise at once
+and not after the group's timeout. If the backend can't close connections, the thread logs the
+error.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _Statement = dict[str, Any]
 
 
 class _Watch:
-    """The thread of [Note: Watch], and what it shares with the threads that communicate."""
+    """The thread of [Note: Watch], and its state shared with threads that communicate."""
 
     def __init__(self, world: dist.ProcessGroup, store: dist.Store) -> None:
         self.world = world
@@ -58,15 +59,15 @@ class _Watch:
         self._num_answered = 0
         self._counts: dict[str, int] = {}  # of collectives, by group
         self._used_last: set[str] = set()  # groups on which the last ones were
-        self._stated: dict[str, int] | None = None  # the counts that the last statement tells of
-        # A store may outlive a process group, and serve another one of the same name.
+        self._stated: dict[str, int] | None = None  # the counts in the last statement
+        # A store may outlive a process group and serve another one of the same name.
         self._key = f"{_KEY}/{store.add(f'{_KEY}/watches/{self._rank}', 1)}"
         self._next_look_s = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"{_KEY} watch")
         self._thread.start()
 
     def stop(self, how: str | None = None) -> None:
-        """End the thread; leave word of how this rank has ended."""
+        """End the thread; write into the store how this rank has ended."""
         self._stopped.set()
         self._thread.join(timeout=2 * _TICK_S)
         if how is not None and not self._thread.is_alive():
@@ -74,7 +75,7 @@ class _Watch:
                 self._state(self._num_answered, ended=how)
 
     def _run(self) -> None:
-        # An error of the store means that its rank is gone: nobody can ask any more.
+        # An error of the store means that its rank is gone, so no rank can ask any more.
         with suppress(RuntimeError):
             while not self._stopped.wait(_TICK_S) and dist.group.WORLD is self.world:
                 self._tick()
@@ -119,7 +120,7 @@ class _Watch:
 
     def _look_for_difference(self) -> None:
         for group, order in all_orders():
-            # In a group that is not in use the ranks may have stopped at other places long ago.
+            # In an unused group the ranks may have stopped at different places long ago.
             is_used = order.failure is None and group.group_name in self._used_last
             ranks = _ranks_of(group) if is_used else []
             if len(ranks) < 2:
@@ -129,23 +130,23 @@ class _Watch:
                 self._give_up(set(ranks), self._agree(group, found))
 
     def _give_up(self, ranks: set[int], text: str) -> None:
-        """Let all groups of these ranks fail: each of them may wait in another one."""
+        """Make all groups of these ranks fail, because each rank may wait in another group."""
         for group, order in all_orders():
             own = _ranks_of(group)
             if order.failure is None and len(own) > 1 and ranks.issuperset(own):
                 order.failure = text
                 _close(group, text)
-        self._store.add(f"{self._key}/asked", 1)  # let the others know soon
+        self._store.add(f"{self._key}/asked", 1)  # so that the other ranks know soon
 
     def _agree(self, group: dist.ProcessGroup, text: str) -> str:
-        """Return the text of the rank that has one first."""
+        """Return the error text that a rank published first."""
         key = f"{self._key}/failure/{group.group_name}"
         return self._store.compare_set(key, "", text).decode()
 
     def explain(self, group: dist.ProcessGroup, error: str) -> str:
-        """Return a text for the error of a group's collective; in time, whatever the store does."""
+        """Return a text for a collective's error, in bounded time even without the store."""
         found: list[str] = []
-        # Where the network is cut the store does not answer, nor does a request of it fail.
+        # If the network is cut, the store neither answers nor raises.
         run = partial(self._ask, group, error, found)
         asking = threading.Thread(target=run, daemon=True, name=f"{_KEY} question")
         asking.start()
@@ -155,7 +156,7 @@ class _Watch:
         return found[0] if found else f"{_own_position(group)} {what}"
 
     def _ask(self, group: dist.ProcessGroup, error: str, found: list[str]) -> None:
-        """Ask what the ranks of a group do, and enter a text for an error."""
+        """Ask what the ranks of a group do, and publish a text for the error."""
         ranks = dist.get_process_group_ranks(group)
         with suppress(RuntimeError):  # of the store
             num_asked = self._store.add(f"{self._key}/asked", 1)
@@ -194,7 +195,7 @@ def _ranks_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def _position() -> tuple[str, str]:
-    """Return which function the program is in, and its line."""
+    """Return the function in which the program is, and its line."""
     frames = frames_of_threads()
     own = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_KEY)}
     main = threading.main_thread().ident
@@ -243,7 +244,7 @@ def _find_difference(name: str, statements: dict[int, _Statement]) -> str | None
 
 
 def are(ranks: Sequence[int]) -> str:
-    """Return the beginning of a sentence about ranks."""
+    """Return the beginning of a sentence about ranks: "rank 1 is", "ranks 1, 2 are"."""
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {list(ranks)} are"
 
 
@@ -254,7 +255,7 @@ def _describe_missing(
     silent: Sequence[int],
     error: str,
 ) -> str:
-    """Return a text about ranks that did not come, or what is known where all did."""
+    """Return a text about missing ranks, or about all ranks if none is missing."""
     issued = {rank: statement["groups"].get(name, []) for rank, statement in statements.items()}
     counts = {rank: recent[-1][0] for rank, recent in issued.items() if recent}
     most = max(counts.values(), default=-1)
@@ -285,20 +286,20 @@ def _describe_place(statement: _Statement) -> str:
 
 
 def _close(group: dist.ProcessGroup, text: str) -> None:
-    """Let all waits of a group fail, on all its ranks, if its backend can."""
+    """Make all waits of a group fail on all its ranks, if its backend can."""
     if backend_name(group, HOST) != "gloo":
         _logger.error(text)
         return
     other = 1 if group.rank() == 0 else 0
     with suppress(RuntimeError):
-        # Gloo closes all connections of a group in which a wait takes too long.
+        # Gloo closes all connections of a group after a wait that times out.
         group.recv([torch.empty(1, device=HOST)], other, NUM_TAGS).wait(timedelta(milliseconds=1))
 
 
 def fail(error: RuntimeError, group: dist.ProcessGroup) -> NoReturn:
-    """Raise, for an error of a group's collective, one that says what each of its ranks does.
+    """For an error of a group's collective, raise one that says what each rank does.
 
-    Its connections are closed then, so all that comes later has the same reason.
+    The group's connections are closed then, so later collectives fail for the same reason.
     """
     try:
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
@@ -315,7 +316,7 @@ def fail(error: RuntimeError, group: dist.ProcessGroup) -> NoReturn:
 
 @contextmanager
 def explained(group: dist.ProcessGroup) -> Iterator[None]:
-    """Let errors of gloo say what each rank of the group does; those of a program stay."""
+    """Make errors of gloo say what each rank of the group does; errors of the program stay."""
     try:
         yield
     except RuntimeError as error:
@@ -331,12 +332,12 @@ def _explain(group: dist.ProcessGroup, error: str) -> str:
     return watch.explain(group, error)
 
 
-# The one of the default process group, which a program may destroy and make anew.
+# Of the default process group, which a program may destroy and make again.
 _watches: dict[int, _Watch] = {}
 
 
 def begin_watch() -> None:
-    """Watch over the ranks of the default process group, unless that is done already."""
+    """Start the watch of the default process group, unless it runs."""
     world = dist.group.WORLD
     known = _watches.get(0)
     if world is None or world.size() == 1 or (known is not None and known.world is world):
@@ -352,7 +353,7 @@ def begin_watch() -> None:
 
 
 def _end() -> None:
-    """Tell the other ranks that the program ends: they may wait for this one."""
+    """Tell the other ranks that the program ends, because they may wait for this one."""
     error = getattr(sys, "last_value", None)
     how = "has ended" if error is None else f"has ended with {type(error).__name__}: {error}"
     watch = _watches.pop(0, None)

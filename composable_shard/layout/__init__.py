@@ -1,6 +1,7 @@
-"""Integers only: where parameters lie in a flat parameter, and which rank holds what.
+"""Integers only: where parameters lie in a flat parameter, and which rank holds which elements.
 
-Read `flat_layout` first: where ranks cut. `ownership` says who owns what, `regions` is arithmetic.
+Read `flat_layout` first: where ranks cut. `ownership` chooses owners of whole parameters; `regions`
+is arithmetic of ranges and boxes.
 """
 
 from composable_shard.layout.flat_layout import (

@@ -56,8 +56,8 @@ def cut_buckets(
         numels: Elements of each parameter, in order.
         cap_numel: The most elements in a bucket.
         world_size: Number of ranks that share each flat parameter.
-        alignment: That of the layouts.
-        blocks: Theirs; padding before blocks counts too.
+        alignment: The layouts' alignment.
+        blocks: The layouts' blocks; padding before blocks counts too.
 
     Example: numels `(5, 1, 3, 4)` and a cap of 8 give `[range(2, 4), range(0, 2)]`.
     """
@@ -94,28 +94,28 @@ class FlatLayout:
         shards  |--r0--||--r1--|
 
     [Note: Cuts]
-    A parameter may ask for blocks: no cut falls inside one. Blocks begin at its first element; the
-    last may be shorter. Cuts are equal, and single-tensor collectives serve, where
+    A parameter may ask for blocks that no cut divides. Blocks begin at its first element; the last
+    may be shorter. Cuts are equal, so that single-tensor collectives serve, if
 
     - all blocks are of one element, or
     - padding before parameters moves every block that a cut would go through, and the whole buffer
       is at most 1.03 times as large as with blocks of one element. Only parameters that span two
       cuts or more constrain the shard size; there is no least common multiple over all.
 
-    Else each cut goes to the block boundary nearest to where it would be equal. That costs no
-    padding, and no shard is off by more than one block: half of one at either end. Where parameters
-    are owned whole, the owners' order is the order of the parameters.
+    Otherwise each equal cut moves to the nearest block boundary. This needs no padding, and a
+    shard's size differs from the mean by at most one block: half a block at each end. Owners of
+    whole parameters are in the order of the parameters.
 
     Attributes:
         numels: Elements of each parameter.
         offsets: Where each begins.
         world_size: Ranks that share the flat parameter.
         span: Elements up to the last cut.
-        alignment: Elements that starts are a multiple of, and equal cuts too.
-        blocks: Elements in a block of each parameter, where cuts are uneven; else empty.
-        owners: The rank that owns each parameter, ascending, where they are owned whole; else
-            empty.
-        base: The layout of which only some parameters are here, see `keep`; else None.
+        alignment: Starts and equal cuts are multiples of this number of elements.
+        blocks: Elements in a block of each parameter, if cuts are uneven; otherwise empty.
+        owners: The rank that owns each parameter, ascending, if parameters are owned whole;
+            otherwise empty.
+        base: The layout of which this one keeps some parameters, see `keep`; otherwise None.
     """
 
     numels: tuple[int, ...]
@@ -142,13 +142,13 @@ class FlatLayout:
         Args:
             numels: Elements of each parameter, in order; zero is allowed.
             world_size: Number of ranks that share the flat parameter, at least 1.
-            alignment: Elements that starts and equal cuts are a multiple of, at least 1.
+            alignment: Starts and equal cuts are multiples of this number of elements, at least 1.
             blocks: Elements in a block of each parameter, at least 1. Default: 1 for all.
-            owners: The rank that gets each parameter whole, ascending. Default: none does.
+            owners: The rank that owns each whole parameter, ascending. Default: parameters are cut.
 
         Raises:
             ValueError: For a negative numel, a world size, alignment or block below 1, or owners
-                that are no ranks or not in order.
+                that are not ranks or not in order.
         """
         if world_size < 1 or alignment < 1:
             raise ValueError(
@@ -171,7 +171,7 @@ class FlatLayout:
             return replace(even, span=span, owners=tuple(owners))
         if world_size == 1 or end == 0 or all(block == 1 for block in blocks):
             return even
-        # Cuts in a parameter that asks for nothing stay aligned.
+        # Cuts in a parameter without blocks stay aligned.
         blocks = tuple(alignment if block == 1 else block for block in blocks)
         return _plan_equal_cuts(even, blocks) or replace(
             even, span=round_up(end, alignment), blocks=blocks
@@ -214,7 +214,7 @@ class FlatLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of a shard; of the largest one, where they are uneven."""
+        """Elements of a shard; if shards are uneven, of the largest one."""
         return self.span // self.world_size if self.is_even else max(self.shard_numels)
 
     @cached_property
@@ -225,7 +225,7 @@ class FlatLayout:
 
     @cached_property
     def uneven_numels(self) -> tuple[int, ...] | None:
-        """Elements of each rank's shard, None where all are the same: what collectives ask for."""
+        """Elements of each rank's shard for collectives; None if all are equal."""
         return None if self.is_even else self.shard_numels
 
     @property
@@ -240,7 +240,7 @@ class FlatLayout:
 
     @property
     def end(self) -> int:
-        """Elements up to the end of the last parameter: without the padding behind it."""
+        """Elements up to the end of the last parameter, without the padding behind it."""
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 
     def padding_ranges(self) -> list[tuple[int, int]]:
@@ -345,7 +345,7 @@ def _plan_equal_cuts(even: FlatLayout, blocks: tuple[int, ...]) -> FlatLayout | 
     multiple = even.alignment
     for _ in range(_MAX_ATTEMPTS):
         for numel, block in zip(even.numels, blocks, strict=True):
-            # It may span a whole shard, and then cuts at both ends.
+            # It may span a whole shard, with a cut at each end.
             if numel > shard_numel and block <= limit:
                 multiple = lcm(multiple, block)
         shard_numel = round_up(shard_numel, multiple)
@@ -364,9 +364,9 @@ def _plan_equal_cuts(even: FlatLayout, blocks: tuple[int, ...]) -> FlatLayout | 
 def _place(
     numels: Sequence[int], blocks: Sequence[int], shard_numel: int, alignment: int
 ) -> tuple[list[int] | None, int]:
-    """Return starts for which cuts every `shard_numel` elements go through no block, and the end.
+    """Return starts and the end, such that cuts every `shard_numel` elements divide no block.
 
-    No starts where a parameter spans several cuts that can't all be boundaries.
+    Returns no starts if a parameter spans several cuts that can't all be block boundaries.
     """
     offsets: list[int] = []
     end = 0
@@ -397,8 +397,8 @@ def is_owned(granularity: Granularity) -> bool:
 def block_numel(dense: Tensor, granularity: Granularity) -> int:
     """Return how many consecutive elements of a dense tensor, in memory order, stay together.
 
-    A row is what one index of the outermost dimension in memory selects: of the first one, unless
-    the tensor is laid out otherwise (channels_last, a transposed weight).
+    A row is selected by one index of the outermost dimension in memory. This is the first
+    dimension, except for other layouts (channels_last, a transposed weight).
     """
     if isinstance(granularity, Block):
         return granularity.numel

@@ -1,15 +1,15 @@
 """Which rank owns which whole parameter.
 
 [Note: Balance]
-The largest item comes first, and each goes to the rank that has the least so far: the "longest
-processing time" rule of Graham (1969). Ties go to the earlier item and to the lower rank. Without
-loads to begin with, the fullest of N ranks then has at most
+Items are assigned from the largest to the smallest, each to the rank with the least so far: the
+"longest processing time" rule of Graham (1969). Ties go to the earlier item and to the lower rank.
+If all ranks begin empty, the fullest of N ranks then has at most
 
     max(the largest item, the mean + the (N + 1)-th largest item)
 
-and at most 4/3 of the fullest rank of the best distribution. So wherever there are many items to a
-rank it is close to the mean. No bound near the mean can hold for all inputs: of three equal items,
-one of two ranks gets two.
+and at most 4/3 of the fullest rank of the best distribution. So with many items per rank the
+fullest rank is close to the mean. No bound near the mean can hold for all inputs: of three equal
+items, one of two ranks gets two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 def balance(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> list[int]:
     """Return a rank for each item, see [Note: Balance].
 
-    `loads` are the totals that the ranks have already. Default: nothing.
+    `loads` are the totals that the ranks already have. Default: 0.
 
     Example: sizes `(3, 3, 2, 2, 2)` on two ranks give `[0, 1, 0, 1, 0]`.
     """
@@ -38,7 +38,7 @@ def balance(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> 
 def fullest(
     sizes: Sequence[int], owners: Sequence[int], num_ranks: int, loads: Sequence[int] = ()
 ) -> int:
-    """Return what the rank with the most has."""
+    """Return the total of the fullest rank."""
     totals = list(loads or [0] * num_ranks)
     for size, owner in zip(sizes, owners, strict=True):
         totals[owner] += size

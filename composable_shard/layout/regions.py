@@ -1,11 +1,10 @@
 """Ranges and boxes of the elements of a tensor, and where two of them overlap.
 
 [Note: Regions]
-A region is a range of the elements of a box of the logical tensor, counted in the order in which
-they lie in memory. A FlatShard is a range of the whole tensor, one of a DTensor of a
-tensor-parallel mesh is a range of this rank's box, a DTensor is a whole box, and a plain tensor is
-everything. Between two regions of the same box and order the overlap is one range; otherwise each
-element's place is computed.
+A region is a range of the elements of a box of the logical tensor, counted in memory order. A
+FlatShard is a range of the whole tensor; a FlatShard of a tensor-parallel DTensor is a range of
+this rank's box; a DTensor is a whole box; a plain tensor is the whole tensor. Two regions of the
+same box and order overlap in one range; otherwise each element's place is computed.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def intersect(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> _Ints:
-    """Return the dims, that with the largest stride first.
+    """Return the dims by descending stride.
 
-    Where their order makes no difference they ascend, so that equal regions compare equal.
+    Dims whose order makes no difference ascend, so that equal regions compare equal.
     """
     dims = [dim for dim, size in enumerate(shape) if size > 1]
     by_stride = sorted(dims, key=lambda dim: -stride[dim])
@@ -119,7 +118,7 @@ def whole_box(shape: Sequence[int]) -> Bounds:
 
 
 class Overlap(NamedTuple):
-    """The elements that two regions share, where they are one range in both."""
+    """The elements that two regions share, if they are one range in both."""
 
     target_start: int  # counted from the target's first element
     source_start: int  # likewise
@@ -127,7 +126,7 @@ class Overlap(NamedTuple):
 
 
 def overlap(target: Region, source: Region) -> Overlap | None:
-    """Return the elements that two regions share, or None where they may not be one range."""
+    """Return the elements that two regions share, or None if they may not be one range."""
     if target.box != source.box or target.order != source.order:
         return None
     start, end = intersect((target.start, target.end), (source.start, source.end))
@@ -135,7 +134,7 @@ def overlap(target: Region, source: Region) -> Overlap | None:
 
 
 def _row_major(sizes: _Ints, prefix: _Ints, start: int, end: int) -> Iterator[Box]:
-    """Yield the boxes of elements `[start, end)` of a row-major block; they count as those do.
+    """Yield the boxes of elements `[start, end)` of a row-major block, counted from the same start.
 
     `prefix` is the block's index in the dims around it.
     """

@@ -44,14 +44,14 @@ def clip_grad_norm_(
     """Scale the gradients so that their norm over all parameters is at most `max_norm`.
 
     Exact over sharded and plain parameters together, of any granularity; the result is the same on
-    all ranks. One all-reduce of one element for each process group, and one all-gather of 31 bytes
-    where trainable parameters are plain: their gradients must be the same on all ranks, or each
-    rank would scale its shards by another factor. Call it on every rank, with the same parameters;
-    a rank may have no gradients at all.
+    all ranks. Issues one all-reduce of one element for each process group, and one all-gather of 31
+    bytes if there are trainable plain parameters. Gradients of plain parameters must be the same on
+    all ranks, otherwise each rank would scale its shards by another factor. Call it on every rank,
+    with the same parameters; a rank may have no gradients at all.
 
-    Other ranks may own other parameters: stages of a pipeline, experts. They count too, with one
-    all-reduce of one element for each group of such ranks: the axis "pp" of the mesh that the
-    units' mesh is part of, and `groups`.
+    Other ranks may own other parameters: stages of a pipeline, experts. Their norms count too, with
+    one all-reduce of one element for each group of such ranks. The groups are the axis "pp" of the
+    mesh that the units' mesh is part of, and `groups`.
 
     Args:
         model_or_params: A module, a parameter, or parameters.
@@ -59,9 +59,10 @@ def clip_grad_norm_(
         norm_type: Order of the norm, positive; `float("inf")` for the largest absolute value.
             Gradients without elements don't count.
         error_if_nonfinite: Raise instead of clipping if the norm is not finite.
-        groups: Process groups, or meshes of one axis, of ranks that own other parameters. All
-            parameters are others there (as of stages), or those in a pair `(modules or parameters,
-            group)` alone (as of experts). The same on all ranks.
+        groups: Process groups, or meshes of one axis, whose ranks own other parameters. A group
+            alone means that all parameters differ between its ranks (stages). A pair `(modules or
+            parameters, group)` means that only these parameters do (experts). The same on all
+            ranks.
 
     Returns:
         The norm before clipping, a plain 0-d tensor.
@@ -113,7 +114,7 @@ def clip_grad_norm_(
 
 
 def _note_call(handles: Iterable[FlatParamHandle], max_norm: float, order: float) -> None:
-    """Let the ranks find out where they clip differently: a replica needs no collective for it."""
+    """Make ranks that clip differently find out, also where clipping issues no collective."""
     groups = Counter(handle.shard_group.joint_groups for handle in handles)
     limit = "" if isinstance(max_norm, Tensor) else f"max_norm={max_norm}, "
     for joint, count in groups.items():
@@ -125,7 +126,7 @@ def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[T
         return [model_or_params]
     if not isinstance(model_or_params, nn.Module):
         return list(model_or_params)
-    # A third of the time of parameters(), in another order.
+    # Takes a third of the time of parameters(); the order differs.
     found, level = {model_or_params: None}, [model_or_params]
     while level:
         children = chain.from_iterable(map(dict.values, map(modules_of, level)))
@@ -145,7 +146,7 @@ def _check_equal_gradients(plain: list[Tensor], params: list[Tensor]) -> None:
     """Check that the gradients of plain parameters have the same norms on all ranks.
 
     Raises:
-        RuntimeError: On all ranks, naming the first that has not.
+        RuntimeError: On all ranks, naming the first parameter whose norms differ.
     """
     shards = [param for param in params if isinstance(param, FlatShard)]
     handles = [handle for shard in shards if (handle := handle_of(shard)) is not None]
@@ -165,12 +166,12 @@ def _check_equal_gradients(plain: list[Tensor], params: list[Tensor]) -> None:
 
 
 def _gradients(params: list[Tensor]) -> tuple[list[Tensor], list[FlatShard]]:
-    """Return the plain gradients; and shards, of the same groups in one order on all ranks."""
+    """Return plain gradients and shards, the shards' groups in the same order on all ranks."""
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
         grads = [*map(attrgetter("grad"), params)]
     for index, param in enumerate(params):
         if grads[index] is None and isinstance(param, FlatShard) and _is_owned(param):
-            # Its owner may have a gradient, also of a frozen parameter: take part without elements.
+            # Its owner may have a gradient, even of a frozen parameter: take part without elements.
             grads[index] = FlatShard(param._local.new_empty(0), param._shard_spec)
     found = [grad for grad in grads if grad is not None]
     plain = [grad for grad in found if not isinstance(grad, FlatShard)]
@@ -188,8 +189,8 @@ def _is_owned(tensor: Tensor) -> bool:
 def _dtype_of(params: list[Tensor], grads: list[Tensor], shards: list[FlatShard]) -> torch.dtype:
     """Return the dtype of the norm, the same on all ranks: the gradients' promoted dtype.
 
-    Which owned parameters have gradients is known to their owners alone. The trainable ones count,
-    and frozen ones where there are no others.
+    Only owners know which owned parameters have gradients. So the trainable ones count; if there
+    are none, the frozen ones.
     """
     dtypes = {grad.dtype for grad in grads}
     dtypes.update(shard._local.dtype for shard in shards if not _is_owned(shard))
@@ -204,7 +205,7 @@ def _dtype_of(params: list[Tensor], grads: list[Tensor], shards: list[FlatShard]
 def _norm_of(norms: list[Tensor], grads: list[Tensor], order: float) -> Tensor:
     """Return the norm of the norms and the plain gradients."""
     for grad in grads:
-        if grad.numel():  # else it has no norm of order infinity
+        if grad.numel():  # an empty tensor has no norm of order infinity
             norm = torch.linalg.vector_norm(grad, order)
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
@@ -226,7 +227,8 @@ def _scale(slices: Slices, grads: list[Tensor], max_norm: float, norm: Tensor) -
             grad.mul_(factor.to(grad.device))
         else:
             by_device[grad.device].append(grad)
-    with torch.inference_mode():  # or those of one made there raise, on ranks that hold a part
+    # Otherwise gradients made under inference_mode raise, on ranks that hold a part.
+    with torch.inference_mode():
         for device, scaled in by_device.items():
-            if scaled:  # this rank may hold nothing of any of them
+            if scaled:  # this rank may hold no element of them
                 foreach_mul_(scaled, factor.to(device))

@@ -27,10 +27,10 @@ from composable_shard.torch_private import (
 class ShardedGradScaler(GradScaler):
     """A `torch.amp.GradScaler` for sharded parameters of any granularity.
 
-    All ranks skip a step if any rank finds an inf or NaN, also ranks without gradients, and those
-    of other pipeline stages (the axis "pp" of the mesh): one all-reduce of one element for each
-    device and process group of the optimizer's sharded parameters. Torch's own scaler does so only
-    for parameters that all ranks share.
+    All ranks skip a step if any rank finds an inf or NaN, including ranks without gradients and
+    ranks of other pipeline stages (the axis "pp" of the mesh). Issues one all-reduce of one element
+    for each device and process group of the optimizer's sharded parameters. Torch's own scaler does
+    this only for parameters that all ranks share.
     """
 
     def _unscale_grads_(
@@ -74,7 +74,7 @@ def _local_gradients(params: list[Tensor], allow_fp16: bool) -> Iterator[Tensor]
 def _groups(params: list[Tensor], device: torch.device) -> list[str]:
     """Return the groups of sharded parameters on a device, in the same order on all ranks.
 
-    Last those whose ranks own other parameters, [Note: Other parameters].
+    Groups whose ranks own other parameters come last, [Note: Other parameters].
     """
     shards = [p for p in params if isinstance(p, FlatShard) and p.device == device]
     names = dict.fromkeys(name for p in shards for name in reduction_groups(p._shard_spec))

@@ -14,7 +14,7 @@ from composable_shard.tensor import FlatShard, is_owned_by_other_rank, wrap
 
 _O = TypeVar("_O", bound=Optimizer)
 
-# State of torch's optimizers that is one number for each parameter of any shape.
+# Names of state in torch's optimizers that is one number for a parameter of any shape.
 _SCALAR_KEYS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
@@ -33,7 +33,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
     Call it for state made before `fully_shard`: Adagrad makes its state in the constructor, other
     optimizers in their first step. Every rank must hold the same full-size state. State of one
     number for each parameter (`step`), and of parameters that are not sharded, stays unchanged. For
-    a parameter of granularity "param" the owner keeps all state, of any shape, and the other ranks
+    a parameter of granularity "param" the owner keeps all state, of any shape; the other ranks keep
     none. A second call does nothing. No communication.
 
     Raises:
@@ -52,7 +52,8 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def init_state(optimizer: Optimizer) -> None:
-    """Let an optimizer without state make it, by a step with zero gradients and a rate of zero.
+    """Make an optimizer create its state, by a step with zero gradients and a learning rate of
+    zero.
 
     Parameters and gradients stay unchanged. No communication for elementwise optimizers.
     """
@@ -92,8 +93,8 @@ def find_scalar_keys(
 ) -> frozenset[str]:
     """Return the keys of state that is one number for each parameter.
 
-    A parameter of one element leaves that open: then other parameters' shapes of the same key
-    decide, or else torch's own names of such state.
+    A parameter of one element does not show it. Then the shapes of other parameters' state of this
+    key decide, or else torch's own names.
 
     Args:
         tensors: Key and shape of each state tensor, and its parameter's shape.
@@ -114,8 +115,8 @@ def _is_full_size(entry: _Entry, scalar_keys: frozenset[str]) -> bool:
         )
     if isinstance(value, DTensor) and spec.tensor_parallel is None:
         raise ValueError(
-            f"the state '{entry.key}' of '{spec.label.fqn}' is a DTensor, whose parts are not "
-            "those of the parameter. Load it by set_optimizer_state_dict, on all ranks."
+            f"the state '{entry.key}' of '{spec.label.fqn}' is a DTensor, which is cut in "
+            "another way than the parameter. Load it by set_optimizer_state_dict, on all ranks."
         )
     if value.shape == spec.shape:
         return entry.param.numel() != 1 or entry.key not in scalar_keys
@@ -129,11 +130,12 @@ def _is_full_size(entry: _Entry, scalar_keys: frozenset[str]) -> bool:
 
 
 def with_local_state(kind: type[_O]) -> type[_O]:
-    """Return a class of torchao's low-bit optimizers whose state is of shards.
+    """Return a class derived from a low-bit optimizer of torchao, whose state is that of shards.
 
-    As `AdamW8bit = with_local_state(torchao.optim.AdamW8bit)`. These classes quantise their state
-    in blocks, and know DTensors alone as sharded. With `fully_shard(granularity=Block(n))`, n a
-    multiple of their `block_size`, the blocks are those of the unsharded model.
+    Example: `AdamW8bit = with_local_state(torchao.optim.AdamW8bit)`. These classes quantise their
+        state in blocks, and of sharded tensors they support only DTensors. With
+        `fully_shard(granularity=Block(n))`, where n is a multiple of their `block_size`, each block
+        has the same elements as without sharding.
 
     Args:
         kind: AdamW8bit, AdamW4bit, AdamWFp8 or another class with their method `_new_buffer`.

@@ -1,17 +1,17 @@
-"""Ranks that own other parameters, which norms over all parameters must count.
+"""Norms over parameters that other ranks own.
 
 [Note: Other parameters]
 A rank passes its own parameters to `clip_grad_norm_`. Their norms are added up over the ranks that
 share them. Other ranks may own other parameters: the next stages of a pipeline, other experts.
-Their norms count too, once, over groups of ranks of which each owns others:
+Their norms are added once, over groups in which each rank owns different parameters:
 
 - the axis "pp" of the mesh that the mesh of a unit is part of;
-- axes over which tensor parallelism splits a parameter, which its spec tells;
-- groups that the caller gives, for all parameters or for some.
+- axes over which tensor parallelism splits a parameter, known from its spec;
+- groups that the caller passes, for all parameters or for some.
 
-Ranks that share one parameter must scale it alike, and without such a group they would not. So
-units of one model that are shared by different numbers of ranks are an error, unless a group says
-what the ranks beside have in the place of a unit.
+Ranks that share one parameter must scale it by the same factor; without such a group they would
+not. So if units of one model are shared by different numbers of ranks, and no group says which
+ranks own other parameters in place of a unit, that is an error.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ OtherOwners = Owners | tuple[nn.Module | Iterable[nn.Module | Tensor], Owners]
 
 @dataclass(frozen=True)
 class OwnedParams:
-    """The parameters of a call, by the groups over whose ranks others own others.
+    """The parameters of a call, by the groups whose ranks own different parameters.
 
     Attributes:
-        parts: First those that no group is given for, with (); the others with the name of theirs.
-            The same groups on all ranks.
-        overall: Names of the groups whose ranks own other parameters altogether.
-        device: Where norms of ranks without gradients are.
-        handles: Those of all parameters.
+        parts: First the parameters without a given group, with (); then the others with their
+            group's name. The same groups on all ranks.
+        overall: Names of the groups whose ranks share no parameter.
+        device: The device of norms on ranks without gradients.
+        handles: The handles of all parameters.
     """
 
     parts: list[tuple[list[Tensor], tuple[str, ...]]]
@@ -55,14 +55,14 @@ class OwnedParams:
 
 
 def split_by_owners(params: list[Tensor], groups: Sequence[OtherOwners]) -> OwnedParams:
-    """Return the parameters by the groups that are given for them; check that none is missing.
+    """Return the parameters by their given groups; check that no group is missing.
 
     Args:
-        params: Those whose gradients are clipped.
-        groups: What users give.
+        params: Parameters whose gradients are clipped.
+        groups: As `clip_grad_norm_` gets them.
 
     Raises:
-        ValueError: If a group is no group.
+        ValueError: If something else than a group is passed.
         RuntimeError: If units are shared by different ranks, and no group says who owns others.
     """
     overall: dict[tuple[int, ...], str] = {}  # by ranks: two meshes may have a group each
@@ -104,7 +104,7 @@ def combine(norm: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:
 
 
 def _add(overall: dict[tuple[int, ...], str], group: dist.ProcessGroup) -> None:
-    """Add a group, once for its ranks: of several the one whose name all of them sort first."""
+    """Add a group; of several with the same ranks, keep the one whose name sorts first."""
     name = str(group.group_name)
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     overall[ranks] = min(overall.get(ranks, name), name)
@@ -147,10 +147,10 @@ def handles_of(params: Iterable[Tensor]) -> list[FlatParamHandle]:
 def _check_sharing(
     params: list[Tensor], handles: Iterable[FlatParamHandle], taken: set[int]
 ) -> None:
-    """Check that all units have the same ranks, or that their parameters say who owns others.
+    """Check that all units have the same ranks, or that a group says who owns other parameters.
 
     Raises:
-        RuntimeError: Naming the first that does not.
+        RuntimeError: Naming the first parameter without such a group.
     """
     ranks = {dist.get_rank()}
     for handle in handles:

@@ -1,6 +1,6 @@
 """The options of a unit and the policies in them, frozen and validated.
 
-Read `unit_options` first, then `strategies`: what each keeps, frees and sends.
+Read `unit_options` first, then `strategies`: what each strategy keeps, frees and sends.
 """
 
 from composable_shard.options.advice import (

@@ -1,4 +1,4 @@
-"""What errors say to do instead; `docs/troubleshooting.md` lists more calls."""
+"""The remedies in error messages; `docs/troubleshooting.md` lists more calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from torch import nn
 
-# By what was asked of a sharded parameter: an op does not know who has called it.
+# By the op on a sharded parameter, because an op does not know its caller.
 _IN_UNIT = (
     "Only a call of its unit, model(x) and not model.forward(x), gathers a parameter: call layers "
     "in its forward, and other methods after register_forward_method(module, name). Elsewhere read "
@@ -60,23 +60,23 @@ SAVE = (
 
 
 def check_options(name: str, given: Iterable[object], known: Collection[str]) -> None:
-    """Check that options by name are those of a function."""
+    """Check that a function has options of these names."""
     for argument in given:
         if argument not in known:
             raise ValueError(
                 f"{name} has no option {argument!r}. It has {', '.join(known)}. "
-                "docs/troubleshooting.md says what to pass for those of other libraries."
+                "docs/troubleshooting.md says what to pass for options of other libraries."
             )
 
 
 def check_path_order(model: object, path: object, call: str) -> None:
-    """Check that a model and a path are not given in the other order.
+    """Check that a model and a path are not swapped.
 
     Raises:
         TypeError: With the right call.
     """
     if isinstance(path, nn.Module) or isinstance(model, str | os.PathLike):
-        raise TypeError(f"expected the model and the directory in the other order. Write {call}.")
+        raise TypeError(f"the model and the directory are swapped. Write {call}.")
 
 
 def expected(argument: str, kind: type, value: object) -> str:

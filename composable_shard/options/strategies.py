@@ -1,4 +1,4 @@
-"""`ShardingStrategy`, and what follows from it: the only code that knows the members."""
+"""`ShardingStrategy` and the facts of each strategy; no other code names the members."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from composable_shard.options.advice import expected
 
 @dataclass(frozen=True)
 class StrategyFacts:
-    """The facts of one strategy. Other code asks these, never which strategy it is.
+    """The facts of one strategy. Other code reads these facts and never compares strategies.
 
     Attributes:
-        frees_params: A rank keeps its shard alone, at rest and between forward and backward, and
-            each pass gathers. False: the full parameters stay in one buffer, and the first forward
-            after a write gathers into it.
-        accumulates_unsharded: Gradients accumulate in one persistent buffer of full size, and are
-            reduced once. False: each backward leaves shards, unless `no_sync` forbids it to reduce.
-        is_replicated: Each rank steps all parameters: nothing is gathered, gradients are
-            all-reduced. False: each rank steps its shard, gradients are reduce-scattered.
+        frees_params: At rest, and between forward and backward, a rank keeps only its shard; each
+            forward and backward gathers. False: the full parameters stay in one buffer; the first
+            forward after a write gathers into it.
+        accumulates_unsharded: Gradients accumulate in one persistent buffer of full size and are
+            reduced once. False: each backward outside of `no_sync` reduces into shards.
+        is_replicated: Each rank steps all parameters; nothing is gathered, and gradients are
+            all-reduced. False: each rank steps its shard, and gradients are reduce-scattered.
     """
 
     frees_params: bool = False
@@ -28,16 +28,16 @@ class StrategyFacts:
     is_replicated: bool = False
 
     def keeps_params(self, shard_size: int) -> bool:
-        """Return whether full parameters stay, where `shard_size` ranks share the unit."""
+        """Return whether full parameters stay, if `shard_size` ranks share the unit."""
         return shard_size == 1 or not self.frees_params
 
     def keeps_gradients(self, shard_size: int, num_ranks: int) -> bool:
-        """Return whether full gradients stay in one buffer; `num_ranks` include those of copies."""
+        """Return whether full gradients stay in one buffer; `num_ranks` counts copies too."""
         return num_ranks > 1 and (shard_size == 1 or self.accumulates_unsharded)
 
 
 class ShardingStrategy(Enum):
-    """The parts of a unit that each rank keeps. Every strategy trains the same way."""
+    """The parts of a unit that each rank keeps. All strategies compute the same training."""
 
     facts: StrategyFacts
 

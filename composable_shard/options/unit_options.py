@@ -1,7 +1,7 @@
-"""What users choose for a unit.
+"""The options of a unit.
 
-`UnitOptions`, all options of one `fully_shard` call, checked once; and the policies of dtypes, of
-offload and of state dicts.
+`UnitOptions` holds all options of one `fully_shard` call, checked once. The policies set dtypes,
+offload and the form of state dicts.
 """
 
 from __future__ import annotations
@@ -55,29 +55,28 @@ class MixedPrecisionPolicy:
     Forward and backward compute with a copy of them in `param_dtype`.
 
     Attributes:
-        param_dtype: Compute dtype of the unit, of its gradients too. Default: as before the call.
+        param_dtype: Compute dtype of the unit and of its gradients. Default: as before the call.
         gather_dtype: Dtype in which parameters are all-gathered. Default: `param_dtype`. With a
-            narrower one every rank, the owner too, computes with the rounded values. With int8,
-            float8_e4m3fn or float8_e5m2 an element is sent as one byte, with one fp32 scale for
-            each block of 128 within a shard: n elements take n + 4 * ceil(n / 128) bytes. In int8
-            no element is off by more than 1/254 of its block's largest. Where nothing is gathered
-            (`NO_SHARD`, one rank), nothing is rounded. With `reshard_after_forward=n` the
-            backward's all-gather sends received values in `param_dtype`.
-        reduce_dtype: Dtype in which gradients are packed and sent. Default: `param_dtype`. Where
-            this library sums what ranks sent, it does so in the wider one of this and the main
-            dtype.
+            narrower dtype every rank, the owner included, computes with the rounded values. With
+            int8, float8_e4m3fn or float8_e5m2 an element is sent as one byte, with one fp32 scale
+            for each block of 128 within a shard: n elements take n + 4 * ceil(n / 128) bytes. With
+            int8 the error of an element is at most 1/254 of its block's largest value. If nothing
+            is gathered (`NO_SHARD`, one rank), nothing is rounded. With `reshard_after_forward=n`
+            the backward's all-gather sends received values in `param_dtype`.
+        reduce_dtype: Dtype in which gradients are packed and sent. Default: `param_dtype`. Sums
+            that this library computes itself use the wider of this dtype and the main dtype.
         main_dtype: Dtype of the sharded parameters, for example float32 for a bfloat16 model, which
             then still computes in bfloat16. Default: as before the call.
         output_dtype: Dtype to which floating-point tensors in the output of the unit's forward are
             cast.
         cast_forward_inputs: Cast floating-point tensors in the arguments of the unit's forward to
-            `param_dtype`; with `main_dtype` alone to the dtype that the unit had before, if it had
-            one. Containers are copied where something in them changes.
+            `param_dtype`. With only `main_dtype` set, cast to the unit's dtype before the call, if
+            it was one dtype. Containers whose contents change are copied.
         buffer_dtype: Dtype to which the unit's floating-point buffers are cast, once, by the call.
-        keep_fp32_classes: Modules of these classes, and what is in them, compute with their main
-            parameters, on inputs cast to their dtype; their outputs get the dtype of the inputs
-            again, and their buffers keep theirs. Costs one more collective each way in a unit that
-            has such modules. Counts only with a `param_dtype` or `main_dtype`.
+        keep_fp32_classes: Modules of these classes, and modules inside them, compute with their
+        main parameters on inputs cast to their dtype. Their outputs are cast back to the dtype of
+        the inputs; their buffers keep their dtype. A unit with such modules issues one more gather
+        and one more reduction. Needs a `param_dtype` or `main_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -118,9 +117,9 @@ class MixedPrecisionPolicy:
 class OffloadPolicy:
     """Which parts of a unit live in host memory between uses, in one flat buffer each.
 
-    An optimizer needs a parameter, its gradient and its state on one device, so where the state is
-    on the host, the step runs there, on the CPU: `model.parameters()` then are CPU tensors, and so
-    are their gradients and the state that an optimizer makes for them. Two choices have a meaning:
+    An optimizer needs a parameter, its gradient and its state on one device. So if the state is on
+    the host, the step runs on the CPU: `model.parameters()`, their gradients and the optimizer's
+    state are CPU tensors. There are two choices:
 
     - `OffloadPolicy(params=True)`: parameters, gradients and state. A gather copies the shard to
       the device, into its own place in the full parameters; under `FULL_SHARD` the device holds
@@ -130,16 +129,16 @@ class OffloadPolicy:
       under the strategies that keep parameters unsharded that copy is in the full parameters.
 
     A gradient shard is copied to the host beside the backward and is complete when `backward()`
-    returns. Gradients of further backward passes are added there. Both train exactly like a step
-    on the CPU without offload. A dtype is changed on the device: what travels between it and the
-    host has the main dtype.
+    returns. Gradients of further backward passes are added there. Both compute the same bits as a
+    step on the CPU without offload. Dtypes are cast on the device: copies between device and host
+    have the main dtype.
 
     Attributes:
-        params: Parameters (their shards, in the main dtype) live on the host only.
-        optim_state: The optimizer steps on the host, where its state and gradients are; `params`
-            implies it.
-        pin_memory: Pin the host memory, so that copies run beside computation. Counts only where
-            the mesh is of an accelerator.
+        params: Shards of parameters, in the main dtype, live only on the host.
+        optim_state: Gradients and optimizer state live on the host, and the optimizer steps there;
+            `params` implies it.
+        pin_memory: Pin the host memory, so that copies run beside computation. Has no effect on a
+            mesh of CPUs.
     """
 
     params: bool = False
@@ -193,8 +192,8 @@ class StateDictOptions:
     def of(cls, given: Any) -> StateDictOptions:
         """Return the options that a user passed, or the default ones.
 
-        Those of `torch.distributed.checkpoint.state_dict` mean what they mean there: a whole dict
-        is the first rank's with `cpu_offload`, every rank's without, and optimizers get state.
+        Torch's own `StateDictOptions` keep torch's meaning: with `full_state_dict` only the first
+        rank gets a dict if `cpu_offload` is set, otherwise every rank does; optimizers get state.
 
         Raises:
             ValueError: For an object of another class.
@@ -224,7 +223,7 @@ _NO_OFFLOAD = OffloadPolicy()
 
 
 class OptionsDict(TypedDict, total=False):
-    """The options of `fully_shard` by name, for functions that pass them on: editors know them."""
+    """The options of `fully_shard` by name, typed for functions that pass them on."""
 
     mesh: DeviceMesh | None
     strategy: ShardingStrategy | StrategyName
@@ -245,7 +244,7 @@ class OptionsDict(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitOptions:
-    """The options of `fully_shard`, which says what each means; frozen and checked.
+    """The options of `fully_shard`, frozen and checked; `fully_shard` documents each.
 
     A copy or pickle leaves out what belongs to this process: the mesh, the ignored parameters, and
     a granularity that is a function.
@@ -312,7 +311,7 @@ class UnitOptions:
             )
 
     def _check_ignored(self) -> None:
-        # Not an iterator: a second unit would find it used up.
+        # Not an iterator: the first unit would use it up.
         ignored = self.ignored_params
         if ignored is None:
             return
@@ -337,7 +336,7 @@ class UnitOptions:
             )
 
     def override(self, given: Mapping[Any, Any]) -> UnitOptions:
-        """Return these options with others in their place, checked."""
+        """Return these options with some replaced, checked."""
         check_options("fully_shard", given, [field.name for field in fields(self)])
         return replace(self, **given)
 
@@ -365,7 +364,7 @@ _UNSAID = (
 
 
 def check_reshard_after_forward(value: ReshardAfterForward, shard_size: int) -> ReshardAfterForward:
-    """Check `reshard_after_forward` and return it, as a truth value where a number means one."""
+    """Check `reshard_after_forward`; return a bool if a number has the same meaning as one."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int) or value < 1 or shard_size % value:

@@ -515,7 +515,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         {},
         ValueError,
         f"rule 2 (Layer): fully_shard has no option 'reshard_after_foward'. It has {_OPTIONS}. "
-        "docs/troubleshooting.md says what to pass for those of other libraries.",
+        "docs/troubleshooting.md says what to pass for options of other libraries.",
     ),
     "unknown default": (
         Net,
@@ -523,7 +523,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         {"cpu_offload": True},
         ValueError,
         f"the defaults: fully_shard has no option 'cpu_offload'. It has {_OPTIONS}. "
-        "docs/troubleshooting.md says what to pass for those of other libraries.",
+        "docs/troubleshooting.md says what to pass for options of other libraries.",
     ),
     "value in a rule": (
         Net,
