@@ -88,7 +88,6 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
 bump_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
-use_count_of: Callable[[Tensor], int] = methodcaller("_use_count")
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import ShardGroup, compare_lines
 from composable_shard.construct.plan import (
@@ -247,6 +249,16 @@ def _replace_parameter(param: nn.Parameter, entry: ParamEntry) -> None:
     """Turn the original Parameter object into the FlatShard; attributes and `.grad` carry over."""
     grad = param.grad
     param.grad = None
+    if param.requires_grad:
+        # A graph from before keeps the node alive, and would accumulate where nobody looks.
+        get_gradient_edge(param).node.register_prehook(partial(_refuse_backward, entry.label))
     entry.replace(param)
     if grad is not None and not entry.spec.is_owned_by_other_rank:
         param.grad = FlatShard.from_full(grad.to(param.device, param.dtype), entry.spec)
+
+
+def _refuse_backward(label: ParamLabel, _: object) -> NoReturn:
+    raise RuntimeError(
+        f"a backward reached parameter '{label}' through a graph that was recorded before "
+        "fully_shard. Run its backward before fully_shard, or the forward again."
+    )

@@ -145,9 +145,9 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
 
     Raises:
         ValueError: If the module or a parameter can't be sharded, naming it; if called twice.
-        RuntimeError: If a parameter belongs to a live autograd graph, or torch.distributed is
-            not initialised, in one of several processes that torchrun has not launched. A single
-            process gets a process group of its own.
+        RuntimeError: If torch.distributed is not initialised, in one of several processes that
+            torchrun has not launched. A single process gets a process group of its own. Later, in
+            the backward of a graph that was recorded before the call.
         NotImplementedError: For sparse or unknown tensor types.
     """
     options = UnitOptions(

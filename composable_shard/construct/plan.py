@@ -46,7 +46,6 @@ from composable_shard.torch_private import (
     buffers_of,
     parameters_of,
     post_accumulate_hooks_of,
-    use_count_of,
 )
 
 FLAT_PARAM_NAME = "_flat_param"
@@ -319,12 +318,6 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
                 f"parameter '{fqn}' is a {_kind_of(param).__name__} with layout {param.layout}; "
                 "only dense tensors and DTensors can be sharded"
                 f"{own * (param.layout is torch.strided)}. Pass it in ignored_params."
-            )
-        if use_count_of(param) > 1:
-            raise RuntimeError(
-                f"parameter '{fqn}' is part of a live autograd graph: delete outputs of earlier "
-                "forwards before fully_shard. Of a weight that pruning or an old-style weight_norm "
-                "has computed keep no graph: layer.weight = layer.weight.detach()."
             )
     _check_devices(originals, shard_group)
 

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -298,12 +297,6 @@ def _sparse() -> nn.Module:
     return module
 
 
-def _in_graph() -> nn.Module:
-    module = Layer()
-    module.kept = module(torch.ones(1, 15))  # type: ignore[assignment]
-    return module
-
-
 class _SparseBuffer(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -390,14 +383,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
             ("with FSDP2's methods", "_Gathered"),
         )
     },
-    "live graph": (
-        _in_graph,
-        {},
-        RuntimeError,
-        "parameter 'up.weight' is part of a live autograd graph: delete outputs of earlier "
-        "forwards before fully_shard. Of a weight that pruning or an old-style weight_norm has "
-        "computed keep no graph: layer.weight = layer.weight.detach().",
-    ),
     "copied shard": (
         _with_copied_shard,
         {},
@@ -595,13 +580,20 @@ def test_call_that_runs_out_of_memory_changes_nothing() -> None:
 
 
 @distributed(2)
-def test_old_weight_norm_is_refused_and_the_parametrisation_works() -> None:
-    """The old one keeps a graph on its parameters; the new one computes in each forward."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        old = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 5)))
-    with pytest.raises(RuntimeError, match=r"'0.weight_g' is part of a live autograd graph"):
-        fully_shard(old)
+def test_a_graph_from_before_raises_in_its_backward() -> None:
+    """Its gradients would go where nobody looks; the graphs after it are right."""
+    module = Layer()
+    loss = module(torch.ones(1, 15)).sum()
+    fully_shard(module)
+    with pytest.raises(RuntimeError, match=r"parameter '\w+\.\w+' through a graph that was record"):
+        loss.backward()
+    module(torch.ones(1, 15)).sum().backward()
+    assert all(isinstance(param.grad, FlatShard) for param in module.parameters())
+
+
+@distributed(2)
+def test_the_parametrisation_of_weight_norm_works() -> None:
+    """It computes in each forward."""
     new = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 5)))
     reference = copy.deepcopy(new)
     fully_shard(new)

@@ -381,9 +381,9 @@ def _with_sparse() -> nn.Module:
     return model
 
 
-def _with_graph() -> nn.Module:
+def _with_sparse_root() -> nn.Module:
     model = Net()
-    model.out.__dict__["kept"] = model.out(torch.ones(15))
+    model.table = nn.Parameter(torch.eye(4).to_sparse())
     return model
 
 
@@ -653,13 +653,13 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
         "ignored_params.",
     ),
     "the root refused": (
-        _with_graph,
+        _with_sparse_root,
         ALL,
         {},
-        RuntimeError,
-        "the model (Net), defaults: parameter 'out.weight' is part of a live autograd graph: "
-        "delete outputs of earlier forwards before fully_shard. Of a weight that pruning or an "
-        "old-style weight_norm has computed keep no graph: layer.weight = layer.weight.detach().",
+        NotImplementedError,
+        "the model (Net), defaults: parameter 'table' is a Parameter with layout "
+        "torch.sparse_coo; only dense tensors and DTensors can be sharded. Pass it in "
+        "ignored_params.",
     ),
     "the last unit refused": (
         _net_on_two_devices,
