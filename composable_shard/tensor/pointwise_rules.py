@@ -8,11 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard.comm import HOST
 from composable_shard.tensor.flat_shard import FlatShard, kind_of, wrap
 from composable_shard.tensor.operands import (
     binding,
@@ -27,9 +25,7 @@ from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec, user_attributes
 from composable_shard.torch_private import (
     OpOverload,
-    backend_of,
     overload_name_of,
-    running,
     schema_of,
 )
 
@@ -251,31 +247,9 @@ def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     local, spec = shard._local, shard._shard_spec
     if kwargs.get("device") is not None and tuple(size) == tuple(spec.shape):
         # The copy on a device that dcp.async_save makes; it sets the attributes itself.
-        _check_own_group(spec, local.device)
         return wrap(func(local, [local.numel()], **kwargs), spec)
     # Plain even for the own size: nn.init.orthogonal_ factorises such a tensor as a whole.
     return func(local, *args[1:], **kwargs)
-
-
-def _check_own_group(spec: ShardSpec, device: torch.device) -> None:
-    """Check that `dcp.async_save`, if it makes this copy, has a group that the unit does not use.
-
-    It talks to the other ranks in a thread: on one group its messages and those of training would
-    be taken for each other. Nothing else that it does before tells the group.
-    """
-    call = next(running("torch.distributed.checkpoint.state_dict_saver", "async_save"), None)
-    if not call or call["no_dist"] or not call["use_collectives"] or spec.world_size == 1:
-        return
-    group: Any = call["process_group"] or dist.group.WORLD
-    is_shared = group.group_name == spec.group_name
-    is_thread = call["async_checkpointer_type"].name == "THREAD"
-    if is_thread and is_shared and len({backend_of(group, d).name() for d in (HOST, device)}) == 1:
-        raise NotImplementedError(
-            "dcp.async_save would send messages, from a thread, in the process group in which the "
-            f"unit of '{spec.label}' gathers its parameters. Pass process_group="
-            "torch.distributed.new_group(backend='gloo'), made once on all ranks, or call "
-            "save_checkpoint(..., async_op=True)."
-        )
 
 
 def _new_empty_strided(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

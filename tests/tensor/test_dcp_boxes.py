@@ -144,15 +144,10 @@ def test_a_load_in_place_is_seen_by_the_next_forward(strategy: ShardingStrategy)
 
 @distributed(2)
 def test_async_save_keeps_the_values_of_the_call() -> None:
-    """Training goes on while it writes, in a group of its own; in the units' it is refused."""
+    """Training goes on while it writes, in a group of its own."""
     model = seeded(Odd)
     shard_blocks(model)
     with directory() as path:
-        for group in (None, dist.group.WORLD):
-            with pytest.raises(
-                NotImplementedError, match=r"process_group=torch\.distributed\.new_g"
-            ):
-                dcp.async_save({"m": model.state_dict()}, checkpoint_id=path, process_group=group)
         group = dist.new_group(backend="gloo")
         state = {"model": model.state_dict()}
         saving = dcp.async_save(state, checkpoint_id=path, process_group=group)
