@@ -101,12 +101,12 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 20_591,
-    "lines of all": 29_997,
+    "lines of the core": 20_533,
+    "lines of all": 29_939,
     "quick start: statements": 4_172,
     "warm step: functions": 214,
     "attributes of a class, most": 36,
-    "methods of a class, most": 27,
+    "methods of a class, most": 26,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name

@@ -19,6 +19,7 @@ from composable_shard.flat_param.entries import FlatEntry
 from composable_shard.flat_param.grad_pieces import checked_gradient, local_gradient, move_shard
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.shown import check_flags, take_flags
+from composable_shard.flat_param.unsharded import UnshardedParameter
 from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
@@ -227,8 +228,11 @@ def show_flat(handle: FlatParamHandle) -> None:
         shown.hide_unshown()
         shown.index_slots()
     if shown.is_unsharded and flat.unsharded is None:
-        full = handle.full.buffer[: handle.layout.end]
-        flat.unsharded = nn.Parameter(full.data, handle.requires_grad)
+        params = handle.full.params
+        # Under the version counter of the first parameter, which then tells of edits.
+        full = params.views[0].as_strided((handle.layout.end,), (1,), 0)
+        noted = flat.label, params.aliases, 0
+        flat.unsharded = UnshardedParameter(full, handle.requires_grad, noted)
     shown.show_unsharded_as(flat.unsharded)
 
 

@@ -54,7 +54,7 @@ from composable_shard.comm import (
     gather_in,
     trace,
 )
-from composable_shard.flat_param.entries import FlatEntry, zero_padding
+from composable_shard.flat_param.entries import zero_padding
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.storage import Poison, PoisonedGather, alloc_storage, free_storage
 from composable_shard.flat_param.unsharded import UnshardedParams
@@ -95,7 +95,6 @@ class FullValues:
         buffer: Shape `(layout.padded_numel,)`.
         output: An alias of it with a version counter of its own, [Note: Storage and autograd].
         own_part: Shape `(layout.shard_numel,)`, this rank's part of the alias.
-        wire_dtype: In which shards are gathered.
         is_kept: The buffer is never freed, see [Note: Kept buffers].
 
     Attributes:
@@ -105,11 +104,9 @@ class FullValues:
         is_cast: The buffer is not the shards as they are, [Note: Main and compute dtype].
         has_separate_shard: The local shard is never part of the buffer.
         is_whole: The local shard is the buffer, so that nothing needs to be filled.
-        version_writes: guard.num_writes of the values that have `params.versions`.
         small_group: The ranks that hold all values once between forward and backward, if any.
         claims: Who needs the full values: units in forward, and `unshard` calls.
         params: The parameters that are views of the buffer.
-        is_locked: Their versions are not those of the values, see [Note: Locked versions].
         serves_graphs: A graph may read the values later, see [Note: Graphs of gradients].
     """
 
@@ -119,7 +116,6 @@ class FullValues:
         buffer: Tensor,
         output: Tensor,
         own_part: Tensor,
-        wire_dtype: torch.dtype,
         *,
         is_kept: bool,
     ) -> None:
@@ -128,12 +124,10 @@ class FullValues:
         self.buffer = buffer
         self.output = output
         self.own_part = own_part
-        self.wire_dtype = wire_dtype
-        self.nbytes = buffer.nbytes
         self.is_kept = is_kept
         self.is_sharded = shard.shard_group.size > 1
         main_dtype = shard.values.dtype
-        self.is_cast = buffer.dtype != main_dtype or wire_dtype != main_dtype
+        self.is_cast = not buffer.dtype == shard.wire_dtype == main_dtype
         self.has_separate_shard = self.is_cast or shard.is_offloaded
         self.is_whole = not (self.is_sharded or self.has_separate_shard)
         self.state = CURRENT if self.is_whole else FREED
@@ -141,14 +135,12 @@ class FullValues:
         self.claims: set[object] = set()
         self.small_group: SmallGroup | None = None
         self.params = UnshardedParams(buffer, shard.layout)
-        self.is_locked = True
         self.serves_graphs = False
-        self.version_writes = -1
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
         self._all_gather: AllGather | None = None  # into `output`, made ready by the first one
-        self._part: Tensor | None = None  # (padded_numel / small_group.size,), kept while PARTIAL
-        self._part_writes = -1  # guard.num_writes when it was filled
+        # While PARTIAL: (padded_numel / small_group.size,), and guard.num_writes when it was filled
+        self._part: tuple[Tensor, int] | None = None
 
     def move(self, state: FullState) -> None:
         """Change the state by one of `MOVES`."""
@@ -212,7 +204,7 @@ class FullValues:
         if self.state is CURRENT:
             self.move(STALE)
         if self.state is not FREED and self.state is not PARTIAL:
-            self.lock()
+            self.params.lock()
         if trace.logs:
             trace.record("issue_gather", self.name)
         try:
@@ -248,19 +240,15 @@ class FullValues:
         shard, group = self.shard, self.shard.shard_group.group
         numels, output = shard.layout.uneven_numels, self.output
         alloc_storage(self.buffer)
-        if (
-            self._part is not None
-            and self.small_group is not None
-            and self._part_writes == shard.guard.num_writes
-        ):
-            what = f"the {when} gather of unit '{self.name}'"
+        what = f"the {when} gather of unit '{self.name}'"
+        part, writes = self._part or (None, -1)
+        if part is not None and self.small_group and writes == shard.guard.num_writes:
             group = self.small_group.group
-            return collectives.all_gather(output, self._part, group, what=what, is_of_step=True)
+            return collectives.all_gather(output, part, group, what=what, is_of_step=True)
         # [Note: Main and compute dtype]
-        if self.wire_dtype != output.dtype:
-            what = f"the {when} gather of unit '{self.name}'"
+        if shard.wire_dtype != output.dtype:
             sent = shard.on_device()
-            return gather_in(self.wire_dtype, output, sent, group, numels, what=what)
+            return gather_in(shard.wire_dtype, output, sent, group, numels, what=what)
         sent = shard.fill(self.own_part) if self.has_separate_shard else shard.values
         if self._all_gather is None:
             self._all_gather = AllGather(output, sent, group, numels, name=self.name)
@@ -285,16 +273,16 @@ class FullValues:
             if trace.logs:
                 trace.record("wait_gather", self.name)
         writes = self.shard.guard.num_writes if self.is_whole else self.writes
-        if not self.is_locked or self.state is not CURRENT or writes == -1:
-            return  # -1: what was in flight has expired, and nobody reads it
         params = self.params
+        if not params.is_locked or self.state is not CURRENT or writes == -1:
+            return  # -1: what was in flight has expired, and nobody reads it
         params.aliases.overwritten = None
-        if self.version_writes != writes:
-            if self.version_writes != -1:
+        if params.version_writes != writes:
+            if params.version_writes != -1:
                 params.versions = [version + 1 for version in params.versions]
-            self.version_writes = writes
+            params.version_writes = writes
         set_versions(params.watched, tuple(params.versions))
-        self.is_locked = False
+        params.is_locked = False
         if self.is_kept and not self.has_separate_shard:
             _watch_writes(self)
 
@@ -309,21 +297,16 @@ class FullValues:
         self._gather = self._part = None
         self._forget()
 
-    def lock(self) -> None:
-        """Make autograd raise where it would read the values, until `wait`."""
-        self.is_locked = True
-        params = self.params
-        set_versions(params.watched, params.locked)
-
     def free(self, *, keeps_part: bool = False) -> None:
         """Free the values, after waiting for a gather in flight; a kept buffer stays as it is.
 
         Gradients in the place of values stay, until `end_gradients`, and what a graph may read.
         With `keeps_part` so does this rank's part in the small group, if there is one.
         """
-        part = None
+        part, writes = None, self.shard.guard.num_writes
         if keeps_part and self.small_group and self.state is CURRENT and self.is_current:
-            part = self.output.chunk(self.small_group.size)[self.small_group.rank].clone()
+            whole = self.output.chunk(self.small_group.size)
+            part = whole[self.small_group.rank].clone(), writes
         self._part = None
         if self.state is PARTIAL:
             self.move(FREED)
@@ -336,7 +319,7 @@ class FullValues:
                 self.wait()
         if self.is_kept:
             return
-        self._part, self._part_writes = part, self.shard.guard.num_writes
+        self._part = part
         if self.serves_graphs:
             self.writes = -1
             return
@@ -347,7 +330,7 @@ class FullValues:
     def _forget(self, state: FullState = FREED) -> None:
         """Free the memory, unless the buffer is a kept one."""
         self.writes = -1  # first, and the state last: half of it counts as stale values
-        self.is_locked = True  # as `lock` does, without a call in each step
+        self.params.is_locked = True  # as `lock` does, without a call in each step
         set_versions(self.params.watched, self.params.locked)
         if not self.is_kept:
             free_storage(self.buffer, refuses_reads=True)
@@ -365,11 +348,6 @@ class FullValues:
 
     # Edits
 
-    def warn_of_edits(self, flat: FlatEntry | None, where: str) -> None:
-        """Warn of edits of the parameters that are about to be lost, once."""
-        are_lost = not self.is_kept or self.has_separate_shard
-        self.params.warn_of_edits(flat, where, are_lost=are_lost)
-
     @property
     def can_write_back(self) -> bool:
         """Whether no shard was written since the gather, but by `write_back`."""
@@ -379,7 +357,7 @@ class FullValues:
         """Write this rank's part of the full values, which were edited, into the shard."""
         self.wait()
         zero_padding(self.output, self.shard.layout)
-        self.shard.write_edited(self.own_part, self.wire_dtype if self.is_cast else None)
+        self.shard.write_edited(self.own_part, is_cast=self.is_cast)
         self.shard.guard.count_write()
         self._written_back = self.shard.guard.num_writes
 
@@ -395,9 +373,9 @@ class FullValues:
         self.writes = -1
         self._part = None
         if are_packed:
-            self.is_locked = True  # one by one: backward still reads the others
+            self.params.is_locked = True  # one by one: backward still reads the others
         else:
-            self.lock()
+            self.params.lock()
 
     def end_gradients(self) -> None:
         """Free the memory of gradients that took the place of the values, if any did."""
@@ -420,4 +398,4 @@ def _note_write(full_ref: weakref.ref[FullValues]) -> None:
     full.end_graphs()
     if not full.claims:
         full.free()
-        full.lock()  # a kept buffer
+        full.params.lock()  # a kept buffer

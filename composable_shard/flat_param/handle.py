@@ -430,19 +430,14 @@ class FlatParamHandle(ShardedParams):
             RuntimeError: If only some of the parameters of a flat parameter are frozen now; they
                 are as before then.
         """
-        full, flat = self.full, self.shown.flat
-        params = full.params
+        params = self.full.params
         if params.aliases.has_new_flags or params.has_unwatched:
             self._adopt_shown_flags(where)
-        if full.is_locked:
+        if params.is_locked:
             return  # nobody could edit them, or a backward wrote gradients in their place
         is_edited = [*map(version_of, params.watched)] != params.versions
-        if (
-            is_edited
-            or params.aliases.are_hidden
-            or (flat is not None and flat.unsharded is not None)
-        ):
-            full.warn_of_edits(flat, where)
+        if is_edited or params.aliases.are_hidden:
+            params.warn_of_edits(where)
 
     def fix_owners(self) -> None:
         """Let parameters that are owned whole stay where they are for good."""
@@ -456,11 +451,11 @@ class FlatParamHandle(ShardedParams):
         """Note whether any rank has hooks on gradients, see [Note: Early gradients]."""
         self.has_early_hooks = flag
 
-    def check_materialized(self) -> None:
-        """Check that the shard is on a real device.
+    def check_ready(self) -> None:
+        """Check that the shard is on a real device, and pinned if it was made so.
 
         Raises:
-            RuntimeError: Naming the parameters that are still on the meta device.
+            RuntimeError: Naming the parameters that are still on the meta device, or the unit.
         """
         if self.shard.values.is_meta:
             names = [str(entry.label) for entry in self.entries]
@@ -469,9 +464,6 @@ class FlatParamHandle(ShardedParams):
                 f"parameters {names} are on the meta device. Call model.to_empty(device={device}) "
                 "and initialise them (reset_parameters()) or load them before the first forward."
             )
-
-    def check_pinned(self) -> None:
-        """Check that an offloaded shard is in the memory that it was given."""
         self.memory.check_pinned(self.shard.values, self.name)
 
 

@@ -33,17 +33,19 @@ class LocalShard:
         layout: The flat parameter's.
         shard_group: The ranks that share it.
         guard: Counts the writes to the shard.
+        wire_dtype: In which it is gathered.
         device: Where full values are.
         copies: Between host and device; None where the shard is on the device.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- all that defines a shard, half of it by name
         self,
         values: Tensor,
         layout: FlatLayout,
         shard_group: ShardGroup,
         guard: WriteGuard,
         *,
+        wire_dtype: torch.dtype,
         device: torch.device,
         copies: HostCopies | None,
     ) -> None:
@@ -51,6 +53,7 @@ class LocalShard:
         self.layout = layout
         self.shard_group = shard_group
         self.guard = guard
+        self.wire_dtype = wire_dtype
         self.device = device
         self.copies = copies
         self.is_offloaded = copies is not None
@@ -164,17 +167,17 @@ class LocalShard:
         if sent is not self.values:
             self.values.copy_(sent)
 
-    def write_edited(self, own_part: Tensor, wire_dtype: torch.dtype | None) -> None:
+    def write_edited(self, own_part: Tensor, *, is_cast: bool) -> None:
         """Write this rank's part of full values that were edited into the shard.
 
         Args:
             own_part: Shape `(layout.shard_numel,)`, on the device.
-            wire_dtype: What the shard was rounded to when it was gathered, None for nothing.
-                Elements that are still that were not edited, and keep their full precision.
+            is_cast: The shard was rounded when it was gathered. Elements that are still what it was
+                rounded to were not edited, and keep their full precision.
         """
         values = own_part.to(HOST) if self.is_offloaded else own_part
-        if wire_dtype is not None:
-            received = as_received(wire_dtype, self.values, values.dtype)
+        if is_cast:
+            received = as_received(self.wire_dtype, self.values, values.dtype)
             is_same = (values == received) | (values.isnan() & received.isnan())
             values = torch.where(is_same, self.values, values.to(self.values.dtype))
         self.values.copy_(values)

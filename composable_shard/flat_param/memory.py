@@ -49,7 +49,7 @@ from composable_shard.comm import (
     collectives,
     copies_for,
 )
-from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
+from composable_shard.flat_param.entries import ParamEntry, zero_gaps
 from composable_shard.flat_param.full_values import FREED, FullState, FullValues
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.storage import alloc_storage, free_storage
@@ -232,16 +232,16 @@ class ExtendedParams(UnshardedParams):
     def _view(self, index: int, entry: ParamEntry) -> Tensor:
         return self._whole
 
-    def edited(self, flat: FlatEntry | None) -> list[str]:
+    def edited(self, versions: Sequence[int]) -> list[str]:
         """Return the name of the parameter if it, or a tensor inside of it, was edited."""
-        names = super().edited(flat)
-        if not names and [*map(version_of, self.watched)] != self.versions:
+        names = super().edited(versions)
+        if not names and [*map(version_of, self.watched)] != [*versions]:
             names = [str(self._entries[0].label)]
         return names
 
     def check_can_write_back(self) -> None:
         """Check that nothing is to be written back, for the class knows no way."""
-        if names := self.edited(None):
+        if names := self.edited(self.versions):
             raise NotImplementedError(
                 f"the parameters {names} were gathered in a form of their class's own "
                 "(fsdp_pre_all_gather), from which edits can't be written back. Edit them inside "
@@ -254,7 +254,7 @@ class ExtendedValues(FullValues):
 
     def __init__(self, codec: Codec, *, is_kept: bool) -> None:
         buffer = codec.buffer
-        super().__init__(codec.shard, buffer, codec.output, buffer, buffer.dtype, is_kept=is_kept)
+        super().__init__(codec.shard, buffer, codec.output, buffer, is_kept=is_kept)
         self.params = ExtendedParams(codec)
         self._codec = codec
 
@@ -268,7 +268,6 @@ class ExtendedValues(FullValues):
         return None
 
     def _start(self, when: str) -> Waitable:
-        self.nbytes = self.buffer.nbytes
         return self._codec.start(f"the {when} gather of unit '{self.name}'")
 
     def _forget(self, state: FullState = FREED) -> None:
@@ -390,7 +389,7 @@ class MemoryPlan:
             )
 
     def check_pinned(self, shard: Tensor, name: str) -> None:
-        """Check that a shard is in the memory that it was given, see `check_pinned` of handles."""
+        """Check that a shard is in the memory that it was given."""
         if self.is_pinned and not shard.is_meta and not shard.is_pinned():
             raise RuntimeError(
                 f"expected the shard of parameter '{name}' in pinned memory, and it is not, "
@@ -426,11 +425,13 @@ class MemoryPlan:
             values = torch.empty(end - start, dtype=dtype, device=device)
             zero_gaps(values, layout, group.rank)  # values follow: all of it would be written twice
         copies = copies_for(device) if is_offloaded else None
-        shard = LocalShard(values, layout, group, guard, device=device, copies=copies)
+        shard = LocalShard(
+            values, layout, group, guard, wire_dtype=wire_dtype, device=device, copies=copies
+        )
         if is_offloaded and not (self.is_kept or self.offload.params):
             # Scales are those of main values.
             shard.keep_on_device(dtype if wire_dtype in QUANTISED else wire_dtype)
         is_kept = self.is_kept
         if extension is not None:
             return shard, ExtendedValues(Codec(shard, extension, param_dtype), is_kept=is_kept)
-        return shard, FullValues(shard, buffer, output, own_part, wire_dtype, is_kept=is_kept)
+        return shard, FullValues(shard, buffer, output, own_part, is_kept=is_kept)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.flat_param.entries import FlatEntry, ParamEntry
+from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
     is_trainable,
@@ -196,6 +196,8 @@ class UnshardedParams:
         watched: The same, or plain aliases of the same version.
         versions: Theirs, while the values are there.
         locked: Theirs, while they are not, see [Note: Locked versions].
+        is_locked: Whether they have these.
+        version_writes: guard.num_writes of the values that have `versions`.
         flags: Which of them are trainable, as it was last adopted.
         has_unwatched: Some don't tell `aliases` when that is set.
         aliases: What they have noted.
@@ -215,6 +217,13 @@ class UnshardedParams:
         self.built: tuple[nn.Parameter, ...] = ()
         self.views: list[Tensor] = []
         self.locked: tuple[int, ...] = ()
+        self.is_locked = True
+        self.version_writes = -1
+
+    def lock(self) -> None:
+        """Make autograd raise where it would read the values, until `FullValues.wait`."""
+        self.is_locked = True
+        set_versions(self.watched, self.locked)
 
     def build(self, entries: Sequence[ParamEntry]) -> None:
         """Make the unsharded parameters of entries, trainable; the buffer must have memory."""
@@ -289,66 +298,48 @@ class UnshardedParams:
         self.versions = [version + 1 for version in self.versions]
         set_versions(self.watched, tuple(self.versions))
 
-    def edited(self, flat: FlatEntry | None) -> list[str]:
-        """Return the names of parameters that were edited since they were gathered.
+    def edited(self, versions: Sequence[int]) -> list[str]:
+        """Return the names of parameters that were edited since they had these versions.
 
         By version counters, that of `param.data` among them: an edit through an array of numpy
         leaves no trace.
         """
-        names = [
+        return [
             str(entry.label)
-            for entry, param, version in zip(self._entries, self.built, self.versions, strict=False)
+            for entry, param, version in zip(self._entries, self.built, versions, strict=False)
             if version_of(param) != version or _is_edited_by_data(param)
         ]
-        if flat is not None and flat.unsharded is not None:
-            known = vars(flat.unsharded).get("_known_version", 0)
-            is_replaced = flat.unsharded.data_ptr() != self._buffer.data_ptr()
-            if version_of(flat.unsharded) != known or is_replaced:
-                names.append(str(flat.label))
-        return names
 
     def check_overwritten(self, expected: Sequence[int]) -> None:
         """Check that nobody edited parameters while gradients took the place of their values.
 
         They have the expected versions where nobody did.
         """
-        names = [
-            str(entry.label)
-            for entry, param, version in zip(self._entries, self.built, expected, strict=True)
-            if version_of(param) != version or _is_edited_by_data(param)
-        ]
-        if names:
+        if names := self.edited(expected):
             self.note_hidden_alias()
             raise RuntimeError(
                 f"parameters {names} were edited in a backward in which gradients take the place "
                 f"of values. {_LATER}"
             )
 
-    def warn_of_edits(self, flat: FlatEntry | None, where: str, *, are_lost: bool) -> None:
+    def warn_of_edits(self, where: str) -> None:
         """Warn of edits that are about to be lost, once."""
-        names = self.edited(flat)
-        if not names:
-            return
-        self.forget_edits(flat)
-        outcome = (
-            "are lost: the full values are freed without being written back"
-            if are_lost
-            else "stay only because the full values are never freed here: elsewhere they are lost"
-        )
-        warnings.warn(
-            f"the edits of {names} {where} {outcome}. Edit parameters inside "
-            "unshard_params(module), or call writeback(module) before reshard(module).",
-            stacklevel=3,
-        )
+        names = self.edited(self.versions)
+        if names:
+            self.forget_edits()
+            warnings.warn(
+                f"the edits of {names} {where} were not written back, so they are lost where full "
+                "values are freed. Edit parameters inside unshard_params(module), or call "
+                "writeback(module) before reshard(module).",
+                stacklevel=3,
+            )
 
-    def forget_edits(self, flat: FlatEntry | None) -> None:
+    def forget_edits(self) -> None:
         """Take the values as they are now for those that were gathered."""
         self.versions = [version_of(each) for each in self.watched]
         for param in self.built:
             if isinstance(param, UnshardedParameter):
                 param.data_alias = None
-        if flat is not None and flat.unsharded is not None:
-            vars(flat.unsharded)["_known_version"] = version_of(flat.unsharded)
 
     def check_can_write_back(self) -> None:
         """Check that DTensors still are views of the buffer; others refuse other data at once."""

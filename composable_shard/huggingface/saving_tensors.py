@@ -83,7 +83,7 @@ def save_safetensors(
     tensors = ModelTensors(model, "save_safetensors can't run")
     check_whole(model)
     for handle in tensors.handles:
-        handle.check_materialized()
+        handle.check_ready()
     model_ranks = ModelRanks(model)
     model_ranks.check_one_is_first()
     ranks = tensors.ranks(group)

@@ -204,9 +204,9 @@ class FullParamsScope:
         held = [handle for handle in self.handles if handle.full.claims]
         try:
             for handle in held:
-                if not handle.full.is_locked:
+                if not handle.full.params.is_locked:
                     # Made before the scope, and written back with its own.
-                    handle.full.params.forget_edits(handle.shown.flat)
+                    handle.full.params.forget_edits()
                 handle.unshard(self.contexts[0].streams)
                 handle.full.wait()
         except BaseException:

@@ -60,8 +60,8 @@ def drop_aborted(context: TreeContext) -> None:
     context.forget_graphs()
     for state in context.live_states():
         for handle in state.handles:
-            if not handle.full.is_locked:
-                handle.full.warn_of_edits(handle.shown.flat, "in a backward hook")
+            if not handle.full.params.is_locked:
+                handle.full.params.warn_of_edits("in a backward hook")
             forget_pending(handle)
             handle.grads.drop()
     return_to_idle(context)

@@ -234,7 +234,7 @@ class BackwardPass:
 
     def end_handle(self, state: ShardState, handle: FlatParamHandle) -> None:
         """Reduce a handle that is over, or note that it waits for it; free its full parameters."""
-        if not handle.full.claims and not handle.full.is_locked:
+        if not handle.full.claims and not handle.full.params.is_locked:
             handle.take_back("in a backward hook")
         if state.buckets is not None and state.buckets.end(handle):
             pass  # reduced already

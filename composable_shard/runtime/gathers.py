@@ -50,7 +50,7 @@ def choose_ahead(
         if target is None or target is state or (not targets and target in prefetched):
             break
         for handle in target.needed:
-            nbytes += handle.full.nbytes
+            nbytes += handle.full.buffer.nbytes
         if targets and nbytes > state.options.prefetch_nbytes:
             break
         targets.append(target)

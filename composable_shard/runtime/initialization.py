@@ -150,8 +150,7 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
     for context in contexts:
         for state in context.live_states():
             for handle in state.handles:
-                handle.check_materialized()
-                handle.check_pinned()
+                handle.check_ready()
                 handle.shown.check_registered()
     unmanaged = find_unmanaged(modules) if has_values else []  # a scope opens what is sharded
     for context in contexts:

@@ -48,7 +48,7 @@ def arm(
     num_nodes = next_sequence_nr() - state.call_sequence_nr
     # Of buffers that do not outlive every view, with values now.
     extents = [
-        (start := full.output.data_ptr(), start + full.nbytes)
+        (start := full.output.data_ptr(), start + full.buffer.nbytes)
         for handle in state.needed
         if not (full := handle.full).is_kept and full.state in HAVE_VALUES
     ]

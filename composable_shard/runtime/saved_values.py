@@ -160,7 +160,7 @@ never_compile(SavedValues._unpack)
 def _extents_of(handles: Sequence[FlatParamHandle]) -> list[tuple[int, int, FlatParamHandle]]:
     """Return where the full values are that are there: addresses `[start, end)`, and whose."""
     return [
-        (start := handle.full.output.data_ptr(), start + handle.full.nbytes, handle)
+        (start := handle.full.output.data_ptr(), start + handle.full.buffer.nbytes, handle)
         for handle in handles
         if handle.full.output.untyped_storage().nbytes()
     ]

@@ -128,11 +128,11 @@ def test_a_cast_fills_the_buffer_and_a_write_makes_it_stale() -> None:
 def test_gradients_in_the_place_of_values_outlive_a_free(state: FullState) -> None:
     """Until the reduction that reads them has ended."""
     full = _in_state(state)
-    full.buffer.untyped_storage().resize_(full.nbytes)
+    full.buffer.untyped_storage().resize_(full.buffer.nbytes)
     full.hold_gradients(are_packed=True)
     full.free()
     assert full.state is FullState.HOLDS_GRADIENTS
-    assert full.buffer.untyped_storage().size() == full.nbytes
+    assert full.buffer.untyped_storage().size() == full.buffer.nbytes
     full.end_gradients()
     assert full.state is FullState.FREED
     assert full.buffer.untyped_storage().size() == 0
@@ -166,7 +166,7 @@ def test_allocating_a_unit_takes_the_buffer_and_the_shard_one_after_another() ->
     with peak_bytes() as memory:
         full = _full()
     assert full.buffer.untyped_storage().size() == 0
-    assert memory.peak == full.nbytes
+    assert memory.peak == full.buffer.nbytes
 
 
 # --- shard ---

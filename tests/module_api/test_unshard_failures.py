@@ -471,7 +471,7 @@ def test_host_memory_is_warned_of_once() -> None:
 
 
 _LOST = (
-    "are lost: the full values are freed without being written back. Edit parameters inside "
+    "were not written back, so they are lost where full values are freed. Edit parameters inside "
     "unshard_params(module), or call writeback(module) before reshard(module)."
 )
 
@@ -479,12 +479,13 @@ _LOST = (
 @pytest.mark.parametrize("kind", ["in place", "flat"])
 @distributed(2, 3)
 def test_edits_between_unshard_and_reshard_are_lost_with_a_warning(kind: str) -> None:
-    """Forwards in between use them, and do not warn; the next gather forgets them."""
-    name = "_flat_param" if kind == "flat" else "out.weight"
+    """Forwards in between use them, and do not warn; a flat one names its first parameter."""
+    name = "out.weight"
     with _recovering() as model:
         unshard(model, recurse=True)
         if kind == "flat":
             register_flat_param(model)
+            name = str(fully_shard.state(model).handles[0].entries[0].label)
             with torch.no_grad():
                 dict(model.named_parameters())["_flat_param"].zero_()
         else:
@@ -506,7 +507,7 @@ def test_edits_by_hand_on_one_rank_stay_with_a_warning() -> None:
     unshard(model)
     with torch.no_grad():
         model.out.weight.zero_()
-    message = r"\['out.weight'\] between unshard and reshard stay only because the full"
+    message = r"\['out.weight'\] between unshard and reshard were not written back"
     with pytest.warns(UserWarning, match=message):
         reshard(model)
     assert model.out.weight.to_local().abs().sum() == 0
