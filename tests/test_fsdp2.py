@@ -196,9 +196,9 @@ def _apply_fsdp(api: Any, model: _Llama, mesh: DeviceMesh, dtype: torch.dtype | 
 
 
 def _train_llama(
-    api: Any, num_tp: int, dtype: torch.dtype | None
+    api: Any, num_tp: int, dtype: torch.dtype | None, *, clips: bool
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Run a training script that knows FSDP2 alone; return losses, norms and the state dict."""
+    """Run a training script that knows FSDP2 alone; return losses, gradients and the state."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, num_tp), mesh_dim_names=("dp_shard", "tp"))
     model = _Llama()
@@ -223,19 +223,27 @@ def _train_llama(
             loss = cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
             loss.backward()
             results.append(loss.detach())
-        norm = clip_grad_norm_(model.parameters(), 0.5)
-        results.append(full_tensor_of(norm))
+        if clips:
+            results.append(full_tensor_of(clip_grad_norm_(model.parameters(), 0.5)))
+        results += [full_tensor_of(param.grad) for param in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    return results, state
+    full = StateDictOptions(full_state_dict=True)
+    moments = torch_state_dict.get_optimizer_state_dict(model, optimizer, options=full)
+    return results, {**get_model_state_dict(model, options=full), **moments["state"]}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @distributed(2)
-def test_a_script_trains_alike_by_its_import_line(dtype: torch.dtype | None) -> None:
-    """Losses, norms and the state dict are FSDP2's to 1e-6."""
-    _compare_scripts(1, dtype)
+def test_a_script_trains_bitwise_alike_by_its_import_line(dtype: torch.dtype | None) -> None:
+    """Losses, gradients, parameters and optimizer state; bf16 gradients are reduced in fp32."""
+    _compare_scripts(1, dtype, clips=False)
+
+
+@distributed(2)
+def test_a_script_that_clips_trains_alike_by_its_import_line() -> None:
+    """To 1e-6: the squares of the norm are added up in another order."""
+    _compare_scripts(1, None)
 
 
 @distributed(4)
@@ -245,15 +253,16 @@ def test_a_tensor_parallel_script_trains_alike_by_its_import_line() -> None:
     _compare_scripts(2, None)
 
 
-def _compare_scripts(num_tp: int, dtype: torch.dtype | None) -> None:
+def _compare_scripts(num_tp: int, dtype: torch.dtype | None, *, clips: bool = True) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         (theirs, their_state), (ours, our_state) = (
-            _train_llama(api, num_tp, dtype) for api in (torch_fsdp2, fsdp2)
+            _train_llama(api, num_tp, dtype, clips=clips) for api in (torch_fsdp2, fsdp2)
         )
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    tolerance = 1e-6 if clips else 0.0
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
     assert list(our_state) == list(their_state)
-    torch.testing.assert_close(our_state, their_state, rtol=0, atol=1e-6)
+    torch.testing.assert_close(our_state, their_state, rtol=0, atol=tolerance)
 
 
 # --- each by itself ---
