@@ -101,11 +101,11 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 20_533,
-    "lines of all": 29_939,
-    "quick start: statements": 4_172,
+    "lines of the core": 20_401,
+    "lines of all": 29_807,
+    "quick start: statements": 4_134,
     "warm step: functions": 214,
-    "attributes of a class, most": 36,
+    "attributes of a class, most": 34,
     "methods of a class, most": 26,
 }
 

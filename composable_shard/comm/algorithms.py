@@ -185,7 +185,7 @@ class AllGather:
             shard: Shape `(shard_numel,)`, this rank's; it may be its part of `output`.
             numels: Elements of each rank's shard where they differ, the same on all ranks; `output`
                 may be longer than all of them.
-            name: What is gathered, for messages.
+            name: What is gathered, for messages; the unit, where `start` says when.
         """
         self._group_name = group.group_name
         self._name, self._identities = name, dict[str, int]()
@@ -207,7 +207,7 @@ class AllGather:
             trace.record("all_gather", self._group_name, self._nbytes)
         identity = self._identities.get(when)
         if identity is None:
-            what = f"the {when} gather of unit '{self._name}'" if when else self._name
+            what = f"the {when} gather of {self._name}" if when else self._name
             identity = identify(what, "all_gather", self._nbytes, is_of_step=bool(when))
             self._identities[when] = identity
         order = self._order  # as `note` does, without a call
@@ -396,7 +396,7 @@ class ReduceScatter:
         scratch: Tensor | None,
         scale: float = 1.0,
         *,
-        name: str = "",
+        unit: str = "a unit",
     ) -> PendingReduction:
         """Start summing `input` over the ranks, each rank keeping its own part, scaled.
 
@@ -409,20 +409,19 @@ class ReduceScatter:
             input: Shape `(group.size() * shard_numel,)`.
             scratch: Memory for as many shards as `scratch_parts` says, None for none.
             scale: The factor for the sum.
-            name: What is reduced, for messages.
+            unit: What is reduced, for messages.
         """
         if self._size == 1:
             return PendingReduction(DONE, output.copy_(input), input, None, scale)
         if trace.logs:
             nbytes = payload(input, self._numels)
             trace.record("reduce_scatter", self._group.group_name, nbytes)
-        key = name, input.numel()
+        key = unit, input.numel()
         identity = self._identities.get(key)
         if identity is None:
             nbytes = payload(input, self._numels)
-            identity = identify(
-                f"the reduction of unit '{name}'", "reduce_scatter", nbytes, is_of_step=True
-            )
+            what = f"the reduction of {unit}"
+            identity = identify(what, "reduce_scatter", nbytes, is_of_step=True)
             self._identities[key] = identity
         order = self._order  # as `note` does, without a call
         if len(order.issued) > order.room:

@@ -127,6 +127,15 @@ class ShardGroup:
         group = _group_for("reductions", ranks, (self.group,), self.device)
         return replace(self, reduce_group=group)
 
+    def count_unit(self) -> int:
+        """Return the number of one more unit of all data-parallel ranks, which all of them form."""
+        if not self.joint_groups:
+            return 0
+        counts = order_of(self.joint_groups[0]).num_units
+        names = tuple(group.group_name for group in self.joint_groups)
+        counts[names] += 1
+        return counts[names]
+
     @property
     def groups(self) -> _Groups:
         """All groups that send a unit's values and gradients."""

@@ -225,7 +225,7 @@ class ReductionStage:
             state by this key in a `weakref.WeakKeyDictionary`; it ends with the unit.
         numels: Elements of each rank's part of `gradient`, one part after another, if they differ;
             None if all are `gradient.numel() // group.size()`.
-        unit: Name of the unit.
+        unit: Name and number of the unit, for messages.
     """
 
     kind: Literal["reduce_scatter", "all_reduce"]
@@ -235,12 +235,12 @@ class ReductionStage:
     scale: float
     key: StageKey
     numels: tuple[int, ...] | None = None
-    unit: str = "?"
+    unit: str = "a unit"
 
     @property
     def what(self) -> str:
         """What it is for, for messages."""
-        return f"the reduction of unit '{self.unit}'"
+        return f"the reduction of {self.unit}"
 
 
 CommHook = Callable[[Any, ReductionStage], Waitable | None]
@@ -297,7 +297,7 @@ def then_call_hook(
         sums = ReduceScatter(group, gradient.dtype, gradient.device, stage.numels)
         num_parts = sums.scratch_parts(in_place=True)
         scratch = gradient.new_empty(num_parts * output.numel()) if num_parts else None
-        reduction = sums.start(output, gradient, scratch, name=stage.unit)
+        reduction = sums.start(output, gradient, scratch, unit=stage.unit)
 
     def call() -> None:
         if reduction is not None:

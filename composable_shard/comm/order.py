@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -82,6 +82,8 @@ class GroupOrder:
         self.num_folded = 0  # how many came before
         self.failure: str | None = None  # why no further collective can succeed
         self.timeout: timedelta | None = None  # of its messages; None for the group's
+        # Formed by `fully_shard` so far, by the names of all groups that a unit goes over
+        self.num_units: Counter[tuple[str, ...]] = Counter()
         self.room = MAX_ISSUED  # how long `issued` may get before `make_room` is called
         # What was started last, for `settle`; an interrupt's traceback keeps it
         self.posted: ReferenceType[Waitable] | None = None

@@ -36,7 +36,7 @@ class StepFacts:
     Attributes:
         line: The facts in words, the same on all ranks.
         numbers: For each flat parameter the ranks that share it or have copies, and
-            `handle.number`.
+            the number of the collective in which the ranks have compared it.
     """
 
     line: str

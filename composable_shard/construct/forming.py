@@ -39,7 +39,6 @@ from composable_shard.runtime import (
     find_small_group,
     get_handles,
     join_owners,
-    part_joined_trees,
     read_state,
     rename,
     share_context,
@@ -198,7 +197,9 @@ def form_unit(
     register_state_dict_hooks(modules, plan.unmanaged_modules, state)
     for root in modules:
         rename(root)
-    part_joined_trees(state)
+    number = shard_group.count_unit()  # last: a call that failed on some ranks is not counted
+    for handle in state.handles:
+        handle.label.take_number(number)
     join_owners(share_context(modules), [item.handle for item in plan.borrowed])
 
 

@@ -58,6 +58,7 @@ from composable_shard.flat_param.entries import zero_padding
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.storage import Poison, PoisonedGather, alloc_storage, free_storage
 from composable_shard.flat_param.unsharded import UnshardedParams
+from composable_shard.tensor import UnitLabel
 from composable_shard.torch_private import set_versions
 
 
@@ -98,7 +99,7 @@ class FullValues:
         is_kept: The buffer is never freed, see [Note: Kept buffers].
 
     Attributes:
-        name: The unit's, for messages.
+        label: The unit's, for messages.
         state: What the buffer holds; `move` alone changes it.
         writes: guard.num_writes of the shard when the buffer was filled, -1: it is not.
         is_cast: The buffer is not the shards as they are, [Note: Main and compute dtype].
@@ -119,7 +120,7 @@ class FullValues:
         *,
         is_kept: bool,
     ) -> None:
-        self.name = "?"
+        self.label = UnitLabel("?")
         self.shard = shard
         self.buffer = buffer
         self.output = output
@@ -146,14 +147,14 @@ class FullValues:
         """Change the state by one of `MOVES`."""
         if state not in MOVES[self.state]:
             raise RuntimeError(
-                f"the full values of unit '{self.name}' can't go from {self.state.name} to "
+                f"the full values of unit '{self.label.name}' can't go from {self.state.name} to "
                 f"{state.name}; please report this"
             )
         self.state = state
 
     def take_over(self, other: FullValues) -> None:
         """Take over what is known of the full values that these replace."""
-        self.name, self.claims = other.name, other.claims
+        self.label, self.claims = other.label, other.claims
         self.small_group = other.small_group
 
     @property
@@ -206,7 +207,7 @@ class FullValues:
         if self.state is not FREED and self.state is not PARTIAL:
             self.params.lock()
         if trace.logs:
-            trace.record("issue_gather", self.name)
+            trace.record("issue_gather", self.label.name)
         try:
             self.move(GATHERING)
             is_plain = streams is None and self.is_sharded
@@ -240,7 +241,7 @@ class FullValues:
         shard, group = self.shard, self.shard.shard_group.group
         numels, output = shard.layout.uneven_numels, self.output
         alloc_storage(self.buffer)
-        what = f"the {when} gather of unit '{self.name}'"
+        what = f"the {when} gather of {self.label.text}"
         part, writes = self._part or (None, -1)
         if part is not None and self.small_group and writes == shard.guard.num_writes:
             group = self.small_group.group
@@ -251,7 +252,7 @@ class FullValues:
             return gather_in(shard.wire_dtype, output, sent, group, numels, what=what)
         sent = shard.fill(self.own_part) if self.has_separate_shard else shard.values
         if self._all_gather is None:
-            self._all_gather = AllGather(output, sent, group, numels, name=self.name)
+            self._all_gather = AllGather(output, sent, group, numels, name=self.label.text)
         return self._all_gather.start(when)
 
     def wait(self) -> None:
@@ -271,7 +272,7 @@ class FullValues:
             self.move(CURRENT)
             self._gather = self._part = None
             if trace.logs:
-                trace.record("wait_gather", self.name)
+                trace.record("wait_gather", self.label.name)
         writes = self.shard.guard.num_writes if self.is_whole else self.writes
         params = self.params
         if not params.is_locked or self.state is not CURRENT or writes == -1:
@@ -325,7 +326,7 @@ class FullValues:
             return
         self._forget(FREED if part is None else PARTIAL)
         if trace.logs:
-            trace.record("free", self.name)
+            trace.record("free", self.label.name)
 
     def _forget(self, state: FullState = FREED) -> None:
         """Free the memory, unless the buffer is a kept one."""
@@ -382,7 +383,7 @@ class FullValues:
         if self.state is HOLDS_GRADIENTS:
             self._forget()
             if trace.logs:
-                trace.record("free", self.name)
+                trace.record("free", self.label.name)
 
 
 def _watch_writes(full: FullValues) -> None:

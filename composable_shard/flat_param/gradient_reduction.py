@@ -30,6 +30,7 @@ from composable_shard.comm import (
     scratch_parts,
 )
 from composable_shard.layout import FlatLayout
+from composable_shard.tensor import UnitLabel
 from composable_shard.torch_private import storage_of
 
 _Kind = tuple[torch.dtype, torch.device]
@@ -70,7 +71,7 @@ class FlatReduction:
 
     Attributes:
         shard_group: The ranks that share the flat parameter, and those that hold copies.
-        name: The unit's, for messages.
+        label: The unit's, for messages.
         divide_factor: What the sum over all data-parallel ranks is divided by; None: their number.
         main_dtype: Of `partial`, and of results that need no further reduction.
         output_dtype: In which what ranks sent is added up.
@@ -85,7 +86,7 @@ class FlatReduction:
         self._layout = layout
         self._num_ranks = shard_group.num_ranks
         self.own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
-        self.name = "?"
+        self.label = UnitLabel("?")
         self.divide_factor: float | None = None
         self._hook: tuple[CommHook, object] | None = None
         self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
@@ -222,11 +223,11 @@ class FlatReduction:
     ) -> PendingReduction:
         if self._hook is None:
             assert self._reduce_scatter is not None
-            return self._reduce_scatter.start(output, buffer, scratch, scale, name=self.name)
+            return self._reduce_scatter.start(output, buffer, scratch, scale, unit=self.label.text)
         group, key = self.shard_group.reduce_group or self.shard_group.group, self._keys[0]
         numels = self._layout.uneven_numels
         stage = ReductionStage(
-            "reduce_scatter", buffer, output, group, scale, key, numels, self.name
+            "reduce_scatter", buffer, output, group, scale, key, numels, self.label.text
         )
         work = call_hook(*self._hook, stage)
         return PendingReduction(work, stage.output, stage.gradient, None, stage.scale)
@@ -242,10 +243,10 @@ class FlatReduction:
         self, output: Tensor, group: dist.ProcessGroup, key: StageKey, scratch: Tensor | None
     ) -> Waitable:
         if self._hook is None:
-            what = f"the reduction of unit '{self.name}'"
+            what = f"the reduction of {self.label.text}"
             return collectives.all_reduce(output, group, what=what, scratch=scratch)
         stage = ReductionStage(
-            "all_reduce", output, output, group, self._scale, key, unit=self.name
+            "all_reduce", output, output, group, self._scale, key, unit=self.label.text
         )
         return call_hook(*self._hook, stage)
 

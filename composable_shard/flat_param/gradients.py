@@ -327,7 +327,7 @@ class FlatGradients:
                 if not has_arrived:
                     view.zero_()
         if trace.logs:
-            trace.record("issue_reduce", self.reduction.name)
+            trace.record("issue_reduce", self.reduction.label.name)
         if self.views is packing.places and packing.is_cast:
             self._widen(full)
         output, numel = self._own.part, self.reduction.own_numel
@@ -404,7 +404,7 @@ class FlatGradients:
         finally:
             self.free_buffers()
         if trace.logs:
-            trace.record("wait_reduce", self.reduction.name)
+            trace.record("wait_reduce", self.reduction.label.name)
         if output is not None and output.dtype != self.reduction.main_dtype:
             if self.is_persistent:
                 output = self._own.result_of(self.reduction.own_numel).copy_(output)
@@ -490,7 +490,7 @@ def in_layout(layout: FlatLayout, grads: FlatGradients) -> FlatGradients:
     other = FlatGradients(
         layout, grads.reduction.shard_group, grads._shown, is_persistent=grads.is_persistent
     )
-    other.reduction.name = grads.reduction.name
+    other.reduction.label = grads.reduction.label
     other.marks, other.has_graph = grads.marks, grads.has_graph
     other.is_unsynced = grads.is_unsynced
     other.reduction.take_options(grads.reduction)

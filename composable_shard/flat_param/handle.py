@@ -39,6 +39,7 @@ from composable_shard.tensor import (
     ParamLabel,
     ShardedParams,
     ShardSpec,
+    UnitLabel,
     WriteGuard,
     note_steps,
 )
@@ -64,7 +65,7 @@ class FlatParamHandle(ShardedParams):
         shown: What modules show.
         grads: The gradients of a backward.
         guard: Counts the writes to the shard.
-        name: The unit's, for messages.
+        label: The unit's name and number, for messages.
         layout: Where each parameter lies, and who owns what.
         granularities: How finely each parameter may be cut.
         shard_group: The ranks that share the flat parameter, and those that hold copies.
@@ -76,7 +77,6 @@ class FlatParamHandle(ShardedParams):
         entries: The managed parameters, in order.
         requires_grad: Whether any of the parameters is trainable.
         initial: Checksums of the values that `fully_shard` found, until the ranks are compared.
-        number: Of the collective in which they were, the same on all of them; 0 if not known.
         has_fixed_owners: Whether parameters that are owned whole stay where they are for good.
         is_attached: The unsharded parameters and their hooks exist.
         on_gradient: Called with the gradient of each, see `attach`.
@@ -109,7 +109,7 @@ class FlatParamHandle(ShardedParams):
         self.reshards_after_backward = True
         self.requires_grad = requires_grad
         self.has_fixed_owners = False
-        self.name = specs[0].label.fqn
+        self.label = UnitLabel(specs[0].label.fqn)
         self.layout = layout
         self.granularities = tuple(granularities)
         self.entries: list[ParamEntry] = []
@@ -119,7 +119,7 @@ class FlatParamHandle(ShardedParams):
             device = shard_group.device
         main_dtype = self.precision.main_dtype or params[0].dtype
         self.shard, self.full = self.memory.allocate(layout, self.guard, main_dtype, device)
-        self.rename(self.name)
+        self.full.label = self.grads.reduction.label = self.label
         for param, spec in zip(params, specs, strict=True):
             kind = FlatShard if spec.tensor_parallel is None else FlatShardOfDTensor
             start, end = layout.local_range(cast(int, spec.index), shard_group.rank)
@@ -139,7 +139,6 @@ class FlatParamHandle(ShardedParams):
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
         self.initial = InitialValues(self.guard)
-        self.number = 0
         if self.layout.owners:
             note_steps(self)
         self.is_attached = False
@@ -164,9 +163,10 @@ class FlatParamHandle(ShardedParams):
         """The full flat parameter, shape `(layout.padded_numel,)`; no storage while freed."""
         return self.full.buffer
 
-    def rename(self, name: str) -> None:
-        """Take the name of a unit that got another one."""
-        self.name = self.full.name = self.grads.reduction.name = name
+    @property
+    def name(self) -> str:
+        """The unit's name, for messages."""
+        return self.label.name
 
     def labels(self) -> list[ParamLabel]:
         """Return those of the parameters, and of the flat parameter if there is one."""
@@ -190,7 +190,8 @@ class FlatParamHandle(ShardedParams):
             cut = "" if granularity == "element" else f" granularity={granularity!r}"
             lines.append(
                 f"'{entry.label}' shape {tuple(entry.spec.shape)} {self.shard.values.dtype} "
-                f"requires_grad={entry.sharded.requires_grad}{cut} {options}"
+                f"requires_grad={entry.sharded.requires_grad}{cut} {options}, "
+                f"number {self.label.number} of the units over these ranks"
             )
         return lines
 
@@ -211,7 +212,7 @@ class FlatParamHandle(ShardedParams):
             )
         flat = self.shown.flat
         return {
-            "name": self.name,
+            "label": self.label,
             "layout": self.layout,
             "granularities": self.granularities,
             "shard_group": self.shard_group,
@@ -248,7 +249,7 @@ class FlatParamHandle(ShardedParams):
         self.grads.reduction.set_divide_factor(divide_factor)
         with torch.inference_mode(False), torch.no_grad():
             self.take_slices()
-        self.rename(self.name)
+        self.full.label = self.grads.reduction.label = self.label
         self.full.set_small_group(small_group)
 
     # The parameters, kept in step with the buffers

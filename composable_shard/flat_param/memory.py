@@ -268,7 +268,7 @@ class ExtendedValues(FullValues):
         return None
 
     def _start(self, when: str) -> Waitable:
-        return self._codec.start(f"the {when} gather of unit '{self.name}'")
+        return self._codec.start(f"the {when} gather of {self.label.text}")
 
     def _forget(self, state: FullState = FREED) -> None:
         super()._forget(state)

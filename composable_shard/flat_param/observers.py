@@ -20,11 +20,11 @@ from composable_shard.flat_param.gradients import FlatGradients
 
 
 def _gather(full: FullValues) -> str | None:
-    return f"all_gather {full.name}" if full.is_sharded else None
+    return f"all_gather {full.label.name}" if full.is_sharded else None
 
 
 def _wait_gather(full: FullValues) -> str | None:
-    return None if full._gather is None else f"wait all_gather {full.name}"
+    return None if full._gather is None else f"wait all_gather {full.label.name}"
 
 
 def _reduction(grads: FlatGradients) -> str:
@@ -34,13 +34,13 @@ def _reduction(grads: FlatGradients) -> str:
 def _reduce(grads: FlatGradients) -> str | None:
     if grads.reduction.shard_group.num_ranks == 1:
         return None
-    return f"{_reduction(grads)} {grads.reduction.name}"
+    return f"{_reduction(grads)} {grads.reduction.label.name}"
 
 
 def _wait_reduce(grads: FlatGradients) -> str | None:
     if grads.reduction.output is None:
         return None
-    return f"wait {_reduction(grads)} {grads.reduction.name}"
+    return f"wait {_reduction(grads)} {grads.reduction.label.name}"
 
 
 _NAMES: tuple[tuple[type, str, Callable[[Any], str | None]], ...] = (

@@ -20,7 +20,7 @@ from composable_shard.runtime.initialization import (
     place_buffers,
     watch_meta_buffers,
 )
-from composable_shard.runtime.membership import join_owners, part_joined_trees, share_context
+from composable_shard.runtime.membership import join_owners, share_context
 from composable_shard.runtime.reducing import note_setting
 from composable_shard.runtime.reduction_order import Buckets
 from composable_shard.runtime.tree import (

@@ -26,7 +26,6 @@ from composable_shard.flat_param import (
 )
 from composable_shard.runtime.aborted import drop_aborted, note_abort
 from composable_shard.runtime.gathers import (
-    drop_prefetched,
     end_in_backward,
     release_after_backward,
     return_to_idle,
@@ -42,7 +41,7 @@ from composable_shard.runtime.reducing import (
     use_flags,
 )
 from composable_shard.runtime.reduction_order import LATE, NO_TURNS, EarlyGradients
-from composable_shard.runtime.unit import ShardState, StateRef, TreeContext, first_to_join, may_part
+from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
 from composable_shard.torch_private import current_backward_id, queue_callback
 
 _EngineCallback = partial[None]
@@ -101,10 +100,7 @@ class BackwardPass:
         """Ask the engine to call back, and open the units that wait for a backward."""
         context = self.context
         self._ask_engine()
-        may_part[0] = True
         context.backward, context.last_backward_id = self, self.graph_task_id
-        if context.prefetched:
-            drop_prefetched(context.prefetched)
         armed = [state for ref in reversed(context.armed) if (state := ref()) is not None]
         self.following = {state.ref: after.ref for state, after in pairwise(armed)}
         self.states = states = context.live_states()
@@ -185,8 +181,6 @@ class BackwardPass:
         """
         if start < self.context.call_start:
             self._reaches_earlier_call = True
-        if start < self.context.first_call:  # its graph may be of units that were taken out since
-            first_to_join[0] = max(first_to_join[0], self.graph_task_id + 1)
         self.open_unit(state, start)
         self.end_units_after(end)
 

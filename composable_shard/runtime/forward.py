@@ -18,21 +18,14 @@ from composable_shard.comm import trace
 from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import CallReached, recompute
 from composable_shard.runtime.gathers import (
-    begin_sequence,
     choose_ahead,
     drop_prefetched,
     gather_ahead,
     gather_kept,
-    is_first_call,
     release_handle,
 )
 from composable_shard.runtime.initialization import attach_or_refresh, initialize
-from composable_shard.runtime.membership import (
-    adopt_contents,
-    join_connected,
-    renew_context,
-    share_context,
-)
+from composable_shard.runtime.membership import adopt_contents, renew_context, share_context
 from composable_shard.runtime.outputs import arm, serve_graphs
 from composable_shard.runtime.tree import called_modules, calling_modules, has_changed, read_state
 from composable_shard.runtime.unit import (
@@ -41,7 +34,6 @@ from composable_shard.runtime.unit import (
     TrainingState,
     TreeContext,
     num_calls,
-    tree_refs,
 )
 from composable_shard.torch_private import (
     are_transforms_active,
@@ -76,7 +68,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
     call = context.call
     is_again = state.depth > 0 or (call is not None and call.leader is state.ref)
     if call is None or call.leader() is None or (is_again and not _is_running(state)):
-        call = _begin_call(context, state, module, args)
+        call = _begin_call(context, state, module)
         context = state.context or context  # the first call may make one for more units
     context.entered[state.ref] = None  # first: whatever comes, the next call looks here
     state.depth += 1
@@ -117,27 +109,16 @@ def _prepare(context: TreeContext, state: ShardState, module: nn.Module) -> Tree
     return context
 
 
-def _begin_call(
-    context: TreeContext, state: ShardState, module: nn.Module, args: tuple[Any, ...]
-) -> ForwardCall:
+def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> ForwardCall:
     context = _prepare(context, state, module)
-    records_graph = torch.is_grad_enabled()
-    if records_graph and len(tree_refs) > 1:
-        context = join_connected(context, args)
-    is_first = not context.is_joined or is_first_call(context, state)
-    if records_graph and is_first:
+    if torch.is_grad_enabled():
         context.call_start = context.num_forwards
         context.open_calls += 1
         if context.open_calls > context.most_open_calls:
             note_unreached_call(context)
-    if context.is_joined:
-        if is_first:
-            begin_sequence(context, state)
-        context.call = call = ForwardCall(state.ref, context.forward_order, context.prefetched)
-    else:
-        context.call = call = ForwardCall(state.ref, state.forward_order, {})
-        state.forward_order.begin()
-    if context.reduction_order is not None and is_first:
+    context.call = call = ForwardCall(state.ref, state.forward_order)
+    state.forward_order.begin()
+    if context.reduction_order is not None:
         gather_kept(context)
     return call
 
@@ -260,10 +241,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     finally:
         if state.modules_to_run == 0 or is_leader:
             keeps = state.reshard_after_forward is False or (
-                state.reshard_after_forward is None
-                and is_leader
-                and is_armed
-                and not context.is_joined
+                state.reshard_after_forward is None and is_leader and is_armed
             )
             _leave_pass(context, state, keeps=keeps, is_armed=is_armed)
         if call is not None and is_leader:
@@ -315,10 +293,9 @@ def _leave_failed_call(context: TreeContext, state: ShardState, call: ForwardCal
 
 def _end_call(context: TreeContext, call: ForwardCall) -> None:
     """Free what was gathered ahead; forget the call."""
-    if not context.is_joined:
-        if call.prefetched:
-            drop_prefetched(call.prefetched)
-        call.order.end()
+    if call.prefetched:
+        drop_prefetched(call.prefetched)
+    call.order.end()
     context.call = None
     for state in context.entered_states() if context.entered else ():
         # A unit of several modules of which this call ran only some.
@@ -367,7 +344,6 @@ def check_is_idle(context: TreeContext, what: str) -> None:
             "complete only then."
         )
     _recover_interrupted_call(context)
-    drop_prefetched(context.prefetched)
 
 
 def _is_in_backward(context: TreeContext) -> bool:

@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
-import torch
-
 from composable_shard.comm import ShardGroup, SmallGroup
 from composable_shard.flat_param import FlatParamHandle, FullState, Shown
 from composable_shard.options import ReshardAfterForward
@@ -195,21 +193,6 @@ def release_after_backward(context: TreeContext, handle: FlatParamHandle) -> Non
         # An error is not ours to raise here, as in `reshard`.
         with suppress(RuntimeError):
             handle.full.wait()
-
-
-def is_first_call(context: TreeContext, state: ShardState) -> bool:
-    """Return whether a call of joined trees is the first of a sequence, such as one model makes."""
-    if torch.is_grad_enabled():
-        return not context.armed or context.first_leader is state.ref
-    return context.first_leader is None or state.ref in context.forward_order
-
-
-def begin_sequence(context: TreeContext, state: ShardState) -> None:
-    """Begin a sequence of calls of joined trees, [Note: Trees without a root]."""
-    drop_prefetched(context.prefetched)
-    context.first_leader = state.ref
-    context.forward_order.end()
-    context.forward_order.begin()
 
 
 def return_to_idle(context: TreeContext) -> None:

@@ -296,7 +296,7 @@ class _Mesh:
         """Note the number of the collective in which the ranks have just compared the handles."""
         number = self.ranks.num_collectives
         for handle in self.handles:
-            handle.number = handle.number or number
+            handle.label.note_call(number)
 
 
 def _compare_lines(

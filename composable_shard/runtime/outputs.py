@@ -68,7 +68,7 @@ def arm(
         output = _map_output(partial(_renew_older, newest), output)
         tensors = _tensors(output)
     if call is not None:
-        call.output_sequence_nr = state.output_sequence_nr = next_sequence_nr()
+        call.output_sequence_nr = next_sequence_nr()
     state.call_end = context.num_forwards
     if state.known_forwards.keeps.get(num_nodes, True):
         kept = _find_kept(state, module, extents, num_nodes, is_looked_at=is_looked_at)

@@ -124,4 +124,4 @@ def step_facts(context: TreeContext) -> StepFacts:
         f"optimizer.step() or edits){f', {num_whole} of them,' if num_whole else ','} and with "
         f"{'' if has_gradients else 'no '}gradients of earlier ones"
     )
-    return StepFacts(line, [(handle.shard_group, handle.number) for handle in handles])
+    return StepFacts(line, [(handle.shard_group, handle.label.first_call) for handle in handles])

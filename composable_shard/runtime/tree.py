@@ -257,25 +257,10 @@ def rename(module: nn.Module) -> None:
         label.rename(name)
     for state, name in named.items():
         for handle in state.handles:
-            handle.rename(state.name)
+            handle.label.rename(state.name)
             if handle.shown.flat is not None:
                 flat_name = f"{name}.{handle.shown.flat_slot.name}"
                 handle.shown.flat.label.rename(flat_name.lstrip("."))
-
-
-def name_apart(states: Iterable[ShardState]) -> None:
-    """Number units of joined trees that have the same name: by names ranks tell them apart."""
-    taken: set[str] = set()
-    for state in states:
-        name, number = state.name, 1
-        while name in taken:
-            number += 1
-            name = f"{state.name} ({number})"
-        taken.add(name)
-        if name != state.name:
-            state.name = name
-            for handle in state.handles:
-                handle.rename(name)
 
 
 def check_whole(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
-from itertools import count, islice
+from itertools import islice
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -146,7 +146,6 @@ class ShardState:
         last_call: Number of the last call of a unit when its own last call began.
         call_number, call_end: Of its last call that recorded a graph, and of the first after it.
         call_sequence_nr: Number of the next autograd node when that call began.
-        output_sequence_nr: Number of the next autograd node when it had returned.
         is_checkpointed: Non-reentrant checkpointing may run that call again.
         known_forwards: What is known of them, [Note: Aliases].
         reads_nothing: The user says that no backward reads its full parameters.
@@ -185,7 +184,7 @@ class ShardState:
         self.full_params: dict[FlatParamHandle, ScopeParams] = {}
         self.depth = 0
         self.last_call = self.call_number = self.call_end = -1
-        self.call_sequence_nr = self.output_sequence_nr = 0
+        self.call_sequence_nr = 0
         self.is_checkpointed = False
         self.known_forwards = KnownForwards()
         self.reads_nothing = self.runs_backwards = False
@@ -304,16 +303,11 @@ class ForwardCall:
 
     __slots__ = ("broadcast", "innermost", "leader", "order", "output_sequence_nr", "prefetched")
 
-    def __init__(
-        self,
-        leader: StateRef,
-        order: ExecutionOrder[ShardState],
-        prefetched: dict[ShardState, bool],
-    ) -> None:
+    def __init__(self, leader: StateRef, order: ExecutionOrder[ShardState]) -> None:
         self.leader = leader
         self.order = order
         self.output_sequence_nr = 0
-        self.prefetched = prefetched
+        self.prefetched: dict[ShardState, bool] = {}
         self.broadcast: set[ShardState] = set()
         self.innermost: Any = None  # its module is above this one
 
@@ -329,13 +323,10 @@ class TreeContext:
         around: And to the outermost modules whose calls first ran them, which may be no unit's.
         states: The units, outermost first.
         device: On which they compute.
-        number: Of the context, in the order in which they were made.
         call: The running call, or one that an exception has interrupted.
         entered: Units whose forward runs, or whose full parameters it left claimed.
         num_forwards: Number of the next call of a unit that records a graph.
-        first_call: `num_forwards` when units may have been taken out.
-        call_start: `num_forwards` when the last call that records a graph began; of joined trees
-            the last sequence of calls.
+        call_start: `num_forwards` when the last call that records a graph began.
         open_calls, most_open_calls: Such calls since a backward, and the most there have been.
         spans_calls: The last backward reached an earlier call too: so may the next.
         first_calls: Number of each unit's first call that the next backward may reach.
@@ -352,10 +343,6 @@ class TreeContext:
         is_checked: And its buffers have been initialised, so calls need no check any more.
         streams, scratch: Side streams of an accelerator; memory that the reductions share.
         reduction_order: Of gradients that have none of their own; None where all have.
-        is_joined: It was several trees, [Note: Trees without a root].
-        first_leader: The unit whose call began the running sequence of calls of joined trees.
-        forward_order: The units that ran in such a sequence.
-        prefetched: Units that a call of such a sequence has gathered ahead for the next one.
     """
 
     def __init__(
@@ -365,11 +352,10 @@ class TreeContext:
         self.around: dict[weakref.ref[nn.Module], None] = {}
         self.states: list[StateRef] = [state.ref for state in states]
         self.device = device
-        self.number = next(_numbers)
         self.call: ForwardCall | None = None
         self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
         self.num_forwards = 0
-        self.first_call, self.call_start, self.open_calls, self.most_open_calls = 0, 0, 0, 1
+        self.call_start, self.open_calls, self.most_open_calls = 0, 0, 1
         self.first_calls: dict[StateRef, int] = {}
         self.armed: dict[StateRef, None] = {}
         self.may_recompute: set[StateRef] = set()
@@ -378,14 +364,11 @@ class TreeContext:
         self.has_aborted = self.spans_calls = self.has_regions = self.has_changed = False
         self.flag_reductions: list[FlagReduction] = []
         self.expected: list[FlatParamHandle] | None = None
-        self.is_joined = self._has_warned_of_host_memory = False
+        self._has_warned_of_host_memory = False
         self.has_agreed = self.is_checked = False
         self.streams = make_streams(device)
         self.scratch = ScratchPool()
         self.reduction_order: ReductionOrder | None = None
-        self.first_leader: StateRef | None = None
-        self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
-        self.prefetched: dict[ShardState, bool] = {}
         self.writes: dict[WriteGuard, int] = {}  # counted when the last backward ended
         self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
         trees.add(self)
@@ -405,7 +388,6 @@ class TreeContext:
         self.states = [ref for ref in self.states + other.states if ref() is not None]
         self.around |= other.around
         other.modules, other.states, other.last_backward_id = [], [], -1
-        self.is_joined = may_part[0] = True
         self.has_agreed = self.has_agreed and other.has_agreed
         self.is_checked = self.is_checked and other.is_checked
         self.reduction_order = self.reduction_order or other.reduction_order
@@ -427,7 +409,7 @@ class TreeContext:
         own = set(self.states)
         self.armed = {each: None for each in armed if each in own}
         self.first_calls = dict(other.first_calls)
-        self.first_call = self.num_forwards = other.num_forwards
+        self.num_forwards = other.num_forwards
         self.call_start, self.spans_calls = other.call_start, other.spans_calls
         self.last_backward_id, self.writes = other.last_backward_id, other.writes
         self.may_recompute = other.may_recompute & own
@@ -458,7 +440,7 @@ class TreeContext:
 
     def watched_modules(self) -> list[nn.Module]:
         """Return the modules that tell of what is new inside, and of units that were taken out."""
-        refs = self.around if self.is_joined else dict.fromkeys([*self.around, *self.modules])
+        refs = dict.fromkeys([*self.around, *self.modules])
         return [module for ref in refs if (module := ref()) is not None]
 
     def live_states(self) -> list[ShardState]:
@@ -485,14 +467,5 @@ class TreeContext:
         return not has_warned
 
 
-def all_trees() -> list[TreeContext]:
-    """Return the contexts of this process, in the same order on all ranks."""
-    return sorted(trees, key=lambda context: context.number)
-
-
-may_part = [False]  # Since units were made, a backward has begun or trees have joined.
-first_to_join = [0]  # number of the first backward of which the trees may join
 num_calls = [0]  # of units, that have begun in this process: one tree may call another
-_numbers = count()
 trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process
-tree_refs: set[Any] = trees.data  # type: ignore[attr-defined]  # whose length costs no call

@@ -44,6 +44,7 @@ from composable_shard.tensor.reduction_rules import max_over, reduction_groups, 
 from composable_shard.tensor.shard_spec import (
     ParamLabel,
     ShardSpec,
+    UnitLabel,
     cloned,
     flat_spec,
     user_attributes,

@@ -42,6 +42,42 @@ from composable_shard.torch_private import (
 )
 
 
+class UnitLabel:
+    """The name of a unit in messages, and its number.
+
+    Attributes:
+        name: As seen from the outermost sharded module so far.
+        number: Which of the units over the same ranks it is, in the order of `fully_shard` calls.
+            Units of one name are told apart by it; a copy of a unit has the same.
+        text: Both.
+        first_call: Number of the collective in which the ranks have compared the unit, the same on
+            all of them; 0 where it is not known, as of a copy.
+    """
+
+    __slots__ = ("first_call", "name", "number", "text")
+
+    def __init__(self, name: str, number: int = 0) -> None:
+        self.number, self.first_call = number, 0
+        self.rename(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnitLabel, (self.name, self.number)
+
+    def rename(self, name: str) -> None:
+        """Take another name."""
+        self.name = name
+        self.text = f"unit '{name}', number {self.number}"
+
+    def take_number(self, number: int) -> None:
+        """Take a number, which stays."""
+        self.number = number
+        self.rename(self.name)
+
+    def note_call(self, number: int) -> None:
+        """Note the number of the collective in which the ranks have compared the unit."""
+        self.first_call = self.first_call or number
+
+
 class ParamLabel:
     """The name of a parameter in messages, and the tree that its unit belongs to.
 

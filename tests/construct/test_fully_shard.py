@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import logging
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,7 +132,9 @@ def test_a_build_for_gpus_serves_machines_without(monkeypatch: pytest.MonkeyPatc
 def test_no_group_is_made_without_a_mesh() -> None:
     """Ranks would wait in it for those on which garbage keeps the units of an earlier model."""
     num_known = num_known_groups()
-    kept = fully_shard(nn.Linear(4, 4)) if dist.get_rank() == 0 else None
+    earlier = fully_shard(nn.Linear(4, 4))
+    kept = earlier if dist.get_rank() == 0 else None
+    del earlier
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         model = fully_shard(nn.Linear(4, 4), sync_module_states=True)
@@ -1163,7 +1166,7 @@ def test_ranks_that_build_different_models_all_get_the_same_error() -> None:
     """The first difference is named on every rank before anything can hang."""
     texts = run_ranks(3, _different_models)
     assert len(set(texts)) == 1
-    assert texts[0] == (
+    assert re.sub(r", number \d+ of the units over these ranks", "", texts[0]) == (
         "the ranks of one mesh must shard the same model in the same way; the first "
         "difference is at parameter 2: ranks [0, 1]: 'down.weight' shape (15, 7) torch.float32 "
         "requires_grad=True in unit 'Layer' strategy=FULL_SHARD reshard_after_forward=None; "

@@ -105,7 +105,7 @@ def test_a_unit_that_is_taken_out_while_one_rank_still_has_it(
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @distributed(2)
 def test_a_tree_that_is_replaced_while_one_rank_still_has_it(strategy: ShardingStrategy) -> None:
-    """Trees that were joined part when a new unit is made."""
+    """Here the trees are blocks without a unit around them."""
 
     def shard(model: nn.Module) -> None:
         fully_shard(model.inp, strategy=strategy)
@@ -158,8 +158,8 @@ def test_a_unit_inside_another_one_that_is_taken_out(strategy: ShardingStrategy)
 
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @distributed(2)
-def test_a_tree_joins_without_the_units_that_were_taken_out(strategy: ShardingStrategy) -> None:
-    """The call that joins it is that of another tree."""
+def test_a_tree_is_made_anew_between_calls_of_another(strategy: ShardingStrategy) -> None:
+    """Both are reached by the same backward."""
 
     def shard(pair: nn.Module) -> None:
         fully_shard(pair[0], strategy=strategy)
@@ -178,17 +178,3 @@ def test_a_tree_joins_without_the_units_that_were_taken_out(strategy: ShardingSt
             if dist.get_rank() == 0:
                 kept.clear()
     assert_at_rest(twins.sharded)
-
-
-@distributed(2)
-def test_trees_that_part_count_their_forwards_anew() -> None:
-    """A backward that reached neither is of another model: no warning that it should have."""
-    first, second = (fully_shard(nn.Linear(5, 5)) for _ in range(2))
-    x = rank_input(4, 5)
-    second(first(x)).sum().backward()
-    for _ in range(2):
-        second(first(x))
-    fully_shard(nn.Linear(5, 5))
-    torch.ones((), requires_grad=True).backward()
-    first(x).sum().backward()
-    assert_at_rest(first)
