@@ -71,7 +71,6 @@ class FlatParamHandle(ShardedParams):
         shard_group: The ranks that share the flat parameter, and those that hold copies.
         strategy: What each rank keeps.
         reshards_after_backward: Whether the end of a backward frees the full values.
-        has_early_hooks: Any rank has hooks on gradients; all ranks know, [Note: Early gradients].
         precision: The dtypes that differ from the local shard's.
         offload: What lives on the host.
         entries: The managed parameters, in order.
@@ -143,7 +142,6 @@ class FlatParamHandle(ShardedParams):
             note_steps(self)
         self.is_attached = False
         self.on_gradient: GradientHook | None = None
-        self.has_early_hooks = False
 
     def __repr__(self) -> str:
         """Say which unit's it is, what it holds, and where this rank is among the ranks."""
@@ -447,10 +445,6 @@ class FlatParamHandle(ShardedParams):
     def set_reshard_after_backward(self, flag: bool) -> None:
         """Choose whether the end of a backward frees the full values."""
         self.reshards_after_backward = flag
-
-    def set_early_hooks(self, flag: bool) -> None:
-        """Note whether any rank has hooks on gradients, see [Note: Early gradients]."""
-        self.has_early_hooks = flag
 
     def check_ready(self) -> None:
         """Check that the shard is on a real device, and pinned if it was made so.

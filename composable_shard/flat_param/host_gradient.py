@@ -45,11 +45,6 @@ class HostGradient:
         """Shape `(numel,)`: where the `.grad`s are."""
         return self._buffer(0)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory held."""
-        return sum(buffer.nbytes for buffer in self._memory)
-
     def _buffer(self, index: int) -> Tensor:
         while len(self._memory) <= index:
             self._memory.append(alloc_host(self._numel, self._dtype, is_pinned=self._is_pinned))

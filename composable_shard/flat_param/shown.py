@@ -72,6 +72,7 @@ class ShownParams:
         scope: The open `unshard_params` scope, if any.
         flat_slot: Where the unit's module shows the flat parameter.
         agreed_flags: `requires_grad` of the entries on all ranks; None before they compared it.
+        has_early_hooks: Any rank has hooks on gradients; all ranks know, [Note: Early gradients].
     """
 
     flat_slot: FlatSlot
@@ -92,6 +93,7 @@ class ShownParams:
         self.at_rest: Sequence[ParamEntry] = entries
         self.scope: Scope | None = None
         self.agreed_flags: list[bool] | None = None
+        self.has_early_hooks = False
         # container, key, at rest, unsharded
         self._slots: list[tuple[Any, Any, Tensor | None, Tensor | None]] = []
         # Module, name, what stands for the original; none where originals are at rest
@@ -101,6 +103,10 @@ class ShownParams:
     def note_agreement(self) -> None:
         """Note that all ranks have the parameters and `requires_grad` flags of now."""
         self.agreed_flags = trainable_flags(self)
+
+    def note_early_hooks(self, flag: bool) -> None:
+        """Note whether any rank has hooks on gradients, see [Note: Early gradients]."""
+        self.has_early_hooks = flag
 
     def set_flat(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
         """Choose what is at rest; shows nothing."""

@@ -166,7 +166,7 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
         return  # [Note: Buckets]: a late gradient, of a nested backward, stays where it is
     if backward.early is not None:
         backward.early.note_accumulated(handle, index)
-    counts_each = state.buckets is not None or position == -1 or handle.has_early_hooks
+    counts_each = state.buckets is not None or position == -1 or handle.shown.has_early_hooks
     _pack(backward, state, handle, index, counts_each=counts_each)
     if state.buckets is not None:
         _end_full_buckets(backward, state, handle, index)

@@ -114,7 +114,7 @@ class BackwardPass:
                     handle.adopt_changes()
                 if reduces(state, handle):
                     self.reducing.add(handle)
-                if handle.has_early_hooks and self.early is None:
+                if handle.shown.has_early_hooks and self.early is None:
                     self.early = EarlyGradients(context.flag_reductions)
         context.has_regions = context.has_regions or len(context.may_recompute) > 0
         buckets, order = find_buckets(context), context.reduction_order
@@ -251,7 +251,7 @@ class BackwardPass:
         if early.pending:
             self._advance_in_flight()
             early.collect(is_ending=self._is_ending)
-        if not handle.has_early_hooks or early.is_final(handle):
+        if not handle.shown.has_early_hooks or early.is_final(handle):
             return
         handle.grads.pack_rest(may_overwrite=not self._keeps_values(handle))
         is_due = state.is_last_backward and not defers_all_reduce(state, handle)

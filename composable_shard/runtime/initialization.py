@@ -245,7 +245,7 @@ def _check_agreement(states: list[ShardState], unmanaged: list[str], has_values:
                 highest=1,
             )
             for handle, (flag,) in zip(mesh.handles, flags.finish(), strict=True):
-                handle.set_early_hooks(bool(flag))
+                handle.shown.note_early_hooks(bool(flag))
     if unmanaged:
         raise_unmanaged(unmanaged)
 

@@ -125,7 +125,7 @@ class Buckets:
 
     def may_go_early(self, handle: FlatParamHandle, position: int) -> bool:
         """Return whether a bucket that is full may be reduced before its unit's end."""
-        return position == self._position and not self._is_late and not handle.has_early_hooks
+        return position == self._position and not self._is_late and not handle.shown.has_early_hooks
 
     def fills(self, handle: FlatParamHandle, index: int) -> bool:
         """Count the gradient of parameter `index` of a bucket; return whether that made it full."""
@@ -197,7 +197,7 @@ class ReductionOrder:
             handle: unit
             for unit in reversed(units)
             for handle in unit.handles
-            if handle.grads.is_persistent and not handle.has_early_hooks
+            if handle.grads.is_persistent and not handle.shown.has_early_hooks
         }
         order = [handle for ref in self._order if (handle := ref()) in owners]
         if len(order) != len(owners):
