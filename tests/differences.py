@@ -69,7 +69,7 @@ from composable_shard import (
     is_sharded,
     register_comm_hook,
 )
-from composable_shard.comm import ReductionStage, devices
+from composable_shard.comm import ReductionStage, devices, watch
 from tests import helpers
 from tests.construct import test_setup_differences as setups
 from tests.helpers import Planned, RankError, run_processes
@@ -727,11 +727,19 @@ def train_and_note(
         dist.barrier()  # no rank leaves before the other has told
     except SystemExit:
         note("ended")
-        time.sleep(timeout_s + SPARE_S / 2)
+        _live_on(path, timeout_s + SPARE_S / 2)
     except Exception as error:  # of any kind: it goes into the table
         if not path.exists():
             note("error", f"{type(error).__name__}: {error}")
-            time.sleep(SPARE_S / 2)  # the process lives on: the other rank may ask for it
+            _live_on(path, SPARE_S / 2)
+
+
+def _live_on(path: Path, longest_s: float) -> None:
+    """Wait until the other ranks, which may ask for this one, have noted what came of it."""
+    paths = [path.with_name(f"rank{rank}.json") for rank in range(int(os.environ["WORLD_SIZE"]))]
+    deadline = time.monotonic() + longest_s
+    while time.monotonic() < deadline and not all(each.exists() for each in paths):
+        time.sleep(0.05)
 
 
 def train(name: str, strategy: str) -> bool:
@@ -873,6 +881,7 @@ def measure_with(
 
 
 def _call_in(function: Callable[[str, int], None], directory: str, timeout_s: int) -> None:
+    watch._TICK_S, watch._QUIET_S = 0.1, 0.3  # the ranks find the same, sooner
     function(directory, timeout_s)
 
 

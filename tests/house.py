@@ -101,8 +101,8 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 20_401,
-    "lines of all": 29_807,
+    "lines of the core": 20_396,
+    "lines of all": 29_802,
     "quick start: statements": 4_134,
     "warm step: functions": 214,
     "attributes of a class, most": 34,

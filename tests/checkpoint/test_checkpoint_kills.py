@@ -7,14 +7,14 @@ from tests.helpers import run_benchmark
 
 def test_kills_between_file_operations_and_at_random_moments() -> None:
     """A part of what the benchmark does, whose own checks say what went wrong."""
-    options = ["--every", "14", "--random", "4", "--steps", "12", "--resume-every", "3"]
+    options = ["--every", "14", "--random", "2", "--steps", "12", "--resume-every", "3"]
     result = run_benchmark("checkpoint_kills", options)
     counts = result["num_kills"]
     assert counts["one rank, between operations"] >= 3
     assert counts["all ranks, between operations"] >= 3
     inside = counts.get("one rank, inside a save", 0) + counts.get("all ranks, inside a save", 0)
     assert inside >= 1
-    assert result["num_resumed"] >= 6
+    assert result["num_resumed"] >= 4
     assert set(result["found"]) == {
         "before",
         "new",

@@ -32,7 +32,6 @@ from tests.helpers import distributed
         ("swap_equal_units_without_a_root", "FULL_SHARD", ["'Linear', number 1", "number 2"]),
         ("skip_the_wide_unit", "SHARD_GRAD_OP", ["unit 'blocks.3'", "unit 'blocks.2'"]),
         ("full_tensor", "FULL_SHARD", ["full_tensor() of 'blocks.0.weight'", "forward gather"]),
-        ("clip_for_full_tensor", "SHARD_OPTIM", ["full_tensor() of", "clip_grad_norm_(max_norm"]),
         ("divide_factor", "NO_SHARD", ["set_gradient_divide_factor(7.0) of unit 'Chain'"]),
         ("frozen_unit", "FULL_SHARD", ["unit 'blocks.1' set to [False, False]"]),
         ("save_checkpoint", "FULL_SHARD", ["save_checkpoint()"]),
