@@ -115,7 +115,7 @@ def test_the_table_in_the_documentation_lists_the_facts() -> None:
     lines = [line for line in page.splitlines() if line.startswith("| `")]
     rows = [line.strip("| ").split(" | ") for line in lines[1:]]
     assert [row[0].split("`")[1] for row in rows] == [each.name for each in ShardingStrategy]
-    for (_, params, grads, state, _), facts in zip(
+    for (_, params, grads, _, state, _), facts in zip(
         rows, [each.facts for each in ShardingStrategy], strict=True
     ):
         assert (params == "sharded") is facts.frees_params
