@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class ModelConfig:
     heads: int
     batch: int
     length: int
+    loss_chunks: int = 1
 
 
 CONFIGS = {
@@ -37,6 +39,8 @@ CONFIGS = {
     "110m": ModelConfig(12, 768, 2048, 16384, 12, 1, 8),  # 440.5 MB, for checkpoints
     "big": ModelConfig(24, 1024, 2816, 8192, 16, 1, 8),  # 1.3 GB, 325 M parameters, for set-up
     "tiny": ModelConfig(48, 128, 384, 1024, 4, 2, 128),  # 42.0 MB, 49 units, 435 parameters
+    "wide": ModelConfig(4, 512, 1408, 32768, 8, 2, 512),  # 186 MB; the logits are 134 MB
+    "wide_chunked": ModelConfig(4, 512, 1408, 32768, 8, 2, 512, loss_chunks=16),
     "mini": ModelConfig(6, 64, 192, 256, 4, 4, 32),  # learns something in 200 steps
     "micro": ModelConfig(48, 32, 96, 256, 2, 2, 16),  # copies negligible: host cost only
 }
@@ -91,13 +95,23 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
+        self.loss_chunks = config.loss_chunks
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Map tokens and targets, both (B, T), to the loss, a scalar."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        x, targets = self.norm(x).flatten(0, 1), targets.flatten()
+        if self.loss_chunks == 1:
+            return F.cross_entropy(self.head(x), targets)
+        chunks = zip(x.chunk(self.loss_chunks), targets.chunk(self.loss_chunks), strict=True)
+        losses = [checkpoint(self._chunk_loss, *each, use_reentrant=False) for each in chunks]
+        return torch.stack(losses).sum() / len(targets)
+
+    def _chunk_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the losses of one part, whose logits the backward computes again."""
+        return F.cross_entropy(self.head(x), targets, reduction="sum")
 
 
 class HuggingFaceLlama(nn.Module):

@@ -74,11 +74,29 @@ def test_language_model_trains_and_equals_one_process(num_ranks: int, tmp_path: 
         [(code, output)] = run_processes([{}], _run_here, SCRIPT, arguments, tmp_path, timeout=90)
         assert code == 0, output
     else:
-        output = _run_forked(SCRIPT, num_ranks, tmp_path, *arguments)
+        output = _run_forked(SCRIPT, num_ranks, tmp_path, *arguments, "--loss-chunks", "3")
     assert "largest difference" in output
     with (tmp_path / "loss.csv").open() as file:
         assert len(list(csv.reader(file))) == 4  # a header and three steps
     assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+def test_the_loss_in_chunks_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so are its gradients, where some targets are padding."""
+    monkeypatch.syspath_prepend(TUTORIALS)
+    story = importlib.import_module("language_model")
+    model = story.Transformer(story.ModelConfig(layers=1, dim=64))
+    sequences = torch.randint(0, 256, (3, 17), generator=torch.Generator().manual_seed(0))
+    sequences[2, 9:] = story.PADDING
+    for reduction in ("mean", "sum"):
+        results = []
+        for model.loss_chunks in (1, 5):
+            model.zero_grad()
+            loss = story.sequence_loss(model, sequences, reduction)
+            loss.backward()
+            results.append([loss, *(param.grad.clone() for param in model.parameters())])
+        for whole, chunked in zip(*results, strict=True):
+            torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
 
 
 def _interrupt_here(options: list[str], folder: Path) -> tuple[int, str]:

@@ -48,6 +48,7 @@ def parse_args(options: list[str], description: str = "") -> argparse.Namespace:
     add("--check-steps", type=int, default=20, help="losses that must equal one process; 0: none")
     add("--eval-every", type=int, default=50, help="steps between looks at the held-out tenth")
     add("--eval-part", type=int, default=6, help="a look reads one n-th of it, the last reads all")
+    add("--loss-chunks", type=int, default=1, help="parts of a batch whose logits exist at once")
     add("--prompt", default="The ", help="how the sentence at the end begins")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if enough")
     add("--output", type=Path, default=Path("out"), help="directory for loss.csv and loss.png")
@@ -68,7 +69,16 @@ def parse_args(options: list[str], description: str = "") -> argparse.Namespace:
         "microbatch, but the whole model is unsharded at the end of each forward",
     )
     args = parser.parse_args(options)
-    for name in ("layers", "length", "batch", "microbatches", "steps", "eval_every", "eval_part"):
+    for name in (
+        "layers",
+        "length",
+        "batch",
+        "microbatches",
+        "steps",
+        "eval_every",
+        "eval_part",
+        "loss_chunks",
+    ):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} has to be at least 1")
     if args.dim < 64 or args.dim % 64:

@@ -10,6 +10,7 @@ from pydoc_data.topics import topics
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 PADDING = -1  # a target that does not count
 
@@ -23,6 +24,7 @@ class ModelConfig:
     head_dim: int = 64
     vocabulary: int = 256
     max_length: int = 1024
+    loss_chunks: int = 1  # more: the logits of so many parts of a batch, one part after another
 
     @property
     def hidden_dim(self) -> int:
@@ -92,11 +94,31 @@ class Layer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def chunk_loss(hidden: Tensor, head: nn.Linear, targets: Tensor, reduction: str) -> Tensor:
+    """Return the cross entropy of hidden states, (N, D), and targets, (N,)."""
+    return F.cross_entropy(head(hidden), targets, ignore_index=PADDING, reduction=reduction)
+
+
+def chunked_loss(
+    hidden: Tensor, head: nn.Linear, targets: Tensor, num_chunks: int, reduction: str = "mean"
+) -> Tensor:
+    """Return the same without ever holding all logits, (N, V), which the backward computes again.
+
+    Call it in the forward of the unit that has the head's weight, here the root: it stays gathered
+    until its backward, so that no chunk gathers anything.
+    """
+    chunks = zip(hidden.chunk(num_chunks), targets.chunk(num_chunks), strict=True)
+    losses = [checkpoint(chunk_loss, h, head, t, "sum", use_reentrant=False) for h, t in chunks]
+    total = torch.stack(losses).sum()
+    return total / (targets != PADDING).sum() if reduction == "mean" else total
+
+
 class Transformer(nn.Module):
-    """Bytes in, the logits of the next byte out."""
+    """Bytes in, the logits of the next byte out, or the loss."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.loss_chunks = config.loss_chunks
         if config.dim % config.head_dim or config.head_dim % 2:
             raise ValueError(
                 f"dim {config.dim} is no multiple of an even head_dim {config.head_dim}"
@@ -115,27 +137,38 @@ class Transformer(nn.Module):
                 writes = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** (0.5 * writes))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map (B, T) token numbers to (B, T, V) logits."""
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        """Map (B, T) token numbers to (B, T, V) logits, or with targets, (B, T), to their loss."""
         x = self.embedding(tokens)
         length = tokens.shape[1]
         cos, sin = self.cos[:length], self.sin[:length]
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        if targets is None:
+            return self.head(x)
+        hidden, targets = x.flatten(0, 1), targets.flatten()
+        if self.loss_chunks > 1:
+            return chunked_loss(hidden, self.head, targets, self.loss_chunks, reduction)
+        return chunk_loss(hidden, self.head, targets, reduction)
 
 
 def sequence_loss(model: nn.Module, sequences: Tensor, reduction: str = "mean") -> Tensor:
     """Return the cross entropy of predicting each byte, (B, T + 1), from those before it."""
-    inputs, targets = sequences[:, :-1].clamp(min=0), sequences[:, 1:]
-    logits = model(inputs).flatten(0, 1)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=PADDING, reduction=reduction)
+    return model(sequences[:, :-1].clamp(min=0), sequences[:, 1:], reduction)
 
 
 def make_model(args: Namespace, device: torch.device) -> Transformer:
     """Build the model: on every rank and device with the same initial weights."""
     torch.manual_seed(args.seed)
-    config = ModelConfig(layers=args.layers, dim=args.dim, max_length=args.length)
+    config = ModelConfig(
+        layers=args.layers,
+        dim=args.dim,
+        max_length=args.length,
+        loss_chunks=args.loss_chunks,
+    )
     return Transformer(config).to(device)
 
 
