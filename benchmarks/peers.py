@@ -13,10 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import other_libraries
 
 Builder = Callable[[nn.Module], nn.Module]
 
@@ -35,11 +39,24 @@ def _fsdp1(model: nn.Module, *, strategy: ShardingStrategy) -> nn.Module:
 
 
 def _fsdp2(
-    model: nn.Module, *, reshard_after_forward: bool | None, splits_root: bool = False
+    model: nn.Module,
+    *,
+    reshard_after_forward: bool | None,
+    splits_root: bool = False,
+    replicas: int = 1,
 ) -> nn.Module:
+    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+    if replicas > 1:
+        options["mesh"] = _two_dimensional(replicas)
     for layer in (*model.layers, *([model.embedding] if splits_root else [])):
-        fully_shard(layer, reshard_after_forward=reshard_after_forward)
-    return fully_shard(model, reshard_after_forward=reshard_after_forward)
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def _two_dimensional(replicas: int) -> Any:
+    """Return a mesh of so many replicas, each of which shards over its own ranks."""
+    shape = (replicas, dist.get_world_size() // replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _ours(
@@ -48,16 +65,26 @@ def _ours(
     strategy: str = "FULL_SHARD",
     layers_per_unit: int = 1,
     splits_root: bool = False,
+    replicas: int = 1,
     **options: Any,
 ) -> nn.Module:
     package = importlib.import_module("composable_shard")
     options["strategy"] = package.ShardingStrategy[strategy]
+    if replicas > 1:
+        options["mesh"] = _two_dimensional(replicas)
     if splits_root:
         package.fully_shard(model.embedding, **options)
     layers = list(model.layers) if layers_per_unit else []
     for start in range(0, len(layers), layers_per_unit or 1):
         package.fully_shard(layers[start : start + layers_per_unit], **options)
     return package.fully_shard(model, **options)
+
+
+def _ours_blocks(model: nn.Module) -> nn.Module:
+    package = importlib.import_module("composable_shard")
+    rules = importlib.import_module("composable_shard.planning").transformer_blocks(model)
+    package.shard_model(model, rules)
+    return model
 
 
 class Subclass(torch.Tensor):
@@ -95,6 +122,9 @@ _BUILDERS: dict[str, Builder] = {
     "fsdp2_keep": partial(_fsdp2, reshard_after_forward=False),
     # The embedding is a unit of its own: it is freed between its forward and its backward.
     "fsdp2_split": partial(_fsdp2, reshard_after_forward=None, splits_root=True),
+    "fsdp2_2d": partial(_fsdp2, reshard_after_forward=None, replicas=2),
+    "ours_2d": partial(_ours, replicas=2),
+    "ours_blocks": _ours_blocks,  # as `shard_model` splits it
     "ours_split": partial(_ours, splits_root=True),
     "ours_optim_split": partial(_ours, strategy="SHARD_OPTIM", splits_root=True),
     "ours": partial(_ours, reshard_after_forward=None),
@@ -113,14 +143,17 @@ _BUILDERS: dict[str, Builder] = {
     "ours_noshard_merged": partial(_ours, strategy="NO_SHARD", layers_per_unit=8),
     "ours_noshard_one": partial(_ours, strategy="NO_SHARD", layers_per_unit=0),
     "ours_buckets": partial(_ours, strategy="NO_SHARD", layers_per_unit=0, bucket_cap_mb=25),
+    **{name: build for name, (_, build) in other_libraries.BUILDERS.items()},
 }
 PEERS = tuple(_BUILDERS)
 
 
 def is_available(peer: str) -> bool:
-    """Return whether the peer can be built here; only ours may be missing."""
+    """Return whether the peer can be built here; ours and other libraries may be missing."""
     if peer not in _BUILDERS:
         raise ValueError(f"expected a peer out of {', '.join(PEERS)}, got {peer!r}")
+    if peer in other_libraries.BUILDERS:
+        return importlib.util.find_spec(other_libraries.BUILDERS[peer][0]) is not None
     if not peer.startswith("ours"):
         return True
     if importlib.util.find_spec("composable_shard") is None:
@@ -133,9 +166,7 @@ def parse_peers(text: str) -> list[str]:
     names = text.split(",")
     missing = [name for name in names if not is_available(name)]
     if missing:
-        print(
-            f"left out: {', '.join(missing)} (composable_shard has no fully_shard)", file=sys.stderr
-        )
+        print(f"left out: {', '.join(missing)} (not installed)", file=sys.stderr)
     return [name for name in names if name not in missing]
 
 
@@ -146,6 +177,8 @@ def build(peer: str, model: nn.Module) -> nn.Module:
 
 def make_optimizer(peer: str, model: nn.Module) -> torch.optim.Optimizer:
     """Return fused AdamW over the built model's parameters."""
+    if hasattr(model, "peer_optimizer"):
+        return model.peer_optimizer  # type: ignore[no-any-return]
     if peer == "zero1":
         # Imported where it is wanted: it warns of a deprecated function of its own.
         kind = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
