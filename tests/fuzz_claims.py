@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
+import re
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -47,6 +49,7 @@ from tests.claims import (
     unsharded_values,
 )
 from tests.helpers import Planned, RankError, run_ranks, shut_down_workers
+from tests.interrupts import Interrupter, OutOfStepError, are_all_at, without_lost_interrupts
 from tests.models import average_gradients, rank_input, square_mean
 
 DIM, HIDDEN = 6, 5
@@ -65,6 +68,15 @@ FEATURES = {
     "inputs": "backward(inputs=...) with parameters, between unshard and reshard",
     "reentrant_ties": "tied or shared weights of which a use is in a reentrant checkpoint",
     "uneven": "parameters that some ranks use, beside reentrant checkpoints and create_graph",
+    "surgery": "heads, children, parameters and flags that are new after some steps",
+    "rest": "losses of parameters at rest",
+    "sharing": "gradients that parameters share, or that are parameters",
+    "interrupt": "interrupts of a forward or backward at any line",
+}
+#: What a program ends in that would train something unseen; it goes on with the remedy.
+REFUSALS = {
+    "rest": "a backward reached parameter .* at rest",
+    "surgery": "no unit manages the trainable parameters",
 }
 
 
@@ -83,6 +95,7 @@ class BlockPlan:
     repeats: int = 1
     is_branch: bool = False  # takes the input of the block before it
     is_inplace: bool = False
+    sharing: str | None = None
     inner: list[BlockPlan] = field(default_factory=list)
 
 
@@ -112,9 +125,10 @@ class Case:
     has_root: bool
     is_uneven: bool  # ranks use different parameters, whatever is checkpointed
     steps: list[tuple[str | None, list[Micro], str | None]]  # freeze or change, microbatches, zero
+    surgery: tuple[int, str, int, bool] | None = None  # step, kind, block, whether it is refused
 
     def __str__(self) -> str:
-        lines = [f"root: {self.has_root} {self.options}"]
+        lines = [f"root: {self.has_root} {self.options}, surgery: {self.surgery}"]
         lines += [f"block {i}: {block}" for i, block in enumerate(self.blocks)]
         for before, micros, zero in self.steps:
             lines.append(f"step: before={before} zero={zero}")
@@ -147,7 +161,27 @@ def draw(seed: int, features: set[str]) -> Case:
     if is_uneven and any(before == "freeze" for before, _, _ in steps):
         for micro in (micro for _, micros, _ in steps for micro in micros):
             micro.inputs = False  # which reach no node on a rank that uses none of the trainable
-    return Case(blocks, _options(random, shared), has_root, is_uneven, steps)
+    case = Case(blocks, _options(random, shared), has_root, is_uneven, steps)
+    _draw_unseen(random, case, features, is_double)
+    return case
+
+
+def _draw_unseen(random: Random, case: Case, features: set[str], is_double: bool) -> None:
+    """Draw what might train unseen; last of all, so that the rest of a seed stays what it is."""
+    if "surgery" in features and random.random() < 0.4:
+        kind = random.choice(["head", "leaf", "param", "unfreeze"])
+        kind = "head" if kind == "unfreeze" and case.has_root else kind
+        number, index = random.randint(1, 2), random.randrange(len(case.blocks))
+        case.surgery = number, kind, index, random.random() < 0.5
+    for plan in case.blocks if "sharing" in features and not is_double else ():
+        plan.sharing = random.choice([None, None, "sum", "other", "view", "own"])
+    for _, micros, _ in case.steps:
+        if "rest" in features and case.options["use_orig_params"] and random.random() < 0.1:
+            micros.insert(0, Micro(fails="rest", fails_at=random.randrange(len(case.blocks))))
+        if "interrupt" in features and not case.is_uneven and random.random() < 0.25:
+            lines = int(10 ** random.uniform(1, 3.7))
+            drops = random.choice(["optimizer", "zeros", "module", "none"])
+            micros.insert(0, Micro(fails="interrupt", fails_at=lines, drops=drops))
 
 
 def _options(random: Random, shared: dict[str, Any]) -> dict[str, Any]:
@@ -258,6 +292,21 @@ class _BackwardFailure(torch.autograd.Function):
         raise Planned
 
 
+class _Lends(torch.autograd.Function):
+    """The first weight's gradient is a parameter, or a view of one, whatever the loss is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, other: Tensor, sharing: str) -> Tensor:
+        ctx.save_for_backward(weight if sharing == "own" else other)
+        ctx.sharing = sharing
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (lent,) = ctx.saved_tensors
+        return grad, lent.view_as(lent) if ctx.sharing == "view" else lent, None, None
+
+
 class FuzzBlock(nn.Module):
     """Two layers, perhaps others inside, and a parameter that some ranks use."""
 
@@ -266,6 +315,8 @@ class FuzzBlock(nn.Module):
         self.plan = plan
         self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
         self.extra = nn.Parameter(torch.randn(DIM))
+        self.twin = nn.Parameter(torch.randn(HIDDEN, DIM)) if plan.sharing else None
+        self.register_parameter("fresh", None)
         self.inner = nn.ModuleList(map(FuzzBlock, plan.inner))
         for name in plan.frozen:
             self.get_parameter(name).requires_grad_(False)
@@ -280,7 +331,7 @@ class FuzzBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         """Return the output in the form that the plan says."""
-        hidden = torch.tanh(self.up(x))
+        hidden = torch.tanh(self.up(x if self.twin is None else self._share(x)))
         side = self.plan.side
         if side == "attribute":
             self.kept = [square_mean(self.down(hidden)) + self.up.weight.square().mean()]
@@ -294,9 +345,16 @@ class FuzzBlock(nn.Module):
                 y = main_of(block(y))
         if self.uses_extra:
             y = y * self.extra
+        if self.fresh is not None:
+            y = y * self.fresh
         if self.plan.is_inplace:
             y = y.relu_()
         return _in_form(self._end(x, x + y), hidden, self.plan.output)
+
+    def _share(self, x: Tensor) -> Tensor:
+        if self.plan.sharing == "sum":
+            return x + (x @ (self.up.weight + self.twin).T).mean(1, keepdim=True)
+        return _Lends.apply(x, self.up.weight, self.twin, self.plan.sharing)
 
     def _end(self, x: Tensor, out: Tensor) -> Tensor:
         if self.plan.side == "closure":
@@ -344,6 +402,8 @@ class FuzzModel(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(map(FuzzBlock, case.blocks))
         self.scale = nn.Parameter(torch.ones(DIM)) if case.has_root else None
+        is_unfrozen = case.surgery is not None and case.surgery[1] == "unfreeze"
+        self.outer = nn.Linear(DIM, DIM).requires_grad_(False) if is_unfrozen else nn.Identity()
         for block in self.blocks:
             if block.plan.tie is not None:
                 block.up.weight = self.blocks[block.plan.tie].up.weight
@@ -365,7 +425,25 @@ class FuzzModel(nn.Module):
                 else:
                     given = main_of(block(given))
             x = x + given if block.plan.is_branch else given
+        x = self.outer(x)
         return x if self.scale is None else x * self.scale
+
+    def operate(self, kind: str, index: int) -> nn.Module:
+        """Change the model as its owner might; return the module with what is new."""
+        torch.manual_seed(7)
+        block = self.blocks[index]
+        if kind == "head":
+            del block.down  # whose memory, and `id`, the new one may get
+            block.down = nn.Linear(HIDDEN, DIM).double()
+            return block.down
+        if kind == "leaf":
+            block.up.lora = nn.Linear(DIM, HIDDEN).double()
+            block.up.register_forward_hook(lambda up, args, out: out + up.lora(args[0]))
+            return block.up.lora
+        if kind == "param":
+            block.fresh = nn.Parameter(torch.randn(DIM).double())
+            return block
+        return self.outer.requires_grad_()
 
     def each_block(self) -> Iterator[FuzzBlock]:
         """Yield all blocks, each once."""
@@ -411,6 +489,20 @@ def _cleared(setter: Callable[[nn.Module, bool], None], model: nn.Module) -> Ite
         setter(model, True)
 
 
+@contextmanager
+def _raises(kind: str | None) -> Iterator[None]:
+    """Check that the block is refused, or raises what was planned."""
+    try:
+        yield
+    except Planned:
+        assert kind is None
+    except RuntimeError as error:
+        if kind is None or not re.search(REFUSALS[kind], str(error)):
+            raise
+    else:
+        raise AssertionError(f"no error came: {kind or 'planned'}")
+
+
 @dataclass
 class _Trainee:
     """One of the two models, and where it is."""
@@ -429,7 +521,8 @@ class _Trainee:
     def run(self, micro: Micro) -> None:
         for index, block in enumerate(self.model.each_block()):
             # Whether a reentrant checkpoint's gradients are complete must be the same on all ranks.
-            rank = 0 if self.is_same_everywhere else dist.get_rank()
+            is_same = self.is_same_everywhere or micro.fails == "interrupt"
+            rank = 0 if is_same else dist.get_rank()
             block.uses_extra = (self.number + index + rank) % 3 != 0
         self.evaluate(micro.evaluation)
         if micro.fails is not None:
@@ -479,19 +572,55 @@ class _Trainee:
                     loss.backward(inputs=inputs)
 
     def fail(self, micro: Micro) -> None:
+        """Run a microbatch that ends in an error, or in an interrupt."""
+        if micro.fails == "interrupt":
+            self.interrupt(micro.fails_at)
+            return
         block = self.model.blocks[micro.fails_at]
         grads = [(p, None if p.grad is None else p.grad.clone()) for p in self.model.parameters()]
+        is_at_rest = micro.fails == "rest"
+        if is_at_rest and not block.up.weight.requires_grad:
+            return  # such a loss is right
+        is_right = is_at_rest and not self.is_sharded
         block.fails = micro.fails
-        try:
-            self.loss(Micro(loss="main")).backward()
-        except Planned:
-            pass
-        else:
-            raise AssertionError("the planned failure did not come")
+        with nullcontext() if is_right else _raises("rest" if is_at_rest else None):
+            loss = self.loss(Micro(loss="main"))
+            (loss + block.up.weight.square().sum() if is_at_rest else loss).backward()
         block.fails = None
         if not self.is_sharded:  # the sharded model drops such gradients as a whole
             for param, grad in grads:
                 param.grad = grad
+
+    def interrupt(self, moment: int) -> None:
+        """Interrupt the sharded model; all gradients are dropped after it."""
+        interrupter = Interrupter(moment)
+        if self.is_sharded:
+            try:
+                with interrupter.watching():
+                    self.loss(Micro(loss="main")).backward()
+            except KeyboardInterrupt:
+                torch.set_grad_enabled(True)  # Python leaves no `with` between body and exit
+            if not are_all_at(interrupter.place):
+                raise OutOfStepError(interrupter.place)
+        else:
+            self.number += 1
+
+    def operate(self, case: Case) -> None:
+        """Change the model; the next forward is refused, or the remedy comes before it."""
+        assert case.surgery is not None
+        _, kind, index, is_refused = case.surgery
+        new, is_refused = self.model.operate(kind, index), is_refused or kind == "param"
+        if not self.is_sharded:
+            self.number += is_refused
+        elif is_refused:
+            with _raises("surgery"):
+                self.loss(Micro(loss="main"))
+        if kind == "param":
+            new.fresh.requires_grad_(False)
+            return
+        if self.is_sharded:
+            fully_shard(new, **case.options)
+        self.optimizer.add_param_group({"params": list(new.parameters())})
 
     def evaluate(self, kind: str | None) -> None:
         if kind == "dropped":
@@ -535,20 +664,28 @@ class _Trainee:
                     param.data.copy_(param.detach() + 0.125)
 
 
-def run_case(seed: int, features: set[str]) -> None:
-    """Run the case of a seed on both models and compare after each step, on every rank."""
+def run_case(seed: int, features: set[str]) -> str:
+    """Run the case of a seed on both models and compare after each step, on every rank.
+
+    Returns:
+        "right", or "apart" where ranks were interrupted at different lines: nothing is known then.
+    """
     case = draw(seed, features)
     try:
-        with poisoned(), warnings.catch_warnings():
+        with poisoned(), warnings.catch_warnings(), without_lost_interrupts():
             warnings.filterwarnings("ignore", "a backward failed before it reached unit")
             failing = [m.fails_at for _, ms, _ in case.steps for m in ms if m.fails == "backward"]
-            if any(case.blocks[index].output in HIDING for index in failing):
+            is_cut = any(m.fails == "interrupt" for _, ms, _ in case.steps for m in ms)
+            if is_cut or any(case.blocks[index].output in HIDING for index in failing):
                 # No unit sees that gradients reach such an output, so it fails before the first.
                 warnings.filterwarnings("ignore", "a backward has run since the last forward")
             _run_beside_plain(case)
+    except OutOfStepError:
+        return "apart"
     except BaseException as error:
         error.add_note(f"python -m tests.fuzz_claims --only {seed}\n{case}")
         raise
+    return "right"
 
 
 def _run_beside_plain(case: Case) -> None:
@@ -566,6 +703,8 @@ def _run_beside_plain(case: Case) -> None:
     ]
     for number, (before, micros, zero) in enumerate(case.steps):
         for run in runs:
+            if case.surgery is not None and case.surgery[0] == number:
+                run.operate(case)
             run.change(before, has_names=has_names)
             for micro in micros:
                 run.run(micro)
@@ -590,7 +729,7 @@ def run_seeds(first: int, count: int, features: set[str]) -> None:
 
 
 def run_apart(world_size: int, seed: int, features: set[str]) -> str:
-    """Run the case of a seed; return whether it was "right" or "refused", raise if neither.
+    """Run the case of a seed; return "right", "refused" or "apart", raise if it is none.
 
     A case may be refused in which an output hides its tensors, or losses are kept beside it; and
     one in which ranks use other parameters inside reentrant checkpoints or gradients of gradients:
@@ -603,13 +742,16 @@ def run_apart(world_size: int, seed: int, features: set[str]) -> str:
     hides = any(block.output in HIDING or block.side is not None for block in case.blocks)
     try:
         # By its own name, which the workers import; this module may be `__main__`.
-        run_ranks(world_size, importlib.import_module("tests.fuzz_claims").run_case, seed, features)
+        worker = importlib.import_module("tests.fuzz_claims").run_case
+        (result, *_) = run_ranks(world_size, worker, seed, features)
     except RankError as error:
         may_be_refused = (case.is_uneven and is_local) or hides
         if not (may_be_refused and is_refused(error, world_size)):
             raise
         return "refused"
-    return "right"
+    if result == "apart":
+        shut_down_workers()
+    return result
 
 
 def run_fuzz() -> int:
@@ -619,24 +761,24 @@ def run_fuzz() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--only", type=int)
     parser.add_argument("--features", default=",".join(FEATURES))
-    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--world-size", type=int, help="by the seed, if it is not given")
     args = parser.parse_args()
     features = set(args.features.split(",")) & set(FEATURES)
     end = time.monotonic() + args.seconds
-    seed, failed, num_run, num_refused = args.only or args.seed, [], 0, 0
+    seed, failed, results = args.only or args.seed, [], Counter[str]()
     sys.stdout.write(f"from seed {seed}, features {sorted(features)}\n")
     while True:
         try:
-            num_refused += run_apart(args.world_size, seed, features) == "refused"
+            size = args.world_size or (1 if seed % 4 == 0 else 2)
+            results[run_apart(size, seed, features)] += 1
         except RankError as error:
             failed.append(seed)
             sys.stdout.write(f"\nseed {seed}: {error}\n")
-        num_run += 1
         seed += 1
         if args.only is not None or time.monotonic() > end:
             break
     shut_down_workers()
-    sys.stdout.write(f"{num_run} cases, {num_refused} refused, {len(failed)} failed: {failed}\n")
+    sys.stdout.write(f"{dict(results)}, {len(failed)} failed: {failed}\n")
     return bool(failed)
 
 

@@ -188,7 +188,7 @@ class _InterruptedRun:
             if moment % 3 == 1 and self.saves and self.program.is_alike:
                 optimizer = self.optimizers[self.sharded]
                 folder = save_checkpoint(path, self.sharded, optimizer, step=1)
-        if not _are_all_at(interrupter.place):
+        if not are_all_at(interrupter.place):
             raise OutOfStepError(interrupter.place)
         if folder is not None:
             load_checkpoint(str(folder), self.loaded, self.optimizers[self.loaded])
@@ -260,7 +260,7 @@ class OutOfStepError(Exception):
     """Ranks were interrupted at different places, so what comes after it may not be in step."""
 
 
-def _are_all_at(place: str) -> bool:
+def are_all_at(place: str) -> bool:
     """Return whether all ranks were interrupted at the same place; local to the store."""
     store, key = dist.distributed_c10d._get_default_store(), f"interrupt/{next(_numbers)}"
     store.set(f"{key}/{dist.get_rank()}", place or "-")
@@ -281,7 +281,7 @@ def count_lines(name: str) -> int:
 
 
 @contextmanager
-def _without_lost_interrupts() -> Iterator[None]:
+def without_lost_interrupts() -> Iterator[None]:
     """Let pass what Python itself drops: an interrupt in a `__del__` or a weak reference's call."""
     before = sys.unraisablehook
 
@@ -302,7 +302,7 @@ def run_moments(
     """Interrupt steps of a program at moments, on every rank; return their places."""
     places = {}
     poison = poisoned() if is_poisoned else nullcontext()
-    with poison, warnings.catch_warnings(), _without_lost_interrupts():
+    with poison, warnings.catch_warnings(), without_lost_interrupts():
         warnings.filterwarnings("ignore", "a backward has run since the last forward")
         warnings.filterwarnings("ignore", "a backward failed, and the last forwards")
         run = _InterruptedRun(PROGRAMS[name])

@@ -56,9 +56,10 @@ class PoisonedGather:
         with explained(group):
             gather.wait()
         self._output, self._values = output, output.clone()
-        own = own_part.clone()  # perhaps the shard itself
-        Poison.fill(output)
-        own_part.data.copy_(own)
+        # The own part, perhaps the shard itself, keeps its values: an interrupt would lose them.
+        start = own_part.storage_offset() - output.storage_offset()
+        Poison.fill(output[:start])
+        Poison.fill(output[start + own_part.numel() :])
 
     def wait(self) -> None:
         """Write the values where they belong."""
