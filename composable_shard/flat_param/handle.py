@@ -41,7 +41,7 @@ from composable_shard.tensor import (
     ShardSpec,
     UnitLabel,
     WriteGuard,
-    note_steps,
+    step_hooks,
 )
 from composable_shard.torch_private import (
     version_of,
@@ -138,8 +138,7 @@ class FlatParamHandle(ShardedParams):
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
         self.initial = InitialValues(self.guard)
-        if self.layout.owners:
-            note_steps(self)
+        step_hooks.keep_for(self)
         self.is_attached = False
         self.on_gradient: GradientHook | None = None
 

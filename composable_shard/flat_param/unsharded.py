@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
+    NeverStepped,
     is_trainable,
     user_attributes,
 )
@@ -57,7 +58,7 @@ _LATER = (
 )
 
 
-class UnshardedParameter(nn.Parameter):
+class UnshardedParameter(NeverStepped, nn.Parameter):
     """A parameter that remembers whether anyone took an alias of it that autograd can't see.
 
     The value may give way to the gradient once autograd is done with the parameter. A node that
@@ -97,17 +98,6 @@ class UnshardedParameter(nn.Parameter):
             )
         self.aliases.note_hidden(self)
         return super().detach()
-
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override] # a plain attribute in the stub
-        """True; raise for an optimizer that is built of it, which would never step anything."""
-        if any(running("torch.optim.optimizer", "add_param_group")):
-            raise RuntimeError(
-                f"an optimizer is built of the full parameter '{self.shard_label}', which gets no "
-                "gradient to step with. Build it of model.parameters() before unshard(module) or "
-                "after reshard(module)."
-            )
-        return True
 
     @property
     def requires_grad(self) -> bool:

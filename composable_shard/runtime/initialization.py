@@ -164,6 +164,7 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
         exchange_always(_always_checked(context.live_states()))
         for handle in context.live_handles():
             handle.shown.note_agreement()
+            handle.guard.take_new()  # ranks may have initialised by themselves
         if any(handle.grads.is_persistent for handle in context.live_handles()):
             context.reduction_order = ReductionOrder()
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from composable_shard.comm import StepFacts
 from composable_shard.comm import note_setting as enter_setting
-from composable_shard.flat_param import FlatParamHandle
+from composable_shard.flat_param import FlatParamHandle, ParamEntry
 from composable_shard.runtime.reduction_order import LATE
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import DisableTorchFunctionSubclass
@@ -103,25 +103,27 @@ def find_unsynced(
 def step_facts(context: TreeContext) -> StepFacts:
     """Return what the program has done since the last backward, for all ranks to compare.
 
-    Whether it has written parameters, those that each rank holds whole how often, and whether it
-    has left gradients there. Of parameters that one rank owns, steps of optimizers count: only the
-    owner writes, and has gradients.
+    How often an optimizer has stepped, the one that has most, for a rank may have none for some
+    parameters; whether parameters were edited; how often those were written that each rank holds
+    whole; whether there are gradients of earlier backwards. Of parameters that one rank owns steps
+    alone count: only the owner edits, and has gradients.
     """
     handles = [handle for state in context.live_states() for handle in state.handles]
-    owned = [bool(handle.layout.owners) and handle.shard_group.size > 1 for handle in handles]
-    pairs = list(zip(handles, owned, strict=True))
-    now = {h.guard: h.guard.num_steps if is_owned else h.guard.num_writes for h, is_owned in pairs}
-    before, context.writes = context.writes, now
-    new = [now[handle.guard] - before.get(handle.guard, now[handle.guard]) for handle in handles]
-    num_whole = sum(num for num, h in zip(new, handles, strict=True) if h.shard_group.size == 1)
+    num_steps, num_whole, has_edits, shown = 0, 0, False, list[ParamEntry]()
+    for handle in handles:
+        most, is_edited, num_new = handle.guard.take_new()
+        num_steps = max(num_steps, most)
+        if handle.shard_group.size == 1:
+            num_whole += num_new
+        if handle.shard_group.size == 1 or not handle.layout.owners:
+            has_edits |= is_edited
+            shown += handle.shown.at_rest
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
-        shown = (
-            each for handle, is_owned in pairs if not is_owned for each in handle.shown.at_rest
-        )
         has_gradients = any(each.sharded.grad is not None for each in shown)
     line = (
-        f"a backward with{'' if any(new) else 'out'} writes to parameters since the last one (by "
-        f"optimizer.step() or edits){f', {num_whole} of them,' if num_whole else ','} and with "
+        f"a backward that came after {num_steps} steps of an optimizer and "
+        f"with{'' if has_edits else 'out'} edits of parameters since the last one"
+        f"{f', {num_whole} writes,' if num_whole else ','} and with "
         f"{'' if has_gradients else 'no '}gradients of earlier ones"
     )
     return StepFacts(line, [(handle.shard_group, handle.label.first_call) for handle in handles])

@@ -27,7 +27,6 @@ from composable_shard.options import UnitOptions
 from composable_shard.runtime.casts import BufferBroadcast
 from composable_shard.runtime.reduction_order import Buckets, ReductionOrder
 from composable_shard.runtime.saved_values import KnownForwards
-from composable_shard.tensor import WriteGuard
 from composable_shard.torch_private import backward_hooks_of
 
 Unit = TypeVar("Unit")
@@ -369,7 +368,6 @@ class TreeContext:
         self.streams = make_streams(device)
         self.scratch = ScratchPool()
         self.reduction_order: ReductionOrder | None = None
-        self.writes: dict[WriteGuard, int] = {}  # counted when the last backward ended
         self._owners: dict[int, StateRef] | None = None  # by id of a handle that is alive
         trees.add(self)
 
@@ -411,7 +409,7 @@ class TreeContext:
         self.first_calls = dict(other.first_calls)
         self.num_forwards = other.num_forwards
         self.call_start, self.spans_calls = other.call_start, other.spans_calls
-        self.last_backward_id, self.writes = other.last_backward_id, other.writes
+        self.last_backward_id = other.last_backward_id
         self.may_recompute = other.may_recompute & own
         for state in self.live_states():
             state.forward_order = ExecutionOrder()

@@ -17,11 +17,12 @@ from composable_shard.tensor.flat_shard import (
     wrap,
 )
 from composable_shard.tensor.gradient_rules import (
+    NeverStepped,
     ShardedParams,
     Slices,
     group_slices,
     join_tree,
-    note_steps,
+    step_hooks,
     total_norms,
 )
 from composable_shard.tensor.op_rules import register_op_rules

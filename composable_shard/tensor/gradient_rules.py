@@ -4,10 +4,14 @@
 An optimizer steps a parameter of granularity "param" on its owner alone; the other ranks have no
 gradient of it and notice nothing. But all ranks must make the same decision whether full values
 that were gathered before are still valid. So on every rank a step of an optimizer counts as a write
-to all owned parameters in its groups, for which hooks on optimizers live as long as any model has
-owned parameters. Full values that outlive a backward that reduced gradients are gathered again, as
-the user may step by hand. Any other write by hand must happen on all ranks: an in-place op on the
-empty shard counts.
+to all owned parameters in its groups. Full values that outlive a backward that reduced gradients
+are gathered again, as the user may step by hand. Any other write by hand must happen on all ranks:
+an in-place op on the empty shard counts.
+
+[Note: Steps of optimizers]
+Guards count steps apart from edits, so that the ranks can compare both; whose write it is only a
+hook on every optimizer of the process can say. There are two while any model lives, for a step of
+any number of parameters.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from composable_shard.tensor.reduction_rules import (
 )
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ParamLabel
+from composable_shard.tensor.write_guard import running
 from composable_shard.torch_private import OpOverload, foreach_norm
 
 
@@ -68,33 +73,29 @@ class ShardedParams(ABC):
 
 
 class _StepHooks:
-    """Hooks on the steps of all optimizers, while any handle has owned parameters."""
+    """The hooks on the steps of all optimizers, while any handle lives."""
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []
-        self._num_handles = 0
+        self._num_handles = self.num_owned = 0
 
     def keep_for(self, handle: ShardedParams) -> None:
         """Keep the hooks for as long as the handle lives."""
         if not self._hooks:
-            self._hooks.append(register_optimizer_step_pre_hook(_note_writes))
-            self._hooks.append(register_optimizer_step_post_hook(_note_writes))
+            self._hooks.append(register_optimizer_step_pre_hook(_begin_step))
+            self._hooks.append(register_optimizer_step_post_hook(_end_step))
         self._num_handles += 1
-        weakref.finalize(handle, self._release).atexit = False
+        self.num_owned += _has_owned(handle)
+        weakref.finalize(handle, self._release, _has_owned(handle)).atexit = False
 
-    def _release(self) -> None:
+    def _release(self, has_owned: bool) -> None:
         self._num_handles -= 1
+        self.num_owned -= has_owned
         while self._hooks and not self._num_handles:
             self._hooks.pop().remove()
 
 
-_step_hooks = _StepHooks()
-
-
-def note_steps(handle: ShardedParams) -> None:
-    """Count steps as writes while the handle lives, if it has owned parameters."""
-    if _has_owned(handle):
-        _step_hooks.keep_for(handle)
+step_hooks = _StepHooks()
 
 
 def join_tree(handles: Iterable[ShardedParams]) -> None:
@@ -126,17 +127,44 @@ def _trainable_owned(shards: Iterable[FlatShard]) -> Iterator[FlatShard]:
         yield from handle.trained_shards()
 
 
-def _note_writes(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+class NeverStepped:
+    """A full parameter, which gets no gradient."""
+
+    __slots__ = ()
+    shard_label: object
+
+
+def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    ref = weakref.ref(optimizer)
+    outer = running.steps
+    if ref in outer:
+        outer = outer[: outer.index(ref)]  # the step in there has failed: no hook ran after it
+    running.steps = (*outer, ref)
+    _note_owned_writes(optimizer)
+
+
+def _end_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if step_hooks.num_owned:
+        _note_owned_writes(optimizer)
+    running.steps = running.steps[:-1]
+
+
+def _note_owned_writes(optimizer: Optimizer) -> None:
     """Count a step as a write, [Note: Writes by owners]; before it, and after its closure ran."""
     noted = None
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not isinstance(param, FlatShard) or param._guard is None:
+                if isinstance(param, NeverStepped):
+                    raise RuntimeError(
+                        f"an optimizer is built of the full parameter '{param.shard_label}', which "
+                        "gets no gradient to step with. Build it of model.parameters() before "
+                        "unshard(module) or after reshard(module)."
+                    )
                 continue
             spec, guard = param._shard_spec, param._guard
             if guard is not noted and spec.owner is not None and spec.world_size > 1:
                 note_write(param)
-                guard.note_step()
                 noted = guard
 
 

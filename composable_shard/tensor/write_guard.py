@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
+
+from torch.optim import Optimizer
 
 from composable_shard.torch_private import current_backward_id
 
 _MAX_READS = 4  # that are waited for one by one; older ones have long been done
 
 
+class _Running(threading.local):
+    """The optimizers whose steps the thread is in; another tuple for each step."""
+
+    steps: tuple[weakref.ref[Optimizer], ...] = ()
+
+
+running = _Running()
+
+
 class WriteGuard:
     """Counts the writes to a handle's sharded parameters.
 
     Version counters can't serve: fused and foreach optimizer steps bump none.
-
-    Attributes:
-        num_steps: Of optimizers that have parameters which one rank owns whole.
     """
 
     __slots__ = (
         "_at_write",
+        "_has_edits",
+        "_last_writer",
+        "_num_compared",
+        "_num_steps",
         "_reads",
         "has_new_attributes",
         "is_in_backward",
         "is_in_scope",
         "may_have_hooks",
-        "num_steps",
         "num_writes",
         "owner",
     )
 
     def __init__(self, owner: weakref.ref[object] | None = None) -> None:
-        self.num_writes = self.num_steps = 0
+        self.num_writes = self._num_compared = 0
+        self._has_edits = False
+        self._last_writer: object = None  # the steps that its thread was in
+        self._num_steps: dict[weakref.ref[Optimizer], int] = {}
         self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
         self._at_write: Callable[[], None] | None = None
         self.is_in_backward = False
@@ -63,6 +78,8 @@ class WriteGuard:
                 "running. Call optimizer.step() and edit parameters after backward() has returned."
             )
         self.num_writes += 1
+        if running.steps is not self._last_writer:
+            self._note_writer(running.steps)
         if self._reads:
             self.wait_for_reads()
         if self._at_write is not None:
@@ -82,9 +99,25 @@ class WriteGuard:
         if self._at_write is not None:
             self._run_at_write()
 
-    def note_step(self) -> None:
-        """Count a step of an optimizer."""
-        self.num_steps += 1
+    def _note_writer(self, steps: tuple[weakref.ref[Optimizer], ...]) -> None:
+        self._last_writer = steps
+        if not steps or steps[-1]() is None:  # a step that failed, of an optimizer that is gone
+            self._has_edits = True
+        else:
+            self._num_steps[steps[-1]] = self._num_steps.get(steps[-1], 0) + 1
+
+    def take_new(self) -> tuple[int, bool, int]:
+        """Return what was written since the last such call, for all ranks to compare.
+
+        Returns:
+            How often the optimizer has stepped that has most; whether anything else has written;
+            how often all has been written.
+        """
+        num_steps, num_new = self._num_steps.values(), self.num_writes - self._num_compared
+        found = max(num_steps, default=0), self._has_edits, num_new
+        self._num_compared, self._has_edits = self.num_writes, False
+        self._last_writer, self._num_steps = None, {}
+        return found
 
     def at_next_write(self, run: Callable[[], None]) -> None:
         """Choose what runs with the next write, once."""

@@ -190,6 +190,20 @@ def test_sharding_full_parameters_is_refused(by_hand: bool, is_frozen: bool) -> 
     assert_at_rest(model)
 
 
+@pytest.mark.parametrize("is_differentiable", [False, True])
+@distributed(1, 2)
+def test_an_optimizer_of_full_parameters_is_refused(is_differentiable: bool) -> None:
+    """They get no gradient, so that it would step nothing."""
+    model = Net()
+    shard_blocks(model)
+    unshard(model, recurse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, differentiable=is_differentiable)
+    reshard(model, recurse=True)
+    model(rank_input(4, 5)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="an optimizer is built of the full parameter"):
+        optimizer.step()
+
+
 @distributed(2)
 def test_a_backward_to_what_the_body_unfreezes_is_refused() -> None:
     """Its gradient would not be reduced either."""

@@ -104,8 +104,8 @@ def test_l_alone_says_where_the_other_rank_is(
 @pytest.mark.parametrize(
     ("name", "strategy", "sides"),
     [
-        ("one_microbatch_more", "FULL_SHARD", ["backward with writes", "backward without writes"]),
-        ("no_step", "NO_SHARD", ["a backward with writes", "a backward without writes"]),
+        ("one_microbatch_more", "FULL_SHARD", ["after 1 steps", "after 0 steps"]),
+        ("no_step", "NO_SHARD", ["after 1 steps", "after 0 steps"]),
         ("clip_with_another_norm", "NO_SHARD", ["norm_type=1.0) of 5", "norm_type=2.0) of 5"]),
     ],
 )

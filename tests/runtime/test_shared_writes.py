@@ -16,9 +16,11 @@ from tests.models import rank_input
 @pytest.mark.parametrize(
     ("name", "strategy", "text"),
     [
-        ("step_twice", "NO_SHARD", r"backward with writes .*, 2[0-9] of them"),
-        ("write_a_parameter", "NO_SHARD/whole", r"backward with writes .*, 13 of them"),
-        ("no_step", "SHARD_GRAD_OP/whole", "rank 1 is in a backward without writes"),
+        ("step_twice", "FULL_SHARD", "rank 1 is in a backward that came after 2 steps of"),
+        ("step_twice", "SHARD_OPTIM/whole", "rank 1 is in a backward that came after 2 steps of"),
+        ("write_a_parameter", "FULL_SHARD/flat", "rank 1 is in .* 1 steps .* with edits"),
+        ("write_a_parameter", "NO_SHARD/whole", "with edits .*, 13 writes,"),
+        ("no_step", "SHARD_GRAD_OP/whole", "rank 1 is in a backward that came after 0 steps"),
         ("no_zero_grad", "SHARD_OPTIM", "and with gradients of earlier ones"),
     ],
 )
@@ -59,3 +61,27 @@ def test_optimizers_may_leave_out_empty_shards(
         model(rank_input(4, 7)).square().mean().backward()
         optimizer.step()
         model.zero_grad()
+
+
+@pytest.mark.parametrize("granularity", ["element", "param"])
+@distributed(3)
+def test_ranks_may_step_and_edit_what_they_hold(granularity: str) -> None:
+    """Optimizers that a rank does not have, two steps in a row, edits of tiny parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 12), nn.LayerNorm(12), nn.Linear(12, 3), nn.PReLU(1))
+    fully_shard(model, granularity=granularity)
+    params = [param for param in model.parameters() if param.to_local().numel()]
+    kinds = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]]
+    optimizers = [torch.optim.SGD(kind, lr=0.1) for kind in kinds if kind]
+    found = [None] * 3
+    dist.all_gather_object(found, [bool(kind) for kind in kinds])
+    assert not all(map(all, found))
+    for number in range(4):
+        model(rank_input(4, 7, step=number)).square().mean().backward()
+        for optimizer in optimizers * (1 + number % 2):
+            optimizer.step()
+        if number > 1:
+            with torch.no_grad():
+                model[3].weight.clamp_(0.5, 1.5)
+        model.zero_grad()
+    assert model[3].weight.full_tensor() == 0.5
