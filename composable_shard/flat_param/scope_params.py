@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import DTensorSlots, ParamLabel, user_attributes
+from composable_shard.tensor import (
+    DTensorSlots,
+    HiddenGradient,
+    ParamLabel,
+    user_attributes,
+)
 from composable_shard.torch_private import pre_accumulate_hooks_of
 
 
@@ -39,6 +44,7 @@ class ScopeParams:
         self._grads: list[Tensor | None] = [None] * len(self.params)
         self._flat: nn.Parameter | None = None
         self._flat_grad: Tensor | None = None
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []  # with whose gradient isn't shown
 
     def _part(self, flat: Tensor, index: int) -> Tensor:
         start = self._layout.offsets[index]
@@ -52,6 +58,21 @@ class ScopeParams:
                 grad = entry.spec.unflatten(self._part(buffer, index))
                 self._grads[index] = grad
                 self.params[index].grad = grad
+
+    def hide_gradients(self, at_rest: Sequence[ParamEntry]) -> None:
+        """Let `.grad` stand for gradients that aren't shown: `expire` drops those set to None."""
+        holders = at_rest if at_rest is self._entries else [*at_rest] * len(self.params)
+        for index, (param, entry) in enumerate(zip(self.params, self._entries, strict=True)):
+            if holders[index].sharded.grad is not None:
+                grad = HiddenGradient(entry.sharded, None, param.dtype, param.device)
+                self._grads[index] = param.grad = grad
+                self._hidden.append((param, holders[index].sharded))
+
+    def _drop_hidden(self) -> None:
+        kept = {id(holder) for param, holder in self._hidden if param.grad is not None}
+        for _, holder in self._hidden:
+            if id(holder) not in kept:  # a flat parameter's is dropped with the last one
+                holder.grad = None
 
     def flat_param(self) -> nn.Parameter:
         """Return the flat parameter of the full values; the padding at the end is left out."""
@@ -111,6 +132,7 @@ class ScopeParams:
 
     def expire(self) -> None:
         """Let go of the memory; from now on every use of a parameter raises."""
+        self._drop_hidden()
         params = self.params if self._flat is None else [*self.params, self._flat]
         labels = [entry.label for entry in self._entries] + [_FLAT_LABEL]
         for param, label in zip(params, labels, strict=False):
@@ -125,6 +147,7 @@ class ScopeParams:
             param.__class__ = expired
         # An exception's traceback may keep this object.
         self._values, self._grads, self._flat_grad, self.grad_buffer = [], [], None, None
+        self._hidden = []
         self.buffer = self.buffer.new_empty(0)
 
 

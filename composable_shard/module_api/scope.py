@@ -149,7 +149,10 @@ class FullParamsScope:
     def _finish(self, handle: FlatParamHandle, output: Tensor | None, work: Waitable) -> None:
         work.wait()
         if output is not None:
-            self.full[handle] = ScopeParams(handle.entries, handle.layout, self._to_host(output))
+            full = ScopeParams(handle.entries, handle.layout, self._to_host(output))
+            self.full[handle] = full
+            if not self.options.with_grads:
+                full.hide_gradients(handle.shown.at_rest)
 
     def _gather_gradients(self, handle: FlatParamHandle) -> None:
         if not any(self.has_gradient.get(handle, ())):

@@ -41,9 +41,9 @@ INTO_PLAIN = (
     "shard_optimizer_state(optimizer)."
 )
 VALUES = (
-    "Each rank holds only a flat range of it. Take p.full_tensor() on all ranks, and use what it "
-    "returns on any of them. To write safetensors call save_safetensors(model, directory) on all "
-    "ranks."
+    "Each rank holds only a flat range of it. Take p.detach().full_tensor() on all ranks, and use "
+    "what it returns on any of them. To write safetensors call save_safetensors(model, directory) "
+    "on all ranks."
 )
 PLACEMENTS = (
     "Parameters at rest are no DTensors: a rank has a flat range, which no placement describes. "

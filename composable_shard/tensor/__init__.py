@@ -36,6 +36,7 @@ from composable_shard.tensor.operands import (
     slice_given,
 )
 from composable_shard.tensor.pending import (
+    HiddenGradient,
     hide_pending,
     reduced_gradient,
     refuse_graphs,

@@ -187,10 +187,19 @@ class FlatShard(Checkpointable):
         return self._local.as_strided(spec.dense_shape, spec.dense_stride)
 
     def full_tensor(self) -> Tensor:
-        """Gather and return the whole tensor, without autograd; a collective, for all ranks.
+        """Gather and return the whole tensor; a collective, for all ranks.
 
-        One all-gather; one broadcast of what one rank holds whole.
+        One all-gather; one broadcast of what one rank holds whole. While autograd records, a
+        backward that reaches the result from a trainable parameter raises.
         """
+        if is_trainable(self) and _grad_enabled():
+            text = f"a backward reached parameter '{self._shard_spec.label}' at rest. {AT_REST}"
+            apply: Callable[..., Tensor] = Unreachable.apply
+            return apply(self, lambda: self.gathered().data, text)
+        return self.gathered()
+
+    def gathered(self) -> Tensor:
+        """Gather and return the whole tensor, without autograd; a collective, for all ranks."""
         spec, local = self._shard_spec, self._local
         what = f"full_tensor() of '{spec.label.fqn}'"
         with torch.no_grad():
@@ -328,6 +337,21 @@ def _refuse_gradients(func: OpOverload, args: tuple[Any, ...]) -> bool:
                     accumulate = node.next_functions[0][0]
                     accumulate.register_prehook(partial(_refuse, shard._shard_spec))
     return is_trained
+
+
+class Unreachable(torch.autograd.Function):
+    """A tensor that has lost its graph: a backward that reaches it raises an error."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor], error: str) -> Tensor:
+        """Return what `make` returns, which must be no view: autograd allows no edits of one."""
+        ctx.error = error
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+        """Raise: what it should add would be missing."""
+        raise RuntimeError(ctx.error)
 
 
 def _refuse(spec: ShardSpec, _: Any) -> NoReturn:

@@ -11,12 +11,13 @@ It has no values; whatever would read or write them raises an error with the par
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from composable_shard.tensor.flat_shard import FlatShard, set_gradient, wrap
+from composable_shard.tensor.flat_shard import FlatShard, Unreachable, set_gradient, wrap
 from composable_shard.torch_private import OpOverload, make_wrapper
 
 aten = torch.ops.aten
@@ -81,6 +82,18 @@ class PendingGradient(FlatShard):
         return f"{type(self).__name__}('{self._shard_spec.label}', shape={tuple(self.shape)})"
 
 
+class HiddenGradient(PendingGradient):
+    """Stands for a gradient inside `unshard_params`, which doesn't show it."""
+
+    @property
+    def _local(self) -> NoReturn:  # type: ignore[override] # no values
+        raise RuntimeError(
+            f"the gradient of parameter '{self._shard_spec.label}' is not shown by unshard_params. "
+            "Read and edit gradients inside unshard_params(module, with_grads=True). To drop one "
+            "set it to None, as zero_grad() does without set_to_none=False."
+        )
+
+
 def reduced_gradient(param: Tensor) -> Tensor | None:
     """Return the part of a parameter's `.grad` that is reduced."""
     grad = param.grad
@@ -102,26 +115,6 @@ def hide_pending(param: FlatShard) -> bool:
     return True
 
 
-class _WithoutGraph(torch.autograd.Function):
-    """Identity for a gradient that was computed with create_graph, and lost its graph."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gradient: FlatShard) -> FlatShard:
-        """Return an alias, as autograd wants an output of its own."""
-        ctx.label = gradient._shard_spec.label
-        return wrap(gradient._local, gradient._shard_spec)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> NoReturn:
-        """Raise: what it should add would be missing."""
-        raise RuntimeError(
-            f"a backward reached the .grad of parameter '{ctx.label}', which was reduced over the "
-            "ranks and has no graph: create_graph of backward() gives no graph to gradients of "
-            "sharded parameters. A penalty on them can't be trained; one on gradients of inputs or "
-            "activations can: torch.autograd.grad(loss, x, create_graph=True)."
-        )
-
-
 def refuse_graphs(params: Sequence[FlatShard], used: Sequence[bool]) -> None:
     """Make a backward raise that reaches the `.grad` of parameters that were used."""
     for param, is_used in zip(params, used, strict=True):
@@ -129,4 +122,12 @@ def refuse_graphs(params: Sequence[FlatShard], used: Sequence[bool]) -> None:
         if is_used and isinstance(grad, FlatShard):
             with torch.enable_grad():
                 anchor = torch.zeros((), requires_grad=True)
-                param.grad = _WithoutGraph.apply(anchor, grad)  # type: ignore[no-untyped-call]
+                alias = partial(wrap, grad._local, grad._shard_spec)
+                error = (
+                    f"a backward reached the .grad of parameter '{grad._shard_spec.label}', which "
+                    "was reduced over the ranks and has no graph: create_graph of backward() gives "
+                    "no graph to gradients of sharded parameters. A penalty on them can't be "
+                    "trained; one on gradients of inputs or activations can: "
+                    "torch.autograd.grad(loss, x, create_graph=True)."
+                )
+                param.grad = Unreachable.apply(anchor, alias, error)  # type: ignore[no-untyped-call]

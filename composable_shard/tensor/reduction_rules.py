@@ -149,7 +149,7 @@ def is_inexact(dtype: torch.dtype) -> bool:
 
 
 def _item(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return shard_of(func, args).full_tensor().item()
+    return shard_of(func, args).gathered().item()
 
 
 RULES: dict[OpOverload, Rule] = {

@@ -65,7 +65,7 @@ def _run_gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     gathered: dict[int, Tensor] = {}
 
     def gather(shard: FlatShard) -> Tensor:
-        return gathered.setdefault(id(shard), shard.full_tensor())
+        return gathered.setdefault(id(shard), shard.gathered())
 
     whole_args, options = tree_map_only(FlatShard, gather, (args, kwargs))
     return func(*whole_args, **options)

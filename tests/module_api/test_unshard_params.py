@@ -32,6 +32,7 @@ from composable_shard import (
     get_handles,
     get_states,
     lazy_init,
+    no_sync,
     register_flat_param,
     register_orig_params,
     reshard,
@@ -186,26 +187,27 @@ def _check_inside(model: nn.Module, flags: dict[str, bool]) -> None:
         assert type(param) is nn.Parameter, name
         assert_equal(param.detach(), value, name)
         assert param.requires_grad == ("frozen" not in name and name != "inp.bias"), name
-        if not flags["with_grads"] or grad is None:
-            assert param.grad is None, name
-        else:
+        if grad is not None and not flags["with_grads"]:
+            with pytest.raises(RuntimeError, match="is not shown by unshard_params"):
+                param.grad.norm()
+        elif grad is not None:
             assert_equal(param.grad, grad, f"gradient of {name}")
-        _assert_own_memory(model, param)
+        _assert_own_memory(model, param, with_grad=flags["with_grads"])
     assert model.out.weight is model.mid.second.weight is model.mid.first.weight
     for name in set(named) - shown:
         assert isinstance(named[name], FlatShard), name
     for name in shown:
         with torch.no_grad():
             named[name].add_(1)
-            if named[name].grad is not None:
+            if flags["with_grads"] and named[name].grad is not None:
                 named[name].grad.mul_(2)
 
 
-def _assert_own_memory(model: nn.Module, param: Tensor) -> None:
-    """Assert that a parameter, and its gradient, share memory with no buffer of a handle."""
+def _assert_own_memory(model: nn.Module, param: Tensor, *, with_grad: bool) -> None:
+    """Assert that a parameter, and a gradient that is shown, share no memory with a handle."""
     buffers = [b for h in get_handles(model) for b in (h.local_shard, h.unsharded)]
     pointers = {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer.numel()} - {0}
-    for tensor in (param, param.grad):
+    for tensor in (param, param.grad if with_grad else None):
         assert tensor is None or tensor.untyped_storage().data_ptr() not in pointers
 
 
@@ -655,6 +657,28 @@ def test_generating_takes_no_communication(context: Any) -> None:
             module.result = x
         assert_equal(model.result.clone(), plain.result.clone())
     assert len(log.events) == num_gathers == 4
+
+
+@pytest.mark.parametrize("is_pending", [False, True])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(1, 2)
+def test_zero_grad_inside_drops_gradients(use_orig_params: bool, is_pending: bool) -> None:
+    """Those that a scope doesn't show, and those that wait for a reduction: the next are right."""
+    plain = Net()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    for model in models:
+        shard_blocks(model, use_orig_params=use_orig_params)
+        with no_sync(model) if is_pending else nullcontext():
+            model(rank_input(4, 5)).square().mean().backward()
+    with unshard_params(models[0]):
+        models[0].zero_grad()
+    models[1].zero_grad()
+    for model in models:
+        model(rank_input(4, 5, step=1)).square().mean().backward()
+    for param, other in zip(*(model.parameters() for model in models), strict=True):
+        assert (param.grad is None) == (other.grad is None)
+        if param.grad is not None and other.grad is not None:
+            assert_equal(param.grad.to_local(), other.grad.to_local())
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -134,6 +134,23 @@ def test_full_tensor_returns_the_original() -> None:
         assert full(sharded.channels_last).stride() == plain.channels_last.stride()
 
 
+@distributed(1, 2)
+def test_a_loss_of_a_full_tensor_is_refused_by_its_backward() -> None:
+    """No gradient would reach the parameter; who only reads or edits it notices nothing."""
+    model = OddShapes()
+    shard_module(model)
+    whole = model.channels_last.full_tensor()
+    values = whole.detach().clone()
+    assert torch.equal(whole, values)
+    whole.mul_(2)
+    assert_equal(whole.detach(), 2 * values)
+    with pytest.raises(RuntimeError, match=r"reached parameter '.*channels_last' at rest"):
+        whole.square().sum().backward()
+    assert not model.channels_last.detach().full_tensor().requires_grad
+    with torch.no_grad():
+        assert not model.channels_last.full_tensor().requires_grad
+
+
 @distributed(2)
 def test_parameter_keeps_its_logical_metadata() -> None:
     """Shape, stride, dtype and being a leaf nn.Parameter are the original's."""
