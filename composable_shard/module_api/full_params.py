@@ -71,8 +71,8 @@ def unshard_params(
         offload_to_cpu: Show the values in host memory; the device holds at most one unit of them
             at a time.
         with_grads: Show full gradients in `.grad`, and treat them like values. A gradient set to
-            None is dropped by `writeback`. Without it `.grad` is None. What `no_sync` keeps until
-            it is reduced is not shown.
+            None is dropped by `writeback`. Without it a gradient can only be dropped: reading it
+            raises. What `no_sync` keeps until it is reduced is not shown.
 
     Raises:
         ValueError: If there is no unit to show.
