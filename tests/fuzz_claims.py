@@ -170,7 +170,8 @@ def _draw_unseen(random: Random, case: Case, features: set[str], is_double: bool
     """Draw what might train unseen; last of all, so that the rest of a seed stays what it is."""
     if "surgery" in features and random.random() < 0.4:
         kind = random.choice(["head", "leaf", "param", "unfreeze"])
-        kind = "head" if kind == "unfreeze" and case.has_root else kind
+        is_managed = case.has_root or not case.options["use_orig_params"]
+        kind = "head" if kind == "unfreeze" and is_managed else kind
         number, index = random.randint(1, 2), random.randrange(len(case.blocks))
         case.surgery = number, kind, index, random.random() < 0.5
     for plan in case.blocks if "sharing" in features and not is_double else ():
@@ -620,7 +621,10 @@ class _Trainee:
             return
         if self.is_sharded:
             fully_shard(new, **case.options)
-        self.optimizer.add_param_group({"params": list(new.parameters())})
+        known = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        fresh = [param for param in new.parameters() if id(param) not in known]
+        if fresh:
+            self.optimizer.add_param_group({"params": fresh})
 
     def evaluate(self, kind: str | None) -> None:
         if kind == "dropped":
