@@ -100,6 +100,14 @@ class Ranks:
         decoded = {each: json.loads(each) for each in dict.fromkeys(texts)}
         return [decoded[each] for each in texts], bool(flag)
 
+    def count_units_anew(self) -> None:
+        """Number units from 1 again, on all ranks: they may have formed different numbers of them.
+
+        So a model that is built alike after an error of the comparison is right.
+        """
+        for group in self.groups[:1]:
+            order_of(group).num_units.clear()
+
     @property
     def num_collectives(self) -> int:
         """Number of collectives that they have issued; 0 if they do not share one group."""

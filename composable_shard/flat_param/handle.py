@@ -187,8 +187,7 @@ class FlatParamHandle(ShardedParams):
             cut = "" if granularity == "element" else f" granularity={granularity!r}"
             lines.append(
                 f"'{entry.label}' shape {tuple(entry.spec.shape)} {self.shard.values.dtype} "
-                f"requires_grad={entry.sharded.requires_grad}{cut} {options}, "
-                f"number {self.label.number} of the units over these ranks"
+                f"requires_grad={entry.sharded.requires_grad}{cut} {options}"
             )
         return lines
 

@@ -234,6 +234,8 @@ def _check_agreement(states: list[ShardState], unmanaged: list[str], has_values:
                 mesh.initial.extend(handle.initial.take())
     for mesh in meshes.values():
         mesh.lines.extend(f"'{name}' is managed by no unit" for name in unmanaged)
+        # Last: a difference in what the ranks have built says more.
+        mesh.lines.extend(f"{h.label.text} of the units over these ranks" for h in mesh.handles)
         has_hooks = [handle.shown.has_gradient_hooks for handle in mesh.handles]
         any_hooks = _compare_lines(mesh.ranks, mesh.lines, any(has_hooks), mesh.initial)
         mesh.note_number()
@@ -308,6 +310,8 @@ def _compare_lines(
 ) -> bool:
     """Compare descriptions and initial values; return whether any rank has hooks."""
     messages, has_hooks = ranks.compare([lines, initial], has_hooks, what=UNITS)
+    if len(messages) > 1:
+        ranks.count_units_anew()
     raise_difference([lines for lines, _ in messages])
     _raise_other_values([values for _, values in messages])
     return has_hooks

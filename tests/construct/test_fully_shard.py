@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import logging
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -1166,7 +1165,7 @@ def test_ranks_that_build_different_models_all_get_the_same_error() -> None:
     """The first difference is named on every rank before anything can hang."""
     texts = run_ranks(3, _different_models)
     assert len(set(texts)) == 1
-    assert re.sub(r", number \d+ of the units over these ranks", "", texts[0]) == (
+    assert texts[0] == (
         "the ranks of one mesh must shard the same model in the same way; the first "
         "difference is at parameter 2: ranks [0, 1]: 'down.weight' shape (15, 7) torch.float32 "
         "requires_grad=True in unit 'Layer' strategy=FULL_SHARD reshard_after_forward=None; "

@@ -854,6 +854,7 @@ def test_difference_between_ranks_is_named_on_all_of_them(kind: str, name: str) 
     dist.all_gather_object(messages, str(caught.value))
     assert len(set(messages)) == 1
     assert f"'{name}'" in messages[0]
+    fully_shard(nn.Linear(7, 7), check_initial_values=False)(torch.ones(2, 7))  # alike: right
 
 
 # --- the meta device ---
