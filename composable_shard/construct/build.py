@@ -161,8 +161,7 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
     for members, handle in built:
         for original, entry in zip(members, handle.entries, strict=True):
             entry.add_slots(original.slots)
-            original.strip()
-            _replace_parameter(original.param, entry)
+            _replace_parameter(original, entry)
         if not options.use_orig_params:
             show_flat(handle)
     for item in plan.borrowed:
@@ -245,13 +244,14 @@ def _build_handle(
     return handle
 
 
-def _replace_parameter(param: nn.Parameter, entry: ParamEntry) -> None:
+def _replace_parameter(original: Original, entry: ParamEntry) -> None:
     """Turn the original Parameter object into the FlatShard; attributes and `.grad` carry over."""
-    grad = param.grad
+    param, grad = original.param, original.param.grad
     param.grad = None
     if param.requires_grad:
         # A graph from before keeps the node alive, and would accumulate where nobody looks.
         get_gradient_edge(param).node.register_prehook(partial(_refuse_backward, entry.label))
+    original.strip()
     entry.replace(param)
     if grad is not None and not entry.spec.is_owned_by_other_rank:
         param.grad = FlatShard.from_full(grad.to(param.device, param.dtype), entry.spec)
