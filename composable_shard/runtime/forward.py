@@ -300,7 +300,7 @@ def _end_call(context: TreeContext, call: ForwardCall) -> None:
     for state in context.entered_states() if context.entered else ():
         # A unit of several modules of which this call ran only some.
         if state.depth == 0:
-            _leave_pass(context, state)
+            _leave_pass(context, state, keeps=state.reshard_after_forward is False)
 
 
 def _recover_interrupted_call(context: TreeContext) -> None:
