@@ -22,7 +22,7 @@ from tests.pairs import GridRows, two_of_each
 NEEDS_GPU = "needs a CUDA GPU"
 CLAIM = re.compile(r"test_c\d+_")  # docs/architecture.md lists them
 # Of the tests of tools, where `make ecosystem` could not install them.
-TOOLS = ("accelerate", "lightning", "transformers", "trl")
+TOOLS = ("accelerate", "lightning", "peft", "ray", "transformers", "trl")
 ALLOWED_SKIPS = frozenset({NEEDS_GPU, *(f"needs {tool}" for tool in TOOLS)})
 DEADLINE_S = 120.0
 NUM_DEVICE_CASES = 1

@@ -272,7 +272,14 @@ def _run_block(code: str, folder: Path) -> None:
 
 
 # Of libraries that CI does not install: `python -m tests.ecosystem` runs such programs.
-FOREIGN = ("transformers", "torchao", "lightning", "LightningModule", "fsdp2.install")
+FOREIGN = (
+    "transformers",
+    "torchao",
+    "lightning",
+    "LightningModule",
+    "fsdp2.install",
+    "iter_merged",
+)
 PIECES = [
     block
     for block in _all_blocks("python")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.tensor import DTensor
 
-from composable_shard import fsdp2, is_sharded, shard_model
-from composable_shard.huggingface import TrainerMixin, keep_unwrapped
+from composable_shard import fsdp2, fully_shard, is_sharded, shard_model
+from composable_shard.huggingface import TrainerMixin, iter_merged_params, keep_unwrapped
 from tests.ecosystem import (
     as_torchrun_starts,
     make_llama,
@@ -27,7 +29,7 @@ from tests.ecosystem import (
     values_of,
     words,
 )
-from tests.helpers import distributed
+from tests.helpers import assert_equal, distributed
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCES = {"no": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
@@ -40,6 +42,7 @@ def make_accelerator(precision: str = "no", **options: Any) -> Any:
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which the last one with a plugin has set
     found = Accelerator(
         cpu=True, mixed_precision="no" if precision == "fp16" else precision, **options
     )
@@ -206,7 +209,7 @@ def test_trainer_trains_evaluates_rotates_and_resumes(precision: str, tmp_path: 
         torch.testing.assert_close(values_of(again), values_of(model), rtol=0, atol=0)
 
 
-@needs("transformers")
+@needs("accelerate", "transformers")
 @distributed(2)
 def test_seq2seq_trainer_generates(tmp_path: Path) -> None:
     """`predict_with_generate` in evaluations between steps: losses and words of its DDP."""
@@ -287,11 +290,8 @@ def make_tokenizer() -> Any:
     )
 
 
-@needs("trl")
-@pytest.mark.parametrize("name", ["SFT", "DPO"])
-@distributed(2)
-def test_trl_trains(name: str, tmp_path: Path) -> None:
-    """Supervised, and by preferences with a second model that is sharded too: TRL's DDP."""
+def train_by_trl(name: str, kind: Any, folder: Path, shard: Any = lambda model: model) -> Any:
+    """Train four steps, of DPO with a second model; return the trainer."""
     import trl
     from datasets import Dataset
 
@@ -303,41 +303,48 @@ def test_trl_trains(name: str, tmp_path: Path) -> None:
     content = {"text": rows}
     if name == "DPO":
         content = {"prompt": [row[:8] for row in rows], "chosen": rows, "rejected": rows[::-1]}
+    make_accelerator()
+    models = [shard(make_llama()) for _ in range(2 if name == "DPO" else 1)]
+    arguments = getattr(trl, f"{name}Config")(
+        str(folder),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        bf16=True,
+        gradient_checkpointing=False,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+    )
+    others = {"ref_model": models[1]} if name == "DPO" else {}
+    trainer = kind(
+        model=models[0],
+        args=arguments,
+        train_dataset=Dataset.from_dict(content),
+        processing_class=make_tokenizer(),
+        **others,
+    )
+    seen = dtypes_of(models[0])
+    trainer.train()
+    assert set(seen) == {torch.bfloat16}
+    return trainer
+
+
+@needs("trl")
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+@distributed(2)
+def test_trl_trains(name: str, tmp_path: Path) -> None:
+    """Supervised, and by preferences with a second model that is sharded too: TRL's DDP."""
+    import trl
+
     kind = getattr(trl, f"{name}Trainer")
     sharded = type("Sharded", (TrainerMixin, kind), {})
-    results = []
     with as_torchrun_starts():
-        for each in (kind, sharded):
-            make_accelerator()
-            models = [make_llama() for _ in range(2 if name == "DPO" else 1)]
-            if each is sharded:
-                models = [shard_llama(model) for model in models]
-            arguments = getattr(trl, f"{name}Config")(
-                str(tmp_path / each.__name__),
-                max_steps=4,
-                per_device_train_batch_size=2,
-                learning_rate=1e-2,
-                logging_steps=1,
-                bf16=True,
-                gradient_checkpointing=False,
-                report_to=[],
-                disable_tqdm=True,
-                use_cpu=True,
-                save_strategy="no",
-            )
-            others = {"ref_model": models[1]} if name == "DPO" else {}
-            trainer = each(
-                model=models[0],
-                args=arguments,
-                train_dataset=Dataset.from_dict(content),
-                processing_class=make_tokenizer(),
-                **others,
-            )
-            seen = dtypes_of(models[0])
-            trainer.train()
-            assert set(seen) == {torch.bfloat16}
-            results.append(logged(trainer))
-        torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-4)
+        expected = train_by_trl(name, kind, tmp_path / "theirs")
+        found = train_by_trl(name, sharded, tmp_path / "ours", shard_llama)
+        torch.testing.assert_close(logged(found), logged(expected), rtol=0, atol=1e-4)
 
 
 # --- By one line: `composable_shard.fsdp2.install()` ---
@@ -449,27 +456,113 @@ def test_accelerates_fsdp2_plugin_shards_by_this_library(
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[precision])
 
 
+class ByPlugin:
+    """A Trainer whose `fsdp=` also shards on the CPU."""
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        """Make the accelerator."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc] # Trainer's
+        self.accelerator = accelerate_with_fsdp2("bf16", "FULL_STATE_DICT", False)
+        self.accelerator.gradient_accumulation_steps = 1
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.is_fsdp_enabled = True
+
+
 @needs("accelerate", "transformers")
 @distributed(2)
 def test_trainers_fsdp_option_shards_by_this_library(tmp_path: Path) -> None:
-    """Losses, checkpoints and resuming of a Trainer that knows nothing of it."""
+    """Losses, checkpoints and resuming of a Trainer that knows nothing of it; smoothed labels."""
     from transformers import Trainer
 
-    class ByPlugin(Trainer):  # type: ignore[misc]
-        def create_accelerator_and_postprocess(self) -> None:
-            super().create_accelerator_and_postprocess()
-            self.accelerator = accelerate_with_fsdp2("bf16", "FULL_STATE_DICT", False)
-            self.accelerator.gradient_accumulation_steps = 1
-            self.gather_function = self.accelerator.gather_for_metrics
-            self.is_fsdp_enabled = True
-
+    kind = type("Plugged", (ByPlugin, Trainer), {})
     with as_torchrun_starts():
-        theirs = train_with(ByPlugin, make_llama(), tmp_path / "theirs")
+        theirs = train_with(kind, make_llama(), tmp_path / "theirs", label_smoothing_factor=0.1)
         with installed():
-            ours = train_with(ByPlugin, make_llama(), tmp_path / "ours")
+            options = {"label_smoothing_factor": 0.1}
+            ours = train_with(kind, make_llama(), tmp_path / "ours", **options)
             assert is_sharded(ours.model)
+            assert isinstance(ours.model, torch.distributed.fsdp.FSDPModule)
             middle = str(tmp_path / "ours" / "checkpoint-4")
-            later = train_with(ByPlugin, make_llama(), tmp_path / "again", middle)
-        torch.testing.assert_close(logged(ours), logged(theirs), rtol=0, atol=5e-3)
+            later = train_with(kind, make_llama(), tmp_path / "again", middle, **options)
+        # One unit of bf16 at most: the smoothed loss of an evaluation is computed in it.
+        torch.testing.assert_close(logged(ours), logged(theirs), rtol=0, atol=2e-2)
         assert logged(later) == logged(ours)
         torch.testing.assert_close(values_of(later.model), values_of(ours.model), rtol=0, atol=0)
+
+
+@needs("trl")
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+@distributed(2)
+def test_trl_shards_by_this_library(name: str, tmp_path: Path) -> None:
+    """TRL's trainers with FSDP2's plugin: its losses; the second model of DPO is sharded too."""
+    import trl
+
+    kind = type("Plugged", (ByPlugin, getattr(trl, f"{name}Trainer")), {})
+    with as_torchrun_starts():
+        theirs = train_by_trl(name, kind, tmp_path / "theirs")
+        with installed():
+            ours = train_by_trl(name, kind, tmp_path / "ours")
+        assert all(is_sharded(getattr(ours, each, ours.model)) for each in ("model", "ref_model"))
+        torch.testing.assert_close(logged(ours), logged(theirs), rtol=0, atol=5e-3)
+
+
+# --- peft: weights for an engine ---
+
+
+@needs("peft", "transformers")
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+@distributed(2)
+def test_merged_weights_have_the_names_and_values_of_the_model_without_adapters(
+    options: dict[str, Any],
+) -> None:
+    """Those of peft's own merge, bit by bit; the model trains on as if nobody had read them."""
+    from peft import LoraConfig, get_peft_model
+
+    with as_torchrun_starts():
+        torch.manual_seed(1)
+        targets = ["q_proj", "down_proj"]
+        model = get_peft_model(make_llama(), LoraConfig(r=2, target_modules=targets, **options))
+        plain = copy.deepcopy(model)
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.1)
+        model(input_ids=words(0), labels=words(0)).loss.backward()
+        optimizer.step()
+        before = values_of(model)
+        found = dict(iter_merged_params(model))
+        halves = dict(iter_merged_params(model, dtype=torch.bfloat16, rank0_only=True))
+        assert_values(values_of(model), before)
+        plain.load_state_dict(before)
+        merged = dict(plain.merge_and_unload().named_parameters())
+        assert merged.keys() == dict(make_llama().named_parameters()).keys()
+        assert_values(found, merged)
+        wanted = merged if dist.get_rank() == 0 else {}
+        assert_values(halves, {name: value.bfloat16() for name, value in wanted.items()})
+        assert not any(getattr(each, "merged_adapters", ()) for each in model.modules())
+        model(input_ids=words(1), labels=words(1)).loss.backward()
+
+
+def assert_values(found: dict[str, Tensor], expected: dict[str, Any]) -> None:
+    """Compare names and values, bit by bit."""
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert_equal(value.detach(), expected[name].detach(), name)
+
+
+@needs("peft", "transformers")
+@distributed(2)
+def test_weights_that_cannot_be_merged_are_refused() -> None:
+    """A model without adapters, and adapters apart from their weight; nothing is gathered."""
+    from peft import LoraConfig, get_peft_model
+
+    with pytest.raises(ValueError, match=r"iter_full_params\(model\) yields the weights"):
+        iter_merged_params(shard_llama(make_llama()))
+    with as_torchrun_starts():
+        model = get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    layer = model.base_model.model.model.layers[0]
+    fully_shard(layer, ignored_params={layer.self_attn.q_proj.base_layer.weight})
+    fully_shard(model)
+    with pytest.raises(NotImplementedError, match=r"'.*layers\.0\.self_attn\.q_proj' and its adap"):
+        iter_merged_params(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -268,6 +269,26 @@ def _compare_scripts(num_tp: int, dtype: torch.dtype | None, *, clips: bool = Tr
 # --- each by itself ---
 
 
+@distributed(2)
+def test_the_norm_of_torchs_clipping_can_be_made_whole() -> None:
+    """As FSDP2's scripts do; else it is a plain tensor: copied, saved and used as one."""
+    models = [_shard_net(seeded(Net)), torch_fsdp2.fully_shard(seeded(Net))]
+    for model in models:
+        loss_of(model).backward()
+    norm, expected = (clip_grad_norm_(model.parameters(), 0.1) for model in models)
+    torch.testing.assert_close(norm.full_tensor(), expected.full_tensor())
+    file = io.BytesIO()
+    torch.save(norm, file)
+    file.seek(0)
+    for value in (norm.full_tensor(), norm * 1, copy.deepcopy(norm), norm.cpu(), torch.load(file)):
+        assert type(value) is Tensor
+        assert_equal(value, norm.full_tensor())
+    assert repr(norm) == repr(norm.full_tensor())
+    total = norm.clone()
+    dist.all_reduce(total)
+    assert total.item() == 2 * norm.item()
+
+
 def _shard_net(model: nn.Module, **options: Any) -> Any:
     for block in model.blocks:
         fsdp2.fully_shard(block, **options)
@@ -288,6 +309,31 @@ def test_a_forward_ends_unshard() -> None:
     model.blocks[0].unshard()
     assert isinstance(model.blocks[0].up.weight @ torch.ones(15), Tensor)
     model.blocks[0].reshard()
+    assert_at_rest(model)
+
+
+class _Tail(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(3), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.norm(x), self.head.weight)
+
+
+@distributed(2)
+def test_a_module_of_a_unit_may_be_read_without_its_call() -> None:
+    """As a fused loss reads the head's weight; the unit keeps it for the backward, as asked for."""
+    model, plain = seeded(_Tail), seeded(_Tail)
+    fsdp2.fully_shard([model.norm, model.head], reshard_after_forward=False)
+    fsdp2.fully_shard(model)
+    for step in range(2):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        for each in (model, plain):
+            each(x).square().mean().backward()
+        for ours, other in zip(model.parameters(), plain.parameters(), strict=True):
+            if other.grad is not None:
+                assert_equal(ours.grad.full_tensor(), other.grad)
     assert_at_rest(model)
 
 

@@ -12,6 +12,7 @@ import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -185,17 +186,35 @@ def test_language_model_resumes(tmp_path: Path) -> None:
         ("13_generate_and_train", 2),
         pytest.param(
             *("14_llama_in_two_dimensions", 4),
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("transformers") is None,
-                reason="needs transformers",
-            ),
+            marks=[
+                pytest.mark.ecosystem,
+                pytest.mark.skipif(
+                    importlib.util.find_spec("transformers") is None, reason="needs transformers"
+                ),
+            ],
         ),
     ],
 )
 def test_tutorial_prints_what_its_text_says(name: str, num_ranks: int, tmp_path: Path) -> None:
     """All lines of the expected output come, with their numbers."""
     script = TUTORIALS / f"{name}.py"
-    output = _run_forked(script, num_ranks, tmp_path)
+    _assert_says(script, _run_forked(script, num_ranks, tmp_path))
+
+
+@pytest.mark.ecosystem
+@pytest.mark.deadline(300)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
+def test_workers_of_ray_resume(tmp_path: Path) -> None:
+    """One of two is killed; Ray starts both again. In a process of its own: Ray starts servers."""
+    script = TUTORIALS / "16_ray_train.py"
+    command = [sys.executable, str(script)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    _assert_says(script, ended.stdout)
+
+
+def _assert_says(script: Path, output: str) -> None:
+    """Compare what a script printed with what its text says."""
     expected = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("output")[2]
     lines = [line.strip() for line in expected.splitlines() if line.startswith("    ")]
     assert lines
@@ -230,9 +249,10 @@ def test_the_notebook_prints_what_it_shows() -> None:
 
 def test_tutorials_are_numbered_and_short() -> None:
     """In the order to read them, none of more than 120 lines; the main job's story has 200."""
-    numbered = sorted(TUTORIALS.glob("[0-9]*.py"))
+    numbered = sorted(TUTORIALS.glob("[0-9]*"))
     assert [path.name[:3] for path in numbered] == [f"{n:02}_" for n in range(1, len(numbered) + 1)]
-    lengths = {path.name: len(path.read_text().splitlines()) for path in (*numbered, SCRIPT)}
+    scripts = [path for path in (*numbered, SCRIPT) if path.suffix == ".py"]
+    lengths = {path.name: len(path.read_text().splitlines()) for path in scripts}
     assert lengths.pop(SCRIPT.name) <= 200
     assert {name: length for name, length in lengths.items() if length > 120} == {}
 

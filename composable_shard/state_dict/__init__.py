@@ -7,6 +7,7 @@ from composable_shard.state_dict import json_tree
 from composable_shard.state_dict.gathering import Shares, gather_full
 from composable_shard.state_dict.model_dict import (
     check_values,
+    converted,
     get_model_state_dict,
     set_model_state_dict,
 )

@@ -51,7 +51,11 @@ from composable_shard.tensor.reduction_rules import (
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ParamLabel
 from composable_shard.tensor.write_guard import running
-from composable_shard.torch_private import OpOverload, foreach_norm
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    OpOverload,
+    foreach_norm,
+)
 
 
 class ShardedParams(ABC):
@@ -187,6 +191,25 @@ def _norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     return shaped(shard, norm, option(func, args, kwargs, "keepdim"))
 
 
+class WholeNorm(Tensor):
+    """A norm with DTensor's `full_tensor()`, also after what `clip_grad_norm_` of torch does."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run on plain tensors."""
+        with DisableTorchFunctionSubclass():
+            plain = [arg.as_subclass(Tensor) if isinstance(arg, cls) else arg for arg in args]
+            result = func(*plain, **(kwargs or {}))
+            return result.as_subclass(cls) if func in _KEEP_NORMS else result
+
+    def full_tensor(self) -> Tensor:
+        """Return a plain tensor; no communication."""
+        return self.as_subclass(Tensor)
+
+
+_KEEP_NORMS = frozenset({Tensor.to, torch.stack, torch.linalg.vector_norm})
+
+
 def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     order = float(option(func, args, kwargs, "ord"))
     dtype = option(func, args, kwargs, "dtype")
@@ -194,9 +217,11 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     if order <= 0:
         raise unsupported(func, args)
     _check_all_ranks_have_them(shards)
-    norms = iter(norms_of(shards, order, dtype))
+    norms = norms_of(shards, order, dtype)
+    norms[0] = norms[0].as_subclass(WholeNorm)
+    found = iter(norms)
     return [
-        next(norms)
+        next(found)
         if isinstance(item, FlatShard)
         else torch.linalg.vector_norm(item, order, dtype=dtype)
         for item in args[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from composable_shard.huggingface import save_pretrained
-from tests.ecosystem import make_llama, shard_llama
+from tests.ecosystem import make_llama, needs, shard_llama
 from tests.helpers import assert_equal, distributed
 
-NEEDS_TRANSFORMERS = "needs transformers"
-_IS_THERE = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
 
-
-@pytest.mark.skipif(not _IS_THERE, reason=NEEDS_TRANSFORMERS)
+@needs("accelerate", "transformers")
 @distributed(2)
 def test_save_model_of_a_trainer_at_rest(tmp_path: Path) -> None:
     """Its own gives advice; with the function here it writes what `from_pretrained` reads."""
@@ -37,7 +33,7 @@ def test_save_model_of_a_trainer_at_rest(tmp_path: Path) -> None:
         shard_llama(trainer.model)
         if kind is transformers.Trainer:
             if dist.get_rank() == 0:
-                with pytest.raises(RuntimeError, match="Call save_safetensors"):
+                with pytest.raises(RuntimeError, match="call save_safetensors"):
                     trainer.save_model(str(folder))
             continue
         trainer.save_model(str(folder))
