@@ -30,6 +30,7 @@ from composable_shard.state_dict import (
     gather_full,
     get_model_state_dict,
 )
+from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import side_store
 
 
@@ -122,9 +123,12 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **optio
         options: Of the method, without `state_dict`.
 
     Raises:
+        ValueError: If the model has peft's adapters in its modules and the method would write them
+            under names that `from_pretrained` does not read.
         RuntimeError: On all ranks, if the method fails on the first.
     """
     check_path_order(model, directory, "save_pretrained(model, directory)")
+    _check_adapters(model)
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=whole)
     ranks = ModelRanks(model)
@@ -132,6 +136,21 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **optio
         if ranks.is_first:
             # Any: the method is transformers', whose types are not known here.
             cast(Any, model).save_pretrained(directory, state_dict=state, **options)
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Refuse a model inside peft's, of which `from_pretrained` would initialise weights anew."""
+    if hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False):
+        return  # writes its adapter alone
+    ends = (".base_layer", ".modules_to_save")
+    adapted = [name for name, _ in model.named_modules() if name.endswith(ends)]
+    if adapted:
+        raise ValueError(
+            f"{type(model).__name__} has peft's adapters in it. Its weights have names such as "
+            f"'{adapted[0]}.weight', so from_pretrained would initialise them anew without an "
+            "error. Pass the model that get_peft_model returned, which saves the adapter. "
+            "PeftModel.from_pretrained(...).merge_and_unload() merges it in one process."
+        )
 
 
 def _claim(path: Path) -> None:
@@ -257,5 +276,6 @@ def _full_tensors(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
     for other in tensors.others:
         if other.is_persistent:
             value = other.tensor.detach()
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            # FlatShards: `model` may be a part of a unit.
+            whole = value.full_tensor() if isinstance(value, DTensor | FlatShard) else value
             yield other.names[0], whole.to(HOST, copy=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -259,3 +260,9 @@ def test_save_pretrained_writes_whole_values(tmp_path: Path) -> None:
         assert_equal(found[name], value, name)
     with pytest.raises(RuntimeError, match="no space left"):
         save_pretrained(model, tmp_path / "other", text="fails")
+    inside = _Pretrained()  # as get_base_model() of peft returns it
+    inside.out = nn.Sequential(OrderedDict(base_layer=inside.out))
+    shard_blocks(inside)
+    with pytest.raises(ValueError, match=r"'out.base_layer.weight'.*get_peft_model"):
+        save_pretrained(inside, tmp_path / "adapted")
+    assert not (tmp_path / "adapted").exists()

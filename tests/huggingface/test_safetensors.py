@@ -304,6 +304,15 @@ def test_names_are_those_of_the_plain_model_under_wrappers(tmp_path: Path) -> No
     load_safetensors(models[1], tmp_path)
     for value, expected in zip(_full_values(models[1]).values(), plain.parameters(), strict=True):
         assert_equal(value, expected.detach())
+    around = nn.Sequential(copy.deepcopy(plain))  # whose unit has the parameters outside of blocks
+    for block in around[0].blocks:
+        fully_shard(block)
+    fully_shard(around)
+    save_safetensors(around[0], tmp_path / "part")
+    found = load_file(tmp_path / "part" / "model.safetensors")
+    assert found.keys() == plain.state_dict().keys()
+    for name, value in found.items():
+        assert_equal(value, plain.get_parameter(name).detach(), name)
 
 
 @pytest.mark.parametrize("name", ["blocks.0.up.weight", "blocks.1.up.weight"])
