@@ -13,7 +13,11 @@ from contextlib import contextmanager
 from torch import nn
 
 from composable_shard.comm import CommHook
-from composable_shard.options import ReshardAfterForward, check_reshard_after_forward
+from composable_shard.options import (
+    ReshardAfterForward,
+    check_bool,
+    check_reshard_after_forward,
+)
 from composable_shard.runtime import (
     ShardState,
     apply_policy,
@@ -138,6 +142,7 @@ def set_reshard_after_backward(module: nn.Module, flag: bool, *, recurse: bool =
     Kept ones spare the next forward its gathers, unless a shard was written. A backward then needs
     a buffer of its own for gradients, which otherwise take the parameters' place.
     """
+    check_bool("flag", flag)
     states = select_states(module, recurse)
     handles = [handle for state in states for handle in state.handles]
     is_new = any(handle.reshards_after_backward is not flag for handle in handles)
@@ -160,6 +165,7 @@ def set_unshard_in_backward(module: nn.Module, flag: bool) -> None:
     Raises:
         ValueError: If it is not sharded.
     """
+    check_bool("flag", flag)
     (state,) = select_states(module, recurse=False)
     is_new = state.reads_nothing is flag
     note_setting([state], f"set_unshard_in_backward({flag})", is_new)
@@ -204,6 +210,8 @@ def _set_prefetch(module: nn.Module, name: str, modules: Iterable[nn.Module] | N
 
 def _set(states: Sequence[ShardState], name: str, value: object, shown: str = "") -> None:
     """Change a setting of units, and let the ranks find out where only some of them do."""
+    if not shown:
+        check_bool("flag", value)
     is_new = any(getattr(state, name) != value for state in states)
     note_setting(states, f"set_{name}{shown or f'({value})'}", is_new)
     for state in states:

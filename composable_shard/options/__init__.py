@@ -36,5 +36,6 @@ from composable_shard.options.unit_options import (
     ReshardAfterForward,
     StateDictOptions,
     UnitOptions,
+    check_bool,
     check_reshard_after_forward,
 )

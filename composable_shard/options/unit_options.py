@@ -38,7 +38,8 @@ _DTYPE_FIELDS = (
 )
 
 
-def _check_bool(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
+    """Check that a value is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"expected {name} to be True or False, got {value!r}")
 
@@ -135,26 +136,32 @@ class OffloadPolicy:
 
     Attributes:
         params: Shards of parameters, in the main dtype, live only on the host.
-        optim_state: Gradients and optimizer state live on the host, and the optimizer steps there;
-            `params` implies it.
+        optim_state: Gradients and optimizer state live on the host, and the optimizer steps there.
+            None: as `params`, which needs it.
         pin_memory: Pin the host memory, so that copies run beside computation. Has no effect on a
             mesh of CPUs.
     """
 
     params: bool = False
-    optim_state: bool = False
+    optim_state: bool | None = None
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
         """Check the fields."""
+        if self.optim_state is None:
+            object.__setattr__(self, "optim_state", self.params)
         for name in ("params", "optim_state", "pin_memory"):
-            _check_bool(name, getattr(self, name))
-        object.__setattr__(self, "optim_state", self.optim_state or self.params)
+            check_bool(name, getattr(self, name))
+        if self.params and not self.optim_state:
+            raise ValueError(
+                "OffloadPolicy(params=True, optim_state=False): an optimizer steps where its "
+                "parameters are, so its state is on the host too. Leave optim_state out."
+            )
 
     @property
     def is_active(self) -> bool:
         """Whether anything is on the host."""
-        return self.optim_state
+        return bool(self.optim_state)
 
 
 _TORCH_STATE_DICT = "torch.distributed.checkpoint.state_dict"
@@ -281,7 +288,7 @@ class UnitOptions:
             *("use_orig_params", "sync_module_states", "broadcast_buffers"),
             *("check_initial_values", "separate_reduce_group"),
         ):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         if self.check_order not in get_args(CheckOrder):
             raise ValueError(
                 f"expected check_order to be 'first' or 'always', got {self.check_order!r}"

@@ -683,6 +683,8 @@ def test_fields_of_a_policy_are_flags_of_which_one_implies_another() -> None:
         OffloadPolicy(params="cpu")  # type: ignore[arg-type] # the point of the test
     assert OffloadPolicy() == OffloadPolicy(False, False)
     assert OffloadPolicy(params=True) == OffloadPolicy(True, True)
+    with pytest.raises(ValueError, match="an optimizer steps where its parameters are"):
+        OffloadPolicy(params=True, optim_state=False)
     assert not OffloadPolicy().is_active
     assert PARAMS.is_active
     assert STATE.is_active

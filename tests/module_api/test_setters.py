@@ -20,6 +20,7 @@ from composable_shard import (
     set_gradient_divide_factor,
     set_is_last_backward,
     set_requires_all_reduce,
+    set_requires_gradient_sync,
     set_reshard_after_backward,
     set_reshard_after_forward,
     set_unshard_in_backward,
@@ -270,9 +271,19 @@ def test_refused_values_change_nothing() -> None:
     assert str(caught.value) == "expected a positive, finite gradient divide factor, got 0.0"
     with pytest.raises(ValueError, match="expected a sharded module, got Linear"):
         set_forward_prefetch(model, [model.blocks[0], model.out])
+    for setter, value in (
+        (set_requires_gradient_sync, "False"),
+        (set_requires_all_reduce, 0),
+        (set_is_last_backward, None),
+        (set_reshard_after_backward, 3),
+        (set_unshard_in_backward, "no"),
+    ):
+        with pytest.raises(ValueError, match=f"expected flag to be True or False, got {value!r}"):
+            setter(model, value)  # type: ignore[arg-type] # the point of the test
     state = fully_shard.state(model)
     assert state.reshard_after_forward is None
     assert state.forward_prefetch is None
+    assert state.requires_gradient_sync is state.is_last_backward is True
 
 
 # --- backwards that read no parameter ---
