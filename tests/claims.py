@@ -31,7 +31,7 @@ Program = Callable[[nn.Module, int], None]  # of a model and the number of a mic
 RTOL = 1e-9
 #: What autograd says of full values that nobody announced, and what ranks say of which some have
 #: read them where others have not.
-REFUSALS = (f"is at version {LOCKED}", "RuntimeError: the ranks are not in step: ")
+REFUSALS = (f"is at version {LOCKED}", "the ranks are not in step: ")
 _WAITS = "after another rank had failed"  # of a rank whose collective fails when that has ended
 
 

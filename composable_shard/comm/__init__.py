@@ -47,7 +47,12 @@ from composable_shard.comm.hooks import (
 )
 from composable_shard.comm.host_group import HostGroup, get_host_group
 from composable_shard.comm.messages import ExchangedAllReduce
-from composable_shard.comm.order import before_next_collective, exchange_always, note_setting
+from composable_shard.comm.order import (
+    before_next_collective,
+    exchange_always,
+    has_failed,
+    note_setting,
+)
 from composable_shard.comm.step_digest import FlagReduction, Proposal, StepFacts
 from composable_shard.comm.trace import count_collectives, log_events
 from composable_shard.comm.watch import explained, fail

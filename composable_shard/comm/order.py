@@ -81,6 +81,7 @@ class GroupOrder:
         self.issued: list[int] = []  # since the last `fold`
         self.num_folded = 0  # how many came before
         self.failure: str | None = None  # why no further collective can succeed
+        self.has_told = False  # whether that was raised
         self.timeout: timedelta | None = None  # of its messages; None for the group's
         # Formed by `fully_shard` so far, by the names of all groups that a unit goes over
         self.num_units: Counter[tuple[str, ...]] = Counter()
@@ -205,6 +206,11 @@ def order_of(group: dist.ProcessGroup) -> GroupOrder:
 def all_orders() -> list[tuple[dist.ProcessGroup, GroupOrder]]:
     """Return the groups on which this rank has issued collectives."""
     return list(_orders.items())
+
+
+def has_failed(group: dist.ProcessGroup) -> bool:
+    """Return whether a group is closed, because its ranks were out of step or one is gone."""
+    return order_of(group).failure is not None
 
 
 def before_next_collective(run: Callable[[], object], groups: Iterable[dist.ProcessGroup]) -> None:

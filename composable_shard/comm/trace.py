@@ -39,7 +39,8 @@ class _LoggedEvents(list[Event]):
 
     def append(self, event: Event) -> None:
         kind, name, nbytes = event
-        self._logger.debug("%s %s%s", kind, name, f" ({nbytes} bytes)" if nbytes else "")
+        shown = f"group {name} ({nbytes} bytes)" if kind in _KINDS else name
+        self._logger.debug("%s %s", kind, shown)
 
 
 class Profiling:

@@ -236,9 +236,10 @@ def _find_difference(name: str, statements: dict[int, _Statement]) -> str | None
         if len(sides) > 1:
             parts = []
             for text, ranks in sides.items():
-                is_last = number == max(by_rank[ranks[0]])
-                place = f", called at {statements[ranks[0]]['where']}" if is_last else ""
-                parts.append(f"{are(ranks)} in {text}, call {calls[text]} of this step{place}")
+                # Gathers that were started ahead come after it.
+                when = "called" if number == max(by_rank[ranks[0]]) else "and is now"
+                place = f"{when} at {statements[ranks[0]]['where']}"
+                parts.append(f"{are(ranks)} in {text}, call {calls[text]} of this step, {place}")
             return f"the ranks are not in step: {'; '.join(parts)}. {ADVICE}"
     return None
 
@@ -305,11 +306,12 @@ def fail(error: RuntimeError, group: dist.ProcessGroup) -> NoReturn:
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             raise error  # not the backend's
         order = order_of(group)
-        if str(error) == order.failure:
+        if order.has_told and str(error).endswith(str(order.failure)):
             raise error
         if order.failure is None:
             order.failure = _explain(group, str(error))
-        raise RuntimeError(order.failure) from error
+        again, order.has_told = "stopped by an earlier error: " * order.has_told, True
+        raise RuntimeError(f"{again}{order.failure}") from error
     finally:
         del error  # its traceback has this frame: a cycle
 

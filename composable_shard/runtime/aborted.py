@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from composable_shard.comm import before_next_collective
+from composable_shard.comm import before_next_collective, has_failed
 from composable_shard.flat_param import forget_pending
 from composable_shard.runtime.gathers import return_to_idle
 from composable_shard.runtime.reducing import defers_all_reduce, early_trees
@@ -138,7 +138,9 @@ def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]
     early_trees.pop(context, None)
     catch_up_before_next(context, backward.turns)
     armed = [state for ref in context.armed if (state := ref()) is not None]
-    warn_of_late_read([s.name for s in armed if s.needed and s.training_state is IDLE])
+    groups = {group for h in context.live_handles() for group in h.shard_group.joint_groups}
+    if not any(map(has_failed, groups)):  # whose error tells more
+        warn_of_late_read([s.name for s in armed if s.needed and s.training_state is IDLE])
     for state in context.live_states():
         for handle in state.handles:
             handle.grads.take_directly(False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -422,10 +424,18 @@ def test_an_error_of_the_backend_in_a_hook_is_explained(is_async: bool) -> None:
         return Work() if is_async else Work().wait()
 
     group = dist.new_group()
-    model = fully_shard(nn.Linear(4, 2), mesh=DeviceMesh.from_group(group, "cpu"))
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    for module in (model[0], model):
+        fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
     register_comm_hook(model, hook)
     order_of(group).failure = "the ranks are not in step: rank 0 is here; rank 1 is there"
     loss = model(torch.ones(1, 4)).sum()
-    with pytest.raises(RuntimeError, match="rank 0 is here; rank 1 is there"):
-        loss.backward()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match=r"^the ranks are not in step: rank 0 is here"):
+            loss.backward()
+        gc.collect()
+    assert not [each for each in told if "a backward failed" in str(each.message)]
+    with pytest.raises(RuntimeError, match=r"^stopped by an earlier error: the ranks are not"):
+        model(torch.ones(1, 4)).sum().backward()
     dist.destroy_process_group(group)
